@@ -1,0 +1,101 @@
+"""The grid of devices that one stage runs on.
+
+Ranks lie on the grid in row-major order, so the last axis is the minor one: its neighbours
+have consecutive ranks and the fastest links.
+
+    Mesh((2, 3)):          axis b (minor)
+                           0   1   2
+        axis a (major)  0  r0  r1  r2
+                        1  r3  r4  r5
+
+A *group key* names a set of process groups for every mesh that one world can hold: the axes,
+an at sign, the shape. "b@2x3" are the groups {0,1,2} and {3,4,5}; "ab@2x3" is everybody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopar.errors import InputError
+
+AXIS_NAMES = "abc"  # one to three axes; more have never paid on real clusters
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A grid of `num_devices` devices with one to three axes, the major axis first."""
+
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.shape) <= len(AXIS_NAMES) or min(self.shape) < 1:
+            raise InputError(
+                where="mesh",
+                found="x".join(map(str, self.shape)) or "no axes",
+                wanted=f"1 to {len(AXIS_NAMES)} axes of at least one device",
+                remedy="write the mesh as 4, 2x2 or 2x2x2",
+            )
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """Read `4`, `2x2` or `2x2x2`."""
+        try:
+            return Mesh(tuple(int(part) for part in text.lower().split("x")))
+        except ValueError as cause:
+            raise InputError(
+                where="mesh", found=repr(text), wanted="whole numbers joined by x", remedy="write 2x2"
+            ) from cause
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The indices of the axes, the major one first."""
+        return tuple(range(len(self.shape)))
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.shape))
+
+    def name(self, axis: int) -> str:
+        return AXIS_NAMES[axis]
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Where `rank` lies on the grid, one index for each axis."""
+        place: list[int] = []
+        for size in reversed(self.shape):
+            rank, index = divmod(rank, size)
+            place.append(index)
+        return tuple(reversed(place))
+
+    def rank(self, coordinate: Iterable[int]) -> int:
+        total = 0
+        for size, index in zip(self.shape, coordinate, strict=True):
+            total = total * size + index
+        return total
+
+    def key(self, axes: Iterable[int]) -> str:
+        """The group key of `axes` (in major-minor order) on this mesh."""
+        return "".join(AXIS_NAMES[axis] for axis in sorted(axes)) + "@" + str(self)
+
+    def group(self, axes: Iterable[int], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, in major-minor order."""
+        chosen = sorted(axes)
+        here = self.coordinate(rank)
+        groups = [here]
+        for axis in chosen:
+            groups = [
+                (*place[:axis], index, *place[axis + 1 :])
+                for place in groups
+                for index in range(self.shape[axis])
+            ]
+        return tuple(self.rank(place) for place in groups)
+
+
+def parse_key(key: str) -> tuple[Mesh, tuple[int, ...]]:
+    """The mesh and the axes that a group key names."""
+    names, _, shape = key.partition("@")
+    return Mesh.parse(shape), tuple(AXIS_NAMES.index(name) for name in names)

@@ -1,0 +1,67 @@
+"""One tree of errors; every message says where, what was found, what was wanted, and the remedy."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AutoparError(Exception):
+    """Base of all errors that autopar raises on purpose.
+
+    `exit_code` is what the command line returns for it: 1 a check failed, 2 bad input or
+    infeasible, 3 no incumbent in time, 4 a worker failed.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, *, where: str, found: str, wanted: str, remedy: str) -> None:
+        self.where, self.found, self.wanted, self.remedy = where, found, wanted, remedy
+        super().__init__(f"{where}: found {found}, wanted {wanted}; {remedy}")
+
+    def as_dict(self) -> dict[str, str]:
+        """The error as the command line's JSON shows it."""
+        return {
+            "kind": type(self).__name__,
+            "where": self.where,
+            "found": self.found,
+            "wanted": self.wanted,
+            "remedy": self.remedy,
+        }
+
+
+class InputError(AutoparError):
+    """What the user handed in cannot be used."""
+
+
+class TraceError(InputError):
+    """The model cannot be traced; `where` is the user's own source line if it is known."""
+
+
+class RuleError(AutoparError):
+    """An operator's rule is incomplete or contradicts the operator."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan meets the caps; says the least that would do."""
+
+
+class SolverError(AutoparError):
+    """The solver stopped without an answer."""
+
+    exit_code = 3
+
+
+class CostMissingError(AutoparError):
+    """A cost that is needed was neither measured nor can be estimated."""
+
+
+class CheckError(AutoparError):
+    """A law between two passes, or a proof, does not hold."""
+
+    exit_code = 1
+
+
+class WorkerError(AutoparError):
+    """A worker process failed."""
+
+    exit_code = 4
