@@ -1,0 +1,158 @@
+"""The traced model as frozen data: tensors named by strings, operators in execution order.
+
+A graph is in single-assignment form. Every tensor is a graph input (parameter, buffer, constant
+or user input) or one result of exactly one operator. Operators keep the ATen overload that was
+traced and its arguments, with every tensor replaced by `Ref(name)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape (elements), dtype and whether a gradient flows through the tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}[{','.join(map(str, self.shape))}]" + ("*" if self.requires_grad else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of the tensor called `name` inside an operator's arguments."""
+
+    name: str
+
+
+class InputKind(Enum):
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    USER = "user"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """A tensor that comes from outside; `target` is its qualified name in the model."""
+
+    name: str
+    kind: InputKind
+    target: str
+    spec: TensorSpec
+    aliases: tuple[str, ...] = ()  # further names of a tied parameter
+    mutated: bool = False  # written in place by an operator (running statistics)
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One call of an ATen overload; `results` holds None for results that nobody can use."""
+
+    name: str
+    target: Any  # torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[str | None, ...]
+    module: str = ""  # qualified name of the module that called it, for printing
+    source: str = ""  # the user's own line, for errors
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The tensor of every use, in argument order; a tensor used twice appears twice."""
+        return tuple(ref.name for ref in refs((self.args, self.kwargs)))
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A traced model.
+
+    `outputs` are the tensors that leave the graph; `writes` says which buffer takes which tensor
+    at the end of the step (`num_batches_tracked`).
+    """
+
+    inputs: tuple[GraphInput, ...]
+    operators: tuple[Operator, ...]
+    outputs: tuple[str, ...]
+    specs: dict[str, TensorSpec]
+    writes: tuple[tuple[str, str], ...] = ()
+    loss: str | None = None
+    notes: tuple[str, ...] = field(default=())  # what tracing changed or dropped, for the plan
+
+    def consumers(self) -> dict[str, list[tuple[Operator, int]]]:
+        """For each tensor its uses: the operator and the position among its operands."""
+        uses: dict[str, list[tuple[Operator, int]]] = {name: [] for name in self.specs}
+        for operator in self.operators:
+            for position, name in enumerate(operator.operands):
+                uses[name].append((operator, position))
+        return uses
+
+
+def refs(tree: Any) -> Iterator[Ref]:
+    """Every `Ref` in nested tuples, lists and dicts, in order."""
+    match tree:
+        case Ref():
+            yield tree
+        case tuple() | list():
+            for item in tree:
+                yield from refs(item)
+        case dict():
+            for item in tree.values():
+                yield from refs(item)
+
+
+def map_refs(tree: Any, replace: Callable[[Ref], Any]) -> Any:
+    """`tree` with every `Ref` replaced."""
+    match tree:
+        case Ref():
+            return replace(tree)
+        case tuple():
+            return tuple(map_refs(item, replace) for item in tree)
+        case list():
+            return [map_refs(item, replace) for item in tree]
+        case dict():
+            return {key: map_refs(item, replace) for key, item in tree.items()}
+        case _:
+            return tree
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A local operator call that can be measured: an overload and arguments with
+    `TensorSpec` leaves where tensors stand."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def key(self) -> str:
+        """Canonical text: equal keys cost the same on one device."""
+
+        def show(tree: Any) -> str:
+            match tree:
+                case tuple() | list():
+                    return "(" + ",".join(map(show, tree)) + ")"
+                case dict():
+                    return "{" + ",".join(f"{key}={show(tree[key])}" for key in sorted(tree)) + "}"
+                case _:
+                    return str(tree)
+
+        return f"{self.target}{show(self.args)}{show(self.kwargs) if self.kwargs else ''}"
