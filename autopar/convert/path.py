@@ -1,0 +1,77 @@
+"""The cheapest moves from the layout in which a tensor is made to those in which it is used."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from autopar.convert.table import canonical, moves
+from autopar.core.move import Move
+from autopar.core.placement import B, Layout, P, Placement, R, Shard
+from autopar.errors import RuleError
+
+Price = Callable[[Move], float]
+
+
+def interesting(layouts: Iterable[Layout], *, differentiable: bool) -> tuple[tuple[Placement, ...], ...]:
+    """For each axis the placements that `layouts` have there, and the hubs R, P and B."""
+    columns = zip(*layouts, strict=True)
+    hubs: tuple[Placement, ...] = (R, P, B) if differentiable else (R, P)
+    return tuple(
+        (*hubs, *sorted({item for item in column if isinstance(item, Shard)})) for column in columns
+    )
+
+
+def tree(
+    source: Layout, needs: Sequence[Layout], price: Price, *, legal: Callable[[Layout], bool], differentiable: bool
+) -> tuple[Move, ...]:
+    """Moves that reach every layout of `needs` from `source`, shared where paths meet.
+
+    Each need in turn is joined to what is reached already by the cheapest path: optimal for one
+    need, and for several as good as sharing in that order allows.
+    """
+    source = canonical(source, differentiable=differentiable)
+    wanted = [canonical(need, differentiable=differentiable) for need in needs]
+    placements = interesting([source, *wanted], differentiable=differentiable)
+    chosen: dict[Layout, Move] = {}
+    for need in dict.fromkeys(wanted):
+        reached = {source, *chosen}
+        for move in _path(reached, need, price, placements, legal):
+            chosen.setdefault(move.target, move)
+    return tuple(chosen.values())
+
+
+def _path(
+    reached: set[Layout],
+    need: Layout,
+    price: Price,
+    placements: tuple[tuple[Placement, ...], ...],
+    legal: Callable[[Layout], bool],
+) -> list[Move]:
+    if need in reached:
+        return []
+    order = itertools.count()
+    queue: list[tuple[float, int, Layout]] = [(0.0, next(order), layout) for layout in sorted(reached, key=str)]
+    best = dict.fromkeys(reached, 0.0)
+    via: dict[Layout, Move] = {}
+    while queue:
+        cost, _, layout = heapq.heappop(queue)
+        if layout == need:
+            break
+        if cost > best[layout]:
+            continue
+        for move in moves(layout, placements):
+            total = cost + price(move)
+            if legal(move.target) and total < best.get(move.target, float("inf")):
+                best[move.target], via[move.target] = total, move
+                heapq.heappush(queue, (total, next(order), move.target))
+    if need not in best:
+        raise RuleError(
+            where="conversion", found=f"no path to {need}", wanted="a legal path", remedy="report this model"
+        )
+    found: list[Move] = []
+    while need not in reached:
+        found.append(via[need])
+        need = via[need].source
+    return found[::-1]

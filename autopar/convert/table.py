@@ -1,0 +1,108 @@
+"""The table of moves: what each does to the value and to its gradient.
+
+| from -> to  | forward        | backward       | known as                                   |
+|-------------|----------------|----------------|--------------------------------------------|
+| P -> R      | all-reduce     | -              | Megatron's g                               |
+| R -> B      | -              | all-reduce     | Megatron's f; gradient sync on a weight    |
+| P -> B      | all-reduce     | all-reduce     |                                            |
+| S -> R      | all-gather     | slice          |                                            |
+| S -> B      | all-gather     | reduce-scatter | FSDP on a weight                           |
+| P -> S      | reduce-scatter | all-gather     | sequence parallelism                       |
+| R -> S      | slice          | all-gather     |                                            |
+| B -> S      | slice          | zero-pad       | free                                       |
+| S -> P      | zero-pad       | slice          | free                                       |
+| R -> P      | keep on one    | -              | free; how a bias joins a partial sum       |
+| B -> R      | -              | keep on one    | free                                       |
+| B -> P      | keep on one    | keep on one    | free                                       |
+| S(i)->S(j)  | all-to-all     | all-to-all     | Ulysses; batch <-> domain                  |
+
+**Several axes.** Two axes may shard one dim, the major one first. A move on an axis is legal only
+if no axis minor to it shards the atom that it splits or joins; otherwise the part would not be
+one block of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from autopar.core.move import Move
+from autopar.core.placement import B, Broadcast, Layout, P, Partial, Placement, R, Replicate, Shard
+
+
+class Action(Enum):
+    """What ranks do to a tensor; the first four talk to each other."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+    COPY = "copy"  # a slice or a zero-pad: local, but it copies
+    NOTHING = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A row of the table; `name` is the registered operator."""
+
+    name: str
+    forward: Action
+    backward: Action
+
+
+_A = Action
+_TABLE: dict[tuple[type, type], Effect] = {
+    (Partial, Replicate): Effect("p_to_r", _A.ALL_REDUCE, _A.NOTHING),
+    (Replicate, Broadcast): Effect("r_to_b", _A.NOTHING, _A.ALL_REDUCE),
+    (Partial, Broadcast): Effect("p_to_b", _A.ALL_REDUCE, _A.ALL_REDUCE),
+    (Shard, Replicate): Effect("s_to_r", _A.ALL_GATHER, _A.COPY),
+    (Shard, Broadcast): Effect("s_to_b", _A.ALL_GATHER, _A.REDUCE_SCATTER),
+    (Partial, Shard): Effect("p_to_s", _A.REDUCE_SCATTER, _A.ALL_GATHER),
+    (Replicate, Shard): Effect("r_to_s", _A.COPY, _A.ALL_GATHER),
+    (Broadcast, Shard): Effect("b_to_s", _A.COPY, _A.COPY),
+    (Shard, Partial): Effect("s_to_p", _A.COPY, _A.COPY),
+    (Replicate, Partial): Effect("r_to_p", _A.COPY, _A.NOTHING),
+    (Broadcast, Replicate): Effect("b_to_r", _A.NOTHING, _A.COPY),
+    (Broadcast, Partial): Effect("b_to_p", _A.COPY, _A.COPY),
+    (Shard, Shard): Effect("s_to_s", _A.ALL_TO_ALL, _A.ALL_TO_ALL),
+}
+
+
+def effect(move: Move) -> Effect:
+    """What `move` does."""
+    source, target = move.placements
+    return _TABLE[type(source), type(target)]
+
+
+def exists(source: Placement, target: Placement) -> bool:
+    """Whether the table has a row for this change of placement."""
+    if isinstance(source, Shard) and isinstance(target, Shard):
+        return source.dim != target.dim
+    return (type(source), type(target)) in _TABLE
+
+
+def legal(move: Move) -> bool:
+    """Whether no axis minor to the move's shards an atom that it splits or joins."""
+    touched = {placement for placement in move.placements if isinstance(placement, Shard)}
+    return touched.isdisjoint(move.source[move.axis + 1 :])
+
+
+def moves(layout: Layout, placements: tuple[tuple[Placement, ...], ...]) -> Iterator[Move]:
+    """The legal moves from `layout`, given the placements of interest for each axis."""
+    for axis, choices in enumerate(placements):
+        for target in choices:
+            if exists(layout[axis], target):
+                move = Move(axis, layout, (*layout[:axis], target, *layout[axis + 1 :]))
+                if legal(move):
+                    yield move
+
+
+def canonical(layout: Layout, *, differentiable: bool) -> Layout:
+    """Without a gradient B is R."""
+    return layout if differentiable else tuple(R if item == B else item for item in layout)
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether every rank holds the whole value."""
+    return not any(isinstance(item, Shard) or item == P for item in layout)

@@ -1,0 +1,224 @@
+"""Convolutions and transposed convolutions in one to three spatial dims.
+
+    conv2d            "n c+ h~ w~, o c+ r. s., o& -> n o h~ w~"
+    conv_transpose2d  "n c+ h~ w~, c+ o r. s., o& -> n o h~ w~"
+
+Sharding h or w is domain parallelism: the rank fetches the rows that its outputs need (its halo),
+what lies outside the image arrives as zeros, and the local call has no padding on that dim.
+With groups, the group is the factor: channels and filters are cut between groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from autopar.ops.dims import Relation
+from autopar.ops.equation import Equation, Kind
+from autopar.ops.halo import fetch
+from autopar.ops.rule import Instance, Rule, Sample, Site, register
+from autopar.ops.window import Window
+
+aten = torch.ops.aten
+_SPACE = "dhw"
+
+
+def _each(value: Any, count: int) -> list[int]:
+    """A per-dim argument as a list; torch repeats a single one."""
+    values = [value] if isinstance(value, int) else list(value)
+    return [int(item) for item in (values * count if len(values) == 1 else values)]
+
+
+class _AnyConvolution(Rule):
+    """What both directions share; `transposed` is the only difference in the equation."""
+
+    transposed = False
+
+    def space(self, op: Instance) -> str:
+        return _SPACE[-(len(op.shape(1)) - 2) :]
+
+    def batched(self, op: Instance) -> bool:
+        return len(op.shape(0)) == len(op.shape(1))
+
+    def padding(self, op: Instance) -> list[int] | None:
+        """Zeros on both sides of each spatial dim; None if they are not symmetric."""
+        padding = op["padding"]
+        if padding == "valid":
+            return [0] * len(self.space(op))
+        if padding == "same":
+            dilation = _each(op["dilation"], len(self.space(op)))
+            reach = [d * (k - 1) for d, k in zip(dilation, op.shape(1)[2:], strict=True)]
+            return None if any(item % 2 for item in reach) else [item // 2 for item in reach]
+        return _each(padding, len(self.space(op)))
+
+    def windows(self, op: Instance) -> dict[str, Window]:
+        space, padding = self.space(op), self.padding(op)
+        if padding is None:
+            return {}
+        count = len(space)
+        per_dim = zip(
+            op.shape(1)[2:], _each(op["stride"], count), padding, _each(op["dilation"], count), strict=True
+        )
+        return {name: Window(*sizes, self.transposed) for name, sizes in zip(space, per_dim, strict=True)}
+
+    def equation(self, op: Instance) -> Equation:
+        space, windows = self.space(op), self.windows(op)
+        grouped = int(op["groups"]) > 1
+        channel, filter_ = ("g", "g") if grouped else ("c", "o")
+        kernel = tuple(f"k{name}" for name in space)
+        first, second = (channel, filter_) if self.transposed else (filter_, channel)
+        weight = (first, None if grouped else second, *kernel)
+        lead = ("n",) if self.batched(op) else ()
+        operands: list[tuple[str | None, ...]] = [(*lead, channel, *space), weight]
+        if op.has("bias"):
+            operands.append((filter_,))
+        kinds = {name: Kind.WINDOWED if name in windows else Kind.WHOLE for name in space}
+        kinds |= dict.fromkeys(kernel, Kind.WHOLE) | {"c": Kind.CONTRACTED}
+        additive = frozenset({2}) if op.has("bias") else frozenset()
+        return Equation(tuple(operands), ((*lead, filter_, *space),), kinds, additive, windows=windows)
+
+    def relations(self, op: Instance) -> list[Relation]:
+        groups = int(op["groups"])
+        if groups == 1:
+            return super().relations(op)
+        at = len(op.shape(0)) - len(self.space(op)) - 1
+        channels = op.shape(0)[at] // groups
+        result = op.operator.results[0]
+        assert result is not None
+        filters = op.result_shape()[at] // groups
+        whole = (op.operands[0], at)
+        # Groups are one loop although a group has more filters than channels: scale both sides.
+        found = [
+            Relation((whole,), (groups, channels)),
+            Relation(((result, at),), (groups, filters)),
+            Relation((whole, filters), ((result, at), channels)),
+        ]
+        inner = channels if self.transposed else filters
+        found.append(Relation(((op.operands[1], 0),), (groups, inner)))
+        found.append(Relation((whole, inner), ((op.operands[1], 0), channels)))
+        if op.has("bias"):
+            found.append(Relation(((op.operands[2], 0),), ((result, at),)))
+        if self.batched(op):
+            found.append(Relation(((op.operands[0], 0),), ((result, 0),)))
+        return found
+
+    def _depth(self, op: Instance, equation: Equation, factor: str, atoms: Any) -> int:
+        if factor == "g":
+            at = len(op.shape(0)) - len(self.space(op)) - 1
+            outer = {atoms.of[op.operands[0]][at][0], atoms.of[op.operands[1]][0][0]}
+            return 1 if outer == {int(op["groups"])} else 0
+        return super()._depth(op, equation, factor, atoms)
+
+    def local_groups(self, site: Site) -> int:
+        axes = site.axes("g")
+        if not axes:
+            return int(site["groups"])
+        per_group = site.shape(0)[-len(self.space(site)) - 1] // int(site["groups"])
+        return site.emitter.shape(site.values[0])[-len(self.space(site)) - 1] // per_group
+
+
+@register
+class Convolution(_AnyConvolution):
+    """Cross-correlation with stride, padding, dilation and groups."""
+
+    targets = (
+        aten.conv1d.default,
+        aten.conv2d.default,
+        aten.conv3d.default,
+        aten.conv1d.padding,
+        aten.conv2d.padding,
+        aten.conv3d.padding,
+    )
+
+    def lower(self, site: Site) -> Sequence[Any]:
+        space, padding = self.space(site), self.padding(site)
+        if padding is None:
+            return (site.local_call(groups=self.local_groups(site)),)
+        value = site.values[0]
+        for index, name in enumerate(space):
+            if site.axes(name):
+                dim = len(site.shape(0)) - len(space) + index
+                value = fetch(site, value, dim, name, self.windows(site)[name])
+                padding[index] = 0
+        count = len(space)
+        bias = site.values[2] if site.has("bias") else None
+        target = getattr(aten, f"conv{count}d").default
+        stride, dilation = _each(site["stride"], count), _each(site["dilation"], count)
+        groups = self.local_groups(site)
+        return (site.call(target, value, site.values[1], bias, stride, padding, dilation, groups),)
+
+    def samples(self) -> Iterable[Sample]:
+        x, w = torch.randn(3, 4, 9, 11), torch.randn(6, 4, 3, 3)
+        yield Sample(aten.conv2d.default, (x, w, torch.randn(6), [1, 1], [1, 1]))
+        yield Sample(aten.conv2d.default, (x, w, None, [2, 3], [1, 0]))
+        yield Sample(aten.conv2d.default, (x, w, None, [2, 2], [2, 2], [2, 2]))
+        yield Sample(aten.conv2d.default, (x, torch.randn(4, 4, 2, 5), None, [1, 2], [0, 3]))
+        yield Sample(aten.conv2d.default, (x, torch.randn(8, 1, 3, 3), torch.randn(8), [1, 1], [1, 1], [1, 1], 4))
+        yield Sample(aten.conv2d.default, (x, torch.randn(6, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], 2))
+        yield Sample(aten.conv2d.padding, (x, w, None, [1, 1], "same"))
+        yield Sample(aten.conv2d.padding, (x, torch.randn(6, 4, 2, 2), None, [1, 1], "same"))
+        yield Sample(aten.conv1d.default, (torch.randn(3, 4, 13), torch.randn(5, 4, 5), torch.randn(5), [3], [2]))
+        yield Sample(aten.conv3d.default, (torch.randn(2, 3, 6, 5, 7), torch.randn(4, 3, 3, 3, 3), None, 1, 1))
+        yield Sample(aten.conv2d.default, (torch.randn(4, 9, 11), w, torch.randn(6), [1, 1], [1, 1]))
+
+
+@register
+class TransposedConvolution(_AnyConvolution):
+    """The transpose of a convolution: each input row adds to a window of output rows."""
+
+    targets = (
+        aten.conv_transpose1d.default,
+        aten.conv_transpose2d.input,
+        aten.conv_transpose3d.input,
+    )
+    transposed = True
+
+    def lower(self, site: Site) -> Sequence[Any]:
+        space, padding = self.space(site), self.padding(site)
+        assert padding is not None
+        count = len(space)
+        extra, stride = _each(site["output_padding"], count), _each(site["stride"], count)
+        value, crops = site.values[0], []
+        for index, name in enumerate(space):
+            if not site.axes(name):
+                continue
+            dim = len(site.shape(0)) - count + index
+            window = self.windows(site)[name]
+            value = fetch(site, value, dim, name, window)
+            result = site.operator.results[0]
+            start, stop = _rows(site, result, dim)
+            low, _ = window.needs(start, stop)
+            first = low * window.stride - window.padding  # the output row at which the local call begins
+            crops.append((dim, start - first, stop - first))
+            padding[index] = extra[index] = 0
+        bias = site.values[2] if site.has("bias") else None
+        dilation = _each(site["dilation"], count)
+        groups = self.local_groups(site)
+        result = site.call(
+            site.operator.target, value, site.values[1], bias, stride, padding, extra, groups, dilation
+        )
+        for dim, start, stop in crops:
+            result = site.call(aten.slice.Tensor, result, dim, start, stop)
+        return (result,)
+
+    def samples(self) -> Iterable[Sample]:
+        x, w = torch.randn(3, 4, 7, 5), torch.randn(4, 6, 3, 3)
+        target = aten.conv_transpose2d.input
+        yield Sample(target, (x, w, torch.randn(6), [2, 2], [1, 1], [1, 1]))
+        yield Sample(target, (x, torch.randn(4, 6, 2, 2), None, [2, 2]))
+        yield Sample(target, (x, torch.randn(4, 5, 2, 1), torch.randn(5), [3, 3], [0, 0], [2, 1]))
+        yield Sample(target, (x, w, None, [1, 2], [1, 0], [0, 0], 1, [2, 1]))
+        yield Sample(target, (x, torch.randn(4, 3, 3, 3), torch.randn(6), [2, 2], [1, 1], [0, 0], 2))
+        yield Sample(aten.conv_transpose1d.default, (torch.randn(2, 3, 8), torch.randn(3, 4, 4), None, [2], [1]))
+        yield Sample(
+            aten.conv_transpose3d.input, (torch.randn(2, 3, 4, 5, 3), torch.randn(3, 2, 2, 2, 2), None, 2)
+        )
+
+
+def _rows(site: Site, result: str | None, dim: int) -> tuple[int, int]:
+    from autopar.core.placement import Shard
+
+    assert result is not None
+    return site.dims.rows(result, Shard(dim), site.result_layout(), site.coordinate)

@@ -1,0 +1,297 @@
+"""Atoms and cuts: into what every dim of a graph can be split, and where.
+
+**Atoms.** A dim is refined into a product of atoms, the outermost first, over everything that the
+graph does to it. A fused qkv projection of 3 x 4 heads x 8 becomes (3, 4, 8), and its heads can be
+sharded. Refinement travels along *relations*: groups of dims, on two tensors, that run through the
+same elements in the same order.
+
+    linear   y[n,o] = x[n,i] w[o,i]     (x.0) ~ (y.0)      (w.0) ~ (y.1)
+    view     [b,s,h] -> [b*s,h]         (x.0, x.1) ~ (y.0)
+    split    [b,3h] -> 3 of [b,h]       (x.1) ~ (3, y.1)
+
+**Cuts.** Atoms joined by relations have one cut. Where a strided window joins two components, the
+coarse one takes the fine one's boundaries divided by the stride, so that branches that meet again
+agree; a component too short for that has a cut of its own, and the exchange that fetches the
+window's rows moves the difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import networkx as nx
+
+from autopar.core.cut import Cut, balanced, chunked, has_empty, nested, part
+from autopar.core.graph import Graph, InputKind
+from autopar.core.mesh import Mesh
+from autopar.core.placement import Layout, Shard
+
+Dim = tuple[str, int]  # tensor, dim
+Atom = tuple[str, int, int]  # tensor, dim, atom
+Group = tuple[Dim | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """Two groups of dims (or plain numbers) that enumerate the same elements in the same order."""
+
+    left: Group
+    right: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """`output` has `scale` rows for each row of `source`: a windowed factor."""
+
+    source: Dim
+    output: Dim
+    scale: Fraction
+
+
+class Atoms:
+    """The refinement of every dim of a graph, and the components of atoms that are cut alike."""
+
+    def __init__(self, graph: Graph, relations: Sequence[Relation], scalings: Sequence[Scaling]) -> None:
+        self.sizes: dict[Dim, int] = {
+            (name, dim): size for name, spec in graph.specs.items() for dim, size in enumerate(spec.shape)
+        }
+        self.bounds: dict[Dim, set[int]] = {dim: {1, size} for dim, size in self.sizes.items()}
+        self._refine(relations)
+        self.of: dict[str, tuple[tuple[int, ...], ...]] = {
+            name: tuple(self._atoms((name, dim)) for dim in range(len(spec.shape)))
+            for name, spec in graph.specs.items()
+        }
+        self.components = nx.utils.UnionFind[Atom](
+            (name, dim, atom)
+            for name, dims in self.of.items()
+            for dim, atoms in enumerate(dims)
+            for atom in range(len(atoms))
+        )
+        for relation in relations:
+            for left, right in self.matches(relation):
+                self.components.union(left, right)
+        self.scalings = tuple(scalings)
+
+    def _refine(self, relations: Sequence[Relation]) -> None:
+        by_dim: dict[Dim, list[Relation]] = {}
+        for relation in relations:
+            for item in (*relation.left, *relation.right):
+                if not isinstance(item, int):
+                    by_dim.setdefault(item, []).append(relation)
+        waiting = dict.fromkeys(relations)
+        while waiting:
+            relation = next(iter(waiting))
+            del waiting[relation]
+            marks = self._marks(relation.left) | self._marks(relation.right)
+            for item, offset in (*self._offsets(relation.left), *self._offsets(relation.right)):
+                if not isinstance(item, int) and self._add(item, offset, marks):
+                    waiting.update(dict.fromkeys(by_dim[item]))
+
+    def _offsets(self, group: Group) -> list[tuple[Dim | int, int]]:
+        """Each item with the number of elements that it steps over."""
+        found, offset = [], 1
+        for item in reversed(group):
+            found.append((item, offset))
+            offset *= item if isinstance(item, int) else self.sizes[item]
+        return found
+
+    def _marks(self, group: Group) -> set[int]:
+        marks: set[int] = set()
+        for item, offset in self._offsets(group):
+            marks |= {offset * bound for bound in ((1, item) if isinstance(item, int) else self.bounds[item])}
+        return marks
+
+    def _add(self, item: Dim, offset: int, marks: set[int]) -> bool:
+        known = self.bounds[item]
+        before = len(known)
+        for mark in sorted(marks):
+            bound, rest = divmod(mark, offset)
+            fits = rest == 0 and 1 < bound < self.sizes[item] and self.sizes[item] % bound == 0
+            if fits and all(bound % other == 0 or other % bound == 0 for other in known):
+                known.add(bound)
+        return len(known) > before
+
+    def _atoms(self, item: Dim) -> tuple[int, ...]:
+        bounds = sorted(self.bounds[item], reverse=True)
+        if len(bounds) < 2:
+            return (self.sizes[item],)
+        return tuple(high // low for high, low in itertools.pairwise(bounds))
+
+    def matches(self, relation: Relation) -> list[tuple[Atom, Atom]]:
+        """Pairs of atoms on both sides that are the same loop."""
+        left, right = self._spans(relation.left), self._spans(relation.right)
+        return [(left[span], right[span]) for span in left.keys() & right.keys()]
+
+    def _spans(self, group: Group) -> dict[tuple[int, int], Atom]:
+        spans: dict[tuple[int, int], Atom] = {}
+        for item, offset in self._offsets(group):
+            if isinstance(item, int):
+                continue
+            bounds = sorted(self.bounds[item], reverse=True)
+            for atom, (high, low) in enumerate(itertools.pairwise(bounds)):
+                spans[(offset * high, offset * low)] = (*item, atom)
+        return spans
+
+
+class Dims:
+    """Cuts of a graph's atoms on one mesh, and every local size that follows from them."""
+
+    def __init__(self, graph: Graph, atoms: Atoms, mesh: Mesh) -> None:
+        self.graph, self.atoms, self.mesh = graph, atoms, mesh
+        self._subsets = [
+            tuple(mesh.shape[axis] for axis in axes)
+            for count in range(1, len(mesh.shape) + 1)
+            for axes in itertools.combinations(mesh.axes, count)
+        ]
+        weights = {
+            atoms.components[(item.name, dim, atom)]
+            for item in graph.inputs
+            if item.kind is InputKind.PARAMETER
+            for dim, parts in enumerate(atoms.of[item.name])
+            for atom in range(len(parts))
+        }
+        self._weights = weights
+        self._cuts: dict[tuple[Atom, tuple[int, ...]], Cut] = {}
+        self._anchors: dict[Atom, tuple[Atom, Fraction, int]] = {}
+        self._anchor()
+
+    # -- cuts ---------------------------------------------------------------------------------------
+
+    def _length(self, component: Atom) -> int:
+        name, dim, atom = component
+        return self.atoms.of[name][dim][atom]
+
+    def _anchor(self) -> None:
+        """Find, for each component joined by strides, the component whose cut it follows, the
+        scale between them and the unit that the followed cut keeps to."""
+        edges = nx.DiGraph()
+        for scaling in self.atoms.scalings:
+            ends = [(name, dim, 0) for name, dim in (scaling.source, scaling.output)]
+            if all(len(self.atoms.of[name][dim]) == 1 for name, dim, _ in ends):
+                source, output = (self.atoms.components[end] for end in ends)
+                if source != output:
+                    edges.add_edge(source, output, scale=scaling.scale)
+                    edges.add_edge(output, source, scale=1 / scaling.scale)
+        for base in sorted(edges.nodes, key=lambda item: (-self._length(item), item)):
+            if base not in self._anchors:
+                self._follow(base, edges)
+
+    def _follow(self, base: Atom, edges: nx.DiGraph[Atom]) -> None:
+        """Give `base` a cut of its own and let every component within reach follow it."""
+        scales = {base: Fraction(1)}
+        for source, output in nx.bfs_edges(edges, base):
+            scales[output] = scales[source] * edges.edges[source, output]["scale"]
+        room = self._length(base) // self.mesh.num_devices
+        unit = 1
+        for scale in sorted(scales.values(), reverse=True):
+            wanted = math.lcm(unit, scale.denominator)
+            if wanted <= room:
+                unit = wanted
+        for component, scale in scales.items():
+            if component in self._anchors or (unit * scale).denominator != 1:
+                continue
+            self._anchors[component] = (base, scale, unit)
+            if component != base and any(
+                has_empty(self.cut(component, sizes))
+                for sizes in self._subsets
+                if math.prod(sizes) <= self._length(component)
+            ):
+                del self._anchors[component]
+            self._cuts.clear()
+
+    def cut(self, component: Atom, sizes: tuple[int, ...]) -> Cut:
+        """Boundaries, in the atom's own elements, of prod(sizes) parts."""
+        key = (component, sizes)
+        if key not in self._cuts:
+            self._cuts[key] = self._make_cut(component, sizes)
+        return self._cuts[key]
+
+    def _make_cut(self, component: Atom, sizes: tuple[int, ...]) -> Cut:
+        length = self._length(component)
+        base, scale, unit = self._anchors.get(component, (component, Fraction(1), 1))
+        if base != component:
+            fine = self.cut(base, sizes)
+            return tuple(min(length, math.ceil(bound * scale)) for bound in fine[:-1]) + (length,)
+        chunk = component in self._weights and not any(
+            has_empty(nested(length, subset, chunked)) for subset in self._subsets if math.prod(subset) <= length
+        )
+        return nested(length, sizes, chunked if chunk else balanced, unit)
+
+    # -- what a layout means for a tensor -------------------------------------------------------------
+
+    def component(self, name: str, shard: Shard) -> Atom:
+        return self.atoms.components[(name, shard.dim, shard.atom)]
+
+    def is_weight(self, component: Atom) -> bool:
+        """Whether some parameter has a dim of this component: sharding it is model parallelism."""
+        return component in self._weights
+
+    def legal(self, name: str, layout: Layout) -> bool:
+        """Whether every shard of `layout` exists and has rows on every rank."""
+        for shard in {placement for placement in layout if isinstance(placement, Shard)}:
+            dims = self.atoms.of[name]
+            if shard.dim >= len(dims) or shard.atom >= len(dims[shard.dim]):
+                return False
+            sizes = self._sizes(shard, layout)
+            if math.prod(sizes) > dims[shard.dim][shard.atom]:
+                return False
+            if has_empty(self.cut(self.component(name, shard), sizes)):
+                return False
+        return True
+
+    def _axes(self, shard: Shard, layout: Layout) -> tuple[int, ...]:
+        return tuple(axis for axis, placement in enumerate(layout) if placement == shard)
+
+    def _sizes(self, shard: Shard, layout: Layout) -> tuple[int, ...]:
+        return tuple(self.mesh.shape[axis] for axis in self._axes(shard, layout))
+
+    def rows(self, name: str, shard: Shard, layout: Layout, coordinate: Sequence[int]) -> tuple[int, int]:
+        """The elements [start, stop) of the atom that the rank at `coordinate` owns."""
+        axes = self._axes(shard, layout)
+        if not axes:
+            return 0, self.atoms.of[name][shard.dim][shard.atom]
+        cut = self.cut(self.component(name, shard), self._sizes(shard, layout))
+        return part(cut, self._sizes(shard, layout), [coordinate[axis] for axis in axes])
+
+    def local_atoms(
+        self, name: str, dim: int, layout: Layout, coordinate: Sequence[int]
+    ) -> tuple[int, ...]:
+        """The local length of every atom of `dim`."""
+        spans = (
+            self.rows(name, Shard(dim, atom), layout, coordinate)
+            for atom in range(len(self.atoms.of[name][dim]))
+        )
+        return tuple(stop - start for start, stop in spans)
+
+    def local_shape(self, name: str, layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the rank's local tensor."""
+        return tuple(
+            math.prod(self.local_atoms(name, dim, layout, coordinate))
+            for dim in range(len(self.atoms.of[name]))
+        )
+
+    def split(
+        self, name: str, shard: Shard, layout: Layout, axis: int, coordinate: Sequence[int]
+    ) -> tuple[int, tuple[int, ...]]:
+        """(blocks, sizes) of `shard` along `axis` as the collectives take them.
+
+        `layout` is the one in which `axis` does shard it; sizes are elements of the tensor's dim
+        within each of the local blocks, one for every rank along the axis.
+        """
+        blocks = math.prod(self.local_atoms(name, shard.dim, layout, coordinate)[: shard.atom])
+        inner = math.prod(self.local_atoms(name, shard.dim, layout, coordinate)[shard.atom + 1 :])
+        sizes = []
+        for index in range(self.mesh.shape[axis]):
+            place = [*coordinate[:axis], index, *coordinate[axis + 1 :]]
+            start, stop = self.rows(name, shard, layout, place)
+            sizes.append((stop - start) * inner)
+        return blocks, tuple(sizes)
+
+
+def relations_of(groups: Iterable[Sequence[Dim]]) -> list[Relation]:
+    """Relations that tie all dims of each group to the group's first."""
+    return [Relation((first,), (other,)) for first, *rest in groups for other in rest]

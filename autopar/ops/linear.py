@@ -1,0 +1,94 @@
+"""Matrix products: linear, addmm, mm, bmm and matmul.
+
+    linear   "n s i+, o i+, o& -> n s o"      o: filter parallelism, i: channel parallelism
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from autopar.ops.equation import Equation, Kind, parse
+from autopar.ops.rule import Instance, Rule, Sample, register
+
+aten = torch.ops.aten
+
+
+@register
+class Linear(Rule):
+    """y = x wᵀ + b over the last dim, any number of leading dims."""
+
+    targets = (aten.linear.default,)
+
+    def equation(self, op: Instance) -> Equation:
+        lead = " ".join(f"n{index}" for index in range(len(op.shape()) - 1))
+        out = "o" if len(op.shape(1)) == 2 else ""
+        bias = ", o&" if len(op.operands) == 3 else ""
+        return parse(f"{lead} i+, {out} i+{bias} -> {lead} {out}")
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample(aten.linear.default, (torch.randn(5, 7), torch.randn(6, 7), torch.randn(6)))
+        yield Sample(aten.linear.default, (torch.randn(3, 5, 8), torch.randn(9, 8)))
+
+
+@register
+class AddMM(Rule):
+    """beta b + alpha x w; the bias has shape [o], [n, o], [1, o] or [n, 1]."""
+
+    targets = (aten.addmm.default,)
+
+    def equation(self, op: Instance) -> Equation:
+        rows, columns = op.result_shape()
+        full = (("n", rows), ("o", columns))
+        shape = op.shape(0)
+        bias = [
+            label if size == wanted else "_"
+            for size, (label, wanted) in zip(shape, full[2 - len(shape) :], strict=True)
+        ]
+        return parse(f"{' '.join(f'{label}&' for label in bias)}, n i+, i+ o -> n o")
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample(aten.addmm.default, (torch.randn(6), torch.randn(5, 7), torch.randn(7, 6)))
+        yield Sample(aten.addmm.default, (torch.randn(5, 1), torch.randn(5, 4), torch.randn(4, 6)))
+        yield Sample(
+            aten.addmm.default,
+            (torch.randn(5, 6), torch.randn(5, 4), torch.randn(4, 6)),
+            {"beta": 0.5, "alpha": 2.0},
+        )
+
+
+@register
+class MatMul(Rule):
+    """Products of matrices, batches of them, and vectors, with broadcast leading dims."""
+
+    targets = (aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
+
+    def equation(self, op: Instance) -> Equation:
+        left, right = op.shape(0), op.shape(1)
+        lead = max(len(left), len(right)) - 2
+        batch = [f"b{index}" for index in range(max(lead, 0))]
+        result = op.result_shape()
+
+        def labels(shape: tuple[int, ...], own: list[str]) -> tuple[str | None, ...]:
+            count = len(shape) - len(own)
+            names = batch[len(batch) - count :] if count else []
+            sizes = dict(zip(batch, result, strict=False))
+            kept = [name if sizes[name] == size else None for name, size in zip(names, shape, strict=False)]
+            return (*kept, *own)
+
+        operands = (
+            labels(left, ["n", "i"] if len(left) > 1 else ["i"]),
+            labels(right, ["i", "o"] if len(right) > 1 else ["i"]),
+        )
+        ends = [name for name, shape in (("n", left), ("o", right)) if len(shape) > 1]
+        return Equation(operands, ((*batch, *ends),), {"i": Kind.CONTRACTED})
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample(aten.mm.default, (torch.randn(5, 7), torch.randn(7, 6)))
+        yield Sample(aten.bmm.default, (torch.randn(3, 5, 7), torch.randn(3, 7, 4)))
+        yield Sample(aten.matmul.default, (torch.randn(3, 1, 5, 6), torch.randn(4, 6, 5)))
+        yield Sample(aten.matmul.default, (torch.randn(3, 5, 6), torch.randn(6)))
+        yield Sample(aten.matmul.default, (torch.randn(6), torch.randn(6, 5)))
+        yield Sample(aten.mv.default, (torch.randn(5, 6), torch.randn(6)))
+        yield Sample(aten.dot.default, (torch.randn(6), torch.randn(6)))

@@ -1,0 +1,149 @@
+"""Elementwise operators with broadcasting: every dim of the result is a free factor.
+
+    add      "n c h w, c 1 1 -> n c h w"      a dim of size 1 that is broadcast lacks the factor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from autopar.ops.equation import Equation
+from autopar.ops.rule import Instance, Rule, Sample, Site, register
+
+aten = torch.ops.aten
+
+_UNARY = (
+    "relu gelu silu tanh sigmoid exp exp2 expm1 log log2 log10 log1p sqrt rsqrt abs neg clamp clamp_min clamp_max "
+    "leaky_relu elu softplus hardtanh hardswish hardsigmoid mish selu celu sin cos tan asin acos atan sinh cosh "
+    "asinh acosh atanh erf erfc reciprocal square sign sgn floor ceil round trunc frac logical_not bitwise_not "
+    "isnan isinf isfinite clone contiguous alias detach lift_fresh_copy relu6 log_sigmoid softshrink hardshrink "
+    "tanhshrink threshold positive zeros_like ones_like full_like empty_like to _to_copy type_as nan_to_num "
+    "deg2rad rad2deg sinc i0 digamma lgamma logit erfinv"
+)
+_BINARY = (
+    "add sub mul div pow maximum minimum eq ne lt le gt ge where logical_and logical_or logical_xor bitwise_and "
+    "bitwise_or bitwise_xor masked_fill rsub addcmul addcdiv lerp atan2 fmod remainder fmax fmin hypot copysign "
+    "true_divide floor_divide xlogy logaddexp logaddexp2 __and__ __or__ __xor__"
+)
+
+
+def _overloads(names: str) -> tuple[Any, ...]:
+    """Every functional overload of the named operators that returns one tensor."""
+    found: list[Any] = []
+    for name in names.split():
+        packet = getattr(aten, name, None)
+        for overload in packet.overloads() if packet else ():
+            target = getattr(packet, overload)
+            schema = target._schema
+            single = len(schema.returns) == 1 and not schema.is_mutable
+            if single and str(schema.returns[0].type) == "Tensor":
+                found.append(target)
+    return tuple(found)
+
+
+_ADDING = {"add", "sub", "rsub", "where", "lerp"}
+_SCALING = {"mul", "div", "true_divide", "neg", "clone", "contiguous", "alias", "positive", "to", "_to_copy"}
+
+
+@register
+class Pointwise(Rule):
+    """One result element from one element of each operand."""
+
+    targets = _overloads(_UNARY + " " + _BINARY)
+
+    def equation(self, op: Instance) -> Equation:
+        result = op.result_shape()
+        labels = tuple(
+            tuple(
+                f"d{dim}" if size == result[dim] else None
+                for dim, size in enumerate(op.specs[name].shape, start=len(result) - len(op.specs[name].shape))
+            )
+            for name in op.operands
+        )
+        everywhere = tuple(f"d{dim}" for dim in range(len(result)))
+        return Equation(labels, (everywhere,), linear=self.linear(op))
+
+    def linear(self, op: Instance) -> tuple[frozenset[int], ...]:
+        """Sets of operands in which the call is linear without a constant term."""
+        name = op.operator.target._schema.name.split("::")[1]
+        floating = [index for index, item in enumerate(op.operands) if op.specs[item].dtype.is_floating_point]
+        if name in {"add", "sub"} and len(op.operands) == 2 and len(floating) == 2:
+            return (frozenset({0, 1}),)
+        if name == "where" and len(op.operands) == 3 and floating == [1, 2]:
+            return (frozenset({1, 2}),)
+        if name == "masked_fill" and not isinstance(op.arguments["value"], torch.Tensor):
+            zero = op.arguments["value"] == 0 and len(op.operands) == 2
+            return (frozenset({0}),) if zero else ()
+        if name == "mul" and len(floating) == 2:
+            return (frozenset({0}), frozenset({1}))
+        if name in {"to", "_to_copy"} and not self._widens(op):
+            return ()
+        if name == "div" and op.arguments.get("rounding_mode") is not None:
+            return ()
+        if name in _SCALING and floating and floating[0] == 0:
+            return (frozenset({0}),)
+        return ()
+
+    def _widens(self, op: Instance) -> bool:
+        """A cast passes partial sums only if it loses no bits."""
+        result = op.operator.results[0]
+        assert result is not None
+        before, after = op.spec().dtype, op.specs[result].dtype
+        return after.is_floating_point and torch.promote_types(before, after) == after
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(3, 4, 5)
+        yield Sample(aten.gelu.default, (x,))
+        yield Sample(aten.add.Tensor, (x, torch.randn(4, 1)))
+        yield Sample(aten.add.Tensor, (x, 1.5))
+        yield Sample(aten.sub.Tensor, (x, torch.randn(1, 4, 5)), {"alpha": 2})
+        yield Sample(aten.mul.Tensor, (x, torch.randn(5)))
+        yield Sample(aten.mul.Scalar, (x, 3.0))
+        yield Sample(aten.div.Tensor, (x, torch.rand(3, 1, 1) + 1))
+        yield Sample(aten.where.self, (x > 0, x, torch.randn(5)))
+        yield Sample(aten.masked_fill.Scalar, (x, torch.rand(4, 5) > 0.5, 0))
+        yield Sample(aten.masked_fill.Scalar, (x, torch.rand(4, 5) > 0.5, 2.0))
+        yield Sample(aten.pow.Tensor_Scalar, (x, 3.0))
+        yield Sample(aten.to.dtype, (x, torch.float64))
+        yield Sample(aten.neg.default, (x,))
+        yield Sample(aten.clamp.default, (x, -0.5, 0.5))
+
+
+@register
+class Dropout(Rule):
+    """x · mask / (1 - p).
+
+    Exact mode draws the serial mask, whole, on every rank (all generators must stand alike) and
+    slices it. Otherwise each shard draws its own from a seed that replicas share.
+    """
+
+    targets = (aten.dropout.default,)
+    random = True
+
+    def equation(self, op: Instance) -> Equation:
+        labels = tuple(f"d{dim}" for dim in range(len(op.shape())))
+        return Equation((labels,), (labels,), linear=(frozenset({0}),))
+
+    def lower(self, site: Site) -> tuple[Any]:
+        probability, training = float(site["p"]), bool(site["train"])
+        if not training or probability == 0.0:
+            return (site.values[0],)
+        spec = site.spec()
+        if not site.exact_random:
+            shards = [axis for axis, option in enumerate(site.strategy) if option.shards]
+            index = 0
+            for axis in shards:
+                index = index * site.mesh.shape[axis] + site.coordinate[axis]
+            shape = list(site.emitter.shape(site.values[0]))
+            mask = site.call(torch.ops.autopar.shard_mask.default, shape, probability, spec.dtype, index)
+        else:
+            mask = site.call(torch.ops.autopar.dropout_mask.default, list(spec.shape), probability, spec.dtype)
+            mask = site.slice_to(mask, site.operands[0], site.operand_layout(0))
+        return (site.call(aten.mul.Tensor, site.values[0], mask),)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample(aten.dropout.default, (torch.randn(5, 7), 0.4, True))
+        yield Sample(aten.dropout.default, (torch.randn(5, 7), 0.4, False))

@@ -1,0 +1,48 @@
+"""Which input rows a range of output rows needs: the algebra behind halos.
+
+Windows are output-driven. A convolution's outputs [o0, o1) need the inputs
+
+    [o0*s - p,  (o1 - 1)*s - p + d*(k - 1) + 1)
+
+and what lies outside the tensor is filled with the operator's own padding value.
+
+    stride 2, kernel 3, padding 1        outputs   0     1     2     3
+                                         inputs  -1..1  1..3  3..5  5..7
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A sliding window (convolution, pooling, crop, pad), or its transpose.
+
+    Source: output-size formulas of torch.nn.Conv2d and torch.nn.ConvTranspose2d.
+    """
+
+    kernel: int = 1
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+    transposed: bool = False
+
+    @property
+    def scale(self) -> Fraction:
+        """Output rows for each input row."""
+        return Fraction(self.stride) if self.transposed else Fraction(1, self.stride)
+
+    def needs(self, start: int, stop: int) -> tuple[int, int]:
+        """Input rows [low, high) that outputs [start, stop) read; may reach outside the tensor."""
+        reach = self.dilation * (self.kernel - 1)
+        if not self.transposed:
+            return start * self.stride - self.padding, (stop - 1) * self.stride - self.padding + reach + 1
+        # Input row i adds to outputs i*s - p ... i*s - p + d*(k - 1); where the stride is wider than
+        # the kernel, rows on both sides of a gap are taken so that the local output covers the gap.
+        low = min(-((reach - start - self.padding) // self.stride), (start + self.padding) // self.stride)
+        high = (stop - 1 + self.padding) // self.stride + 1
+        while (high - 1) * self.stride - self.padding + reach < stop - 1:
+            high += 1
+        return low, high

@@ -1,0 +1,77 @@
+"""Writes the program of one rank, call by call, and knows every local shape as it goes.
+
+Each call is evaluated on meta tensors while it is written, so a wrong shape is found here, in the
+operator that caused it, and no process group is needed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.core.graph import Call, TensorSpec
+
+_META = torch.device("meta")
+
+
+class GraphEmitter:
+    """An `Emitter` that appends to an fx.Graph; `calls` lists the local ATen calls for pricing."""
+
+    def __init__(self, *, device: torch.device | None = None) -> None:
+        self.graph = fx.Graph()
+        self.device = device
+        self.meta: dict[fx.Node, torch.Tensor] = {}
+        self.calls: list[Call] = []
+        self.collectives: list[tuple[str, tuple[Any, ...], TensorSpec]] = []
+
+    def placeholder(self, name: str, spec: TensorSpec) -> fx.Node:
+        node = self.graph.placeholder(name)
+        self.meta[node] = torch.empty(
+            spec.shape, dtype=spec.dtype, device=_META, requires_grad=spec.requires_grad
+        )
+        return node
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and self.device is not None:
+            kwargs["device"] = self.device
+        on_meta = {**self._lookup(kwargs), **({"device": _META} if "device" in kwargs else {})}
+        values = target(*self._lookup(tuple(args)), **on_meta)
+        self.calls.append(Call(target, self._spec(tuple(args)), self._spec(kwargs)))
+        node = self.graph.call_function(target, tuple(args), kwargs)
+        if isinstance(values, torch.Tensor):
+            self.meta[node] = values.to(_META) if values.device != _META else values
+            return node
+        parts = []
+        for index, value in enumerate(values):
+            part = self.graph.call_function(operator.getitem, (node, index))
+            self.meta[part] = value
+            parts.append(part)
+        return tuple(parts)
+
+    def collective(self, target: Any, args: Sequence[Any], shape: Sequence[int]) -> fx.Node:
+        node = self.graph.call_function(target, tuple(args))
+        operand = self.meta[args[0]]
+        spec = TensorSpec(tuple(operand.shape), operand.dtype, operand.requires_grad)
+        self.collectives.append((str(target), tuple(args[1:]), spec))
+        self.meta[node] = torch.empty(
+            tuple(shape), dtype=operand.dtype, device=_META, requires_grad=operand.requires_grad
+        )
+        return node
+
+    def shape(self, value: fx.Node) -> tuple[int, ...]:
+        return tuple(self.meta[value].shape)
+
+    def _lookup(self, tree: Any) -> Any:
+        return fx.node.map_arg(tree, lambda node: self.meta[node])
+
+    def _spec(self, tree: Any) -> Any:
+        def describe(node: fx.Node) -> TensorSpec:
+            value = self.meta[node]
+            return TensorSpec(tuple(value.shape), value.dtype, value.requires_grad)
+
+        return fx.node.map_arg(tree, describe)

@@ -1,0 +1,151 @@
+"""Graph and Program -> the fx.Graph of one rank: local operators and named collectives.
+
+Conversions are written at their first use, never at the top: autograd runs later-created nodes
+first, so a weight converted at the top would have its gradient reduced at the very end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.convert.table import canonical, effect
+from autopar.core.graph import Graph, TensorSpec
+from autopar.core.move import Move
+from autopar.core.placement import Layout, Shard, show
+from autopar.core.plan import Program
+from autopar.errors import CheckError
+from autopar.ops.dims import Dims
+from autopar.ops.rule import Site, rule_of
+from autopar.rewrite.emit import GraphEmitter
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """One rank's program: placeholders in the order of the graph's inputs; it returns the graph's
+    outputs followed by the new values of the buffers in `graph.writes`."""
+
+    rank: int
+    graph: fx.Graph
+    emitter: GraphEmitter
+
+    def module(self) -> fx.GraphModule:
+        return fx.GraphModule(torch.nn.Module(), self.graph, class_name="ParallelProgram")
+
+
+def rewrite(
+    graph: Graph,
+    program: Program,
+    dims: Dims,
+    *,
+    rank: int,
+    device: torch.device | None = None,
+    exact_random: bool = True,
+) -> RankProgram:
+    """Write the program of `rank`; raises CheckError where a local shape is not what the layout says."""
+    writer = _Writer(graph, program, dims, dims.mesh.coordinate(rank), device, exact_random)
+    writer.write()
+    return RankProgram(rank, writer.emitter.graph, writer.emitter)
+
+
+class _Writer:
+    def __init__(
+        self,
+        graph: Graph,
+        program: Program,
+        dims: Dims,
+        coordinate: Sequence[int],
+        device: torch.device | None,
+        exact_random: bool,
+    ) -> None:
+        self.graph, self.program, self.dims, self.coordinate = graph, program, dims, tuple(coordinate)
+        self.exact_random = exact_random
+        self.emitter = GraphEmitter(device=device)
+        self.values: dict[tuple[str, Layout], fx.Node] = {}
+        self.parents: dict[tuple[str, Layout], Move] = {
+            (name, move.target): move for name, moves in program.moves.items() for move in moves
+        }
+
+    def write(self) -> None:
+        for item in self.graph.inputs:
+            layout = self.program.inputs[item.name]
+            shape = self.dims.local_shape(item.name, layout, self.coordinate)
+            spec = TensorSpec(shape, item.spec.dtype, item.spec.requires_grad)
+            self.values[item.name, self.canonical(item.name, layout)] = self.emitter.placeholder(item.name, spec)
+        for operation in self.graph.operators:
+            strategy = self.program.strategies[operation.name]
+            values = [
+                self.value(name, tuple(option.operands[index] for option in strategy))
+                for index, name in enumerate(operation.operands)
+            ]
+            site = Site(
+                operation,
+                dims=self.dims,
+                strategy=strategy,
+                coordinate=self.coordinate,
+                emitter=self.emitter,
+                values=values,
+                exact_random=self.exact_random,
+            )
+            results = rule_of(operation).lower(site)
+            for index, (name, value) in enumerate(zip(operation.results, results, strict=True)):
+                if name is not None:
+                    self.define(name, site.result_layout(index), value)
+        outputs = [self.value(name, self.program.outputs[name]) for name in self.graph.outputs]
+        layouts = {item.name: self.program.inputs[item.name] for item in self.graph.inputs}
+        writes = [self.value(value, layouts[buffer]) for buffer, value in self.graph.writes]
+        self.emitter.graph.output(tuple(outputs + writes))
+        self.emitter.graph.eliminate_dead_code(is_impure_node=_is_impure)
+        self.emitter.graph.lint()
+
+    def canonical(self, name: str, layout: Layout) -> Layout:
+        return canonical(layout, differentiable=self.graph.specs[name].requires_grad)
+
+    def define(self, name: str, layout: Layout, value: fx.Node) -> None:
+        wanted = self.dims.local_shape(name, layout, self.coordinate)
+        found = self.emitter.shape(value)
+        if wanted != found:
+            raise CheckError(
+                where=f"{name} as {show(layout)} at {self.coordinate}",
+                found=f"local shape {found}",
+                wanted=f"{wanted}",
+                remedy="the operator's rule lowers it wrongly",
+            )
+        self.values[name, self.canonical(name, layout)] = value
+
+    def value(self, name: str, layout: Layout) -> fx.Node:
+        """The tensor in `layout`, converted at most once."""
+        key = (name, self.canonical(name, layout))
+        if key not in self.values:
+            if key not in self.parents:
+                raise CheckError(
+                    where=f"{name} as {show(layout)}",
+                    found="no move that leads there",
+                    wanted="a conversion in the plan",
+                    remedy="the plan is incomplete",
+                )
+            self.values[key] = self.convert(name, self.parents[key])
+        return self.values[key]
+
+    def convert(self, name: str, move: Move) -> fx.Node:
+        source = self.value(name, move.source)
+        target = getattr(torch.ops.autopar, effect(move).name).default
+        key = self.dims.mesh.key((move.axis,))
+        args: list[object] = [source, key]
+        before, after = move.placements
+        for placement, layout in ((before, move.source), (after, move.target)):
+            if isinstance(placement, Shard):
+                blocks, sizes = self.dims.split(name, placement, layout, move.axis, self.coordinate)
+                args += [placement.dim, blocks, list(sizes)]
+        shape = self.dims.local_shape(name, move.target, self.coordinate)
+        return self.emitter.collective(target, args, shape)
+
+
+def _is_impure(node: fx.Node) -> bool:
+    """Placeholders, outputs, and operators that write running statistics, stay."""
+    return node.op in ("placeholder", "output") or (
+        node.op == "call_function" and "batch_norm" in str(node.target)
+    )

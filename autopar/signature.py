@@ -1,0 +1,161 @@
+"""How a model is called: nested arguments to a flat list of tensors, flat results back to a structure.
+
+Tensors are the leaves that vary; everything else (None, ints, strings, flags) is part of the call's
+identity: another value asks for another graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.errors import InputError
+
+LossFunction = Callable[..., torch.Tensor]
+_PLAIN = (torch.Tensor, int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Stands where flat tensor number `index` was."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """One call: its tensors, and `key`, everything else about it."""
+
+    tensors: tuple[torch.Tensor, ...]
+    paths: tuple[str, ...]
+    constants: tuple[Any, ...]
+    structure: pytree.TreeSpec
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal keys share a traced graph."""
+        specs = tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.tensors)
+        return (str(self.structure), tuple(map(repr, self.constants)), specs)
+
+    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The (args, kwargs) of the call with `tensors` in the tensors' places."""
+        leaves = [tensors[leaf.index] if isinstance(leaf, Leaf) else leaf for leaf in self.constants]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return tuple(args), dict(kwargs)
+
+
+def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Split a call into its tensors and its constants."""
+    paths, structure = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    tensors: list[torch.Tensor] = []
+    names: list[str] = []
+    constants: list[Any] = []
+    for path, leaf in paths:
+        if isinstance(leaf, torch.Tensor):
+            constants.append(Leaf(len(tensors)))
+            tensors.append(leaf)
+            names.append(_argument_name(path))
+        else:
+            constants.append(leaf)
+    return Arguments(tuple(tensors), tuple(names), tuple(constants), structure)
+
+
+def _argument_name(path: tuple[Any, ...]) -> str:
+    which, *rest = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+    return "_".join(rest) if which == "1" else "_".join(["input", *rest])
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The structure of a model's output; `dropped` names fields that hold no plain data."""
+
+    constants: tuple[Any, ...]
+    structure: pytree.TreeSpec
+    dataclass_type: type | None
+    dropped: tuple[str, ...]
+
+    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """The model's output with `tensors` in the tensors' places."""
+        leaves = [tensors[leaf.index] if isinstance(leaf, Leaf) else leaf for leaf in self.constants]
+        output = pytree.tree_unflatten(leaves, self.structure)
+        return self.dataclass_type(**output) if self.dataclass_type else output
+
+
+def flatten_results(output: Any) -> tuple[tuple[torch.Tensor, ...], Results]:
+    """The tensors of an output (dataclasses and Hugging Face outputs included) and its structure."""
+    kind = None
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        kind = type(output)
+        output = {item.name: getattr(output, item.name) for item in dataclasses.fields(output)}
+    paths, structure = pytree.tree_flatten_with_path(output)
+    tensors: list[torch.Tensor] = []
+    constants: list[Any] = []
+    dropped: list[str] = []
+    for path, leaf in paths:
+        if isinstance(leaf, torch.Tensor):
+            constants.append(Leaf(len(tensors)))
+            tensors.append(leaf)
+        elif isinstance(leaf, _PLAIN):
+            constants.append(leaf)
+        else:
+            constants.append(None)
+            dropped.append(f"{pytree.keystr(path) or 'output'} ({type(leaf).__name__})")
+    return tuple(tensors), Results(tuple(constants), structure, kind, tuple(dropped))
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The scalar that is the output, or that it holds as `.loss` or `["loss"]`."""
+    if isinstance(output, dict) and "loss" in output:
+        output = output["loss"]
+    elif not isinstance(output, torch.Tensor):
+        output = getattr(output, "loss", None)
+    if isinstance(output, torch.Tensor) and output.numel() == 1 and output.dtype.is_floating_point:
+        return output
+    return None
+
+
+def split_for_loss(
+    model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]:
+    """Which arguments are the model's and which go to `loss_fn(output, ...)`.
+
+    `loss_fn` takes the last positional arguments, as many as it requires after the output, and the
+    keyword arguments that the model's forward does not know.
+    """
+    if loss_fn is None:
+        return args, kwargs, (), {}
+    accepts, any_keyword = _parameters(model.forward)
+    ours = {key: value for key, value in kwargs.items() if any_keyword or key in accepts}
+    theirs = {key: value for key, value in kwargs.items() if key not in ours}
+    wanted = max(0, _required(loss_fn) - 1 - len(theirs))
+    if wanted > len(args):
+        raise InputError(
+            where=f"loss_fn {getattr(loss_fn, '__name__', type(loss_fn).__name__)}",
+            found=f"{len(args)} positional inputs",
+            wanted=f"at least {wanted} for loss_fn beside the model's own",
+            remedy="pass the targets after the model's inputs",
+        )
+    cut = len(args) - wanted
+    return args[:cut], ours, args[cut:], theirs
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[set[str], bool]:
+    parameters = inspect.signature(function).parameters.values()
+    return {item.name for item in parameters}, any(item.kind is item.VAR_KEYWORD for item in parameters)
+
+
+def _required(loss_fn: LossFunction) -> int:
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin without a signature: (output, target) is what torch's losses take
+        return 2
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(item.kind in positional and item.default is item.empty for item in parameters)

@@ -1,0 +1,411 @@
+"""nn.Module -> Graph, by torch.export at the pre-dispatch ATen level.
+
+What an exported graph hides is made plain here, once, so that no later pass meets it: in-place
+operators become functional ones, writes to buffers become the graph's `writes`, tied parameters
+become one input, regions without gradient are inlined, guards and assertions are dropped (the
+wrapper checks its inputs itself).
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind as ExportedKind
+
+from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, refs
+from autopar.errors import TraceError
+from autopar.signature import (
+    Arguments,
+    LossFunction,
+    Results,
+    find_loss,
+    flatten_arguments,
+    flatten_results,
+    split_for_loss,
+)
+
+aten = torch.ops.aten
+
+_DROPPED = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
+# Operators that write to an argument without saying so in their schema.
+_HIDDEN_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
+_NO_GRADIENT = {"detach", "detach_", "argmax", "argmin", "sign", "zeros_like", "ones_like", "full_like"}
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A graph and how to call it: `arguments` of the example call, `results` of the output."""
+
+    graph: Graph
+    arguments: Arguments
+    results: Results
+
+
+class _Flat(nn.Module):
+    """The model as a function of flat tensors to flat tensors, the loss first."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Arguments,
+        loss_fn: LossFunction | None,
+        *,
+        loss_only: bool,
+        record: Callable[[Results, int | None], None],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.arguments = arguments
+        self.loss_fn = loss_fn
+        self.loss_only = loss_only
+        self.record = record
+        self.training = model.training
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.arguments.rebuild(tensors)
+        args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
+        output = self.model(*args, **kwargs)
+        if self.loss_fn is not None:
+            loss = self.loss_fn(output, *loss_args, **loss_kwargs)
+            output = loss if self.loss_only else {"loss": loss, "output": output}
+        leaves, results = flatten_results(output)
+        found = find_loss(output)
+        self.record(results, next((i for i, leaf in enumerate(leaves) if leaf is found), None))
+        return leaves
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    loss_only: bool = True,
+) -> Traced:
+    """Trace `model(*args, **kwargs)` in its present mode (train or eval).
+
+    With `loss_fn` the loss is inside the graph; `loss_only` says whether the model's own output
+    leaves the graph beside it. Raises TraceError naming the user's line.
+    """
+    arguments = flatten_arguments(args, kwargs or {})
+    seen: list[tuple[Results, int | None]] = []  # torch.export undoes what forward does to attributes
+    flat = _Flat(
+        model, arguments, loss_fn, loss_only=loss_only, record=lambda *found: seen.append(found)
+    )
+    try:
+        exported = torch.export.export(flat, arguments.tensors, strict=False)
+    except Exception as cause:  # torch.export raises anything that the user's forward raises
+        raise TraceError(
+            where=_user_line(cause),
+            found=f"{type(cause).__name__}: {_first_line(cause)}",
+            wanted="a forward that torch.export can trace",
+            remedy="make the branch or shape independent of tensor values, or move it out of forward",
+        ) from cause
+    results, loss_index = seen[-1]
+    graph = _Builder(model, arguments, exported).build(loss_index=loss_index, dropped=results.dropped)
+    return Traced(graph, arguments, results)
+
+
+class _Builder:
+    """Walks the exported graph once and writes down single-assignment operators."""
+
+    def __init__(self, model: nn.Module, arguments: Arguments, exported: Any) -> None:
+        self.exported = exported
+        self.arguments = arguments
+        self.inputs: dict[str, GraphInput] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        self.operators: list[Operator] = []
+        self.env: dict[fx.Node, Any] = {}
+        self.root: dict[str, str] = {}  # tensor -> the tensor whose memory it shares
+        self.writes: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.tied = _tied_names(model)
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def build(self, *, loss_index: int | None, dropped: tuple[str, ...]) -> Graph:
+        gm = self.exported.graph_module
+        self.read_inputs(gm)
+        outputs = self.read_nodes(gm, grad=True)
+        names = tuple(value.name for value in outputs if isinstance(value, Ref))
+        self.notes += [f"output {name} holds no plain tensors and is not returned" for name in dropped]
+        graph = Graph(
+            inputs=tuple(self.inputs.values()),
+            operators=tuple(self.operators),
+            outputs=names,
+            specs=self.specs,
+            writes=tuple(self.writes.items()),
+            loss=None if loss_index is None else names[loss_index],
+            notes=tuple(self.notes),
+        )
+        return _without_dead_code(graph)
+
+    # -- inputs ---------------------------------------------------------------------------------
+
+    def read_inputs(self, gm: fx.GraphModule) -> None:
+        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        users = iter(self.arguments.paths)
+        for node, spec in zip(nodes, self.exported.graph_signature.input_specs, strict=True):
+            match spec.kind:
+                case ExportedKind.USER_INPUT:
+                    self.add_input(node, InputKind.USER, next(users))
+                case ExportedKind.PARAMETER:
+                    self.add_input(node, InputKind.PARAMETER, spec.target.removeprefix("model."))
+                case ExportedKind.BUFFER:
+                    self.add_input(node, InputKind.BUFFER, spec.target.removeprefix("model."))
+                case _:
+                    self.add_input(node, InputKind.CONSTANT, spec.target)
+
+    def add_input(self, node: fx.Node, kind: InputKind, target: str) -> None:
+        first, *others = self.tied.get(target, (target,))
+        if kind is InputKind.PARAMETER and first != target:
+            owner = next((item.name for item in self.inputs.values() if item.target == first), None)
+            if owner is not None:
+                self.env[node] = Ref(owner)
+                return
+        name = _input_name(kind, first if kind is InputKind.PARAMETER else target, taken=self.specs)
+        frozen = kind is not InputKind.PARAMETER or not self.parameters[target].requires_grad
+        value = node.meta["val"]
+        user_grad = kind is InputKind.USER and bool(
+            self.arguments.tensors[self.arguments.paths.index(target)].requires_grad
+        )
+        self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, (not frozen) or user_grad)
+        self.inputs[name] = GraphInput(
+            name, kind, first if kind is InputKind.PARAMETER else target, self.specs[name], tuple(others)
+        )
+        self.root[name] = name
+        self.env[node] = Ref(name)
+
+    # -- operators ------------------------------------------------------------------------------
+
+    def read_nodes(self, gm: fx.GraphModule, *, grad: bool) -> list[Any]:
+        for node in gm.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    pass
+                case "get_attr":
+                    self.env[node] = self.constant(gm, node)
+                case "call_function":
+                    self.read_call(gm, node, grad=grad)
+                case "output":
+                    return [self.value(item) for item in node.args[0]]
+                case "call_module":
+                    pass  # _guards_fn: the wrapper checks its inputs itself
+        return []
+
+    def value(self, item: Any) -> Any:
+        return fx.node.map_arg(item, lambda node: self.env[node])
+
+    def constant(self, gm: fx.GraphModule, node: fx.Node) -> Any:
+        value = gm
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if not isinstance(value, torch.Tensor):
+            return value
+        name = _input_name(InputKind.CONSTANT, str(node.target), taken=self.specs)
+        self.specs[name] = TensorSpec(tuple(value.shape), value.dtype)
+        self.inputs[name] = GraphInput(name, InputKind.CONSTANT, str(node.target), self.specs[name])
+        self.root[name] = name
+        return Ref(name)
+
+    def read_call(self, gm: fx.GraphModule, node: fx.Node, *, grad: bool) -> None:
+        target = node.target
+        if target is operator.getitem:
+            self.env[node] = self.value(node.args[0])[node.args[1]]
+        elif isinstance(target, torch._ops.HigherOrderOperator):
+            self.inline(gm, node, grad=grad)
+        elif not isinstance(target, torch._ops.OpOverload):
+            raise self.refuse(node, f"a call of {target}", "ATen operators only")
+        elif target._schema.name.split("::")[1] not in _DROPPED:
+            self.add_operator(node, target, grad=grad)
+
+    def inline(self, gm: fx.GraphModule, node: fx.Node, *, grad: bool) -> None:
+        """Regions under set_grad_enabled are inlined, their results keep the region's mode."""
+        name = str(node.target)
+        if name == "wrap_with_set_grad_enabled":
+            mode, body, *operands = node.args
+            grad = grad and bool(mode)
+        elif name == "wrap_with_autocast" and node.args[2] is False:
+            body, *operands = node.args[4:]
+        else:
+            raise self.refuse(node, f"a region of kind {name}", "a forward without autocast or control flow")
+        inner = self.env.get(body) if isinstance(body, fx.Node) else body
+        assert isinstance(inner, fx.GraphModule)
+        places = [item for item in inner.graph.nodes if item.op == "placeholder"]
+        for place, operand in zip(places, operands, strict=True):
+            self.env[place] = self.value(operand)
+        self.env[node] = self.read_nodes(inner, grad=grad)
+
+    def add_operator(self, node: fx.Node, target: Any, *, grad: bool) -> None:
+        args, kwargs = self.value(node.args), self.value(node.kwargs)
+        written = self.written(node, target, args)
+        if written is not None:
+            target = self.functional(node, target)
+            kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
+        values = node.meta.get("val")
+        single = isinstance(values, torch.Tensor)
+        results = [values] if single else list(values if values is not None else ())
+        differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
+        differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
+        names: list[str | None] = []
+        for index, value in enumerate(results):
+            name = node.name if single else f"{node.name}_{index}"
+            self.specs[name] = TensorSpec(
+                tuple(value.shape), value.dtype, differentiable and value.dtype.is_floating_point
+            )
+            names.append(name)
+        operation = Operator(
+            node.name, target, tuple(args), dict(kwargs), tuple(names), _module_of(node), _source_of(node)
+        )
+        self.operators.append(operation)
+        self.note_aliases(operation, fresh=written is not None)
+        self.env[node] = Ref(str(names[0])) if single else [Ref(str(name)) for name in names]
+        if written is not None:
+            self.replace(node, written, str(names[0]))
+
+    def note_aliases(self, operation: Operator, *, fresh: bool) -> None:
+        schema = operation.target._schema
+        aliased = not fresh and any(result.alias_info is not None for result in schema.returns)
+        base = self.root[operation.operands[0]] if aliased and operation.operands else None
+        for name in operation.results:
+            if name is not None:
+                self.root[name] = base or name
+        for position in _HIDDEN_WRITES.get(operation.target, ()):
+            argument = operation.args[position] if len(operation.args) > position else None
+            if isinstance(argument, Ref) and argument.name in self.inputs and operation.args[5]:
+                item = self.inputs[argument.name]
+                self.inputs[argument.name] = GraphInput(
+                    item.name, item.kind, item.target, item.spec, item.aliases, mutated=True
+                )
+
+    # -- in-place operators -----------------------------------------------------------------------
+
+    def written(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> str | None:
+        """The tensor that an in-place operator writes, or None."""
+        schema = target._schema
+        writes = [i for i, item in enumerate(schema.arguments) if item.alias_info and item.alias_info.is_write]
+        if not writes:
+            return None
+        if writes != [0] or not isinstance(args[0], Ref):
+            raise self.refuse(node, f"{target} writes to several arguments", "functional operators")
+        return args[0].name
+
+    def functional(self, node: fx.Node, target: Any) -> Any:
+        packet = target._schema.name.split("::")[1].removesuffix("_")
+        overload = target._schema.overload_name or "default"
+        try:
+            return getattr(getattr(aten, packet), overload)
+        except AttributeError:
+            raise self.refuse(node, f"the in-place operator {target}", "one with a functional form") from None
+
+    def replace(self, node: fx.Node, written: str, name: str) -> None:
+        """From here on `written` means `name`."""
+        root = self.root[written]
+        later = _later_users(
+            node, [key for key, value in self.env.items() if self._views(value, root, written)]
+        )
+        if written != root or later:
+            raise self.refuse(
+                node, f"an in-place write to {written} through a view", "writes to whole tensors, not views"
+            )
+        for key, value in self.env.items():
+            if isinstance(value, Ref) and value.name == written:
+                self.env[key] = Ref(name)
+        owner = next((buffer for buffer, value in self.writes.items() if value == written), written)
+        if owner in self.inputs:
+            if self.inputs[owner].kind is not InputKind.BUFFER:
+                raise self.refuse(node, f"an in-place write to the input {owner}", "a clone before the write")
+            self.writes[owner] = name
+
+    def _views(self, value: Any, root: str, written: str) -> bool:
+        return isinstance(value, Ref) and value.name != written and self.root.get(value.name) == root
+
+    def refuse(self, node: fx.Node, found: str, wanted: str) -> TraceError:
+        return TraceError(
+            where=_source_of(node) or node.name, found=found, wanted=wanted, remedy="rewrite that line"
+        )
+
+
+def _later_users(node: fx.Node, views: list[fx.Node]) -> bool:
+    order = {item: place for place, item in enumerate(node.graph.nodes)}
+    return any(order.get(user, -1) > order[node] for view in views for user in view.users)
+
+
+def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For every name of a tied parameter all its names, the first one first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in names.values() for name in group}
+
+
+def _input_name(kind: InputKind, target: str, *, taken: dict[str, TensorSpec]) -> str:
+    name = re.sub(r"\W", "_", target)
+    if kind is InputKind.CONSTANT or not name.isidentifier():
+        name = "constant_" + name
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _without_dead_code(graph: Graph) -> Graph:
+    """Operators whose results nobody needs, except those that write running statistics."""
+    needed = set(graph.outputs) | {value for _, value in graph.writes}
+    mutated = {item.name for item in graph.inputs if item.mutated}
+    kept: list[Operator] = []
+    for operation in reversed(graph.operators):
+        if needed.intersection(operation.results) or mutated.intersection(operation.operands):
+            kept.append(operation)
+            needed.update(operation.operands)
+    live = needed | {name for item in kept for name in item.results if name} | {i.name for i in graph.inputs}
+    return Graph(
+        inputs=graph.inputs,
+        operators=tuple(reversed(kept)),
+        outputs=graph.outputs,
+        specs={name: spec for name, spec in graph.specs.items() if name in live},
+        writes=graph.writes,
+        loss=graph.loss,
+        notes=graph.notes,
+    )
+
+
+# -- the user's own words -----------------------------------------------------------------------------
+
+
+def _module_of(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed([path for path, _ in stack.values()]), "") if stack else ""
+    return re.sub(r"^model(\.|$)", "", re.sub(r"@\d+$", "", str(path)))
+
+
+def _is_library(file: str) -> bool:
+    ours = file.startswith(__file__.rsplit("/", 1)[0] + "/")
+    return ours or "site-packages" in file or "/torch/" in file or file.startswith("<")
+
+
+def _frames(text: str) -> Iterator[str]:
+    for file, line, code in re.findall(r'File "([^"]+)", line (\d+), in \S+\s*\n\s*([^\n]*)', text):
+        if not _is_library(file):
+            yield f"{file}:{line}: {code.strip()}"
+
+
+def _source_of(node: fx.Node) -> str:
+    return next(reversed(list(_frames(node.meta.get("stack_trace") or ""))), "")
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the user's own code in the traceback of `error`."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not _is_library(frame.filename):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return next(reversed(list(_frames(str(error)))), "the model's forward")
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
