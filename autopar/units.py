@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 
 from autopar.errors import InputError
 
@@ -35,7 +36,7 @@ BITS: Mapping[str, float] = {
 RATES: Mapping[str, float] = {f"{unit}/s": scale for unit, scale in {**BYTES, **BITS}.items()}
 SECONDS: Mapping[str, float] = {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([^\d\s.]+)\s*")
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([^\d\s.]+)\s*")
 
 
 def parse_bytes(text: str, *, where: str = "size") -> int:
@@ -69,20 +70,21 @@ def show_seconds(seconds: float) -> str:
 
 
 def _parse(text: str, units: Mapping[str, float], *, where: str, wanted: str, example: str) -> float:
-    match = _QUANTITY.fullmatch(text)
-    value = float(match[1]) * units[match[2]] if match and match[2] in units else math.inf
-    if not math.isfinite(value):
-        raise InputError(
-            where=where,
-            found=repr(text),
-            wanted=f"{wanted} such as {example}",
-            remedy=f"write a number and one of the units {', '.join(units)}",
-        )
-    return value
+    if (match := _QUANTITY.fullmatch(text)) and match[2] in units:
+        # In decimal, so that 10us is the float nearest to 0.00001.
+        value = float(Decimal(match[1]) * Decimal(str(units[match[2]])))
+        if math.isfinite(value):
+            return value
+    raise InputError(
+        where=where,
+        found=repr(text),
+        wanted=f"{wanted} such as {example}",
+        remedy=f"write a number and one of the units {', '.join(units)}",
+    )
 
 
 def _show(value: float, units: Mapping[str, float]) -> str:
     """`value` in the largest of `units` (large to small) that it fills, else in the smallest."""
-    rounded = abs(float(f"{value:.3g}"))  # first, so that 999.9 kB becomes 1 MB and not 1000 kB
-    unit = next((unit for unit, scale in units.items() if rounded >= scale), list(units)[-1])
-    return f"{value / units[unit]:.3g} {unit}"
+    rounded = float(f"{value:.3g}")  # first, so that 999.9 kB becomes 1 MB and not 1000 kB
+    unit = next((unit for unit, scale in units.items() if abs(rounded) >= scale), list(units)[-1])
+    return f"{rounded / units[unit]:g} {unit}"

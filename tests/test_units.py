@@ -26,7 +26,6 @@ from autopar.units import (
         ("0.1GB", 100_000_000),
         ("7B", 7),
         ("3kB", 3000),
-        ("1e3 MB", 10**9),
     ],
 )
 def test_bytes_are_read_with_decimal_and_binary_prefixes(text: str, nbytes: int) -> None:
@@ -43,14 +42,16 @@ def test_rates_are_bytes_per_second_also_when_written_in_bits(text: str, bytes_p
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("2us", 2e-6), ("2µs", 2e-6), ("1ms", 1e-3), ("30 s", 30.0), ("5ns", 5e-9)]
+    ("text", "seconds"),
+    [("2us", 2e-6), ("10us", 1e-5), ("2µs", 2e-6), ("1ms", 1e-3), ("30 s", 30.0), ("5ns", 5e-9)],
 )
 def test_times_are_seconds(text: str, seconds: float) -> None:
-    assert parse_seconds(text) == pytest.approx(seconds, rel=1e-15)
+    assert parse_seconds(text) == seconds
 
 
 @pytest.mark.parametrize(
-    "text", ["", "80", "GB", "80gb", "80 Gb", "-1GB", "1 GB GB", "nanGB", "1e999GB", "80GB/s"]
+    "text",
+    ["", "80", "GB", "80gb", "80 Gb", "-1GB", "1 GB GB", "nanGB", "0 stones", "1" * 400 + "GB", "80GB/s"],
 )
 def test_a_size_that_is_not_one_is_refused(text: str) -> None:
     with pytest.raises(InputError):
@@ -92,7 +93,8 @@ def test_bytes_are_shown_with_three_digits(nbytes: int, text: str) -> None:
 
 
 def test_times_and_rates_are_shown_with_three_digits() -> None:
-    assert [show_seconds(t) for t in (75, 1.0, 0.00123, 2e-6, 4e-10)] == [
+    assert [show_seconds(t) for t in (1234, 75, 1.0, 0.00123, 2e-6, 4e-10)] == [
+        "1230 s",
         "75 s",
         "1 s",
         "1.23 ms",
