@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -164,7 +164,7 @@ class ClusterSpec:
         return self.nodes * self.devices_per_node
 
     @property
-    def device_type(self) -> str:
+    def device_type(self) -> Literal["cpu", "cuda"]:
         """torch's word for the device: "cpu" or "cuda"."""
         return "cpu" if self.device == "cpu" else "cuda"
 
