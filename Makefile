@@ -1,0 +1,34 @@
+# Every target sets up its own virtual environment first; only a changed pyproject.toml repeats that.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: run test check test-long bench
+
+run: $(STAMP)
+	$(BIN)/python examples/photographs.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.benchmarks
+
+# torch goes first: its build for this Python must be settled before a dependency asks for any torch.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install "$$($(BIN)/python -c \
+		'import sys; print("torch==2.13.0" if sys.version_info[:2] == (3, 11) else "torch>=2.11")')"
+	$(BIN)/python -m pip install -e '.[test]'
+	touch $(STAMP)

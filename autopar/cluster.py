@@ -1,0 +1,359 @@
+"""The machines to plan for: how many devices, how much memory, how fast the links.
+
+Ranks fill the nodes one after the other, so with four devices per node
+
+    node 0   r0 r1 r2 r3
+    node 1   r4 r5 r6 r7      rank // devices_per_node is the node
+
+and a mesh axis is fast if its groups stay inside one row of the drawing: on the mesh 2x4 axis b
+uses the links within nodes, axis a those between them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from autopar.core.mesh import AXIS_NAMES, Mesh
+from autopar.errors import InputError
+from autopar.units import parse_bytes, parse_rate, parse_seconds, show_bytes, show_rate, show_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link between two devices: `latency` in seconds, `bandwidth` in bytes per second each way.
+
+    `estimated` marks numbers that nobody gave or measured, so that a plan can say so.
+    """
+
+    latency: float
+    bandwidth: float
+    estimated: bool = False
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency < math.inf and 0 < self.bandwidth < math.inf):
+            raise InputError(
+                where="link",
+                found=f"latency {self.latency:g} s, bandwidth {self.bandwidth:g} bytes/s",
+                wanted="a finite latency of at least 0 and a finite bandwidth above 0",
+                remedy="give seconds and bytes per second",
+            )
+
+    def __str__(self) -> str:
+        mark = " (estimated)" if self.estimated else ""
+        return f"{show_rate(self.bandwidth)}, {show_seconds(self.latency)}{mark}"
+
+
+# Stand-ins until the links are measured. Only the first was seen on a machine: two gloo processes with one
+# thread each on two cores, a message of 16 bytes one way and the slope up to 10 MB. The others are
+# orders of magnitude: PCIe 4.0 x16 at 80 % of its 32 GB/s, and 10 Gbit/s Ethernet through TCP.
+LOOPBACK = Link(latency=150e-6, bandwidth=2.5e9, estimated=True)
+PCIE = Link(latency=10e-6, bandwidth=25e9, estimated=True)
+ETHERNET = Link(latency=50e-6, bandwidth=1.25e9, estimated=True)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ClusterSpec:
+    """`nodes` machines with `devices_per_node` devices each.
+
+    `device` is "cpu" or a kind of GPU ("h100", "cuda"); `memory` is bytes per device, None for no
+    cap. `intra` links devices of one node, `inter` devices of different nodes.
+    """
+
+    nodes: int
+    devices_per_node: int
+    device: str
+    memory: int | None
+    intra: Link
+    inter: Link | None
+
+    def __init__(
+        self,
+        *,
+        devices_per_node: int,
+        nodes: int = 1,
+        device: str = "cpu",
+        memory: int | str | None = None,
+        intra: Link | None = None,
+        inter: Link | None = None,
+    ) -> None:
+        """Take `memory` also as text (`"80GB"`); without `intra` a marked estimate stands in.
+
+        Raises `InputError` with all violations at once.
+        """
+        wrong: list[InputError] = []
+        given = {"nodes": nodes, "devices_per_node": devices_per_node, "device": device, "memory": memory}
+        values = _read("cluster", given, CLUSTER_KEYS, wrong)
+        wrong += _missing_inter(values.get("nodes", 1), inter)
+        _raise("ClusterSpec", wrong)
+        values["intra"] = intra or (LOOPBACK if values["device"] == "cpu" else PCIE)
+        values["inter"] = inter
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @staticmethod
+    def parse(text: str) -> ClusterSpec:
+        """Read the command line's `local:4` or the path of a TOML file."""
+        if count := re.fullmatch(r"local:(\d+)", text):
+            return ClusterSpec.local(int(count[1]))
+        if text.endswith(".toml"):
+            return ClusterSpec.from_toml(text)
+        raise InputError(
+            where="--cluster",
+            found=repr(text),
+            wanted="local:N or a file that ends in .toml",
+            remedy="write --cluster local:4 for four processes on this machine",
+        )
+
+    @staticmethod
+    def local(num_processes: int) -> ClusterSpec:
+        """`num_processes` processes of this machine: one GPU each if there are as many, else the CPU.
+
+        Processes on the CPU share the machine's memory evenly.
+        """
+        return _this_machine(num_processes, nodes=1)
+
+    @staticmethod
+    def detect(environment: Mapping[str, str] = os.environ) -> ClusterSpec:
+        """The cluster that torchrun started this process on, its links estimated."""
+        names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        texts = [environment.get(name, "") for name in names]
+        world, per_node = (int(text) if text.isdecimal() else 0 for text in texts)
+        if not (world and per_node and world % per_node == 0):
+            raise InputError(
+                where="environment",
+                found=", ".join(f"{name}={text!r}" for name, text in zip(names, texts, strict=True)),
+                wanted="whole numbers, as torchrun sets them, with equally many processes on every node",
+                remedy="start the script by `autopar run SCRIPT --cluster local:4` or by torchrun",
+            )
+        return _this_machine(per_node, nodes=world // per_node)
+
+    @staticmethod
+    def from_toml(path: str | Path) -> ClusterSpec:
+        """Read the tables `[cluster]`, `[links.intra]` and `[links.inter]`.
+
+        [cluster]                       [links.intra]
+        nodes = 2                       bandwidth = "450GB/s"
+        devices_per_node = 4            latency = "2us"
+        device = "h100"
+        memory = "80GB"                 [links.inter] likewise; needed if nodes > 1
+
+        Raises `InputError` with all violations at once.
+        """
+        try:
+            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as cause:
+            raise InputError(
+                where=str(path),
+                found=cause.strerror or str(cause) if isinstance(cause, OSError) else str(cause),
+                wanted="a readable TOML file",
+                remedy="see the README for a cluster file",
+            ) from cause
+        return _from_tables(str(path), document)
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def device_type(self) -> Literal["cpu", "cuda"]:
+        """torch's word for the device: "cpu" or "cuda"."""
+        return "cpu" if self.device == "cpu" else "cuda"
+
+    def meshes(self) -> tuple[Mesh, ...]:
+        """Every mesh of all devices with one to three axes of two or more that fits the links.
+
+        Only the major axis may leave a node, so with several nodes the other axes together must
+        divide a node: two nodes of four give 8, 2x4, 4x2 and 2x2x2. Fewer axes come first, then
+        the smaller major axis.
+        """
+        return tuple(
+            Mesh(shape)
+            for num_axes in range(1, len(AXIS_NAMES) + 1)
+            for shape in _factorisations(self.num_devices, num_axes)
+            if self.nodes == 1 or self.devices_per_node % math.prod(shape[1:]) == 0
+        )
+
+    def link(self, mesh: Mesh, axis: int) -> Link:
+        """The slowest link that groups along `axis` use: `inter` if any of them crosses nodes."""
+        self.check_world(mesh.num_devices)
+        groups = (mesh.group((axis,), rank) for rank in range(mesh.num_devices))
+        crosses = any(len({rank // self.devices_per_node for rank in group}) > 1 for group in groups)
+        return self.inter if crosses and self.inter else self.intra
+
+    def check_world(self, world_size: int) -> None:
+        """Raise `InputError` unless the cluster has `world_size` devices."""
+        if world_size != self.num_devices:
+            raise InputError(
+                where="world size",
+                found=str(world_size),
+                wanted=f"{self.num_devices} ({self.nodes} nodes of {self.devices_per_node} devices)",
+                remedy="start one process for each device, or change nodes and devices_per_node",
+            )
+
+    def __str__(self) -> str:
+        memory = f" of {show_bytes(self.memory)}" if self.memory is not None else ""
+        inter = f"; between nodes {self.inter}" if self.inter else ""
+        return (
+            f"{self.nodes} x {self.devices_per_node} {self.device}{memory}; within a node {self.intra}{inter}"
+        )
+
+
+Reader: TypeAlias = Callable[[str, object], Any]  # (where, value) -> the value read; raises InputError
+
+
+def _count(where: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise _wrong(where, repr(value), "a whole number of at least 1")
+
+
+def _device(where: str, value: object) -> str:
+    if isinstance(value, str) and value.strip():
+        return value.strip().lower()
+    raise _wrong(where, repr(value), 'a kind of device such as "cpu" or "h100"')
+
+
+def _memory(where: str, value: object) -> int | None:
+    if value is None:
+        return None
+    return _count(where, parse_bytes(value, where=where) if isinstance(value, str) else value)
+
+
+def _rate(where: str, value: object) -> float:
+    if isinstance(value, str):
+        return parse_rate(value, where=where)
+    raise _wrong(where, repr(value), 'a text with its unit such as "450GB/s"')
+
+
+def _seconds(where: str, value: object) -> float:
+    if isinstance(value, str):
+        return parse_seconds(value, where=where)
+    raise _wrong(where, repr(value), 'a text with its unit such as "2us"')
+
+
+def _table(where: str, value: object) -> dict[str, object]:
+    if isinstance(value, dict):
+        return value
+    raise _wrong(where, repr(value), f"a table [{where}]")
+
+
+CLUSTER_KEYS: Mapping[str, Reader] = {
+    "nodes": _count,
+    "devices_per_node": _count,
+    "device": _device,
+    "memory": _memory,
+}
+LINK_KEYS: Mapping[str, Reader] = {"bandwidth": _rate, "latency": _seconds}
+
+
+def _read(
+    where: str, table: Mapping[str, object], readers: Mapping[str, Reader], wrong: list[InputError]
+) -> dict[str, Any]:
+    """The values of `table` that can be read; what is unknown or cannot be read joins `wrong`."""
+    prefix = f"{where}." if where else ""
+    wrong += [
+        _wrong(prefix + key, "an unknown key", f"one of {', '.join(readers)}")
+        for key in table
+        if key not in readers
+    ]
+    values = {}
+    for key in (key for key in readers if key in table):
+        try:
+            values[key] = readers[key](prefix + key, table[key])
+        except InputError as error:
+            wrong.append(error)
+    return values
+
+
+def _from_tables(path: str, document: Mapping[str, object]) -> ClusterSpec:
+    wrong: list[InputError] = []
+    tables = _read("", document, {"cluster": _table, "links": _table}, wrong)
+    values = _read("cluster", tables.get("cluster", {}), CLUSTER_KEYS, wrong)
+    if "devices_per_node" not in tables.get("cluster", {}):
+        wrong.append(_wrong("cluster.devices_per_node", "nothing", "the number of devices of each node"))
+    links = _read("links", tables.get("links", {}), {"intra": _table, "inter": _table}, wrong)
+    for name, table in links.items():
+        values[name] = _read_link(f"links.{name}", table, wrong)
+    wrong += _missing_inter(values.get("nodes", 1), links.get("inter"))
+    _raise(path, wrong)
+    return ClusterSpec(**values)
+
+
+def _read_link(where: str, table: Mapping[str, object], wrong: list[InputError]) -> Link | None:
+    values = _read(where, table, LINK_KEYS, wrong)
+    missing = [key for key in LINK_KEYS if key not in table]
+    wrong += [_wrong(f"{where}.{key}", "nothing", f"the link's {key}") for key in missing]
+    if len(values) < len(LINK_KEYS):
+        return None
+    try:
+        return Link(**values)
+    except InputError as error:
+        wrong.append(_wrong(where, error.found, error.wanted))
+        return None
+
+
+def _missing_inter(nodes: int, inter: object) -> list[InputError]:
+    if nodes == 1 or inter is not None:
+        return []
+    return [_wrong("links.inter", "nothing", f"the link between the {nodes} nodes")]
+
+
+def _wrong(where: str, found: str, wanted: str) -> InputError:
+    return InputError(
+        where=where, found=found, wanted=wanted, remedy="correct the description of the cluster"
+    )
+
+
+def _raise(source: str, wrong: list[InputError]) -> None:
+    """Raise one error that lists all of `wrong`, if there are any."""
+    if len(wrong) == 1:
+        (only,) = wrong
+        raise InputError(
+            where=f"{source}: {only.where}", found=only.found, wanted=only.wanted, remedy=only.remedy
+        )
+    if wrong:
+        raise InputError(
+            where=f"{source}: {len(wrong)} violations",
+            found="; ".join(f"{error.where}: {error.found}" for error in wrong),
+            wanted="; ".join(f"{error.where}: {error.wanted}" for error in wrong),
+            remedy="correct the description of the cluster",
+        )
+
+
+def _this_machine(num_processes: int, *, nodes: int) -> ClusterSpec:
+    """`nodes` machines like this one, each with `num_processes` processes."""
+    _count("number of processes", num_processes)
+    inter = ETHERNET if nodes > 1 else None
+    if torch.cuda.is_available() and torch.cuda.device_count() >= num_processes:
+        device = gpu_kind(torch.cuda.get_device_name(0))
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        device = "cpu"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_processes
+    return ClusterSpec(nodes=nodes, devices_per_node=num_processes, device=device, memory=memory, inter=inter)
+
+
+def gpu_kind(name: str) -> str:
+    """The model in torch's name of a GPU: "NVIDIA H100 80GB HBM3" is an "h100"."""
+    words = re.split(r"[\s-]+", name.lower())
+    return next((word for word in words if any(map(str.isdigit, word))), "cuda")
+
+
+def _factorisations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
+    """All ordered products of `num_factors` factors >= 2, the smaller first factor first."""
+    if num_factors == 1:
+        yield (number,)
+        return
+    for first in range(2, number // 2 + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first, num_factors - 1):
+                yield (first, *rest)

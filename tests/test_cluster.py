@@ -1,0 +1,242 @@
+"""Clusters: meshes fit the links, files are read or refused with everything that is wrong in them."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cluster import ETHERNET, LOOPBACK, ClusterSpec, Link, gpu_kind
+from autopar.core.mesh import Mesh
+from autopar.errors import InputError
+
+FAST, SLOW = Link(2e-6, 450e9), Link(10e-6, 25e9)
+TWO_NODES = ClusterSpec(nodes=2, devices_per_node=4, device="h100", memory="80GB", intra=FAST, inter=SLOW)
+
+TOML = """
+[cluster]
+nodes = 2
+devices_per_node = 4
+device = "h100"
+memory = "80GB"
+
+[links.intra]
+bandwidth = "450GB/s"
+latency = "2us"
+
+[links.inter]
+bandwidth = "200Gbit/s"
+latency = "10us"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "cluster.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def shapes(spec: ClusterSpec) -> list[tuple[int, ...]]:
+    return [mesh.shape for mesh in spec.meshes()]
+
+
+def one_node(num_devices: int) -> ClusterSpec:
+    return ClusterSpec(devices_per_node=num_devices)
+
+
+# Meshes and links
+
+
+def test_meshes_of_one_node_are_all_ordered_factorisations() -> None:
+    assert shapes(one_node(1)) == [(1,)]
+    assert shapes(one_node(7)) == [(7,)]
+    assert shapes(one_node(6)) == [(6,), (2, 3), (3, 2)]
+    assert shapes(one_node(8)) == [(8,), (2, 4), (4, 2), (2, 2, 2)]
+
+
+def test_only_the_major_axis_leaves_a_node() -> None:
+    assert shapes(TWO_NODES) == [(8,), (2, 4), (4, 2), (2, 2, 2)]
+    three_nodes = ClusterSpec(nodes=3, devices_per_node=2, inter=SLOW)
+    assert shapes(three_nodes) == [(6,), (3, 2)]  # on 2x3 a minor group would be ranks 0 1 2 of nodes 0 0 1
+    assert shapes(ClusterSpec(nodes=4, devices_per_node=1, inter=SLOW)) == [(4,)]
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_meshes_hold_every_device_and_minor_axes_use_fast_links(nodes: int, per_node: int) -> None:
+    spec = ClusterSpec(nodes=nodes, devices_per_node=per_node, intra=FAST, inter=SLOW)
+    for mesh in spec.meshes():
+        assert math.prod(mesh.shape) == nodes * per_node
+        assert all(spec.link(mesh, axis) == FAST for axis in mesh.axes[1:])
+    assert len(set(spec.meshes())) == len(spec.meshes())
+
+
+@pytest.mark.parametrize(
+    ("shape", "links"),
+    [
+        ((8,), [SLOW]),
+        ((2, 4), [SLOW, FAST]),  # axis a joins ranks 0 4, axis b ranks 0 1 2 3
+        ((4, 2), [SLOW, FAST]),  # axis a joins ranks 0 2 4 6
+        ((2, 2, 2), [SLOW, FAST, FAST]),
+    ],
+)
+def test_an_axis_uses_the_slowest_link_of_its_groups(shape: tuple[int, ...], links: list[Link]) -> None:
+    mesh = Mesh(shape)
+    assert [TWO_NODES.link(mesh, axis) for axis in mesh.axes] == links
+
+
+def test_one_crossing_group_makes_an_axis_slow() -> None:
+    spec = ClusterSpec(nodes=2, devices_per_node=3, intra=FAST, inter=SLOW)
+    assert spec.link(Mesh((3, 2)), 1) == SLOW  # groups 0 1 | 2 3 | 4 5, and 2 3 crosses
+    assert spec.link(Mesh((6, 1)), 1) == FAST
+
+
+def test_a_world_or_mesh_of_another_size_is_refused() -> None:
+    TWO_NODES.check_world(8)
+    with pytest.raises(InputError, match=r"found 4, wanted 8 \(2 nodes of 4 devices\)"):
+        TWO_NODES.check_world(4)
+    with pytest.raises(InputError, match="found 6, wanted 8"):
+        TWO_NODES.link(Mesh((2, 3)), 0)
+
+
+# From code
+
+
+def test_memory_may_be_text_and_replace_keeps_the_rest() -> None:
+    assert TWO_NODES.memory == 80_000_000_000
+    smaller = replace(TWO_NODES, memory="2GiB")  # type: ignore[arg-type]
+    assert smaller.memory == 2**31
+    assert smaller.inter == SLOW
+    assert one_node(2).memory is None
+
+
+def test_unknown_links_are_marked_as_estimated() -> None:
+    assert one_node(2).intra == LOOPBACK
+    assert one_node(2).intra.estimated
+    assert "estimated" in str(one_node(2))
+    assert "estimated" not in str(TWO_NODES)
+
+
+def test_all_violations_of_a_spec_are_told_at_once() -> None:
+    with pytest.raises(InputError) as caught:
+        ClusterSpec(nodes=3, devices_per_node=0, device="", memory=-5)
+    assert caught.value.found == (
+        "cluster.devices_per_node: 0; cluster.device: ''; cluster.memory: -5; links.inter: nothing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("latency", "bandwidth"), [(-1.0, 1.0), (0.0, 0.0), (math.nan, 1.0), (0.0, math.nan), (0.0, math.inf)]
+)
+def test_a_link_needs_a_latency_and_a_bandwidth(latency: float, bandwidth: float) -> None:
+    with pytest.raises(InputError):
+        Link(latency, bandwidth)
+
+
+# From TOML
+
+
+def test_a_file_gives_the_same_spec_as_code(tmp_path: Path) -> None:
+    path = write(tmp_path, TOML)
+    assert ClusterSpec.from_toml(path) == TWO_NODES
+    assert ClusterSpec.parse(str(path)) == TWO_NODES
+
+
+def test_a_short_file_takes_the_defaults(tmp_path: Path) -> None:
+    assert ClusterSpec.from_toml(write(tmp_path, "[cluster]\ndevices_per_node = 3")) == one_node(3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "found"),
+    [
+        ("nodes = 2", 'nodes = "two"', "cluster.nodes", "'two'"),
+        ("nodes = 2", "nodes = true", "cluster.nodes", "True"),
+        ("nodes = 2", "nodes = 0", "cluster.nodes", "0"),
+        ("devices_per_node = 4", "", "cluster.devices_per_node", "nothing"),
+        ('memory = "80GB"', 'memory = "80"', "cluster.memory", "'80'"),
+        ('memory = "80GB"', "memory = 1.5", "cluster.memory", "1.5"),
+        ('device = "h100"', 'colour = "red"', "cluster.colour", "an unknown key"),
+        ('"2us"', "2e-6", "links.intra.latency", "2e-06"),
+        ('"450GB/s"', '"450Gb/s"', "links.intra.bandwidth", "'450Gb/s'"),
+        ('"450GB/s"', '"0GB/s"', "links.intra", "latency 2e-06 s, bandwidth 0 bytes/s"),
+        ('latency = "10us"', "", "links.inter.latency", "nothing"),
+        ("[links.intra]", "[links.inner]", "links.inner", "an unknown key"),
+        ("[cluster]", "[clusters]", "clusters", "an unknown key"),
+        ("[links.inter]", "[links.intra.more]", "links.inter", "nothing"),
+    ],
+)
+def test_a_violation_is_named(tmp_path: Path, old: str, new: str, where: str, found: str) -> None:
+    path = write(tmp_path, TOML.replace(old, new, 1))
+    with pytest.raises(InputError) as caught:
+        ClusterSpec.from_toml(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert f"{where}: {found}" in message or f"{where}: found {found}" in message
+
+
+def test_all_violations_of_a_file_are_told_at_once_and_in_order(tmp_path: Path) -> None:
+    text = TOML.replace("nodes = 2", 'nodes = "two"').replace('"2us"', "2").replace('"80GB"', '"?"')
+    with pytest.raises(InputError) as caught:
+        ClusterSpec.from_toml(write(tmp_path, text))
+    assert caught.value.found == "cluster.nodes: 'two'; cluster.memory: '?'; links.intra.latency: 2"
+
+
+def test_several_nodes_need_the_link_between_them(tmp_path: Path) -> None:
+    path = write(tmp_path, TOML[: TOML.index("[links.inter]")])
+    with pytest.raises(InputError, match=r"links\.inter: found nothing, wanted the link between the 2 nodes"):
+        ClusterSpec.from_toml(path)
+
+
+def test_broken_syntax_and_missing_files_name_the_file_and_the_place(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cluster\.toml: found .*line 2, column 9"):
+        ClusterSpec.from_toml(write(tmp_path, "[cluster]\nnodes = ?\n"))
+    with pytest.raises(InputError, match=r"absent\.toml: found No such file or directory"):
+        ClusterSpec.from_toml(tmp_path / "absent.toml")
+    with pytest.raises(InputError):
+        ClusterSpec.from_toml(tmp_path)
+
+
+# From the machine
+
+
+@pytest.mark.parametrize("text", ["local", "local:", "local:-1", "local:0", "local:two", "4", "cluster.yaml"])
+def test_an_unknown_cluster_text_is_refused(text: str) -> None:
+    with pytest.raises(InputError):
+        ClusterSpec.parse(text)
+
+
+def test_local_processes_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
+    spec = ClusterSpec.parse("local:4")
+    assert spec == ClusterSpec(devices_per_node=4, memory=1_024_000, intra=LOOPBACK)
+    assert (spec.num_devices, spec.device_type) == (4, "cpu")
+
+
+def test_detect_reads_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    spec = ClusterSpec.detect({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
+    assert (spec.nodes, spec.devices_per_node, spec.inter) == (2, 4, ETHERNET)
+    assert ClusterSpec.detect({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}) == ClusterSpec.local(4)
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"WORLD_SIZE": "4"}, {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}]
+)
+def test_detect_outside_torchrun_names_the_remedy(environment: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="torchrun"):
+        ClusterSpec.detect(environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA GPU", "cuda"),
+    ],
+)
+def test_the_kind_of_a_gpu_is_its_model(name: str, kind: str) -> None:
+    assert gpu_kind(name) == kind
