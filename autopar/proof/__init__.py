@@ -1,0 +1,1 @@
+"""Proofs: the parallel program computes what the serial one computes."""

@@ -1,0 +1,186 @@
+"""What every operator of `autopar.runtime` means, on the list of all ranks in one process.
+
+Plain differentiable torch, written independently of the operators that it proves. Autograd through
+it gives the gradients: the *sum over ranks* of the leaf gradients of a Replicate or Broadcast
+tensor is its gradient, when a Replicate loss is seeded 1/n on each rank and a Partial loss 1.
+Read so, all-reduces are sums and moves that do nothing are identities; no rule for a backward is
+written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.errors import CheckError, RuleError
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = Mapping[str, Any]  # by the names of the schema
+
+
+def simulate(target: Any, calls: Sequence[Call]) -> list[Tensor]:
+    """The results of the registered operator `target` on all ranks of one group.
+
+    `calls` are the ranks' positional and keyword arguments, in group order.
+    """
+    schema = target._schema
+    meaning = MEANINGS.get(schema.name.removeprefix("autopar::"))
+    if meaning is None:
+        raise RuleError(
+            where="simulated ranks",
+            found=schema.name,
+            wanted=f"one of {', '.join(MEANINGS)}",
+            remedy="give the operator a meaning in autopar/proof/simulated.py",
+        )
+    names = [argument.name for argument in schema.arguments]
+    return meaning([dict(zip(names, args, strict=False)) | kwargs for args, kwargs in calls])
+
+
+def _tensors(ranks: Sequence[Arguments]) -> list[Tensor]:
+    return [rank["x"] for rank in ranks]
+
+
+def _sum_everywhere(ranks: Sequence[Arguments]) -> list[Tensor]:
+    total = torch.stack(_tensors(ranks)).sum(0)
+    return [total for _ in ranks]
+
+
+def _max_everywhere(ranks: Sequence[Arguments]) -> list[Tensor]:
+    largest = torch.stack([x.detach() for x in _tensors(ranks)]).amax(0)
+    return [largest for _ in ranks]
+
+
+def _unchanged(ranks: Sequence[Arguments]) -> list[Tensor]:
+    return _tensors(ranks)
+
+
+def _first_only(ranks: Sequence[Arguments]) -> list[Tensor]:
+    first, *others = _tensors(ranks)
+    return [first, *(x * 0 for x in others)]
+
+
+def _join(parts: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
+    """The full tensor: block after block, in each block the parts in order."""
+    chunks = [part.chunk(blocks, dim) if part.shape[dim] else [part] * blocks for part in parts]
+    return torch.cat([chunk[block] for block in range(blocks) for chunk in chunks], dim)
+
+
+def _select(full: Tensor, dim: int, blocks: int, first: int, stop: int) -> Tensor:
+    """Rows [first, stop) of every block."""
+    length = full.shape[dim] // blocks
+    rows = [block * length + row for block in range(blocks) for row in range(first, stop)]
+    return full.index_select(dim, torch.tensor(rows, dtype=torch.int64, device=full.device))
+
+
+def _split(full: Tensor, dim: int, blocks: int, sizes: Sequence[int]) -> list[Tensor]:
+    stops = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
+    pairs = zip(sizes, stops, strict=True)
+    return [_select(full, dim, blocks, stop - size, stop) for size, stop in pairs]
+
+
+def _gather(ranks: Sequence[Arguments]) -> list[Tensor]:
+    full = _join(_tensors(ranks), ranks[0]["dim"], ranks[0]["blocks"])
+    return [full for _ in ranks]
+
+
+def _scatter_sum(ranks: Sequence[Arguments]) -> list[Tensor]:
+    total, one = torch.stack(_tensors(ranks)).sum(0), ranks[0]
+    return _split(total, one["dim"], one["blocks"], one["sizes"])
+
+
+def _slice(ranks: Sequence[Arguments]) -> list[Tensor]:
+    return [
+        _split(rank["x"], rank["dim"], rank["blocks"], rank["sizes"])[index]
+        for index, rank in enumerate(ranks)
+    ]
+
+
+def _zero_pad(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """Each rank's part among zeros in the place of the others'."""
+    parts, dim, blocks = _tensors(ranks), ranks[0]["dim"], ranks[0]["blocks"]
+    return [
+        _join([x if index == me else x * 0 for index, x in enumerate(parts)], dim, blocks)
+        for me in range(len(parts))
+    ]
+
+
+def _resplit(ranks: Sequence[Arguments]) -> list[Tensor]:
+    one = ranks[0]
+    full = _join(_tensors(ranks), one["dim_from"], one["blocks_from"])
+    return _split(full, one["dim_to"], one["blocks_to"], one["sizes_to"])
+
+
+def _exchange(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """Every window out of the full tensor, with `fill` for the rows before 0 and past the end."""
+    one, windows = ranks[0], list(zip(ranks[0]["starts"], ranks[0]["stops"], strict=True))
+    dim, blocks, length = one["dim"], one["blocks"], one["owned"][-1]
+    full = _join(_tensors(ranks), dim, blocks)
+    before, after = max(0, -min(one["starts"])), max(0, max(one["stops"]) - length)
+    shape = list(full.shape)
+
+    def filled(rows: int) -> Tensor:
+        return full.new_full([*shape[:dim], rows, *shape[dim + 1 :]], one["fill"])
+
+    blocked = full.chunk(blocks, dim)
+    padded = torch.cat([part for block in blocked for part in (filled(before), block, filled(after))], dim)
+    return [_select(padded, dim, blocks, start + before, stop + before) for start, stop in windows]
+
+
+def _batch_norm(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """Serial batch norm of all samples; each rank's own weight and bias; buffers updated once."""
+    xs, one = _tensors(ranks), ranks[0]
+    by_channel = [x.transpose(0, 1).flatten(1) for x in xs]  # (C, N * pixels)
+    full = torch.cat(by_channel, dim=1)
+    if full.shape[1] != one["count"]:
+        raise CheckError(
+            where="autopar::batch_norm",
+            found=f"count {one['count']}",
+            wanted=f"{full.shape[1]}, the number of elements of a channel over all ranks",
+            remedy="compute count from the global shape",
+        )
+    mean, var = _copy(one["running_mean"]), _copy(one["running_var"])
+    normal = F.batch_norm(
+        full.unsqueeze(0), mean, var, training=True, momentum=one["momentum"], eps=one["eps"]
+    )
+    for rank in ranks:
+        for buffer, new in ((rank["running_mean"], mean), (rank["running_var"], var)):
+            if new is not None:
+                buffer.copy_(new)
+    parts = torch.split(normal.squeeze(0), [part.shape[1] for part in by_channel], 1)
+    return [_affine(part, rank) for part, rank in zip(parts, ranks, strict=True)]
+
+
+def _affine(normal: Tensor, rank: Arguments) -> Tensor:
+    """weight * normal + bias, back from (C, N * pixels) to the shape of the rank's x."""
+    x, weight, bias = rank["x"], rank["weight"], rank["bias"]
+    y = normal if weight is None else normal * weight.unsqueeze(1)
+    y = y if bias is None else y + bias.unsqueeze(1)
+    return y.reshape(x.transpose(0, 1).shape).transpose(0, 1)
+
+
+def _copy(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
+
+
+MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
+    "p_to_r": _sum_everywhere,
+    "p_to_b": _sum_everywhere,
+    "r_to_b": _unchanged,
+    "b_to_r": _unchanged,
+    "r_to_p": _first_only,
+    "b_to_p": _first_only,
+    "s_to_r": _gather,
+    "s_to_b": _gather,
+    "p_to_s": _scatter_sum,
+    "r_to_s": _slice,
+    "b_to_s": _slice,
+    "s_to_p": _zero_pad,
+    "s_to_s": _resplit,
+    "exchange": _exchange,
+    "max_reduce": _max_everywhere,
+    "batch_norm": _batch_norm,
+}

@@ -1,0 +1,312 @@
+"""The moves between placements as registered operators `torch.ops.autopar.<from>_to_<to>`.
+
+One operator for each row of the table of placements (`autopar.core.placement`). The gradient of P
+lies like the value of B and the other way round, so the backward of X -> Y is again a move: from
+Y's gradient to X's. Call it the *transposed* move; each operator's backward calls the transposed one.
+
+| operator | forward              | transposed |    | operator | forward         | transposed |
+|----------|----------------------|------------|----|----------|-----------------|------------|
+| p_to_r   | all-reduce           | r_to_b     |    | r_to_b   | nothing (alias) | p_to_r     |
+| p_to_b   | all-reduce           | p_to_b     |    | b_to_r   | nothing (alias) | r_to_p     |
+| s_to_r   | all-gather           | r_to_s     |    | r_to_p   | keep on rank 0  | b_to_r     |
+| s_to_b   | all-gather           | p_to_s     |    | b_to_p   | keep on rank 0  | b_to_p     |
+| p_to_s   | reduce-scatter       | s_to_b     |    | b_to_s   | slice           | s_to_p     |
+| r_to_s   | slice                | s_to_r     |    | s_to_p   | zero-pad        | b_to_s     |
+| s_to_s   | all-to-all           | s_to_s     |    | exchange | neighbours' rows| exchange_add |
+
+Arguments. `group` is a group key. A split dim is seen as (`blocks`, length), and of each block's
+length the rank with index k owns `sizes[k]`:
+
+    blocks=2, sizes=(2, 1), two ranks        full   [a0 a1 a2 b0 b1 b2]
+                                             rank 0 [a0 a1 b0 b1]   rank 1 [a2 b2]
+
+Every result is contiguous; only `r_to_b` and `b_to_r` return their input, as an alias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime import batch_norm, groups, registry, transport
+
+__all__ = ["batch_norm"]  # so that importing this module registers every operator
+
+Rows: TypeAlias = tuple[int, int]  # [first, stop), numbered globally within a block
+Arguments: TypeAlias = tuple[Any, ...]  # of an operator, after its tensor
+
+
+# -- a split dim, seen as (blocks, length) ------------------------------------------------------
+
+
+def _blocked(x: Tensor, dim: int, blocks: int) -> Tensor:
+    return torch.unflatten(x, dim, (blocks, x.shape[dim] // blocks))
+
+
+def _parts(x: Tensor, dim: int, blocks: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Each rank's part of the full tensor, as views with the dim seen as (blocks, size)."""
+    return torch.split(_blocked(x, dim, blocks), list(sizes), dim + 1)
+
+
+def _resized(x: Tensor, dim: int, length: int) -> Tensor:
+    """A new tensor like `x` with another length of one dim."""
+    return x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+
+
+def _full(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+    return _resized(x, dim, blocks * sum(sizes))
+
+
+def _local(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+    return _resized(x, dim, blocks * sizes[groups.index(group)])
+
+
+def _same(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+# -- kernels ------------------------------------------------------------------------------------
+
+
+def _all_reduce(x: Tensor, group: str) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=groups.group(group))
+    return total
+
+
+def _all_reduce_max(x: Tensor, group: str) -> Tensor:
+    largest = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=groups.group(group))
+    return largest
+
+
+def _keep_on_first(x: Tensor, group: str) -> Tensor:
+    if groups.index(group) == 0:
+        return x.clone(memory_format=torch.contiguous_format)
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def _all_gather(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+    x, full = x.contiguous(), _full(x, group, dim, blocks, sizes)
+    transport.all_gather(full, _parts(full, dim, blocks, sizes), _blocked(x, dim, blocks), group)
+    return full
+
+
+def _reduce_scatter(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+    x = x.contiguous()
+    return transport.reduce_scatter(x, _parts(x, dim, blocks, sizes), group).flatten(dim, dim + 1)
+
+
+def _slice(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+    part = _parts(x, dim, blocks, sizes)[groups.index(group)]
+    return part.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
+
+
+def _zero_pad(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+    full = _full(x, group, dim, blocks, sizes).zero_()
+    _parts(full, dim, blocks, sizes)[groups.index(group)].copy_(_blocked(x, dim, blocks))
+    return full
+
+
+def _resplit(x: Tensor, group: str, *splits: Any) -> Tensor:
+    dim_from, blocks_from, sizes_from, dim_to, blocks_to, sizes_to = splits
+    out = _resplit_shape(x, group, *splits)
+    x = x.contiguous()
+    parts = _parts(x, dim_to, blocks_to, sizes_to)
+    before, after = out.shape[:dim_from], out.shape[dim_from + 1 :]
+    shapes = [(*before, blocks_from, size, *after) for size in sizes_from]
+    received = transport.all_to_all(x, parts, shapes, group)
+    torch.cat(received, dim_from + 1, out=_blocked(out, dim_from, blocks_from))
+    return out
+
+
+def _resplit_shape(x: Tensor, group: str, *splits: Any) -> Tensor:
+    dim_from, blocks_from, sizes_from, dim_to, blocks_to, sizes_to = splits
+    out = _resized(x, dim_from, blocks_from * sum(sizes_from))
+    return _resized(out, dim_to, blocks_to * sizes_to[groups.index(group)])
+
+
+# -- halo exchange and recut --------------------------------------------------------------------
+#
+#     owned = (0, 4, 8)         rank 0: [0 1 2 3]           rank 1: [4 5 6 7]
+#     windows (-1, 5), (3, 9)           [f 0 1 2 3 4]               [3 4 5 6 7 f]     f = fill
+#
+# Row numbers are global, within a block. Rank k's window takes from rank j the rows that lie in
+# both k's window and j's cut; what lies in no cut is filled. Transposed, the same rows go back.
+
+
+def _overlap(one: Rows, other: Rows) -> Rows:
+    first = max(one[0], other[0])
+    return first, max(first, min(one[1], other[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """Who owns and who needs which rows of each block of `dim`, seen from rank `me` of the group."""
+
+    me: int
+    dim: int
+    blocks: int
+    cuts: tuple[Rows, ...]
+    windows: tuple[Rows, ...]
+
+    @staticmethod
+    def of(
+        group: str,
+        dim: int,
+        blocks: int,
+        owned: Sequence[int],
+        starts: Sequence[int],
+        stops: Sequence[int],
+    ) -> Halo:
+        cuts, windows = tuple(pairwise(owned)), tuple(zip(starts, stops, strict=True))
+        return Halo(groups.index(group), dim, blocks, cuts, windows)
+
+    @property
+    def others(self) -> list[int]:
+        return [peer for peer in range(len(self.cuts)) if peer != self.me]
+
+    @property
+    def outside(self) -> list[Rows]:
+        """The rows of my window that nobody owns: before the tensor and past its end."""
+        (first, stop), end = self.windows[self.me], self.cuts[-1][1]
+        return [(first, min(0, stop)), (max(end, first), stop)]
+
+    def owned(self, x: Tensor, peer: int) -> Tensor:
+        """Of `x`, laid as my cut: a view of the rows that `peer` needs."""
+        mine = self.cuts[self.me]
+        return self._view(x, mine[0], _overlap(mine, self.windows[peer]))
+
+    def needed(self, x: Tensor, peer: int) -> Tensor:
+        """Of `x`, laid as my window: a view of the rows that `peer` owns."""
+        window = self.windows[self.me]
+        return self._view(x, window[0], _overlap(self.cuts[peer], window))
+
+    def like_cut(self, x: Tensor) -> Tensor:
+        first, stop = self.cuts[self.me]
+        return _resized(x, self.dim, self.blocks * (stop - first))
+
+    def like_window(self, x: Tensor) -> Tensor:
+        first, stop = self.windows[self.me]
+        return _resized(x, self.dim, self.blocks * (stop - first))
+
+    def fill(self, x: Tensor, value: float) -> None:
+        for first, stop in self.outside:
+            if first < stop:
+                self._view(x, self.windows[self.me][0], (first, stop)).fill_(value)
+
+    def _view(self, x: Tensor, origin: int, rows: Rows) -> Tensor:
+        """Global `rows` of each block of `x`, whose own first row is global row `origin`."""
+        length = rows[1] - rows[0]
+        return _blocked(x, self.dim, self.blocks).narrow(
+            self.dim + 1, rows[0] - origin if length else 0, length
+        )
+
+
+def _exchange(x: Tensor, *arguments: Any) -> Tensor:
+    *geometry, fill = arguments
+    halo, group = Halo.of(*geometry), arguments[0]
+    out = halo.like_window(x)
+    halo.fill(out, fill)
+    halo.needed(out, halo.me).copy_(halo.owned(x, halo.me))
+    sends = [(peer, halo.owned(x, peer)) for peer in halo.others]
+    transport.transfer(sends, [(peer, halo.needed(out, peer)) for peer in halo.others], group)
+    return out
+
+
+def _exchange_shape(x: Tensor, *arguments: Any) -> Tensor:
+    return Halo.of(*arguments[:-1]).like_window(x)
+
+
+def _exchange_add(x: Tensor, *arguments: Any) -> Tensor:
+    halo, group = Halo.of(*arguments), arguments[0]
+    out = halo.like_cut(x).zero_()
+    halo.owned(out, halo.me).copy_(halo.needed(x, halo.me))
+    targets = [(peer, halo.owned(out, peer)) for peer in halo.others]
+    # Several peers may send to the same row, so each lands apart before it is added.
+    landed = [(peer, torch.empty_like(rows, memory_format=torch.contiguous_format)) for peer, rows in targets]
+    transport.transfer([(peer, halo.needed(x, peer)) for peer in halo.others], landed, group)
+    for (_, target), (_, rows) in zip(targets, landed, strict=True):
+        target.add_(rows)
+    return out
+
+
+def _exchange_add_shape(x: Tensor, *arguments: Any) -> Tensor:
+    return Halo.of(*arguments).like_cut(x)
+
+
+# -- registration -------------------------------------------------------------------------------
+
+WHOLE = "(Tensor x, str group) -> Tensor"
+ALIAS = "(Tensor(a) x, str group) -> Tensor(a)"
+SPLIT = "(Tensor x, str group, int dim, int blocks, int[] sizes) -> Tensor"
+RESPLIT = (
+    "(Tensor x, str group, int dim_from, int blocks_from, int[] sizes_from,"
+    " int dim_to, int blocks_to, int[] sizes_to) -> Tensor"
+)
+WINDOWS = "(Tensor x, str group, int dim, int blocks, int[] owned, int[] starts, int[] stops) -> Tensor"
+FILLED = WINDOWS.replace(")", ", float fill)", 1)
+
+
+def _move(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Tensor],
+    shape: Callable[..., Tensor],
+    transposed: str,
+    turned: Callable[[Arguments], Arguments] = lambda arguments: arguments,
+) -> None:
+    """Register a move; `turned` gives the transposed move's arguments from this one's."""
+
+    def setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+        ctx.arguments = inputs[1:]
+
+    def backward(ctx: Any, gradient: Tensor) -> Arguments:
+        back = registry.operator(transposed)(gradient, *turned(ctx.arguments))
+        return (back, *(None for _ in ctx.arguments))
+
+    registry.functional(name, schema, kernel, shape=shape, setup=setup, backward=backward)
+
+
+def _alias(name: str, transposed: str) -> None:
+    """Register a move that does nothing forward: no copy, an alias with the transposed backward."""
+
+    class Alias(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+            ctx.group = group
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return registry.operator(transposed)(gradient, ctx.group), None
+
+    apply: Any = Alias.apply  # ships without types
+    registry.composite(name, ALIAS, lambda x, group: apply(x, group))
+
+
+_move("p_to_r", WHOLE, _all_reduce, _same, "r_to_b")
+_move("p_to_b", WHOLE, _all_reduce, _same, "p_to_b")
+_move("r_to_p", WHOLE, _keep_on_first, _same, "b_to_r")
+_move("b_to_p", WHOLE, _keep_on_first, _same, "b_to_p")
+_alias("r_to_b", "p_to_r")
+_alias("b_to_r", "r_to_p")
+
+_move("s_to_r", SPLIT, _all_gather, _full, "r_to_s")
+_move("s_to_b", SPLIT, _all_gather, _full, "p_to_s")
+_move("p_to_s", SPLIT, _reduce_scatter, _local, "s_to_b")
+_move("r_to_s", SPLIT, _slice, _local, "s_to_r")
+_move("b_to_s", SPLIT, _slice, _local, "s_to_p")
+_move("s_to_p", SPLIT, _zero_pad, _full, "b_to_s")
+
+_move("s_to_s", RESPLIT, _resplit, _resplit_shape, "s_to_s", lambda a: (a[0], *a[4:], *a[1:4]))
+_move("exchange", FILLED, _exchange, _exchange_shape, "exchange_add", lambda a: a[:-1])
+_move("exchange_add", WINDOWS, _exchange_add, _exchange_add_shape, "exchange", lambda a: (*a, 0.0))
+
+registry.constant("max_reduce", WHOLE, _all_reduce_max, shape=_same)

@@ -1,0 +1,123 @@
+"""Process groups by group key.
+
+A key such as "b@2x3" (see `autopar.core.mesh`) names one group for each rank of the world; which
+one, and the rank's place in it, follow from the key and the rank alone. So `size` and `index`
+need no process group, and shapes can be computed on meta tensors for any rank (`as_rank`).
+
+    rank 4 of      b:  0   1   2
+            a = 0     r0  r1  r2         "b@2x3" -> {3, 4, 5}, index 1
+            a = 1     r3 [r4] r5         "a@2x3" -> {1, 4},    index 1
+
+The groups belong to the world that they were set up in: when `destroy_process_group` ends it,
+nothing here keeps them alive.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from autopar.core.mesh import Mesh, parse_key
+from autopar.errors import AutoparError, InputError
+
+_groups: WeakKeyDictionary[ProcessGroup, WeakValueDictionary[str, ProcessGroup]] = WeakKeyDictionary()
+_viewpoint: ContextVar[int | None] = ContextVar("rank", default=None)
+
+
+class GroupError(AutoparError):
+    """A process group is used that was not set up."""
+
+
+def setup(mesh: Mesh, keys: Iterable[str], *, timeout: timedelta) -> None:
+    """Create the process groups of `keys`, all keys of `mesh`; every rank of the world calls this.
+
+    Groups that exist are kept, and "everybody" is the world group itself (with its own timeout).
+    """
+    world = dist.group.WORLD
+    if world is None or dist.get_world_size() != mesh.num_devices:
+        raise InputError(
+            where=f"mesh {mesh}",
+            found="no process group" if world is None else f"{dist.get_world_size()} ranks",
+            wanted=f"a world of {mesh.num_devices} ranks",
+            remedy="start one process for each device, e.g. with torchrun, and initialise torch.distributed",
+        )
+    known = _groups.setdefault(world, WeakValueDictionary())
+    for key in sorted(set(keys) - set(known)):
+        if parse_key(key)[0] != mesh:
+            raise InputError(
+                where="groups.setup", found=key, wanted=f"keys of mesh {mesh}", remedy="use Mesh.key"
+            )
+        known[key] = _create(key, world, timeout)
+
+
+def _create(key: str, world: ProcessGroup, timeout: timedelta) -> ProcessGroup:
+    """Every rank creates every group of the key, in the same order: new_group is collective."""
+    mesh, axes = parse_key(key)
+    mine = world
+    for ranks in sorted({mesh.group(axes, rank) for rank in range(mesh.num_devices)}):
+        if len(ranks) == mesh.num_devices:
+            break
+        group = dist.new_group(list(ranks), timeout=timeout)
+        if dist.get_rank() in ranks:
+            mine = group
+    if dist.get_backend(mine) == dist.Backend.NCCL:
+        # NCCL builds a communicator at its first use, which must be by all of its ranks; in a
+        # halo exchange some may have nothing to say.
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=mine)
+    return mine
+
+
+def group(key: str) -> ProcessGroup:
+    """This rank's process group of `key`."""
+    world = dist.group.WORLD
+    found = _groups[world].get(key) if world is not None and world in _groups else None
+    if found is None:
+        raise GroupError(
+            where=f"process group {key}",
+            found="no process group" if world is None else "a key that was not set up",
+            wanted="groups.setup(mesh, keys) on every rank before the first collective",
+            remedy="initialise torch.distributed and name this key in setup",
+        )
+    return found
+
+
+def size(key: str) -> int:
+    """The number of ranks in each group of `key`."""
+    return len(_ranks(key, 0))
+
+
+def index(key: str) -> int:
+    """This rank's place in its group of `key`, in major-minor order."""
+    rank = _rank()
+    return _ranks(key, rank).index(rank)
+
+
+@contextmanager
+def as_rank(rank: int) -> Iterator[None]:
+    """Within, shapes are those of `rank`: its program can be made on meta tensors anywhere."""
+    token = _viewpoint.set(rank)
+    try:
+        yield
+    finally:
+        _viewpoint.reset(token)
+
+
+def _rank() -> int:
+    chosen = _viewpoint.get()
+    if chosen is not None:
+        return chosen
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@functools.cache
+def _ranks(key: str, rank: int) -> tuple[int, ...]:
+    mesh, axes = parse_key(key)
+    return mesh.group(axes, rank)

@@ -1,0 +1,65 @@
+"""Registering operators in the namespace `autopar`.
+
+Registered operators, unlike Python functions, stay one node under `torch.compile`, are seen by
+selective-checkpoint policies, and know their shapes on meta and fake tensors. Three kinds:
+
+- `functional`: own kernel, shape function and backward; returns new contiguous tensors.
+- `composite`: Python over other operators, through which shapes and autograd follow by themselves.
+  It may alias its input or write into a buffer, as its schema then says.
+- `constant`: a kernel through which no gradient flows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAMESPACE = "autopar"
+_Library: Any = torch.library.Library  # ships without types
+_library = _Library(NAMESPACE, "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag,)
+
+
+def operator(name: str) -> Any:
+    """The registered overload, a `torch._ops.OpOverload`."""
+    return getattr(torch.ops.autopar, name).default
+
+
+def functional(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    *,
+    shape: Callable[..., Any],
+    setup: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> None:
+    """An operator with its kernel for real tensors, its `shape` function for fake ones, its backward."""
+    _define(name, schema, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
+
+
+def composite(name: str, schema: str, kernel: Callable[..., Any]) -> None:
+    """An operator that decomposes into others."""
+    _define(name, schema, kernel, "CompositeImplicitAutograd")
+
+
+def constant(name: str, schema: str, kernel: Callable[..., Any], *, shape: Callable[..., Any]) -> None:
+    """An operator whose result needs no gradient, whatever its input does."""
+
+    def cut(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(name)(*args)
+
+    _define(name, schema, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=_library)
+    _library.impl(name, cut, "Autograd")
+
+
+def _define(name: str, schema: str, kernel: Callable[..., Any], key: str) -> None:
+    _library.define(name + schema, tags=_tags)
+    _library.impl(name, kernel, key)
