@@ -12,15 +12,13 @@ a result's is named as such, any other is the call's own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.core.costs import Footprint, Saved
 from autopar.core.graph import Call, TensorSpec
-from autopar.errors import CostMissingError
 from costdb import operands
 
 ATEN = torch.ops.aten
@@ -38,7 +36,7 @@ def footprint(call: Call, kind: str = "cpu") -> Footprint:
     """
     known = kind, call.key()
     if known not in _KNOWN:
-        _KNOWN[known] = _observe_fake(call if kind == "cpu" else _as_on_gpu(call))
+        _KNOWN[known] = _observe_fake(call, kind)
     return _KNOWN[known]
 
 
@@ -80,12 +78,54 @@ def _saved(kept: list[torch.Tensor], operand: dict[int, int], result: dict[int, 
     )
 
 
-def _observe_fake(call: Call) -> Footprint:
+def _observe_fake(call: Call, kind: str) -> Footprint:
+    run = call.target if kind == "cpu" else _ON_GPU.get(call.target, call.target)
     with _FAKE:
         args, kwargs, inputs = operands.fill(call, CPU, operands.empty(CPU))
-        with refused(call):
-            return observe(lambda: call.target(*args, **kwargs), inputs)
+        with operands.refused(call):
+            return observe(lambda: run(*args, **kwargs), inputs)
 
 
-class refused:  # noqa: N801, a context manager
-    pass
+def _positions(tensors: tuple[torch.Tensor | None, ...]) -> dict[int, int]:
+    """The first position that holds each storage."""
+    found: dict[int, int] = {}
+    for position, tensor in enumerate(tensors):
+        if tensor is not None:
+            found.setdefault(_storage(tensor), position)
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage, also where it has no address (fake tensors)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _spec(tensor: torch.Tensor | None) -> TensorSpec | None:
+    return None if tensor is None else TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _fused_dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """GPUs keep a mask of one byte an element; the composite keeps one of x's dtype."""
+    if not train or p in (0, 1):
+        return cast(torch.Tensor, ATEN.dropout(x, p, train))
+    return cast(torch.Tensor, ATEN.native_dropout(x, p, train)[0])
+
+
+def _fused_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """GPUs draw attention's dropout in the fused kernel; CPUs fall back to keeping the scores."""
+    return cast(torch.Tensor, ATEN.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, **options))
+
+
+# What the fused kernels of GPUs keep, said in operators that fake CPU tensors have too.
+_ON_GPU: dict[Any, Callable[..., torch.Tensor]] = {
+    ATEN.dropout.default: _fused_dropout,
+    ATEN.scaled_dot_product_attention.default: _fused_attention,
+}

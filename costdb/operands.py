@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from autopar.core.graph import Call, TensorSpec
+from autopar.errors import CostMissingError
 
 Make = Callable[[TensorSpec], torch.Tensor]
 
@@ -46,9 +48,7 @@ def empty(device: torch.device) -> Make:
     """Makes tensors without values, for fake and meta devices."""
 
     def make(spec: TensorSpec) -> torch.Tensor:
-        return torch.empty(
-            spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
-        )
+        return torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad)
 
     return make
 
@@ -79,6 +79,20 @@ def tensors(tree: Any) -> Iterator[torch.Tensor | None]:
     """The results of a call in order, None for each that is no tensor."""
     for leaf in _leaves(tree):
         yield leaf if isinstance(leaf, torch.Tensor) else None
+
+
+@contextmanager
+def refused(call: Call) -> Iterator[None]:
+    """Turn an operator's refusal of its operands into an error that names the call."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError) as cause:
+        raise CostMissingError(
+            where=call.key(),
+            found=str(cause).partition("\n")[0] or type(cause).__name__,
+            wanted="a call that runs on its own",
+            remedy="plan without measuring this operator",
+        ) from cause
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -30,12 +30,21 @@ def operator(key: str = "relu", forward_seconds: float = 1.0) -> Measurement:
         scratch_bytes=None,
         runs=5,
         spread=0.1,
+        measured_at="2026-01-02T03:04:05+00:00",
     )
 
 
 def collective(seconds: float = 0.5) -> CollectiveMeasurement:
     return CollectiveMeasurement(
-        Collective.ALL_GATHER, "gloo", size=2, nodes=1, nbytes=8, seconds=seconds, runs=5, spread=0.1
+        kind=Collective.ALL_GATHER,
+        backend="gloo",
+        size=2,
+        nodes=1,
+        nbytes=8,
+        seconds=seconds,
+        runs=5,
+        spread=0.1,
+        measured_at="2026-01-02T03:04:05+00:00",
     )
 
 
