@@ -1,0 +1,1 @@
+"""Prices: of operators by measurement or roofline, of collectives by measurement or closed form."""

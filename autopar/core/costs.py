@@ -1,0 +1,136 @@
+"""What operators and collectives cost, and the devices and links that prices come from.
+
+Times are seconds and sizes bytes throughout. A cost that is NaN, infinite or negative is refused
+where it is made, so that none ever reaches the solver.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from autopar.core.graph import TensorSpec
+from autopar.errors import CostMissingError, InputError
+
+
+class Collective(Enum):
+    """The collectives that are priced and measured; values are their names in the database."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SEND_RECV = "send_recv"
+
+
+class LinkLike(Protocol):
+    """Anything with a latency (seconds per message) and a bandwidth (bytes per second)."""
+
+    @property
+    def latency(self) -> float: ...
+
+    @property
+    def bandwidth(self) -> float: ...
+
+
+def refuse_bad(where: str, **costs: object) -> None:
+    """Raise InputError naming every cost that isn't a finite number of at least 0."""
+    bad = {
+        name: cost
+        for name, cost in costs.items()
+        if not isinstance(cost, (int, float)) or not math.isfinite(cost) or cost < 0
+    }
+    if bad:
+        raise InputError(
+            where=where,
+            found=", ".join(f"{name} = {cost}" for name, cost in bad.items()),
+            wanted="finite costs of at least 0",
+            remedy="measure again",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """Seconds of one local operator call; `measured` is false for an estimate."""
+
+    forward_seconds: float
+    backward_seconds: float
+    measured: bool
+
+    def __post_init__(self) -> None:
+        refuse_bad("operator cost", forward=self.forward_seconds, backward=self.backward_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """Seconds of one collective; `measured` is false for a closed form."""
+
+    seconds: float
+    measured: bool
+
+    def __post_init__(self) -> None:
+        refuse_bad("collective cost", seconds=self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one call keeps for its backward, each storage named once.
+
+    `operands` and `results` are positions; `extra_bytes` are the call's own tensors (masks,
+    statistics, indices) that nobody else sees.
+    """
+
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    extra_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a call gives and keeps, known without running it.
+
+    `results` holds None for a result that is no tensor; `aliases` holds for each result the operand
+    whose storage it shares (a view), or None if the storage is its own.
+    """
+
+    results: tuple[TensorSpec | None, ...]
+    aliases: tuple[int | None, ...]
+    saved: Saved
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """A roofline: what a device reaches on large matrix products and on plain memory traffic.
+
+    `kind` is the torch device type; `flops` are (dtype, flop/s) pairs; `bandwidth` is bytes read
+    plus bytes written per second; `launch_seconds` is the least that any operator takes.
+    """
+
+    name: str
+    kind: str
+    flops: tuple[tuple[torch.dtype, float], ...]
+    bandwidth: float
+    launch_seconds: float
+
+    def __post_init__(self) -> None:
+        rates = {str(dtype).removeprefix("torch."): rate for dtype, rate in self.flops}
+        where = f"device {self.name}"
+        refuse_bad(where, bandwidth=self.bandwidth, launch_seconds=self.launch_seconds, **rates)
+        if not min(self.bandwidth, *rates.values()) > 0:
+            raise InputError(where=where, found="a rate of 0", wanted="rates above 0", remedy="measure again")
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """Flop/s of matrix products in `dtype`."""
+        for known, rate in self.flops:
+            if known == dtype:
+                return rate
+        raise CostMissingError(
+            where=f"device {self.name}",
+            found=f"no flop rate for {dtype}",
+            wanted="one of " + ", ".join(str(known) for known, _ in self.flops),
+            remedy="profile the model on the device",
+        )

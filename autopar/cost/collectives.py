@@ -1,0 +1,131 @@
+"""Seconds of a collective: closed forms, and measured points between which they are interpolated.
+
+    alpha   the link's latency, seconds per message
+    beta    1 / the link's bandwidth, seconds per byte
+    P       ranks in the group
+    n       bytes of the FULL tensor: gathered, before reduce-scatter; every rank holds n/P of it
+            before an all-to-all
+
+| collective     | ring                               |
+|----------------|------------------------------------|
+| all-reduce     | 2 (P - 1) alpha + 2 (P - 1)/P n beta |
+| all-gather     | (P - 1) alpha + (P - 1)/P n beta     |
+| reduce-scatter | (P - 1) alpha + (P - 1)/P n beta     |
+| all-to-all     | (P - 1) alpha + (P - 1)/P n/P beta   |
+| send, receive  | alpha + n beta, one message of n     |
+
+Source: Thakur, Rabenseifner and Gropp, 2005.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeAlias, assert_never
+
+from autopar.core.costs import Collective, CollectiveCost, LinkLike
+from costdb.measurement import CollectiveMeasurement
+
+Point: TypeAlias = tuple[int, float]  # bytes of the full tensor, seconds
+Series: TypeAlias = tuple[Collective, int, int]  # kind, ranks, nodes spanned
+
+
+def seconds(kind: Collective, nbytes: int, size: int, link: LinkLike) -> float:
+    """Seconds for one collective over `size` ranks; 0 within one rank.
+
+    `nbytes` is the size of the full (gathered) tensor, of the message for send and receive.
+    """
+    if size == 1:
+        return 0.0
+    match kind:
+        case Collective.ALL_REDUCE:
+            return all_reduce(nbytes, size, link)
+        case Collective.ALL_GATHER:
+            return all_gather(nbytes, size, link)
+        case Collective.REDUCE_SCATTER:
+            return reduce_scatter(nbytes, size, link)
+        case Collective.ALL_TO_ALL:
+            return all_to_all(nbytes, size, link)
+        case Collective.SEND_RECV:
+            return send_recv(nbytes, link)
+        case _:
+            assert_never(kind)
+
+
+def all_reduce(nbytes: int, size: int, link: LinkLike) -> float:
+    """A reduce-scatter and an all-gather. `nbytes` is the tensor's size, the same on every rank."""
+    return reduce_scatter(nbytes, size, link) + all_gather(nbytes, size, link)
+
+
+def all_gather(nbytes: int, size: int, link: LinkLike) -> float:
+    """(P - 1) alpha + (P - 1)/P n beta; `nbytes` is the size of the gathered tensor, not of a shard."""
+    return (size - 1) * (link.latency + nbytes / size / link.bandwidth)
+
+
+def reduce_scatter(nbytes: int, size: int, link: LinkLike) -> float:
+    """(P - 1) alpha + (P - 1)/P n beta; `nbytes` is the size before scattering, not of a shard."""
+    return (size - 1) * (link.latency + nbytes / size / link.bandwidth)
+
+
+def all_to_all(nbytes: int, size: int, link: LinkLike) -> float:
+    """(P - 1) alpha + (P - 1)/P n/P beta; `nbytes` is the full tensor, of which a rank holds 1/P."""
+    return (size - 1) * (link.latency + nbytes / size**2 / link.bandwidth)
+
+
+def send_recv(nbytes: int, link: LinkLike) -> float:
+    """alpha + n beta for one message of `nbytes` to a neighbour; halos and pipeline hops are such."""
+    return link.latency + nbytes / link.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTable:
+    """Measured points, sorted by size, for each kind, group size and number of nodes spanned."""
+
+    points: dict[Series, tuple[Point, ...]]
+
+    @staticmethod
+    def of(measurements: Iterable[CollectiveMeasurement], backend: str) -> CollectiveTable:
+        """The table of one backend's measurements; points of one size become their median."""
+        found: dict[Series, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for each in measurements:
+            if each.backend == backend:
+                found[each.kind, each.size, each.nodes][each.nbytes].append(each.seconds)
+        return CollectiveTable(
+            {
+                series: tuple((nbytes, median(times)) for nbytes, times in sorted(by_size.items()))
+                for series, by_size in found.items()
+            }
+        )
+
+    def cost(
+        self, kind: Collective, nbytes: int, size: int, link: LinkLike, *, nodes: int = 1
+    ) -> CollectiveCost:
+        """The measured cost where there are points on both sides, else the closed form, marked.
+
+        Below the smallest point the latency rules, so its time is an estimate from above; beyond the
+        largest the bandwidth rules, so its time grows in proportion. Both count as estimates.
+        """
+        points = self.points.get((kind, size, nodes), ())
+        if size == 1 or not points:
+            return CollectiveCost(seconds(kind, nbytes, size, link), measured=False)
+        (least, fastest), (most, slowest) = points[0], points[-1]
+        if nbytes < least:
+            return CollectiveCost(fastest, measured=False)
+        if nbytes > most:
+            return CollectiveCost(slowest * nbytes / most, measured=False)
+        return CollectiveCost(_interpolate(points, nbytes), measured=True)
+
+
+def _interpolate(points: tuple[Point, ...], nbytes: int) -> float:
+    """A straight line in log seconds over log bytes between the two points around `nbytes`."""
+    above = bisect_left(points, (nbytes, -math.inf))
+    right, seconds_right = points[above]
+    if right == nbytes:
+        return seconds_right
+    left, seconds_left = points[above - 1]
+    share = math.log(nbytes / left) / math.log(right / left)
+    return float(seconds_left ** (1 - share) * seconds_right**share)

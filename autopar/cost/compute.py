@@ -1,0 +1,90 @@
+"""Seconds of an operator by a roofline, where no measurement is at hand.
+
+    seconds = launch + max(flops / rate(dtype), bytes moved / bandwidth)
+
+    forward    reads the operands, writes the results; a view moves nothing
+    backward   reads the results' gradients and what was saved, writes the operands' gradients;
+               a product launches one kernel for each of these
+
+Bytes that caches save, and the inefficiency of small or thin products, are not in it: the answer is
+an estimate and marked so.
+Source: Williams, Waterman and Patterson, Roofline, 2009.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.core.costs import DeviceModel, Footprint, OperatorCost
+from autopar.core.graph import Call, TensorSpec
+from autopar.cost.flops import Flops, training_flops
+from costdb import operands
+from costdb.footprint import footprint, saved_bytes
+
+ATEN = torch.ops.aten
+# These read of their first operand only what they give.
+GATHERS = {ATEN.embedding, ATEN.index_select, ATEN.index, ATEN.gather}
+
+_KNOWN: dict[tuple[DeviceModel, str], OperatorCost] = {}
+
+
+def estimate(call: Call, device: DeviceModel) -> OperatorCost:
+    """The estimated cost of `call` on one device; remembered by device and key.
+
+    Raises CostMissingError if the operator refuses its operands, or the device has no rate for a
+    product's dtype.
+    """
+    known = device, call.key()
+    if known not in _KNOWN:
+        found, work = footprint(call, device.kind), training_flops(call)
+        _KNOWN[known] = OperatorCost(
+            forward_seconds=_forward(call, found, work, device),
+            backward_seconds=_backward(call, found, work, device),
+            measured=False,
+        )
+    return _KNOWN[known]
+
+
+def _forward(call: Call, found: Footprint, work: Flops, device: DeviceModel) -> float:
+    return device.launch_seconds + _roof(call, work.forward, forward_bytes(call, found), device)
+
+
+def _backward(call: Call, found: Footprint, work: Flops, device: DeviceModel) -> float:
+    wanted = [spec for spec in operands.specs(call) if spec.requires_grad]
+    if not (wanted and any(result and result.requires_grad for result in found.results)):
+        return 0.0
+    launches = len(wanted) if work.backward else 1
+    return launches * device.launch_seconds + _roof(call, work.backward, backward_bytes(call, found), device)
+
+
+def _roof(call: Call, work: int, moved: int, device: DeviceModel) -> float:
+    if not work:
+        return moved / device.bandwidth
+    dtype = next(spec.dtype for spec in operands.specs(call) if spec.dtype.is_floating_point)
+    return max(work / device.rate(dtype), moved / device.bandwidth)
+
+
+def forward_bytes(call: Call, found: Footprint) -> int:
+    """Bytes of operands read and results written; 0 for a view."""
+    written = sum(result.nbytes for result in _own(found))
+    if not written:
+        return 0
+    given = [spec.nbytes for spec in operands.specs(call)]
+    if call.target.overloadpacket in GATHERS:
+        given[0] = min(given[0], written)
+    return sum(given) + written
+
+
+def backward_bytes(call: Call, found: Footprint) -> int:
+    """Bytes of gradients and saved tensors read and gradients written; 0 for a reshaping view."""
+    wanted = sum(spec.nbytes for spec in operands.specs(call) if spec.requires_grad)
+    arriving = sum(result.nbytes for result in found.results if result and result.requires_grad)
+    if not _own(found) and wanted == arriving:
+        return 0
+    return arriving + saved_bytes(call, found) + wanted
+
+
+def _own(found: Footprint) -> list[TensorSpec]:
+    """The results that aren't views of operands."""
+    pairs = zip(found.results, found.aliases, strict=True)
+    return [result for result, alias in pairs if result is not None and alias is None]

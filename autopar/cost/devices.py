@@ -1,0 +1,117 @@
+"""Rooflines of devices: from data sheets for known GPUs, calibrated for the machine at hand.
+
+Source of the peaks: NVIDIA's data sheets of V100 SXM2 (2018), A100 SXM4 80 GB (2021), H100 SXM5
+(2023) and H200 SXM (2024); dense rates, without sparsity; float64 on vector units; float32 without
+TF32, as torch multiplies by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from autopar.core.costs import DeviceModel
+from autopar.errors import InputError
+from costdb.database import Database
+from costdb.setting import Setting
+from costdb.timing import Mark, repeat
+
+# What large operators reach of the data sheet's figures: assumptions until the device is measured.
+MATRIX_FRACTION = 0.7
+BANDWIDTH_FRACTION = 0.8
+GPU_LAUNCH_SECONDS = 5e-6  # order of a kernel launch from eager torch; an assumption too
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def _gpu(name: str, *, flops: dict[torch.dtype, float], bandwidth: float) -> DeviceModel:
+    return DeviceModel(
+        name=name,
+        kind="cuda",
+        flops=tuple((dtype, MATRIX_FRACTION * peak) for dtype, peak in flops.items()),
+        bandwidth=BANDWIDTH_FRACTION * bandwidth,
+        launch_seconds=GPU_LAUNCH_SECONDS,
+    )
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        # No bfloat16 on its tensor cores: emulated at the rate of float32.
+        _gpu("v100", flops={F16: 125e12, BF16: 15.7e12, F32: 15.7e12, F64: 7.8e12}, bandwidth=900e9),
+        _gpu("a100", flops={F16: 312e12, BF16: 312e12, F32: 19.5e12, F64: 9.7e12}, bandwidth=2.039e12),
+        _gpu("h100", flops={F16: 989e12, BF16: 989e12, F32: 67e12, F64: 34e12}, bandwidth=3.35e12),
+        _gpu("h200", flops={F16: 989e12, BF16: 989e12, F32: 67e12, F64: 34e12}, bandwidth=4.8e12),
+    )
+}
+
+CALIBRATION_SECONDS = 0.03  # for each of the six measurements below
+PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}  # rows and columns
+COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # well beyond most caches
+
+
+def device_model(name: str, database: Database | None = None) -> DeviceModel:
+    """The roofline of "cpu" or "cuda" (this machine's, calibrated) or of a GPU known by name.
+
+    Raises InputError for an unknown name, or for "cuda" on a machine without one.
+    """
+    known = GPUS.get(name.lower())
+    if known:
+        return known
+    if name == "cpu" or (name == "cuda" and torch.cuda.is_available()):
+        return calibrate(name, database)
+    raise InputError(
+        where="cluster.device",
+        found=repr(name),
+        wanted="one of cpu, " + ", ".join(GPUS) + ", or cuda where there is a GPU",
+        remedy="name the device that comes closest",
+    )
+
+
+def calibrate(device: torch.device | str = "cpu", database: Database | None = None) -> DeviceModel:
+    """Measure this machine's roofline in under a second; with a database, once per setting."""
+    device = torch.device(device)
+    setting = Setting.here(device)
+    known = database.device(setting) if database else None
+    if known:
+        return known
+    model = DeviceModel(
+        name=device.type,
+        kind=device.type,
+        flops=tuple((dtype, _product_rate(dtype, device)) for dtype in (F32, F64, BF16, F16)),
+        bandwidth=_copy_rate(device),
+        launch_seconds=_launch_seconds(device),
+    )
+    if database:
+        database.write_device(setting, model)
+    return model
+
+
+def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Flop/s of a square matrix product."""
+    size = PRODUCT_SIZE[device.type]
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _seconds(lambda: a @ a, device)
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes read plus bytes written per second."""
+    nbytes = COPY_BYTES[device.type]
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    one = torch.ones(1, device=device)
+    return _seconds(lambda: one + one, device)
+
+
+def _seconds(operation: Callable[[], object], device: torch.device) -> float:
+    def run(mark: Callable[[], Mark]) -> tuple[Mark, Mark]:
+        start = mark()
+        operation()
+        return start, mark()
+
+    return repeat(run, device, CALIBRATION_SECONDS).parts[0]

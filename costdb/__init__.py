@@ -1,0 +1,1 @@
+"""Measured costs: the database, the profiler that fills it, and measured device files."""

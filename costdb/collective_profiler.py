@@ -1,0 +1,113 @@
+"""The profiler of collectives: times one on a running process group, all ranks in step.
+
+Every rank calls `measure_collective` with the same arguments and gets the same numbers: those of
+the slowest rank. Several collectives are issued in a row and their time is shared out, so that the
+barrier's own jitter doesn't count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import cycle
+from statistics import median
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from autopar.core.costs import Collective
+from autopar.errors import InputError
+from costdb.measurement import CollectiveMeasurement
+from costdb.timing import BUDGET_SECONDS, WARM_UPS, num_runs, spread, synchronize
+
+IN_A_ROW = 5  # collectives between two barriers
+DTYPE = torch.float32
+
+Group: TypeAlias = "dist.ProcessGroup"
+
+
+def measure_collective(
+    kind: Collective,
+    nbytes: int,
+    group: Group,
+    *,
+    device: torch.device | str = "cpu",
+    nodes: int = 1,
+    budget: float = BUDGET_SECONDS,
+) -> CollectiveMeasurement:
+    """The median time of one collective on `group`, the slowest rank's.
+
+    `nbytes` is the size of the full (gathered) tensor, the message's for send and receive, and is
+    rounded up to a whole number of elements for each rank. `nodes` is recorded only.
+    """
+    device, size = torch.device(device), dist.get_world_size(group)
+    if size < 2:
+        raise InputError(
+            where=f"measuring {kind.value}",
+            found="a group of one rank",
+            wanted="at least two ranks",
+            remedy="start more processes",
+        )
+    share = -(-nbytes // (size * DTYPE.itemsize))  # elements of one rank's part
+    run = _prepare(kind, group, share, device)
+    for _ in range(WARM_UPS):
+        _time(run, group, device)
+    rows = num_runs(_time(run, group, device) * IN_A_ROW, budget)
+    seconds = [_time(run, group, device) for _ in range(rows)]
+    return CollectiveMeasurement(
+        kind=kind,
+        backend=str(dist.get_backend(group)),
+        size=size,
+        nodes=nodes,
+        nbytes=share * size * DTYPE.itemsize,
+        seconds=median(seconds),
+        runs=rows * IN_A_ROW,
+        spread=spread(seconds),
+    )
+
+
+def _time(run: Callable[[], object], group: Group, device: torch.device) -> float:
+    """Seconds of one collective, the slowest rank's: the same number on every rank."""
+    dist.barrier(group)
+    start = time.perf_counter()
+    for _ in range(IN_A_ROW):
+        run()
+    synchronize(device)
+    slowest = torch.tensor((time.perf_counter() - start) / IN_A_ROW, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    return slowest.item()
+
+
+def _prepare(kind: Collective, group: Group, share: int, device: torch.device) -> Callable[[], object]:
+    """The collective on its own buffers; `share` elements are one rank's part of the full tensor."""
+    size = dist.get_world_size(group)
+    full = torch.zeros(share * size, dtype=DTYPE, device=device)
+    part, other = torch.zeros_like(full[:share]), torch.zeros_like(full[:share])
+    # What one rank exchanges in an all-to-all: its own part, one piece for each rank.
+    pieces = torch.zeros(-(-share // size) * size, dtype=DTYPE, device=device)
+    match kind:
+        case Collective.ALL_REDUCE:
+            return lambda: dist.all_reduce(full, group=group)
+        case Collective.ALL_GATHER:
+            return lambda: dist.all_gather_into_tensor(full, part, group=group)
+        case Collective.REDUCE_SCATTER:
+            return lambda: dist.reduce_scatter_tensor(other, full, group=group)
+        case Collective.ALL_TO_ALL:
+            return lambda: dist.all_to_all_single(torch.empty_like(pieces), pieces, group=group)
+        case Collective.SEND_RECV:
+            return _one_way(group, full)
+
+
+def _one_way(group: Group, message: torch.Tensor) -> Callable[[], object]:
+    """Rank 0 sends to rank 1 and the other way in turn, so that latencies don't overlap."""
+    rank, turn = dist.get_rank(group), cycle((0, 1))
+
+    def run() -> None:
+        sender = next(turn)
+        if rank == sender:
+            dist.send(message, group=group, group_dst=1 - sender)
+        elif rank == 1 - sender:
+            dist.recv(message, group=group, group_src=sender)
+
+    return run

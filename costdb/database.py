@@ -1,0 +1,194 @@
+"""The database of measurements: one SQLite file, by default in the user's data folder.
+
+Writes are transactions that take the write lock first and wait for other processes. The journal is
+SQLite's default one: write-ahead logging doesn't work on network file systems, where the home
+folders of clusters often lie. A file's PRAGMA application_id says that it is autopar's, its
+user_version which schema it holds.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from autopar.core.costs import DeviceModel
+from autopar.errors import InputError
+from costdb import rows
+from costdb.measurement import CollectiveMeasurement, Measurement
+from costdb.rows import Row
+from costdb.setting import Setting
+
+APPLICATION_ID = 0x61706172  # "apar"
+SCHEMA_VERSION = 1  # raise it with every change of schema.sql
+SCHEMA = Path(__file__).with_name("schema.sql")
+TABLES = ("operators", "collectives", "devices")
+BUSY_SECONDS = 30.0  # how long a write waits for another process
+
+Decoded = TypeVar("Decoded")
+
+
+def default_path() -> Path:
+    """`autopar/costs.sqlite` in the user's data folder."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "autopar" / "costs.sqlite"
+
+
+class Database:
+    """An open database. Use as a context manager, or call `close`."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self._connection, self.path = connection, path
+
+    @staticmethod
+    def open(path: Path | str | None = None) -> Database:
+        """Open the database at `path`, created on demand.
+
+        Raises InputError if the file is no database, another program's, or of another version.
+        """
+        place = Path(path) if path is not None else default_path()
+        with _refused(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(place, timeout=BUSY_SECONDS, isolation_level=None)
+            try:
+                _prepare(connection, place)
+            except BaseException:
+                connection.close()
+                raise
+        return Database(connection, place)
+
+    @staticmethod
+    def in_memory(name: Path) -> Database:
+        """An empty database that is never written to disk; `name` stands in its errors."""
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        _prepare(connection, name)
+        return Database(connection, name)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write_operators(self, setting: Setting, measurements: Iterable[Measurement]) -> None:
+        """Store all or none; a newer measurement replaces an older one of the same key."""
+        self.insert("operators", setting, [rows.operator_row(each) for each in measurements])
+
+    def write_collectives(self, setting: Setting, measurements: Iterable[CollectiveMeasurement]) -> None:
+        """Store all or none, newer ones in place of older ones."""
+        self.insert("collectives", setting, [rows.collective_row(each) for each in measurements])
+
+    def write_device(self, setting: Setting, device: DeviceModel) -> None:
+        """Store the calibrated roofline of a device."""
+        self.insert("devices", setting, [rows.device_row(device)])
+
+    def operators(self, setting: Setting) -> dict[str, Measurement]:
+        """Every measured operator call of a setting, by key."""
+        found = self._decode(rows.operator, self.select("operators", setting))
+        return {measurement.key: measurement for measurement in found}
+
+    def operator(self, setting: Setting, key: str) -> Measurement | None:
+        """The measurement of one operator call, if there is one."""
+        found = self._decode(rows.operator, self.select("operators", setting, key=key))
+        return found[0] if found else None
+
+    def collectives(self, setting: Setting) -> list[CollectiveMeasurement]:
+        """Every measured collective of a setting."""
+        return self._decode(rows.collective, self.select("collectives", setting))
+
+    def device(self, setting: Setting) -> DeviceModel | None:
+        """The calibrated roofline, if there is one."""
+        found = self._decode(rows.device, self.select("devices", setting))
+        return found[0] if found else None
+
+    def settings(self) -> list[Setting]:
+        """Every setting that has rows, sorted."""
+        query = " UNION ".join(f"SELECT fingerprint, torch_version, threads FROM {name}" for name in TABLES)
+        with _refused(self.path):
+            return sorted(Setting(*row) for row in self._connection.execute(query))
+
+    def insert(self, table: str, setting: Setting, values: list[Row]) -> None:
+        """Insert or replace rows of one table, all or none."""
+        if not values:
+            return
+        complete = [rows.setting_row(setting) | row for row in values]
+        columns = ", ".join(complete[0])
+        marks = ", ".join(f":{column}" for column in complete[0])
+        with _refused(self.path), self._transaction():
+            self._connection.executemany(
+                f"INSERT OR REPLACE INTO {table} ({columns}) VALUES ({marks})", complete
+            )
+
+    def select(self, table: str, setting: Setting, **where: object) -> list[Row]:
+        """The rows of one table for a setting, and further conditions, as stored."""
+        conditions = rows.setting_row(setting) | where
+        clause = " AND ".join(f"{column} = :{column}" for column in conditions)
+        with _refused(self.path):
+            cursor = self._connection.execute(f"SELECT * FROM {table} WHERE {clause}", conditions)
+            columns = [column[0] for column in cursor.description]
+            return [dict(zip(columns, row, strict=True)) for row in cursor]
+
+    def _decode(self, decode: Callable[[Row], Decoded], found: list[Row]) -> list[Decoded]:
+        """`found` as measurements; a bad number names this file."""
+        try:
+            return [decode(row) for row in found]
+        except InputError as cause:
+            raise InputError(
+                where=f"{self.path}, {cause.where}",
+                found=cause.found,
+                wanted=cause.wanted,
+                remedy="delete the file and profile again",
+            ) from cause
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Takes the write lock at once: a read lock that is raised later can deadlock."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    """Create the tables in an empty file; refuse a file that isn't ours."""
+    # One statement sees one moment of the file, also while another process creates the tables.
+    tables, program, version = connection.execute(
+        "SELECT (SELECT count(*) FROM sqlite_master), application_id, user_version"
+        " FROM pragma_application_id, pragma_user_version"
+    ).fetchone()
+    if not tables and not program and not version:
+        # Idempotent, so two processes may both find the file empty.
+        connection.executescript(
+            f"BEGIN IMMEDIATE; {SCHEMA.read_text()}; PRAGMA application_id = {APPLICATION_ID};"
+            f" PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+        )
+    elif program != APPLICATION_ID:
+        raise _unusable(path, "another program's database", "autopar's cost database")
+    elif version != SCHEMA_VERSION:
+        raise _unusable(path, f"version {version}", f"version {SCHEMA_VERSION}")
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Turn SQLite's and the file system's refusals into errors that name the file."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as cause:
+        raise _unusable(path, str(cause), f"a cost database, version {SCHEMA_VERSION}") from cause
+
+
+def _unusable(path: Path, found: str, wanted: str) -> InputError:
+    remedy = "choose another file with --costdb, or delete this one and profile again"
+    return InputError(where=f"cost database {path}", found=found, wanted=wanted, remedy=remedy)

@@ -1,0 +1,131 @@
+"""What a call gives and keeps for backward, exactly, without running it.
+
+The call runs on fake tensors: real operators, real autograd formulas, shapes and storages, no data.
+Hooks on saved tensors see every tensor that backward will want; a storage that is an operand's or
+a result's is named as such, any other is the call's own.
+
+    y, mask = dropout(x)        saved: mask                 -> extra_bytes
+    y = relu(x)                 saved: y                    -> results (0,)
+    y = linear(x, w, b)         saved: x, w                 -> operands (0, 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.core.costs import Footprint, Saved
+from autopar.core.graph import Call, TensorSpec
+from costdb import operands
+
+ATEN = torch.ops.aten
+CPU = torch.device("cpu")
+
+# One mode for all calls: it remembers operators that it has seen.
+_FAKE = FakeTensorMode()
+_KNOWN: dict[tuple[str, str], Footprint] = {}
+
+
+def footprint(call: Call, kind: str = "cpu") -> Footprint:
+    """The footprint of `call` on a device of `kind` ("cpu" or "cuda"); remembered by key.
+
+    Raises CostMissingError if the operator refuses the operands.
+    """
+    known = kind, call.key()
+    if known not in _KNOWN:
+        _KNOWN[known] = _observe_fake(call, kind)
+    return _KNOWN[known]
+
+
+def saved(call: Call, kind: str = "cpu") -> Saved:
+    """What `call` keeps for its backward on a device of `kind`."""
+    return footprint(call, kind).saved
+
+
+def saved_bytes(call: Call, found: Footprint) -> int:
+    """Bytes of every storage kept for backward, operands and results included, each once."""
+    given = operands.specs(call)
+    own = [result.nbytes for i in found.saved.results if (result := found.results[i]) is not None]
+    return sum(given[i].nbytes for i in found.saved.operands) + sum(own) + found.saved.extra_bytes
+
+
+def observe(run: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Footprint:
+    """Run once and see what the results are and which storages autograd keeps."""
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = tuple(operands.tensors(run()))
+    by_storage = _positions(inputs)
+    aliases = tuple(None if result is None else by_storage.get(_storage(result)) for result in results)
+    return Footprint(tuple(map(_spec, results)), aliases, _saved(kept, by_storage, _positions(results)))
+
+
+def _saved(kept: list[torch.Tensor], operand: dict[int, int], result: dict[int, int]) -> Saved:
+    storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
+    return Saved(
+        operands=tuple(sorted(operand[storage] for storage in storages if storage in operand)),
+        results=tuple(sorted(result[s] for s in storages if s in result and s not in operand)),
+        extra_bytes=sum(
+            nbytes for storage, nbytes in storages.items() if storage not in operand and storage not in result
+        ),
+    )
+
+
+def _observe_fake(call: Call, kind: str) -> Footprint:
+    run = call.target if kind == "cpu" else _ON_GPU.get(call.target, call.target)
+    with _FAKE:
+        args, kwargs, inputs = operands.fill(call, CPU, operands.empty(CPU))
+        with operands.refused(call):
+            return observe(lambda: run(*args, **kwargs), inputs)
+
+
+def _positions(tensors: tuple[torch.Tensor | None, ...]) -> dict[int, int]:
+    """The first position that holds each storage."""
+    found: dict[int, int] = {}
+    for position, tensor in enumerate(tensors):
+        if tensor is not None:
+            found.setdefault(_storage(tensor), position)
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage, also where it has no address (fake tensors)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _spec(tensor: torch.Tensor | None) -> TensorSpec | None:
+    return None if tensor is None else TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _fused_dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """GPUs keep a mask of one byte an element; the composite keeps one of x's dtype."""
+    if not train or p in (0, 1):
+        return cast(torch.Tensor, ATEN.dropout(x, p, train))
+    return cast(torch.Tensor, ATEN.native_dropout(x, p, train)[0])
+
+
+def _fused_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """GPUs draw attention's dropout in the fused kernel; CPUs fall back to keeping the scores."""
+    return cast(torch.Tensor, ATEN.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, **options))
+
+
+# What the fused kernels of GPUs keep, said in operators that fake CPU tensors have too.
+_ON_GPU: dict[Any, Callable[..., torch.Tensor]] = {
+    ATEN.dropout.default: _fused_dropout,
+    ATEN.scaled_dot_product_attention.default: _fused_attention,
+}

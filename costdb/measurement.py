@@ -1,0 +1,64 @@
+"""The two kinds of measurement, as frozen data; bad numbers are refused where they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from autopar.core.costs import Collective, Saved, refuse_bad
+
+
+def now() -> str:
+    """The time of a measurement as the database holds it: UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Medians over `runs` runs of one local operator call.
+
+    `saved_bytes` counts every storage kept for backward once, operands and results included;
+    `scratch_bytes` is the largest temporary memory beyond operands, results and saved tensors, None
+    where the device has no counter. `spread` is the interquartile range over the median.
+    """
+
+    key: str
+    forward_seconds: float
+    backward_seconds: float
+    saved: Saved
+    saved_bytes: int
+    scratch_bytes: int | None
+    runs: int
+    spread: float
+    measured_at: str = field(default_factory=now)
+
+    def __post_init__(self) -> None:
+        refuse_bad(
+            f"measurement of {self.key}",
+            forward_seconds=self.forward_seconds,
+            backward_seconds=self.backward_seconds,
+            saved_bytes=self.saved_bytes,
+            saved_extra_bytes=self.saved.extra_bytes,
+            scratch_bytes=self.scratch_bytes or 0,
+            spread=self.spread,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveMeasurement:
+    """The median of one collective, the slowest rank's. `nbytes` is the full (gathered) tensor's
+    size, the message's for send and receive; the group spans `nodes` nodes."""
+
+    kind: Collective
+    backend: str
+    size: int
+    nodes: int
+    nbytes: int
+    seconds: float
+    runs: int
+    spread: float
+    measured_at: str = field(default_factory=now)
+
+    def __post_init__(self) -> None:
+        where = f"measurement of {self.kind.value} over {self.size} ranks, {self.nbytes} bytes"
+        refuse_bad(where, seconds=self.seconds, spread=self.spread, nbytes=self.nbytes)

@@ -1,0 +1,89 @@
+"""Taking times: warm up, choose the number of runs by a budget, report the median.
+
+A run marks its moments; the time between two marks is taken on the device's own clock, so that a
+GPU is not waited for between runs:
+
+    mark --- forward --- mark --- backward --- mark
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+WARM_UPS = 2  # the first run allocates and selects kernels, the second settles caches
+MIN_RUNS, MAX_RUNS = 3, 200
+BUDGET_SECONDS = 0.2  # per call; the median of a small operator is steady well before
+
+Mark: TypeAlias = "float | torch.cuda.Event"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Medians of the parts between marks, in seconds."""
+
+    parts: tuple[float, ...]
+    runs: int
+    spread: float  # interquartile range over median, of whole runs
+
+
+def repeat(
+    run: Callable[[Callable[[], Mark]], Sequence[Mark]], device: torch.device, budget: float = BUDGET_SECONDS
+) -> Times:
+    """Time `run`, which calls the marker it is given and returns its marks in order."""
+
+    def mark() -> Mark:
+        return _mark(device)
+
+    for _ in range(WARM_UPS):
+        run(mark)
+    synchronize(device)
+    start = time.perf_counter()
+    run(mark)
+    synchronize(device)
+    runs = num_runs(time.perf_counter() - start, budget)
+    marked = [run(mark) for _ in range(runs)]
+    synchronize(device)
+    laps = [[_between(a, b) for a, b in zip(marks, marks[1:], strict=False)] for marks in marked]
+    return Times(
+        parts=tuple(statistics.median(part) for part in zip(*laps, strict=True)),
+        runs=runs,
+        spread=spread([sum(lap) for lap in laps]),
+    )
+
+
+def num_runs(seconds: float, budget: float) -> int:
+    """How many runs of `seconds` each the budget allows."""
+    return max(MIN_RUNS, min(MAX_RUNS, int(budget / max(seconds, 1e-9))))
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """The interquartile range over the median."""
+    lower, middle, upper = statistics.quantiles(seconds, n=4)
+    return (upper - lower) / middle if middle else 0.0
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _mark(device: torch.device) -> Mark:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(start: Mark, end: Mark) -> float:
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float) and isinstance(end, float), "marks of one device"
+        return end - start
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1000
