@@ -1,0 +1,1 @@
+"""What runs on the ranks: launching them, and everything a rewritten graph calls there."""
