@@ -23,7 +23,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import NoReturn, TypeVar
 
 from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -102,8 +103,8 @@ def _launch(command: Sequence[str], num_processes: int, timeout: float | None) -
         _signals(timeout),
         _quiet(),
     ):
-        start = elastic_launch(_config(num_processes, logs), sys.executable)
         try:
+            start = elastic_launch(_config(num_processes, logs), sys.executable)
             start("-m", worker.__name__, *command)
         except ChildFailedError as error:
             # Agents list failures as they see them; the time stamps would be whole seconds only.
@@ -133,19 +134,18 @@ def _config(num_processes: int, logs: str) -> LaunchConfig:
 
 def _worker_error(where: str, failure: ProcessFailure) -> WorkerError:
     wanted = "exit code 0"
+    message = failure.error_file_data["message"]
+    if isinstance(message, dict):  # recorded by the rank itself
+        found, traceback = message["message"], message["extraInfo"]["py_callstack"]
+        return WorkerError(
+            where=where, found=found, wanted=wanted, remedy="see its traceback", traceback=traceback
+        )
     if failure.exitcode < 0:
         found = f"death by {failure.signal_name()}"
-        remedy = "if nobody sent it, see the system's log: SIGKILL often means out of memory"
+        remedy = "if nobody sent it, see its output and the system's log (SIGKILL: often out of memory)"
         return WorkerError(where=where, found=found, wanted=wanted, remedy=remedy)
-    message = failure.error_file_data["message"]
-    if isinstance(message, dict):
-        traceback: str = message["extraInfo"]["py_callstack"]
-        remedy = "see its traceback"
-        return WorkerError(
-            where=where, found=message["message"], wanted=wanted, remedy=remedy, traceback=traceback
-        )
-    remedy = "the script ended itself: see its output"
-    return WorkerError(where=where, found=f"exit code {failure.exitcode}", wanted=wanted, remedy=remedy)
+    found, remedy = f"exit code {failure.exitcode}", "the script ended itself: see its output"
+    return WorkerError(where=where, found=found, wanted=wanted, remedy=remedy)
 
 
 def _interruption(number: signal.Signals, timeout: float | None) -> BaseException:
@@ -182,6 +182,7 @@ def _environment(num_processes: int) -> Iterator[None]:
 def _signals(timeout: float | None) -> Iterator[None]:
     """Put back the handlers that the agent replaces; it treats the alarm as one more stop signal."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
+    signal.signal(signal.SIGALRM, _expired)
     signal.setitimer(signal.ITIMER_REAL, timeout or 0)
     try:
         yield
@@ -189,6 +190,10 @@ def _signals(timeout: float | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _expired(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SignalException("the time is up", signal.Signals(number))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ PROMPT = 20.0  # seconds within which a failure must end everything, process sta
 LAUNCH = "import sys; from autopar.runtime.launch import run_script; sys.exit(run_script(sys.argv[1], 2))"
 
 JOINED = """
-import os, signal, sys
+import os, signal, sys, time
 import torch, torch.distributed as dist
 from autopar.runtime.worker import init
 
@@ -38,8 +38,11 @@ import neighbour
 """
 RAISES = """
 if rank == 1:
+    work = dist.all_reduce(total.clone(), async_op=True)
+    work = dist.all_reduce(total, async_op=True)  # under way when the rank ends
     raise ValueError("one layer too many")
-dist.all_reduce(total)  # nobody joins in
+dist.all_reduce(total)
+time.sleep(1000)  # outside of any collective, which would end with its connections
 """
 KILLED = """
 if rank == 1:
