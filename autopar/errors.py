@@ -62,6 +62,10 @@ class CheckError(AutoparError):
 
 
 class WorkerError(AutoparError):
-    """A worker process failed."""
+    """A worker process failed; `traceback` is that worker's own, empty if it left none."""
 
     exit_code = 4
+
+    def __init__(self, *, where: str, found: str, wanted: str, remedy: str, traceback: str = "") -> None:
+        super().__init__(where=where, found=found, wanted=wanted, remedy=remedy)
+        self.traceback = traceback

@@ -1,0 +1,208 @@
+"""Start local worker processes and end them all together.
+
+torch's elastic agent starts the ranks, watches them and stops all when one fails. Around it:
+
+    launcher ── agent ──┬─ worker: rank 0    output passes through as it is
+                        └─ worker: rank 1    output prefixed with [rank 1]
+
+- the rank that failed first is named, with its traceback or signal (see `worker` for "first");
+- exit codes say what happened: 0 done, 4 a worker failed, 130 interrupted (torchrun: always 1);
+- no worker outlives the launcher, even one that is killed: they ask the kernel to die with it;
+- the environment and the signal handlers, which the agent changes, are put back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, TypeVar
+
+from torch.distributed.elastic import multiprocessing
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from autopar.errors import InputError, WorkerError
+from autopar.runtime import call, worker
+
+Result = TypeVar("Result")
+
+INTERRUPTED = 128 + signal.SIGINT  # 130, as shells count
+GRACE = 5  # seconds that an interrupted rank has for its own cleaning up
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
+
+
+def run_script(
+    script: str, num_processes: int, arguments: Sequence[str] = (), *, timeout: float | None = None
+) -> int:
+    """Run a Python script on `num_processes` ranks of this machine and return the exit code.
+
+    0 all ranks ended well, 4 a rank failed (told on stderr) or `timeout` seconds passed, 130
+    interrupted. Raises InputError if there is no such script. Call it from the main thread.
+    """
+    if not Path(script).is_file():
+        raise InputError(where="script", found=repr(script), wanted="a Python file", remedy="check the path")
+    try:
+        _launch([script, *arguments], num_processes, timeout)
+    except WorkerError as error:
+        print(f"{error.traceback}\nautopar: {error}".lstrip(), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def run_function(
+    function: Callable[..., Result], num_processes: int, *arguments: object, timeout: float | None = None
+) -> list[Result]:
+    """Call `function(*arguments)` on every rank; the results, rank 0 first.
+
+    Function, arguments and results are pickled. What the ranks print goes to stderr. Raises
+    WorkerError for the rank that failed first. Call it from the main thread.
+    """
+    with tempfile.TemporaryDirectory(prefix="autopar-") as name:
+        folder = Path(name)
+        (folder / call.CALL).write_bytes(pickle.dumps(sys.path) + _pickled(function, arguments))
+        _launch([call.__file__, name], num_processes, timeout)
+        results = (folder / call.RESULT.format(rank=rank) for rank in range(num_processes))
+        return [pickle.loads(result.read_bytes()) for result in results]
+
+
+def _pickled(function: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
+    try:
+        if function.__module__ == "__main__":
+            raise pickle.PicklingError("it is defined in the main program")
+        return pickle.dumps((function, arguments))
+    except (pickle.PicklingError, AttributeError, TypeError) as cause:
+        raise InputError(
+            where=f"function {function.__qualname__}",
+            found=str(cause),
+            wanted="a function of an importable module, with arguments that pickle",
+            remedy="move it to the top level of a module",
+        ) from cause
+
+
+def _launch(command: Sequence[str], num_processes: int, timeout: float | None) -> None:
+    """Run `command` under `worker` on all ranks; WorkerError or KeyboardInterrupt if it doesn't end well."""
+    if num_processes < 1:
+        raise InputError(
+            where="number of processes", found=str(num_processes), wanted="at least 1", remedy="ask for more"
+        )
+    with (
+        tempfile.TemporaryDirectory(prefix="autopar-") as logs,
+        _environment(num_processes),
+        _signals(timeout),
+        _quiet(),
+    ):
+        try:
+            start = elastic_launch(_config(num_processes, logs), sys.executable)
+            start("-m", worker.__name__, *command)
+        except ChildFailedError as error:
+            # Agents list failures as they see them; the time stamps would be whole seconds only.
+            rank, failure = next(iter(error.failures.items()))
+            raise _worker_error(f"rank {rank} of {num_processes}", failure) from None
+        except SignalException as error:
+            raise _interruption(error.sigval, timeout) from None
+
+
+def _config(num_processes: int, logs: str) -> LaunchConfig:
+    """One node, no restarts, a rendezvous on a free port of the loopback device."""
+    others = {rank: Std.ALL for rank in range(1, num_processes)}
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        max_restarts=0,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        logs_specs=DefaultLogsSpecs(log_dir=logs, tee=others),
+        log_line_prefix_template="[rank ${rank}] ",
+        signals_to_handle=",".join(number.name for number in _SIGNALS),
+    )
+
+
+def _worker_error(where: str, failure: ProcessFailure) -> WorkerError:
+    wanted = "exit code 0"
+    message = failure.error_file_data["message"]
+    if isinstance(message, dict):  # recorded by the rank itself
+        found, traceback = message["message"], message["extraInfo"]["py_callstack"]
+        return WorkerError(
+            where=where, found=found, wanted=wanted, remedy="see its traceback", traceback=traceback
+        )
+    if failure.exitcode < 0:
+        found = f"death by {failure.signal_name()}"
+        remedy = "if nobody sent it, see its output and the system's log (SIGKILL: often out of memory)"
+        return WorkerError(where=where, found=found, wanted=wanted, remedy=remedy)
+    found, remedy = f"exit code {failure.exitcode}", "the script ended itself: see its output"
+    return WorkerError(where=where, found=found, wanted=wanted, remedy=remedy)
+
+
+def _interruption(number: signal.Signals, timeout: float | None) -> BaseException:
+    match number:
+        case signal.SIGINT:
+            return KeyboardInterrupt()
+        case signal.SIGALRM:
+            return WorkerError(
+                where="all ranks",
+                found=f"still running after {timeout} s",
+                wanted="an end before that",
+                remedy="raise the timeout, or look for ranks that wait for each other",
+            )
+        case _:
+            return SystemExit(128 + number)
+
+
+@contextmanager
+def _environment(num_processes: int) -> Iterator[None]:
+    """What the workers inherit: whom to die with, and a fair share of the cores."""
+    before = dict(os.environ)
+    threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))  # torch 2.12 and later
+    os.environ[worker.LAUNCHER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _signals(timeout: float | None) -> Iterator[None]:
+    """Put back the handlers that the agent replaces; it treats the alarm as one more stop signal."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    signal.signal(signal.SIGALRM, _expired)
+    signal.setitimer(signal.ITIMER_REAL, timeout or 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _expired(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SignalException("the time is up", signal.Signals(number))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Mute what the agent logs about failures: it may name a rank that it ended itself."""
+    logger = logging.getLogger(multiprocessing.api.__name__)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

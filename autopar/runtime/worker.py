@@ -1,0 +1,154 @@
+"""One rank: ends with its launcher, ends at once when it fails, joins and leaves the process group.
+
+    python -m autopar.runtime.worker script.py arguments...
+
+runs the script as `python script.py arguments...` would, inside the safety net of `launch`.
+
+The errors of the other ranks ("connection closed by peer") are consequences. To name the cause,
+a rank that raised stays for a moment, so that the launcher always sees one failure before the next:
+
+    rank 1   raise ── LINGER ──> exit      the launcher sees rank 1, ends rank 0
+    rank 0   all-reduce ...          raise ── LINGER ──x
+
+Two habits of torch at the end of the interpreter are worked around. A gloo group that nobody
+destroyed aborts the process now and then, so a rank that succeeds leaves it first. With a
+collective under way that nobody joins the end waits for its timeout, so a rank that fails skips it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import io
+import os
+import runpy
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+from autopar.errors import InputError
+
+LAUNCHER = "AUTOPAR_LAUNCHER"  # the environment variable that holds the launcher's process id
+LINGER = 1.0  # seconds; ten polls of the launcher, so that a slow one still sees who came first
+PROCESS_GROUP_TIMEOUT = 600.0  # seconds; torch's own are 30 minutes for gloo and 10 for NCCL
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+def init(device_kind: DeviceKind = "cpu", timeout: float = PROCESS_GROUP_TIMEOUT) -> None:
+    """Join the process group: gloo on CPUs, NCCL on the GPU of LOCAL_RANK; nothing if already joined.
+
+    A collective that waits longer than `timeout` seconds for its peers raises.
+    """
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        raise InputError(
+            where="process group",
+            found="no RANK in the environment",
+            wanted="a process started by a launcher",
+            remedy="start it with `autopar run SCRIPT --cluster local:4` or torchrun",
+        )
+    if dist.is_torchelastic_launched():
+        guard(os.getppid())
+    limit = timedelta(seconds=timeout)
+    if device_kind == "cpu":
+        dist.init_process_group("gloo", timeout=limit)
+        return
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=limit, device_id=device)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent` ends, however it ends (Linux only)."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before the kernel knew of our wish
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def guard(parent: int) -> None:
+    """Let this rank end with `parent`, leave its process group, and end at once when it raises."""
+    die_with_parent(parent)
+    atexit.register(leave)
+    sys.excepthook = _raised
+
+
+def leave() -> None:
+    """Destroy the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def end(code: int) -> NoReturn:
+    """End without the interpreter's own ending, which may wait for collectives."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _raised(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> NoReturn:
+    sys.__excepthook__(kind, error, traceback)
+    time.sleep(LINGER)
+    end(1)
+
+
+class _LastWords(ErrorHandler):
+    """Leaves the traceback to the launcher, which prints it once, and ends the rank."""
+
+    def record_exception(self, e: BaseException) -> NoReturn:
+        super().record_exception(e)
+        time.sleep(LINGER)
+        end(1)
+
+
+def run(script: str) -> None:
+    """Run `script` as the main program; sys.argv is its own already."""
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except KeyboardInterrupt:
+        end(128 + signal.SIGINT)
+    except SystemExit as ended:
+        if code := _exit_code(ended):
+            end(code)
+
+
+def _exit_code(ended: SystemExit) -> int:
+    """What Python makes of the argument of sys.exit: nothing, a number, or a last message."""
+    match ended.code:
+        case None:
+            return 0
+        case int(code):
+            return code & 0xFF
+        case message:
+            print(message, file=sys.stderr)
+            return 1
+
+
+def main() -> None:
+    """Run the script that the command line names; the exit code is the script's own."""
+    guard(int(os.environ[LAUNCHER]))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # a killed rank must not lose its last lines
+    sys.argv = sys.argv[1:]
+    record(run, _LastWords())(sys.argv[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Ranks are started together and end together, and the launcher says truly how."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import InputError, WorkerError
+from autopar.runtime.launch import run_function, run_script
+from autopar.runtime.worker import init
+
+PROMPT = 20.0  # seconds within which a failure must end everything, process start included
+LAUNCH = "import sys; from autopar.runtime.launch import run_script; sys.exit(run_script(sys.argv[1], 2))"
+
+JOINED = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from autopar.runtime.worker import init
+
+init()
+init()  # joining twice is joining once
+rank = dist.get_rank()
+total = torch.tensor([rank + 1.0])
+"""
+COUNTS = """
+dist.all_reduce(total)
+print("sum", total.item(), "on", rank, sys.argv[1:], os.environ["OMP_NUM_THREADS"], __name__)
+import neighbour
+"""
+RAISES = """
+if rank == 1:
+    work = dist.all_reduce(total.clone(), async_op=True)
+    work = dist.all_reduce(total, async_op=True)  # under way when the rank ends
+    raise ValueError("one layer too many")
+dist.all_reduce(total)
+time.sleep(1000)  # outside of any collective, which would end with its connections
+"""
+KILLED = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(total)
+"""
+EXITS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(3)
+time.sleep(1000)
+"""
+WAITS = """
+import time
+print("ready")
+time.sleep(1000)
+"""
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a script; its path is the mark by which its processes are found."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def processes(mark: str) -> list[int]:
+    """The living processes with `mark` on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:  # it ended meanwhile
+            continue
+        if mark.encode() in command:
+            found.append(int(path.parent.name))
+    return found
+
+
+def start(script: str) -> subprocess.Popen[str]:
+    """A launcher with two ranks, both running `script` by now."""
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, script], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout
+    assert {launcher.stdout.readline() for _ in range(2)} == {"ready\n", "[rank 1] ready\n"}
+    assert len(processes(script)) == 3
+    return launcher
+
+
+def test_ranks_run_a_script_as_python_does(
+    write: Write, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "neighbour.py").touch()
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
+    assert run_script(write(JOINED + COUNTS), 2, ["--width", "8"]) == 0
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    line = "sum 3.0 on {} ['--width', '8'] " + f"{threads} __main__"
+    out, _ = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 1] " + line.format(1), line.format(0)]
+    assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == (environment, handler)
+
+
+def test_an_exception_on_one_rank_ends_all_with_its_traceback(
+    write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script, begin = write(JOINED + RAISES), time.monotonic()
+    assert run_script(script, 2) == 4
+    assert time.monotonic() - begin < PROMPT
+    _, err = capfd.readouterr()
+    assert re.search(r'script.py", line \d+, in <module>\n.*raise ValueError', err)
+    assert err.count("Traceback") == 1
+    assert "rank 1 of 2: found ValueError: one layer too many" in err
+    assert processes(script) == []
+
+
+def test_a_killed_rank_ends_all_and_is_named(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
+    script, begin = write(JOINED + KILLED), time.monotonic()
+    assert run_script(script, 2) == 4
+    assert time.monotonic() - begin < PROMPT
+    assert "rank 1 of 2: found death by SIGKILL" in capfd.readouterr().err
+    assert processes(script) == []
+
+
+def test_a_scripts_own_exit_code_is_told(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
+    script = write(EXITS)
+    assert run_script(script, 2) == 4
+    assert "rank 1 of 2: found exit code 3" in capfd.readouterr().err
+    assert processes(script) == []
+
+
+def test_a_run_over_time_is_ended(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
+    script = write(WAITS)
+    assert run_script(script, 2, timeout=1.0) == 4
+    assert "all ranks: found still running after 1.0 s" in capfd.readouterr().err
+    assert processes(script) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_launcher_ends_its_ranks(write: Write, number: signal.Signals, code: int) -> None:
+    script = write(WAITS)
+    with start(script) as launcher:
+        launcher.send_signal(number)
+        assert launcher.wait(PROMPT) == code
+    assert processes(script) == []
+
+
+def test_a_killed_launcher_leaves_no_rank(write: Write) -> None:
+    script = write(WAITS)
+    with start(script) as launcher:
+        launcher.kill()
+    end = time.monotonic() + 5
+    while processes(script) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert processes(script) == []
+
+
+def test_a_rank_that_starts_after_its_launcher_died_ends() -> None:
+    code = "from autopar.runtime.worker import die_with_parent; die_with_parent(1)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+
+
+def test_a_function_returns_one_result_for_each_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_function(os.getenv, 2, "RANK") == ["0", "1"]
+    assert run_function(print, 1, "hello") == [None]
+    assert capfd.readouterr() == ("", "hello\n")
+
+
+def test_a_function_that_raises_carries_its_traceback() -> None:
+    with pytest.raises(WorkerError, match=r"rank 0 of 1: found ZeroDivisionError") as caught:
+        run_function(operator.truediv, 1, 1, 0)
+    assert "Traceback" in caught.value.traceback
+
+
+def test_what_cannot_be_launched_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="a Python file"):
+        run_script(str(tmp_path / "missing.py"), 2)
+    with pytest.raises(InputError, match="an importable module"):
+        run_function(lambda: 0, 2)
+    with pytest.raises(InputError, match="at least 1"):
+        run_function(os.getpid, 0)
+
+
+def test_joining_without_a_launcher_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError, match="autopar run SCRIPT"):
+        init()
