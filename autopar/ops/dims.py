@@ -28,6 +28,7 @@ import networkx as nx
 from autopar.core.cut import Cut, balanced, chunked, has_empty, nested, part
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
+from autopar.core.part import Part
 from autopar.core.placement import Layout, Shard
 
 Dim = tuple[str, int]  # tensor, dim
@@ -65,7 +66,7 @@ class Atoms:
             name: tuple(self._atoms((name, dim)) for dim in range(len(spec.shape)))
             for name, spec in graph.specs.items()
         }
-        self.components = nx.utils.UnionFind[Atom](
+        self.components = nx.utils.UnionFind(
             (name, dim, atom)
             for name, dims in self.of.items()
             for dim, atoms in enumerate(dims)
@@ -272,6 +273,19 @@ class Dims:
         return tuple(
             math.prod(self.local_atoms(name, dim, layout, coordinate))
             for dim in range(len(self.atoms.of[name]))
+        )
+
+    def part(self, name: str, layout: Layout, coordinate: Sequence[int]) -> Part:
+        """The rank's part of the full tensor."""
+        atoms = self.atoms.of[name]
+        return Part(
+            atoms,
+            tuple(
+                tuple(
+                    self.rows(name, Shard(dim, atom), layout, coordinate) for atom in range(len(atoms[dim]))
+                )
+                for dim in range(len(atoms))
+            ),
         )
 
     def split(

@@ -102,7 +102,8 @@ class CrossEntropy(Rule):
         x, y = torch.randn(6, 5), torch.tensor([0, 4, -100, 2, 2, 1])
         yield Sample(aten.cross_entropy_loss.default, (x, y))
         yield Sample(aten.cross_entropy_loss.default, (x, y, None, _SUM))
-        yield Sample(aten.cross_entropy_loss.default, (x, y, torch.rand(5) + 0.5))
+        weighted = (x, y, torch.rand(5) + 0.5)
+        yield Sample(aten.cross_entropy_loss.default, weighted, constant=("operand_2",))
         yield Sample(
             aten.cross_entropy_loss.default, (torch.randn(3, 5, 4), torch.randint(0, 5, (3, 4)), None, _NONE)
         )

@@ -138,9 +138,9 @@ class Dropout(Rule):
             for axis in shards:
                 index = index * site.mesh.shape[axis] + site.coordinate[axis]
             shape = list(site.emitter.shape(site.values[0]))
-            mask = site.call(torch.ops.autopar.shard_mask.default, shape, probability, spec.dtype, index)
+            mask = site.draw(torch.ops.autopar.shard_mask.default, shape, probability, spec.dtype, index)
         else:
-            mask = site.call(torch.ops.autopar.dropout_mask.default, list(spec.shape), probability, spec.dtype)
+            mask = site.draw(torch.ops.autopar.dropout_mask.default, list(spec.shape), probability, spec.dtype)
             mask = site.slice_to(mask, site.operands[0], site.operand_layout(0))
         return (site.call(aten.mul.Tensor, site.values[0], mask),)
 

@@ -161,6 +161,10 @@ class Site(Instance):
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Handle:
         return self.emitter.call(target, args, kwargs)
 
+    def draw(self, target: Any, *args: Any) -> Handle:
+        """A call that makes a tensor from nothing, on the program's device."""
+        return self.emitter.call(target, args, {"device": torch.device("cpu")})
+
     def reduce(self, value: Handle, axes: Sequence[int], *, target: Any) -> Handle:
         """An all-reduce of the family of `p_to_r` over `axes`; nothing if there are none."""
         if not axes:
@@ -197,11 +201,15 @@ class Site(Instance):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One call on which a rule is proved: real arguments, small and awkward."""
+    """One call on which a rule is proved: real arguments, small and awkward.
+
+    `constant` names operands ("operand_2") that torch cannot differentiate.
+    """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
+    constant: tuple[str, ...] = ()
 
 
 class Rule(ABC):
@@ -304,7 +312,7 @@ class Regroup(Rule):
         found = unsharded_options(
             len(op.operands), op.num_results, (everything,) if self.linear and everything else ()
         )
-        loops = nx.utils.UnionFind[Atom]()
+        loops = nx.utils.UnionFind()
         for relation in self.relations(op):
             for left, right in atoms.matches(relation):
                 loops.union(left, right)

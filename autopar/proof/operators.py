@@ -1,0 +1,154 @@
+"""One generic proof for every operator: each strategy equals the unsplit call, values and gradients.
+
+The operands start Replicate, are converted to what the strategy takes, and the results are
+converted back, so that every placement that the rule names is exercised with its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import autopar.runtime.collectives
+import autopar.runtime.random  # noqa: F401  (registers the operators that programs call)
+from autopar.convert.path import tree
+from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec
+from autopar.core.mesh import Mesh
+from autopar.core.placement import Layout, R
+from autopar.core.plan import Program
+from autopar.ops.analysis import find_atoms, strategies_of
+from autopar.ops.dims import Dims
+from autopar.ops.rule import Sample, Strategy
+from autopar.proof.ranks import assemble, distribute, run, total_gradient
+from autopar.rewrite.program import rewrite
+from autopar.trace import _HIDDEN_WRITES
+
+
+class OneOperator:
+    """A sample as a graph of one operator, its operands the graph's inputs."""
+
+    def __init__(self, sample: Sample) -> None:
+        leaves, self.structure = pytree.tree_flatten((sample.args, sample.kwargs))
+        self.sample = sample
+        self.tensors: dict[str, Tensor] = {}
+        replaced: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                name = f"operand_{len(self.tensors)}"
+                floating = leaf.is_floating_point()
+                self.tensors[name] = leaf.detach().to(torch.float64 if floating else leaf.dtype).clone()
+                replaced.append(Ref(name))
+            else:
+                replaced.append(torch.float64 if leaf is torch.float32 else leaf)
+        args, kwargs = pytree.tree_unflatten(replaced, self.structure)
+        self.leaves = replaced
+        written = _HIDDEN_WRITES.get(sample.target, ())
+        self.buffers = [args[place].name for place in written if isinstance(args[place], Ref)]
+        for name, tensor in self.tensors.items():
+            fixed = name in self.buffers or name in sample.constant
+            tensor.requires_grad_(tensor.is_floating_point() and not fixed)
+        self.graph = self._graph(tuple(args), dict(kwargs))
+
+    def serial(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Results of the unsplit call and its operands (fresh leaves)."""
+        operands = {
+            name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            for name, tensor in self.tensors.items()
+        }
+        leaves = [operands[leaf.name] if isinstance(leaf, Ref) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        results = self.sample.target(*args, **kwargs)
+        return ([results] if isinstance(results, Tensor) else list(results)), operands
+
+    def _graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        specs = {
+            name: TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for name, tensor in self.tensors.items()
+        }
+        inputs = tuple(
+            GraphInput(name, InputKind.USER, name, spec, mutated=name in self.buffers)
+            for name, spec in specs.items()
+        )
+        state = torch.get_rng_state()
+        results, _ = self.serial()
+        torch.set_rng_state(state)
+        names = tuple(f"result_{index}" for index in range(len(results)))
+        for name, result in zip(names, results, strict=True):
+            specs[name] = TensorSpec(tuple(result.shape), result.dtype, result.requires_grad)
+        operation = Operator("operator", self.sample.target, args, kwargs, names)
+        return Graph(inputs, (operation,), names, specs)
+
+
+def program_for(graph: Graph, strategy: Strategy, dims: Dims) -> Program:
+    """Operands and results Replicate outside, converted to what `strategy` takes and gives."""
+    whole: Layout = (R,) * len(dims.mesh.shape)
+    operation = graph.operators[0]
+    needs: dict[str, list[Layout]] = {item.name: [] for item in graph.inputs}
+    for index, name in enumerate(operation.operands):
+        needs[name].append(tuple(option.operands[index] for option in strategy))
+    mutated = {item.name for item in graph.inputs if item.mutated}
+    inputs = {name: needs[name][0] if name in mutated else whole for name in needs}
+    sources = dict(inputs)
+    for index, name in enumerate(operation.results):
+        if name:
+            sources[name] = tuple(option.results[index] for option in strategy)
+            needs[name] = [whole]
+    moves = {
+        name: tree(
+            sources[name],
+            wanted,
+            lambda move: 1.0,
+            legal=lambda layout, name=name: dims.legal(name, layout),
+            differentiable=graph.specs[name].requires_grad,
+        )
+        for name, wanted in needs.items()
+    }
+    return Program(dims.mesh, inputs, {operation.name: strategy}, moves, dict.fromkeys(graph.outputs, whole))
+
+
+def strategies(sample: Sample, mesh: Mesh) -> Iterator[tuple[OneOperator, Dims, Strategy]]:
+    """Every strategy that the rule of the sample's operator offers on `mesh`."""
+    one = OneOperator(sample)
+    dims = Dims(one.graph, find_atoms(one.graph), mesh)
+    for strategy in strategies_of(one.graph.operators[0], dims):
+        yield one, dims, strategy
+
+
+def error(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int = 0) -> float:
+    """The largest difference from the unsplit call, in results, gradients and buffers."""
+    torch.manual_seed(seed)
+    wanted, operands = one.serial()
+    gradients = [torch.randn_like(item) for item in wanted if item.requires_grad]
+    torch.autograd.backward([item for item in wanted if item.requires_grad], gradients)
+    program = program_for(one.graph, strategy, dims)
+    programs = [rewrite(one.graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices)]
+    locals_ = distribute(one.tensors, program.inputs, dims)
+    torch.manual_seed(seed)
+    outputs = run(programs, locals_)
+    worst = max(_gap(ours, theirs) for local in outputs for ours, theirs in zip(local, wanted, strict=True))
+    roots, seeds = [], []
+    for local in outputs:
+        differentiable = [item for item in local if item.requires_grad]
+        roots += differentiable
+        seeds += [item / dims.mesh.num_devices for item in gradients[: len(differentiable)]]
+    torch.autograd.backward(roots, seeds)
+    for name, operand in operands.items():
+        shares = [local[name] for local in locals_]
+        if name in one.buffers:
+            worst = max(worst, _gap(assemble(name, shares, program.inputs[name], dims), operand))
+        elif operand.grad is not None:
+            worst = max(worst, _gap(total_gradient(name, shares, program.inputs[name], dims), operand.grad))
+    return worst
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if not theirs.numel():
+        return 0.0
+    difference = (ours.detach().to(torch.float64) - theirs.detach().to(torch.float64)).abs()
+    return float(torch.where(ours == theirs, torch.zeros_like(difference), difference).max())

@@ -1,0 +1,141 @@
+"""All ranks' programs interpreted in step, in one process.
+
+Node by node, every rank's call is evaluated; at a collective the ranks of each group meet, and the
+collective's independent meaning (simulated.py) acts on the list of their tensors. Autograd through
+it gives every gradient: no process group, no hand-written backward.
+
+The sum over ranks of the gradients of a Replicate tensor is its gradient, so a Replicate result is
+seeded with 1/n of its gradient on each of n ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.core.mesh import parse_key
+from autopar.core.placement import Layout
+from autopar.errors import CheckError
+from autopar.ops.dims import Dims
+from autopar.proof.simulated import simulate
+from autopar.rewrite.program import RankProgram
+
+
+def run(programs: Sequence[RankProgram], inputs: Sequence[Mapping[str, Tensor]]) -> list[tuple[Tensor, ...]]:
+    """The outputs of all ranks; `inputs[rank]` are its local tensors by name."""
+    environments: list[dict[fx.Node, Any]] = [{} for _ in programs]
+    steps = list(zip(*(program.graph.nodes for program in programs), strict=True))
+    for nodes in steps:
+        _check_alike(nodes)
+        for node, environment, local in zip(nodes, environments, inputs, strict=True):
+            if node.op == "placeholder":
+                environment[node] = local[str(node.target)]
+        if nodes[0].op == "call_function":
+            _step(nodes, environments)
+        if nodes[0].op == "output":
+            return [
+                tuple(fx.node.map_arg(node.args[0], lambda item, known=environment: known[item]))
+                for node, environment in zip(nodes, environments, strict=True)
+            ]
+    raise AssertionError("a program without an output")
+
+
+def _check_alike(nodes: Sequence[fx.Node]) -> None:
+    if len({(node.op, node.target) for node in nodes}) > 1:
+        raise CheckError(
+            where="programs of the ranks",
+            found=", ".join(str(node.target) for node in nodes),
+            wanted="the same operator on every rank",
+            remedy="a rule's `lower` must write the same calls everywhere",
+        )
+
+
+def _step(nodes: Sequence[fx.Node], environments: Sequence[dict[fx.Node, Any]]) -> None:
+    calls = [
+        (
+            fx.node.map_arg(node.args, lambda item, known=environment: known[item]),
+            fx.node.map_arg(node.kwargs, lambda item, known=environment: known[item]),
+        )
+        for node, environment in zip(nodes, environments, strict=True)
+    ]
+    target: Any = nodes[0].target
+    if getattr(target, "namespace", "") == "autopar" and not _is_random(target):
+        results = _meet(target, calls)
+    else:
+        results = _each(target, calls)
+    for node, environment, result in zip(nodes, environments, results, strict=True):
+        environment[node] = result
+
+
+def _is_random(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def _each(target: Any, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Every rank draws from the generator as it stood before the operator."""
+    if not _is_random(target):
+        return [target(*args, **kwargs) for args, kwargs in calls]
+    state, results = torch.get_rng_state(), []
+    for args, kwargs in calls:
+        torch.set_rng_state(state)
+        results.append(target(*args, **kwargs))
+    return results
+
+
+def _meet(target: Any, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+    place = next(i for i, item in enumerate(target._schema.arguments) if item.name == "group")
+    mesh, axes = parse_key(calls[0][0][place])
+    results: list[Any] = [None] * len(calls)
+    for rank in range(len(calls)):
+        group = mesh.group(axes, rank)
+        if results[rank] is None:
+            for member, result in zip(group, simulate(target, [calls[item] for item in group]), strict=True):
+                results[member] = result
+    return results
+
+
+def distribute(full: Mapping[str, Tensor], layouts: Mapping[str, Layout], dims: Dims) -> list[dict[str, Tensor]]:
+    """Each rank's own leaf tensors, cut out of the full ones."""
+    return [
+        {
+            name: _leaf(dims.part(name, layout, dims.mesh.coordinate(rank)).take(full[name]), full[name])
+            for name, layout in layouts.items()
+        }
+        for rank in range(dims.mesh.num_devices)
+    ]
+
+
+def _leaf(local: Tensor, full: Tensor) -> Tensor:
+    return local.detach().clone().requires_grad_(full.requires_grad)
+
+
+def total_gradient(name: str, locals_: Sequence[Tensor], layout: Layout, dims: Dims) -> Tensor:
+    """The full gradient: every rank's share added in its place."""
+    shape = dims.graph.specs[name].shape
+    total = torch.zeros(shape, dtype=locals_[0].dtype)
+    for rank, local in enumerate(locals_):
+        if local.grad is not None:
+            dims.part(name, layout, dims.mesh.coordinate(rank)).add(local.grad, total)
+    return total
+
+
+def assemble(name: str, locals_: Sequence[Tensor], layout: Layout, dims: Dims) -> Tensor:
+    """The full tensor; replicas must hold the same bits of truth."""
+    full = torch.zeros(dims.graph.specs[name].shape, dtype=locals_[0].dtype)
+    for rank, local in enumerate(locals_):
+        dims.part(name, layout, dims.mesh.coordinate(rank)).put(local.detach(), full)
+    for rank, local in enumerate(locals_):
+        mine = dims.part(name, layout, dims.mesh.coordinate(rank)).take(full)
+        if not torch.allclose(mine, local.detach(), rtol=1e-6, atol=1e-9, equal_nan=True):
+            raise CheckError(
+                where=f"{name} on rank {rank}",
+                found=f"a replica that differs by {float((mine - local).abs().max()):.3g}",
+                wanted="equal replicas",
+                remedy="a placement is wrong: report this model",
+            )
+    return full
+
+
