@@ -287,7 +287,7 @@ def _parameters(channels: int, affine: bool) -> list[Tensor | None]:
 @pytest.mark.parametrize("key", KEYS)
 def test_batch_norm_is_serial(key: str, dim: int, affine: bool, pools: Pools) -> None:
     size = len(groups_of(key)[0])
-    shape, sizes = [3, 5, 4, 2], [1, 3, 2, 4][:size]
+    shape, sizes = [3, 5, 4, 2], [0 if dim == 0 and size > 1 else 1, 3, 2, 4][:size]  # also an empty shard
     shape[dim] = sum(sizes)
     x, g = (100 * torch.randn(2, *shape, dtype=torch.float64)).add(30).unbind()
     parts, gradients = list(x.split(sizes, dim)), list(g.split(sizes, dim))
@@ -305,6 +305,26 @@ def test_batch_norm_is_serial(key: str, dim: int, affine: bool, pools: Pools) ->
             torch.testing.assert_close((means[one], variances[one]), (mean, var))
         if weight is not None and bias is not None:
             torch.testing.assert_close((sum(weights), sum(biases)), (weight.grad, bias.grad))
+
+
+def _batch_norm_in_16_bits(weight_dtype: torch.dtype) -> tuple[Tensor, ...]:
+    groups.setup(Mesh((2,)), ["a@2"], timeout=TIMEOUT)
+    x = torch.arange(48.0, dtype=torch.bfloat16).view(4, 3, 4)
+    mine = x[:3] if groups.index("a@2") == 0 else x[3:]
+    weight, bias, mean, var = torch.ones(4, 3, dtype=weight_dtype).unbind()
+    weight = weight.clone().requires_grad_()
+    y = operator("batch_norm")(mine, weight, bias, mean, var, "a@2", 16, MOMENTUM, EPS)
+    y.sum().backward()
+    assert weight.grad is not None and (y.dtype, weight.grad.dtype) == (x.dtype, weight_dtype)
+    return F.batch_norm(x.float(), None, None, training=True).add(1), y.detach().float(), mean
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_norm_counts_16_bits_in_32(dtype: torch.dtype, pools: Pools) -> None:
+    (wanted, first, mean), (_, second, _) = pools(2).run(_batch_norm_in_16_bits, dtype)
+    torch.testing.assert_close(torch.cat([first, second]), wanted, rtol=0.01, atol=0.01)
+    serial_mean = torch.arange(48.0).view(4, 3, 4).mean((0, 2))
+    torch.testing.assert_close(mean.float(), 1 - MOMENTUM + MOMENTUM * serial_mean, rtol=0.01, atol=0)
 
 
 def test_simulated_batch_norm_is_serial() -> None:
