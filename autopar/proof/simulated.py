@@ -45,7 +45,7 @@ def _tensors(ranks: Sequence[Arguments]) -> list[Tensor]:
 
 
 def _sum_everywhere(ranks: Sequence[Arguments]) -> list[Tensor]:
-    total = torch.stack(_tensors(ranks)).sum(0)
+    total = torch.stack(_tensors(ranks)).sum(0, dtype=ranks[0]["x"].dtype)
     return [total for _ in ranks]
 
 
@@ -60,7 +60,7 @@ def _unchanged(ranks: Sequence[Arguments]) -> list[Tensor]:
 
 def _first_only(ranks: Sequence[Arguments]) -> list[Tensor]:
     first, *others = _tensors(ranks)
-    return [first, *(x * 0 for x in others)]
+    return [first, *(torch.zeros_like(x) for x in others)]
 
 
 def _join(parts: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
@@ -88,7 +88,7 @@ def _gather(ranks: Sequence[Arguments]) -> list[Tensor]:
 
 
 def _scatter_sum(ranks: Sequence[Arguments]) -> list[Tensor]:
-    total, one = torch.stack(_tensors(ranks)).sum(0), ranks[0]
+    total, one = torch.stack(_tensors(ranks)).sum(0, dtype=ranks[0]["x"].dtype), ranks[0]
     return _split(total, one["dim"], one["blocks"], one["sizes"])
 
 
@@ -103,7 +103,7 @@ def _zero_pad(ranks: Sequence[Arguments]) -> list[Tensor]:
     """Each rank's part among zeros in the place of the others'."""
     parts, dim, blocks = _tensors(ranks), ranks[0]["dim"], ranks[0]["blocks"]
     return [
-        _join([x if index == me else x * 0 for index, x in enumerate(parts)], dim, blocks)
+        _join([x if index == me else torch.zeros_like(x) for index, x in enumerate(parts)], dim, blocks)
         for me in range(len(parts))
     ]
 

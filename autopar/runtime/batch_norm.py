@@ -53,6 +53,8 @@ def _moments(x: Tensor, group: str, count: int) -> Moments:
 
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     """weight (x - mean) / sqrt(var + eps) + bias."""
+    if not x.numel():  # ATen's kernels divide by the number of elements
+        return torch.empty_like(x)
     return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
 
 
@@ -64,6 +66,18 @@ def _forward(
     scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
     shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
     return _normalise(x, scale, shift, mean, var, eps), mean, var
+
+
+def _local_sums(
+    gradient: Tensor, x: Tensor, scale: Tensor, mean: Tensor, var: Tensor, invstd: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """sum(g xhat) and sum(g) of each channel on this rank."""
+    if not x.numel():
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    _, weight_sum, bias_sum = torch.ops.aten.native_batch_norm_backward(
+        gradient, x, scale, mean, var, mean, invstd, False, eps, [False, True, True]
+    )
+    return weight_sum, bias_sum
 
 
 def _backward(
@@ -80,9 +94,7 @@ def _backward(
     gradient, x = gradient.contiguous(), x.contiguous()
     scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
     invstd = torch.rsqrt(var + eps)
-    _, weight_sum, bias_sum = torch.ops.aten.native_batch_norm_backward(
-        gradient, x, scale, mean, var, mean, invstd, False, eps, [False, True, True]
-    )
+    weight_sum, bias_sum = _local_sums(gradient, x, scale, mean, var, invstd, eps)
     sums = torch.stack([weight_sum, bias_sum])
     dist.all_reduce(sums, group=groups.group(group))
     slope, offset = (-scale * invstd / count * sums).unbind()

@@ -54,6 +54,12 @@ def _parts(x: Tensor, dim: int, blocks: int, sizes: Sequence[int]) -> tuple[Tens
     return torch.split(_blocked(x, dim, blocks), list(sizes), dim + 1)
 
 
+def _mine(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's part of the full tensor, as such a view."""
+    me = groups.index(group)
+    return _blocked(x, dim, blocks).narrow(dim + 1, sum(sizes[:me]), sizes[me])
+
+
 def _resized(x: Tensor, dim: int, length: int) -> Tensor:
     """A new tensor like `x` with another length of one dim."""
     return x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
@@ -104,13 +110,13 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequenc
 
 
 def _slice(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
-    part = _parts(x, dim, blocks, sizes)[groups.index(group)]
+    part = _mine(x, group, dim, blocks, sizes)
     return part.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
 
 
 def _zero_pad(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
     full = _full(x, group, dim, blocks, sizes).zero_()
-    _parts(full, dim, blocks, sizes)[groups.index(group)].copy_(_blocked(x, dim, blocks))
+    _mine(full, group, dim, blocks, sizes).copy_(_blocked(x, dim, blocks))
     return full
 
 
