@@ -71,7 +71,7 @@ def test_backward_keeps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fake_tensors_say_what_real_tensors_do(name: str) -> None:
+def test_tensors_without_data_say_what_real_ones_do(name: str) -> None:
     subject, _ = CASES[name]
     args, kwargs, inputs = fill(subject, CPU, random(subject, CPU))
     assert footprint(subject) == observe(lambda: subject.target(*args, **kwargs), inputs)
