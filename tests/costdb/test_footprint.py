@@ -93,6 +93,14 @@ def test_a_view_shares_its_operands_storage() -> None:
     assert footprint(CASES["relu"][0]).aliases == (None,)
 
 
+def test_a_saved_view_is_named_once_and_as_the_operand() -> None:
+    x0 = torch.ones(4, requires_grad=True)
+    found = observe(lambda: (x0 * x0, x0.view(2, 2)), (x0,))
+    assert found.saved == Saved((0,))
+    found = observe(lambda: (y := x0.exp(), y.view(2, 2)), (x0,))
+    assert found.saved == Saved((), (0,)), "two results share the saved storage"
+
+
 def test_every_result_is_described() -> None:
     parts = footprint(call(ATEN.split.Tensor, x(5, 2), 2))
     assert parts.results == (x(2, 2), x(2, 2), x(1, 2))
