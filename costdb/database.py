@@ -151,7 +151,7 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Takes the write lock at once: a read lock that is raised later can deadlock."""
+        """Takes the write lock, waiting for it, before the first row."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield

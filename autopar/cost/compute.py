@@ -1,4 +1,4 @@
-"""Seconds of an operator by a roofline, where no measurement is at hand.
+"""Seconds of an operator: measured, or by a roofline where no measurement is at hand.
 
     seconds = launch + max(flops / rate(dtype), bytes moved / bandwidth)
 
@@ -13,6 +13,8 @@ Source: Williams, Waterman and Patterson, Roofline, 2009.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from autopar.core.costs import DeviceModel, Footprint, OperatorCost
@@ -20,12 +22,22 @@ from autopar.core.graph import Call, TensorSpec
 from autopar.cost.flops import Flops, training_flops
 from costdb import operands
 from costdb.footprint import footprint, saved_bytes
+from costdb.measurement import Measurement
 
 ATEN = torch.ops.aten
 # These read of their first operand only what they give.
 GATHERS = {ATEN.embedding, ATEN.index_select, ATEN.index, ATEN.gather}
 
 _KNOWN: dict[tuple[DeviceModel, str], OperatorCost] = {}
+
+
+def cost(call: Call, device: DeviceModel, measured: Mapping[str, Measurement]) -> OperatorCost:
+    """The measured cost of `call` if there is one (by key, as the database gives them), else the
+    estimate."""
+    found = measured.get(call.key())
+    if found is None:
+        return estimate(call, device)
+    return OperatorCost(found.forward_seconds, found.backward_seconds, measured=True)
 
 
 def estimate(call: Call, device: DeviceModel) -> OperatorCost:

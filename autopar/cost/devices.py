@@ -47,7 +47,7 @@ GPUS = {
 }
 
 CALIBRATION_SECONDS = 0.03  # for each of the six measurements below
-PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}  # rows and columns
+PRODUCT_SIZE = {"cpu": 256, "cuda": 4096}  # rows and columns; float16 is slow on many CPUs
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # well beyond most caches
 
 

@@ -71,7 +71,7 @@ def test_backward_keeps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fake_tensors_say_what_real_tensors_do(name: str) -> None:
+def test_tensors_without_data_say_what_real_ones_do(name: str) -> None:
     subject, _ = CASES[name]
     args, kwargs, inputs = fill(subject, CPU, random(subject, CPU))
     assert footprint(subject) == observe(lambda: subject.target(*args, **kwargs), inputs)
@@ -91,6 +91,14 @@ def test_gpus_keep_no_scores_of_attention_with_dropout() -> None:
 def test_a_view_shares_its_operands_storage() -> None:
     assert footprint(CASES["view"][0]).aliases == (0,)
     assert footprint(CASES["relu"][0]).aliases == (None,)
+
+
+def test_a_saved_view_is_named_once_and_as_the_operand() -> None:
+    x0 = torch.ones(4, requires_grad=True)
+    found = observe(lambda: (x0 * x0, x0.view(2, 2)), (x0,))
+    assert found.saved == Saved((0,))
+    found = observe(lambda: (y := x0.exp(), y.view(2, 2)), (x0,))
+    assert found.saved == Saved((), (0,)), "two results share the saved storage"
 
 
 def test_every_result_is_described() -> None:

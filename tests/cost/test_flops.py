@@ -1,0 +1,113 @@
+"""The closed forms count what torch's own counter counts, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from autopar.core.graph import Call, TensorSpec
+from autopar.cost.flops import _FORMS, Flops, flops, training_flops
+from costdb.operands import empty, fill, tensors
+
+ATEN = torch.ops.aten
+META = torch.device("meta")
+
+
+def x(*shape: int, requires_grad: bool = True) -> TensorSpec:
+    return TensorSpec(shape, torch.float32, requires_grad)
+
+
+def call(target: Any, *args: Any) -> Call:
+    return Call(target, args, {})
+
+
+def counted(subject: Call) -> Flops:
+    """What torch counts when the call runs on the meta device."""
+    args, kwargs, inputs = fill(subject, META, empty(META))
+    with FlopCounterMode(display=False) as counter:
+        results = [result for result in tensors(subject.target(*args, **kwargs)) if result is not None]
+        forward = counter.get_total_flops()
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        if wanted:
+            torch.autograd.grad(results, wanted, [torch.empty_like(result) for result in results])
+    return Flops(forward, counter.get_total_flops() - forward)
+
+
+CASES = {
+    "linear": call(ATEN.linear.default, x(2, 5, 3), x(7, 3), x(7)),
+    "linear, frozen weight": call(ATEN.linear.default, x(5, 3), x(7, 3, requires_grad=False)),
+    "linear, first layer": call(ATEN.linear.default, x(5, 3, requires_grad=False), x(7, 3), x(7)),
+    "linear, nothing trained": call(
+        ATEN.linear.default, x(5, 3, requires_grad=False), x(7, 3, requires_grad=False)
+    ),
+    "mm": call(ATEN.mm.default, x(5, 3), x(3, 7)),
+    "bmm": call(ATEN.bmm.default, x(2, 5, 3), x(2, 3, 7)),
+    "addmm": call(ATEN.addmm.default, x(7), x(5, 3), x(3, 7)),
+    "baddbmm": call(ATEN.baddbmm.default, x(2, 5, 7), x(2, 5, 3), x(2, 3, 7)),
+    "matmul": call(ATEN.matmul.default, x(4, 2, 5, 3), x(4, 2, 3, 7)),
+    "matmul, broadcast": call(ATEN.matmul.default, x(4, 1, 5, 3), x(2, 3, 7)),
+    "matmul, folded": call(ATEN.matmul.default, x(4, 5, 3), x(3, 7)),
+    "conv1d": call(ATEN.conv1d.default, x(2, 4, 9), x(6, 4, 3), x(6), [2], [1]),
+    "conv2d": call(ATEN.conv2d.default, x(2, 4, 9, 8), x(6, 4, 3, 3), x(6), [2, 1], [1, 0]),
+    "conv2d, padding same": call(ATEN.conv2d.padding, x(2, 4, 9, 8), x(6, 4, 3, 3), None, [1, 1], "same"),
+    "conv2d, first layer": call(ATEN.conv2d.default, x(2, 4, 9, 8, requires_grad=False), x(6, 4, 3, 3)),
+    "conv3d": call(ATEN.conv3d.default, x(2, 4, 5, 6, 7), x(6, 4, 3, 2, 1)),
+    "conv_transpose2d": call(ATEN.conv_transpose2d.input, x(2, 4, 5, 6), x(4, 6, 2, 2), x(6), [2, 2]),
+    "convolution": call(
+        ATEN.convolution.default, x(2, 4, 9, 8), x(6, 4, 3, 3), x(6), [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    ),
+    "convolution, transposed": call(
+        ATEN.convolution.default, x(2, 4, 5, 6), x(4, 6, 2, 2), None, [2, 2], [0, 0], [1, 1], True, [0, 0], 1
+    ),
+    "einsum": call(ATEN.einsum.default, "bi,io->bo", [x(5, 3), x(3, 7)]),
+    "add": call(ATEN.add.Tensor, x(5, 3), x(5, 3)),
+    "relu": call(ATEN.relu.default, x(5, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flops_are_torchs(name: str) -> None:
+    assert training_flops(CASES[name]) == counted(CASES[name])
+    assert flops(CASES[name]) == counted(CASES[name]).forward
+
+
+def test_attention_counts_as_the_fused_kernel() -> None:
+    q, k, v = x(2, 3, 16, 8), x(2, 3, 10, 8), x(2, 3, 10, 5)
+    shapes = q.shape, k.shape, v.shape
+    out = (2, 3, 16, 5)
+    forward: int = sdpa_flop_count(*shapes)  # type: ignore[no-untyped-call]
+    backward: int = sdpa_backward_flop_count(out, *shapes)  # type: ignore[no-untyped-call]
+    wanted = Flops(forward, backward)
+    assert training_flops(call(ATEN.scaled_dot_product_attention.default, q, k, v)) == wanted
+
+
+def test_each_gradient_of_a_grouped_convolution_costs_what_forward_does() -> None:
+    # 2 x 6 x 7 x 6 results of 2 x 3 x 3 multiply-adds. Torch's counter forgets the groups in the
+    # gradient of the weight.
+    subject = call(ATEN.conv2d.default, x(2, 4, 9, 8), x(6, 2, 3, 3), None, [1], [0], [1], 2)
+    forward = 2 * (2 * 6 * 7 * 6) * (2 * 3 * 3)
+    assert training_flops(subject) == Flops(forward, 2 * forward)
+    assert counted(subject).forward == forward
+
+
+def test_by_hand() -> None:
+    # 5 x 7 results of 3 multiply-adds; backward is two such products
+    assert training_flops(CASES["mm"]) == Flops(2 * 5 * 7 * 3, 2 * 2 * 5 * 7 * 3)
+
+
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=3))
+def test_every_mm_counts_alike(sizes: list[int]) -> None:
+    m, k, n = sizes
+    subject = call(ATEN.mm.default, x(m, k), x(k, n))
+    assert training_flops(subject) == counted(subject)
+
+
+def test_every_closed_form_is_proved() -> None:
+    proved = {subject.target.overloadpacket for subject in CASES.values()}
+    by_shape = {ATEN.conv_transpose1d, ATEN.conv_transpose3d, ATEN.scaled_dot_product_attention}
+    assert set(_FORMS) - proved == by_shape
