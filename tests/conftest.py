@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.pool import Pool
+
+torch.set_num_threads(1)  # many small tensors: threads only get in each other's way
 
 
 @pytest.fixture(scope="session")
