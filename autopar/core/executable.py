@@ -1,0 +1,56 @@
+"""What one rank needs to run its program: the seam between rewriting and running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from autopar.core.graph import InputKind, TensorSpec
+from autopar.core.mesh import Mesh
+from autopar.core.part import Part
+from autopar.core.placement import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class InputPart:
+    """One placeholder of the program: which tensor it takes and which part of it.
+
+    `target` is the qualified name in the model (parameters, buffers), the constant's name, or the
+    path of a user input; `aliases` are further names of a tied parameter. `sync` is the group key
+    over which the parameter's gradient is summed in buckets after backward; None if the program
+    itself does all that is needed.
+    """
+
+    name: str
+    kind: InputKind
+    target: str
+    spec: TensorSpec  # of the full tensor
+    layout: Layout
+    part: Part
+    aliases: tuple[str, ...] = ()
+    mutated: bool = False
+    sync: str | None = None
+    position: int = -1  # among the call's flat tensors, for user inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Executable:
+    """One rank's program for one kind of call.
+
+    `module` takes the local tensors in the order of `inputs` and returns `num_outputs` outputs,
+    which are global values, followed by the new values of the buffers named in `writes`.
+    `rebuild` makes the model's output from the outputs; `plan` prints the decision.
+    """
+
+    mesh: Mesh
+    module: fx.GraphModule
+    inputs: tuple[InputPart, ...]
+    num_outputs: int
+    writes: tuple[str, ...]
+    rebuild: Callable[[tuple[Tensor, ...]], Any]
+    groups: tuple[str, ...]  # every group key that the module or the gradient sync uses
+    constants: dict[str, Tensor]
+    plan: Any
