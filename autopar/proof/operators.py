@@ -144,7 +144,9 @@ def error(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int = 0) ->
         elif operand.grad is not None:
             worst = max(worst, _gap(total_gradient(name, shares, program.inputs[name], dims), operand.grad))
     torch.manual_seed(seed)
-    return max(worst, _typed_error(one, distribute(one.tensors, program.inputs, dims), programs, gradients, operands))
+    return max(
+        worst, _typed_error(one, distribute(one.tensors, program.inputs, dims), programs, gradients, operands)
+    )
 
 
 def _typed_error(
@@ -160,7 +162,9 @@ def _typed_error(
     torch.autograd.backward(roots, list(gradients) * len(outputs))
     wanted = {name: item.grad for name, item in operands.items() if item.grad is not None}
     found = ((local[name].grad, item) for local in locals_ for name, item in wanted.items())
-    return max((_gap(torch.zeros_like(item) if mine is None else mine, item) for mine, item in found), default=0.0)
+    return max(
+        (_gap(torch.zeros_like(item) if mine is None else mine, item) for mine, item in found), default=0.0
+    )
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:

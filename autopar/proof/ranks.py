@@ -61,9 +61,7 @@ def _check_alike(nodes: Sequence[fx.Node]) -> None:
         )
 
 
-def _step(
-    nodes: Sequence[fx.Node], environments: Sequence[dict[fx.Node, Any]], meaning: Meaning
-) -> None:
+def _step(nodes: Sequence[fx.Node], environments: Sequence[dict[fx.Node, Any]], meaning: Meaning) -> None:
     calls = [
         (
             fx.node.map_arg(node.args, lambda item, known=environment: known[item]),
@@ -107,7 +105,9 @@ def _meet(target: Any, calls: Sequence[Call], meaning: Meaning) -> list[Any]:
     return results
 
 
-def distribute(full: Mapping[str, Tensor], layouts: Mapping[str, Layout], dims: Dims) -> list[dict[str, Tensor]]:
+def distribute(
+    full: Mapping[str, Tensor], layouts: Mapping[str, Layout], dims: Dims
+) -> list[dict[str, Tensor]]:
     """Each rank's own leaf tensors, cut out of the full ones."""
     return [
         {
@@ -147,5 +147,3 @@ def assemble(name: str, locals_: Sequence[Tensor], layout: Layout, dims: Dims) -
                 remedy="a placement is wrong: report this model",
             )
     return full
-
-
