@@ -7,7 +7,8 @@
     + contracted   ~ windowed   . whole   % statistic   & additive   (none) free   _ no factor
 
 A factor that is sharded on an axis makes every operand that has it `Shard`, every operand that
-lacks it `Broadcast`, and every result `Shard` or, if the factor is contracted, `Partial`.
+lacks it `Broadcast`, and every result `Shard` or, if the factor is contracted, `Partial`. A result
+that lacks a statistic factor is made of all-reduced statistics: `Replicate`.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ def unsharded_options(num_operands: int, num_results: int, linear: tuple[frozens
 def sharded_option(equation: Equation, factor: str, atom: int) -> Option:
     """The option that shards atom `atom` of `factor`."""
     contracted = equation.kind(factor) is Kind.CONTRACTED
+    lacking = {Kind.CONTRACTED: P, Kind.STATISTIC: R}.get(equation.kind(factor), B)
 
     def place(labels: Labels, otherwise: Placement) -> Placement:
         return Shard(labels.index(factor), atom) if factor in labels else otherwise
@@ -122,6 +124,6 @@ def sharded_option(equation: Equation, factor: str, atom: int) -> Option:
         place(labels, P if contracted and index in equation.additive else B)
         for index, labels in enumerate(equation.operands)
     )
-    results = tuple(place(labels, P if contracted else B) for labels in equation.results)
+    results = tuple(place(labels, lacking) for labels in equation.results)
     name = f"{factor}.{atom}" if atom else factor
     return Option(name, operands, results)
