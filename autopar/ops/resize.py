@@ -27,6 +27,10 @@ from autopar.ops.window import RowMap, Window
 aten = torch.ops.aten
 _SPACE = "dhw"
 
+# Torch finds a nearest row as floor(o * (1 / factor)) in float32; from 41 on the product may fall
+# short of a whole number, and rows are no longer those of an exact division.
+MOST_EXACT_FACTOR = 40
+
 
 @dataclass(frozen=True, slots=True)
 class Interpolation:
@@ -86,9 +90,9 @@ class _Resize(Rule):
             return self.shrinking(before // after)
         return None
 
-    def enlarging(self, factor: int, length: int) -> RowMap:
+    def enlarging(self, factor: int, length: int) -> RowMap | None:
         """Nearest: row i fills a block of rows, as in a transposed convolution."""
-        return Window(factor, factor, transposed=True)
+        return Window(factor, factor, transposed=True) if factor <= MOST_EXACT_FACTOR else None
 
     def shrinking(self, factor: int) -> RowMap | None:
         """Nearest and linear: what a result row reads lies within its own block of rows."""
