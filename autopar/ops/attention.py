@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autopar.core.placement import B, Shard
+from autopar.core.placement import Shard
 from autopar.ops.dims import Atoms, Relation
 from autopar.ops.equation import Equation, Labels, Option
 from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register

@@ -64,6 +64,11 @@ class Instance:
         assert name is not None
         return self.specs[name].shape
 
+    def result_dtype(self, result: int = 0) -> torch.dtype:
+        name = self.operator.results[result]
+        assert name is not None
+        return self.specs[name].dtype
+
     @property
     def num_results(self) -> int:
         return len(self.operator.results)
