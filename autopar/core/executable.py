@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
@@ -41,8 +41,9 @@ class Executable:
     """One rank's program for one kind of call.
 
     `module` takes the local tensors in the order of `inputs` and returns `num_outputs` outputs,
-    which are global values, followed by the new values of the buffers named in `writes`.
-    `rebuild` makes the model's output from the outputs; `plan` prints the decision.
+    which are global values, followed by the new values of the inputs named in `writes`.
+    `rebuild` makes the model's output from the outputs; `plan` prints the decision. `layers` says
+    which module of the model each node of the program (by name) belongs to, for printing.
     """
 
     mesh: Mesh
@@ -54,3 +55,4 @@ class Executable:
     groups: tuple[str, ...]  # every group key that the module or the gradient sync uses
     constants: dict[str, Tensor]
     plan: Any
+    layers: Mapping[str, str] = field(default_factory=dict)

@@ -7,7 +7,7 @@ the slowest link of their group. Nothing is the serial time divided by n.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +22,13 @@ from autopar.core.graph import Call, Graph, Operator, TensorSpec, map_refs
 from autopar.core.mesh import parse_key
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
-from autopar.cost.collectives import CollectiveTable
-from autopar.cost.compute import cost
 from autopar.cost.flops import flops
+from autopar.cost.model import CostModel
 from autopar.errors import AutoparError
 from autopar.ops.dims import Dims
 from autopar.ops.rule import GATHER, Site, Strategy, rule_of
 from autopar.rewrite.emit import GraphEmitter
 from costdb.footprint import footprint
-from costdb.measurement import Measurement
 
 _COLLECTIVE = {
     Action.ALL_REDUCE: Collective.ALL_REDUCE,
@@ -76,19 +74,21 @@ class Price:
 class Prices:
     """The cost table of one graph on one mesh; filled on demand and remembered.
 
-    `training` counts backward passes; `measured` are operators by key, as the database gives them.
+    `training` counts backward passes.
     """
 
     graph: Graph
     dims: Dims
     cluster: ClusterSpec
-    device: DeviceModel
-    measured: Mapping[str, Measurement]
-    collectives: CollectiveTable
+    model: CostModel
     training: bool = True
     optimizer_states: int = 2  # tensors of the weight's size that the optimizer keeps; Adam has two
     _operators: dict[Any, Price] = field(default_factory=dict)
     _moves: dict[Any, float] = field(default_factory=dict)
+
+    @property
+    def device(self) -> DeviceModel:
+        return self.model.device
 
     # -- operators ----------------------------------------------------------------------------------
 
@@ -130,23 +130,24 @@ class Prices:
         except (AutoparError, RuntimeError, TypeError) as error:
             error.add_note(f"while pricing {operation.name} ({operation.target}) as {[str(o) for o in strategy]}")
             raise
-        costs = [self.call(item) for item in emitter.calls]
-        compute = sum(item.forward_seconds + (item.backward_seconds if self.training else 0.0) for item in costs)
-        missing = sum(
-            item.forward_seconds + (item.backward_seconds if self.training else 0.0)
-            for item in costs
-            if not item.measured
-        )
+        local = tuple(item for item in emitter.calls if item.target.namespace == "aten") + _stand_ins(emitter)
+        costs = [self.call(item) for item in emitter.calls if item.target.namespace != "aten"]
+        costs += [self.call(item) for item in local]
+        compute = sum(self._seconds(item) for item in costs)
+        missing = sum(self._seconds(item) for item in costs if not item.measured)
         talk = sum(self._inner(target, args, spec) for target, args, spec in emitter.collectives)
-        work = sum(flops(item) for item in emitter.calls if item.target.namespace == "aten")
+        work = sum(flops(item) for item in local)
         kept = _kept(emitter, values, results, self.device.kind)
-        calls = tuple(item for item in emitter.calls if item.target.namespace == "aten")
-        return Price(compute, talk, missing, work, calls, kept if self.training else Kept(aliases=kept.aliases))
+        return Price(compute, talk, missing, work, local, kept if self.training else Kept(aliases=kept.aliases))
+
+    def _seconds(self, item: OperatorCost) -> float:
+        backward = item.backward_seconds if self.training else 0.0
+        return (item.forward_seconds + backward) * self.model.contention
 
     def call(self, item: Call) -> OperatorCost:
         """One local call; a mask of autopar's own costs what filling its memory costs."""
         if item.target.namespace == "aten":
-            return cost(item, self.device, self.measured)
+            return self.model.cost(item)
         nbytes = 1
         for size in item.args[0]:
             nbytes *= size
@@ -161,11 +162,8 @@ class Prices:
             return self._halo(key, spec, dim, owned, starts, stops) * (2 if backward else 1)
         if name == "batch_norm":
             key = next(item for item in args if isinstance(item, str))
-            moments = 3 * spec.shape[1] * 4
-            seconds = self._collective(Collective.ALL_REDUCE, moments, parse_key(key)[1])
-            passes = 3 * spec.nbytes / self.device.bandwidth  # statistics, then normalising in place of one call
-            extra = 2 * passes if backward else 0.0
-            return seconds * (2 if backward else 1) + passes + extra
+            seconds = self._collective(Collective.ALL_REDUCE, 3 * spec.shape[1] * 4, parse_key(key)[1])
+            return seconds * (2 if backward else 1)
         axes = parse_key(args[0])[1]
         both = name == "p_to_b" and backward
         return self._collective(Collective.ALL_REDUCE, spec.nbytes, axes) * (2 if both else 1)
@@ -222,7 +220,7 @@ class Prices:
             size *= self.dims.mesh.shape[axis]
         link = self.cluster.link(self.dims.mesh, axes[0])
         nodes = self.dims.mesh.shape[0] if self.cluster.nodes > 1 and 0 in axes else 1
-        return self.collectives.cost(kind, nbytes, size, link, nodes=nodes).seconds
+        return self.model.collectives.cost(kind, nbytes, size, link, nodes=nodes).seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
         """A weight's conversion: its all-reduce shares a bucket's latency with others."""
@@ -257,6 +255,23 @@ class Prices:
     def is_gathered(self, operation: Operator) -> bool:
         """Whether the operator has no rule and tensors that could have been sharded."""
         return rule_of(operation) is GATHER and bool(operation.operands)
+
+
+def _stand_ins(emitter: GraphEmitter) -> tuple[Call, ...]:
+    """Local calls that cost about what a collective operator computes: batch norm of the shard."""
+    found = []
+    for target, args, spec in emitter.collectives:
+        if "batch_norm" in target:
+            channels = TensorSpec((spec.shape[1],), spec.dtype, spec.requires_grad)
+            affine = channels if args[0] is not None else None
+            found.append(
+                Call(
+                    torch.ops.aten.batch_norm.default,
+                    (spec, affine, affine, None, None, True, 0.1, 1e-5, False),
+                    {},
+                )
+            )
+    return tuple(found)
 
 
 def _kept(emitter: GraphEmitter, values: Sequence[Any], results: Sequence[Any], kind: str) -> Kept:

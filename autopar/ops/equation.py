@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from autopar.core.placement import B, P, Placement, R, Shard
-from autopar.ops.window import Window
+from autopar.ops.window import RowMap
 
 
 class Kind(Enum):
@@ -45,7 +45,7 @@ class Equation:
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
-    windows: Mapping[str, Window] = field(default_factory=dict)
+    windows: Mapping[str, RowMap] = field(default_factory=dict)
 
     def kind(self, factor: str) -> Kind:
         return self.kinds.get(factor, Kind.FREE)

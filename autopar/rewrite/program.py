@@ -6,6 +6,7 @@ first, so a weight converted at the top would have its gradient reduced at the v
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,11 +27,13 @@ from autopar.rewrite.emit import GraphEmitter
 @dataclass(frozen=True, slots=True)
 class RankProgram:
     """One rank's program: placeholders in the order of the graph's inputs; it returns the graph's
-    outputs followed by the new values of the buffers in `graph.writes`."""
+    outputs followed by the new values of the buffers in `graph.writes`. `layers` says which module
+    of the model each call (by node name) belongs to."""
 
     rank: int
     graph: fx.Graph
     emitter: GraphEmitter
+    layers: dict[str, str]
 
     def module(self) -> fx.GraphModule:
         return fx.GraphModule(torch.nn.Module(), self.graph, class_name="ParallelProgram")
@@ -48,7 +51,7 @@ def rewrite(
     """Write the program of `rank`; raises CheckError where a local shape is not what the layout says."""
     writer = _Writer(graph, program, dims, dims.mesh.coordinate(rank), device, exact_random)
     writer.write()
-    return RankProgram(rank, writer.emitter.graph, writer.emitter)
+    return RankProgram(rank, writer.emitter.graph, writer.emitter, writer.layers)
 
 
 class _Writer:
@@ -65,6 +68,7 @@ class _Writer:
         self.exact_random = exact_random
         self.emitter = GraphEmitter(device=device)
         self.values: dict[tuple[str, Layout], fx.Node] = {}
+        self.layers: dict[str, str] = {}
         self.parents: dict[tuple[str, Layout], Move] = {
             (name, move.target): move for name, moves in program.moves.items() for move in moves
         }
@@ -77,6 +81,7 @@ class _Writer:
             self.values[item.name, self.canonical(item.name, layout)] = self.emitter.placeholder(item.name, spec)
         for operation in self.graph.operators:
             strategy = self.program.strategies[operation.name]
+            written = len(self.emitter.graph.nodes)
             values = [
                 self.value(name, tuple(option.operands[index] for option in strategy))
                 for index, name in enumerate(operation.operands)
@@ -94,6 +99,9 @@ class _Writer:
             for index, (name, value) in enumerate(zip(operation.results, results, strict=True)):
                 if name is not None:
                     self.define(name, site.result_layout(index), value)
+            new = len(self.emitter.graph.nodes) - written
+            calls = itertools.islice(reversed(self.emitter.graph.nodes), new)
+            self.layers.update((node.name, operation.module) for node in calls)
         outputs = [self.value(name, self.program.outputs[name]) for name in self.graph.outputs]
         layouts = {item.name: self.program.inputs[item.name] for item in self.graph.inputs}
         writes = [self.value(value, layouts[buffer]) for buffer, value in self.graph.writes]

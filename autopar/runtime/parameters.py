@@ -1,0 +1,200 @@
+"""Parameters and buffers between two worlds: DTensors outside, plain local tensors inside.
+
+    optimizer, clipping, checkpoints          the rank's program
+    nn.Parameter(DTensor) ----- one storage ----- leaf (plain, requires_grad)
+            .grad (DTensor) <-- deliver <-- bucketed sum <-- hook on the leaf
+
+The program never sees a DTensor. Each program has leaves of its own, so that a backward through two
+programs cannot mix a gradient that still has to be summed with one that has been.
+
+A stored shard may be of one atom of a dim (every head of q, k and v). Then the DTensor speaks a
+tensor whose rows are permuted: right for optimizers and norms, which don't care, while
+`state_dict` speaks the serial tensor, through the rank's `Part`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as DReplicate
+from torch.distributed.tensor import Shard as DShard
+from torch.distributed.tensor.placement_types import Placement as DPlacement
+
+from autopar.core.executable import InputPart
+from autopar.core.mesh import AXIS_NAMES, Mesh
+from autopar.core.placement import Broadcast, Layout, Partial, Shard, show
+from autopar.errors import CheckError, InputError
+from autopar.runtime import groups
+
+
+def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """`mesh` as torch's, on the groups of its single axes (which must be set up)."""
+    ranks = torch.arange(mesh.num_devices).view(mesh.shape)
+    axes = [groups.group(mesh.key((axis,))) for axis in mesh.axes]
+    names = tuple(AXIS_NAMES[: len(mesh.shape)])
+    return DeviceMesh.from_group(axes, device.type, mesh=ranks, mesh_dim_names=names)
+
+
+def sharding_key(mesh: Mesh, layout: Layout) -> str | None:
+    """The key of the groups over which a tensor's parts make up the whole; None if each is whole."""
+    axes = [axis for axis, placement in enumerate(layout) if isinstance(placement, Shard)]
+    return mesh.key(axes) if axes else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter or buffer, sharing its storage."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+# -- full tensors to parts and back -------------------------------------------------------------
+
+
+def distribute(part: InputPart, values: Tensor, mesh: DeviceMesh) -> DTensor:
+    """The DTensor whose local part is `values`; raises CheckError where a DTensor cannot say so."""
+    wrong = [item for item in part.layout if isinstance(item, (Broadcast, Partial))]
+    placements = _placements(part.layout)
+    chunked = _chunked_shape(part, mesh)
+    if (wrong and part.spec.requires_grad) or chunked != part.part.shape:
+        raise CheckError(
+            where=f"{part.target} stored as {show(part.layout)}",
+            found=f"local shape {part.part.shape}",
+            wanted=f"Shard or Replicate on every axis, and torch.chunk's local shape {chunked}",
+            remedy="plan another placement for it and convert at its first use",
+        )
+    shape = torch.Size(part.spec.shape)
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=strides)
+
+
+def _placements(layout: Layout) -> tuple[DPlacement, ...]:
+    return tuple(DShard(item.dim) if isinstance(item, Shard) else DReplicate() for item in layout)
+
+
+def _chunked_shape(part: InputPart, mesh: DeviceMesh) -> tuple[int, ...]:
+    """The local shape that a DTensor of this layout has: chunks of chunks, the major axis first."""
+    shape = list(part.spec.shape)
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    for axis, item in enumerate(part.layout):
+        if isinstance(item, Shard):
+            size = -(-shape[item.dim] // mesh.size(axis))
+            left = shape[item.dim] - size * coordinate[axis]
+            shape[item.dim] = max(0, min(size, left))
+    return tuple(shape)
+
+
+def gather(tensor: Tensor, part: InputPart, key: str | None) -> Tensor:
+    """The full tensor, in serial order, on all ranks: a collective over `key`, or nothing.
+
+    Every rank writes its part into zero bytes, and the bytes are summed, which changes none of them.
+    """
+    mine = local(tensor).detach()
+    if key is None:
+        return mine
+    full = torch.zeros(part.spec.shape, dtype=mine.dtype, device=mine.device)
+    part.part.put(mine, full)
+    dist.all_reduce(full.reshape(-1).view(torch.uint8), group=groups.group(key))
+    return full
+
+
+# -- leaves -------------------------------------------------------------------------------------
+
+
+class Leaves:
+    """The plain local tensors that one program reads, tied to the outer parameters' storage.
+
+    `find[i]()` is the outer parameter of `parts[i]`; `receive(i, gradient)` is called inside backward
+    with the local gradient of that leaf, which no longer holds it then.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[InputPart],
+        find: Sequence[Callable[[], nn.Parameter]],
+        receive: Callable[[int, Tensor], None],
+        mesh: DeviceMesh,
+    ) -> None:
+        self._parts, self._find, self._receive, self._mesh = tuple(parts), tuple(find), receive, mesh
+        self._tied: list[tuple[nn.Parameter, Tensor, Tensor] | None] = [None] * len(self._parts)
+
+    def read(self) -> list[Tensor]:
+        """One leaf for each part, tied anew where the outer parameter's storage has changed."""
+        leaves = []
+        for index, find in enumerate(self._find):
+            outer, tied = find(), self._tied[index]
+            if tied is None or tied[0] is not outer or _moved(outer, *tied[1:]):
+                tied = self._tied[index] = self._tie(index, outer)
+            if outer._backward_hooks or outer._post_accumulate_grad_hooks:
+                raise _hooked(self._parts[index].target)
+            leaves.append(tied[2])
+        return leaves
+
+    def untie(self) -> None:
+        """Forget the leaves, which keep storage alive."""
+        self._tied = [None] * len(self._parts)
+
+    def deliver(self, index: int, total: Tensor) -> None:
+        """Add the final local gradient of a leaf to its outer parameter's `.grad`."""
+        outer: Any = self._find[index]()
+        with torch.no_grad():
+            if outer.grad is None:
+                outer.grad = DTensor(total, outer._spec, requires_grad=False)
+            else:
+                local(outer.grad).add_(total)
+
+    def _tie(self, index: int, outer: nn.Parameter) -> tuple[nn.Parameter, Tensor, Tensor]:
+        self._check(self._parts[index], outer)
+        values = local(outer)
+        leaf = values.detach().requires_grad_(outer.requires_grad)
+        if outer.requires_grad:
+            leaf.register_post_accumulate_grad_hook(lambda leaf: self._accumulated(index, leaf))
+        return outer, values, leaf
+
+    def _accumulated(self, index: int, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        self._receive(index, gradient.detach())
+
+    def _check(self, part: InputPart, outer: nn.Parameter) -> None:
+        if not isinstance(outer, DTensor):
+            found = f"a {type(outer).__name__} of shape {tuple(outer.shape)}"
+        elif outer.device_mesh != self._mesh or outer.placements != _placements(part.layout):
+            found = f"a DTensor as {outer.placements} on {outer.device_mesh}"
+        elif tuple(local(outer).shape) != part.part.shape:
+            found = f"a local part of shape {tuple(local(outer).shape)}"
+        elif local(outer).device.type != self._mesh.device_type:
+            found = f"a tensor on {local(outer).device}"
+        else:
+            return
+        raise InputError(
+            where=f"parameter {part.target}",
+            found=found,
+            wanted=f"a DTensor as {_placements(part.layout)} with local shape {part.part.shape} "
+            f"on {self._mesh.device_type}",
+            remedy="change values in place or with load_state_dict, and parallelize again for another device",
+        )
+
+
+def _moved(outer: nn.Parameter, values: Tensor, leaf: Tensor) -> bool:
+    """Whether the outer parameter's storage, dtype or need of a gradient is no longer the leaf's."""
+    now = local(outer)
+    return (
+        (now is not values and now.data_ptr() != leaf.data_ptr())
+        or now.dtype != leaf.dtype
+        or outer.requires_grad != leaf.requires_grad
+    )
+
+
+def _hooked(name: str) -> InputError:
+    return InputError(
+        where=f"parameter {name}",
+        found="a hook on its gradient",
+        wanted="none: gradients arrive from this rank's program, past hooks on the parameter",
+        remedy="change .grad after backward",
+    )

@@ -1,0 +1,120 @@
+"""The user's serial model: what of it cannot be run in parallel, and a copy of it without its memory."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from autopar.errors import InputError
+
+_WRAPPERS: dict[type, str] = {
+    torch._dynamo.OptimizedModule: "torch.compile",
+    torch.jit.ScriptModule: "torch.jit",
+    DistributedDataParallel: "DistributedDataParallel",
+    DataParallel: "DataParallel",
+    FullyShardedDataParallel: "FullyShardedDataParallel",
+    FSDPModule: "fully_shard",
+}
+_MODULE_HOOKS = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_state_dict_hooks": "state_dict hook",
+    "_state_dict_pre_hooks": "state_dict pre-hook",
+    "_load_state_dict_pre_hooks": "load_state_dict pre-hook",
+    "_load_state_dict_post_hooks": "load_state_dict post-hook",
+}
+_PARAMETER_HOOKS = {
+    "_backward_hooks": "gradient hook",
+    "_post_accumulate_grad_hooks": "post-accumulate hook",
+}
+
+
+def check(model: nn.Module) -> None:
+    """Raise InputError naming everything on the model that a traced program would silently drop."""
+    wrapped = [
+        f"{_name(path)} wrapped by {name}"
+        for path, module in model.named_modules()
+        for kind, name in _WRAPPERS.items()
+        if isinstance(module, kind)
+    ]
+    if wrapped:
+        _refuse(wrapped, "a plain model", "pass the model as it was before it was wrapped")
+    parallel = [
+        f"{name} is a DTensor" for name, tensor in model.named_parameters() if isinstance(tensor, DTensor)
+    ]
+    if parallel:
+        _refuse(parallel, "plain tensors", "pass the serial model")
+    hooks = [*_module_hooks(model), *_parameter_hooks(model)]
+    if hooks:
+        _refuse(
+            hooks,
+            "no hooks inside the model, which is traced into one graph",
+            "remove them, or register forward hooks on the parallel module itself",
+        )
+
+
+def _module_hooks(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        for attribute, name in _MODULE_HOOKS.items():
+            if getattr(module, attribute, None):
+                yield f"a {name} on {_name(path)}"
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"extra state on {_name(path)}"
+
+
+def _parameter_hooks(model: nn.Module) -> Iterator[str]:
+    for path, parameter in model.named_parameters():
+        for attribute, name in _PARAMETER_HOOKS.items():
+            if getattr(parameter, attribute, None):
+                yield f"a {name} on parameter {path}"
+
+
+def _name(path: str) -> str:
+    return f"module {path}" if path else "the model"
+
+
+def _refuse(found: list[str], wanted: str, remedy: str) -> None:
+    raise InputError(where="model", found="; ".join(found), wanted=wanted, remedy=remedy)
+
+
+# -- a copy without memory ----------------------------------------------------------------------
+
+
+def hollow(model: nn.Module) -> nn.Module:
+    """A deep copy for tracing: every parameter and buffer has its shape, strides, dtype and device
+    but no memory; tied tensors stay tied, and other tensors keep their values.
+
+    Unlike a copy on the meta device it can be traced together with what forward makes by itself
+    (`torch.arange(n)`), which lives on a real device.
+    """
+    empty: dict[int, object] = {
+        id(parameter): nn.Parameter(without_memory(parameter.detach()), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    empty |= {id(buffer): without_memory(buffer.detach()) for buffer in model.buffers()}
+    return copy.deepcopy(model, empty)
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """A tensor like `tensor` that holds no memory.
+
+    On a CPU it is a view of pages that are never touched, so that reading it gives zeros; elsewhere
+    its storage is empty and must not be read.
+    """
+    like = torch.empty_like(tensor, device="meta")  # dense, in the tensor's own memory format
+    if tensor.device.type != "cpu":
+        real = torch.empty_like(tensor)
+        real.untyped_storage().resize_(0)
+        return real
+    nbytes = max(like.untyped_storage().nbytes(), like.element_size())
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=tensor.dtype).as_strided(like.shape, like.stride())
