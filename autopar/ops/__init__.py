@@ -1,6 +1,7 @@
 """Operator families, one file each; importing the package registers them all."""
 
 from autopar.ops import (
+    attention,
     batch_norm,
     convolution,
     embedding,
@@ -19,6 +20,7 @@ from autopar.ops import (
 )
 
 __all__ = [
+    "attention",
     "batch_norm",
     "convolution",
     "embedding",

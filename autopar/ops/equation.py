@@ -100,7 +100,9 @@ PARTIAL = "-p"  # a linear operator that passes a partial sum on
 UNSHARDED = (GATHERED, UNSUMMED, PARTIAL)
 
 
-def unsharded_options(num_operands: int, num_results: int, linear: tuple[frozenset[int], ...]) -> list[Option]:
+def unsharded_options(
+    num_operands: int, num_results: int, linear: tuple[frozenset[int], ...]
+) -> list[Option]:
     """The options that every operator has: gathered, unsummed, and partial where it is linear."""
     options = [
         Option(GATHERED, (R,) * num_operands, (R,) * num_results),
@@ -115,7 +117,8 @@ def unsharded_options(num_operands: int, num_results: int, linear: tuple[frozens
 def sharded_option(equation: Equation, factor: str, atom: int) -> Option:
     """The option that shards atom `atom` of `factor`."""
     contracted = equation.kind(factor) is Kind.CONTRACTED
-    lacking = {Kind.CONTRACTED: P, Kind.STATISTIC: R}.get(equation.kind(factor), B)
+    made: dict[Kind, Placement] = {Kind.CONTRACTED: P, Kind.STATISTIC: R}
+    lacking = made.get(equation.kind(factor), B)
 
     def place(labels: Labels, otherwise: Placement) -> Placement:
         return Shard(labels.index(factor), atom) if factor in labels else otherwise

@@ -113,7 +113,9 @@ class GroupNorm(Rule):
         """The axes that shard what is normalised over."""
         groups = {f"c.{atom}" if atom else "c" for atom in range(self.boundary(site))}
         free = {"n", *groups}
-        return [axis for axis, option in enumerate(site.strategy) if option.shards and option.factor not in free]
+        return [
+            axis for axis, option in enumerate(site.strategy) if option.shards and option.factor not in free
+        ]
 
     def lower(self, site: Site) -> Sequence[Any]:
         if not site.sharding_axes("c"):

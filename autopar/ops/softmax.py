@@ -16,6 +16,7 @@ import torch
 
 from autopar.ops.equation import Equation, Kind
 from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.ops.statistics import cast, wide
 
 aten = torch.ops.aten
 
@@ -49,17 +50,16 @@ class Softmax(Rule):
         axes = site.sharding_axes(f"d{dim}")
         if not axes:
             return (site.local_call(),)
-        result = site.operator.results[0]
-        assert result is not None
-        value, dtype = site.values[0], site.specs[result].dtype
-        if dtype != site.spec().dtype:
-            value = site.call(aten.to.dtype, value, dtype)
+        dtype = site.result_dtype()
+        value = cast(site, site.values[0], site.spec().dtype, wide(dtype))
         value, _ = shifted(site, value, [dim], axes)
         total = sum_of_exponentials(site, value, [dim])
         total = site.reduce(total, axes, target=torch.ops.autopar.p_to_b.default)
         if "log" in site.operator.target._schema.name:
-            return (site.call(aten.sub.Tensor, value, site.call(aten.log.default, total)),)
-        return (site.call(aten.div.Tensor, site.call(aten.exp.default, value), total),)
+            value = site.call(aten.sub.Tensor, value, site.call(aten.log.default, total))
+        else:
+            value = site.call(aten.div.Tensor, site.call(aten.exp.default, value), total)
+        return (cast(site, value, wide(dtype), dtype),)
 
     def samples(self) -> Iterable[Sample]:
         x = torch.randn(3, 5, 7) * 4 + 900
@@ -98,10 +98,13 @@ class LogSumExp(Rule):
         axes = site.sharding_axes(*(f"d{dim}" for dim in dims))
         if not axes:
             return (site.local_call(),)
-        value, largest = shifted(site, site.values[0], dims, axes)
+        dtype = site.result_dtype()
+        value = cast(site, site.values[0], site.spec().dtype, wide(dtype))
+        value, largest = shifted(site, value, dims, axes)
         total = sum_of_exponentials(site, value, dims)
         total = site.reduce(total, axes, target=torch.ops.autopar.p_to_r.default)
         result = site.call(aten.add.Tensor, site.call(aten.log.default, total), largest)
+        result = cast(site, result, wide(dtype), dtype)
         return (result if site["keepdim"] else site.call(aten.squeeze.dims, result, dims),)
 
     def samples(self) -> Iterable[Sample]:
@@ -109,3 +112,5 @@ class LogSumExp(Rule):
         yield Sample(aten.logsumexp.default, (x, [-1]))
         yield Sample(aten.logsumexp.default, (x, [0, 2], True))
         yield Sample(aten.logsumexp.default, (torch.randn(6), [0]))
+        yield Sample(aten.logsumexp.default, (torch.tensor([[0.0, -torch.inf, 1.0, 2.0]] * 3), [1]))
+        yield Sample(aten.logsumexp.default, (torch.arange(10).view(2, 5), [1]))

@@ -17,7 +17,6 @@ import torch
 from autopar.ops.rule import Handle, Site
 
 aten = torch.ops.aten
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def mean(site: Site, value: Handle, dims: Sequence[int], count: int, axes: Sequence[int]) -> Handle:
@@ -46,14 +45,24 @@ def normalise(
     )
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which fused kernels accumulate: float32 for 16-bit values."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def cast(site: Site, value: Handle, before: torch.dtype, after: torch.dtype) -> Handle:
+    """A value of dtype `before` as `after`; nothing if they are equal."""
+    return value if before == after else site.call(aten.to.dtype, value, after)
+
+
 def widened(site: Site, value: Handle) -> Handle:
-    """16-bit values in float32, as the fused kernels accumulate."""
-    return site.call(aten.to.dtype, value, torch.float32) if site.spec().dtype in _HALF else value
+    """A value of operand 0's dtype, wide enough to accumulate."""
+    return cast(site, value, site.spec().dtype, wide(site.spec().dtype))
 
 
 def narrowed(site: Site, value: Handle) -> Handle:
-    """Back in the operand's dtype."""
-    return site.call(aten.to.dtype, value, site.spec().dtype) if site.spec().dtype in _HALF else value
+    """A widened value back in operand 0's dtype."""
+    return cast(site, value, wide(site.spec().dtype), site.spec().dtype)
 
 
 def affine(site: Site, value: Handle, weight: Handle | None, bias: Handle | None) -> Handle:

@@ -23,7 +23,6 @@ from autopar.ops.dims import Dims
 from autopar.proof.simulated import Call, simulate
 from autopar.rewrite.program import RankProgram
 
-
 Meaning = Callable[[Any, Sequence[Call]], list[Tensor]]
 
 
