@@ -168,6 +168,8 @@ class Dims:
         }
         self._weights = weights
         self._cuts: dict[tuple[Atom, tuple[int, ...]], Cut] = {}
+        self._shapes: dict[tuple[str, Layout, tuple[int, ...]], tuple[int, ...]] = {}
+        self._legal: dict[tuple[str, Layout], bool] = {}
         self._anchors: dict[Atom, tuple[Atom, Fraction, int]] = {}
         self._anchor()
 
@@ -253,6 +255,12 @@ class Dims:
 
     def legal(self, name: str, layout: Layout) -> bool:
         """Whether every shard of `layout` exists and has rows on every rank."""
+        key = (name, layout)
+        if key not in self._legal:
+            self._legal[key] = self._is_legal(name, layout)
+        return self._legal[key]
+
+    def _is_legal(self, name: str, layout: Layout) -> bool:
         for shard in {placement for placement in layout if isinstance(placement, Shard)}:
             dims = self.atoms.of[name]
             if shard.dim >= len(dims) or shard.atom >= len(dims[shard.dim]):
@@ -290,10 +298,13 @@ class Dims:
 
     def local_shape(self, name: str, layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The shape of the rank's local tensor."""
-        return tuple(
-            math.prod(self.local_atoms(name, dim, layout, coordinate))
-            for dim in range(len(self.atoms.of[name]))
-        )
+        key = (name, layout, tuple(coordinate))
+        if key not in self._shapes:
+            self._shapes[key] = tuple(
+                math.prod(self.local_atoms(name, dim, layout, coordinate))
+                for dim in range(len(self.atoms.of[name]))
+            )
+        return self._shapes[key]
 
     def part(self, name: str, layout: Layout, coordinate: Sequence[int]) -> Part:
         """The rank's part of the full tensor."""
