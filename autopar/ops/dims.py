@@ -71,8 +71,8 @@ class Atoms:
         self.sizes: dict[Dim, int] = {
             (name, dim): size for name, spec in graph.specs.items() for dim, size in enumerate(spec.shape)
         }
-        self.bounds: dict[Dim, set[int]] = {dim: {1, size} for dim, size in self.sizes.items()}
-        self._refine(relations)
+        self.bounds: dict[Dim, set[int]] = {dim: {1, max(1, size)} for dim, size in self.sizes.items()}
+        self._refine([relation for relation in relations if not self._is_empty(relation)])
         self.of: dict[str, tuple[tuple[int, ...], ...]] = {
             name: tuple(self._atoms((name, dim)) for dim in range(len(spec.shape)))
             for name, spec in graph.specs.items()
@@ -87,6 +87,10 @@ class Atoms:
             for left, right in self.matches(relation):
                 self.components.union(left, right)
         self.scalings = tuple(scalings)
+
+    def _is_empty(self, relation: Relation) -> bool:
+        items = (*relation.left, *relation.right)
+        return any(self.sizes[item] == 0 for item in items if not isinstance(item, int))
 
     def _refine(self, relations: Sequence[Relation]) -> None:
         by_dim: dict[Dim, list[Relation]] = {}

@@ -185,3 +185,15 @@ def test_more_ranks_than_rows_is_not_legal() -> None:
     name = graph.operators[0].results[0] or ""
     assert dims.legal(name, (Shard(0), R)) and not dims.legal(name, (Shard(0), Shard(0)))
     assert not dims.legal(name, (Shard(2), R)) and not dims.legal(name, (Shard(0, 1), R))
+
+
+class Emptied(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x[:, 4:].relu()], 1).flatten()
+
+
+def test_a_dim_without_rows_is_one_atom_and_never_sharded() -> None:
+    graph, atoms = traced(Emptied(), torch.rand(3, 4))
+    name = graph.operators[0].results[0] or ""
+    assert graph.specs[name].shape == (3, 0) and atoms.of[name] == ((3,), (0,))
+    assert not Dims(graph, atoms, Mesh((2,))).legal(name, (Shard(1),))
