@@ -88,13 +88,17 @@ def test_all_maps_of_one_size_in_a_unet_have_one_even_cut(mesh: Mesh) -> None:
 @given(st.integers(9, 70), st.integers(1, 3), st.sampled_from([*MESHES, Mesh((3,)), Mesh((2, 3))]))
 def test_unets_of_any_size_keep_their_halos_small(height: int, levels: int, mesh: Mesh) -> None:
     dims = Dims(*unet(height, 16, levels), mesh)
-    short = {length for length in (height >> level for level in range(levels + 1)) if length <= mesh.num_devices}
+    short = {
+        length for length in (height >> level for level in range(levels + 1)) if length <= mesh.num_devices
+    }
     assert short or all(rows <= window.kernel - 1 for _, window, rows in exchanged(dims))
 
 
 class PoolingChain(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(2))
+        super().__init__(
+            nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(2)
+        )
 
 
 def test_windows_as_wide_as_their_stride_exchange_nothing() -> None:
@@ -143,8 +147,12 @@ def test_a_fused_projection_is_refined_into_its_heads() -> None:
     weight = next(item.name for item in graph.inputs if item.target.endswith("weight"))
     assert atoms.of[weight] == ((3, 4, 4), (16,))
     dims = Dims(graph, atoms, Mesh((2,)))
-    heads = {dims.component(name, Shard(1)) for item in graph.operators for name in item.results
-             if name and graph.specs[name].shape == (2, 4, 5, 4)}
+    heads = {
+        dims.component(name, Shard(1))
+        for item in graph.operators
+        for name in item.results
+        if name and graph.specs[name].shape == (2, 4, 5, 4)
+    }
     assert heads == {dims.component(weight, Shard(0, 1))}
     linear = next(item for item in graph.operators if "linear" in str(item.target))
     assert "o.1" in {option.factor for option in options_of(linear, dims)}
