@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -129,6 +130,27 @@ def test_a_dim_too_short_for_its_share_of_the_boundaries_is_cut_by_itself() -> N
     lengths = [graph.specs[name].shape[2] for item in graph.operators for name in item.results if name]
     cuts = [dims.cut(dims.component(item.results[0] or "", Shard(2)), (2,)) for item in graph.operators]
     assert lengths == [9, 5, 3] and cuts == [(0, 5, 9), (0, 3, 5), (0, 2, 3)]
+
+
+class Resized(nn.Module):
+    """A skip connection across a stride and a resize to the skip's own, odd, size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(1, 2, 3, 2, 1), nn.Conv2d(2, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = self.down(x)
+        return x + F.interpolate(self.up(small), size=x.shape[-2:], mode="bilinear")
+
+
+def test_of_a_stride_and_a_resize_between_the_same_maps_the_stride_is_followed() -> None:
+    dims = Dims(*traced(Resized(), torch.rand(1, 1, 27, 64)), Mesh((4,)))
+    found = list(exchanged(dims))
+    assert len(found) == 6 and all(rows <= 3 for _, _, rows in found)
+    image = dims.component(dims.graph.inputs[-1].name, Shard(2))
+    small = dims.component(dims.graph.operators[0].results[0] or "", Shard(2))
+    assert dims.cut(small, (4,)) == tuple(-(-bound // 2) for bound in dims.cut(image, (4,)))
 
 
 class Fused(nn.Module):

@@ -42,7 +42,7 @@ OFFERS = [
     (aten.adaptive_max_pool2d.default, (X, [5, 4]), "n c w"),
     (aten.upsample_nearest2d.vec, (X, None, [2.0, 1.5]), "n c h -p"),
     (aten.upsample_bilinear2d.vec, (X, [16, 6], False, None), "n c h w -p"),
-    (aten.upsample_bilinear2d.vec, (X, [16, 12], True, None), "n c w -p"),
+    (aten.upsample_bilinear2d.vec, (X, [16, 12], True, None), "n c h w -p"),
     (aten.upsample_bicubic2d.vec, (X, [16, 6], False, None), "n c h -p"),
     (aten.pixel_shuffle.default, (X.repeat(1, 2, 1, 1), 2), "d0.0 d1.0 d2.0 d3.0 -p"),
     (aten.pixel_unshuffle.default, (X, 2), "d0.0 d1.0 d2.0 d3.0 -p"),
@@ -96,6 +96,7 @@ LAYERS = [
     nn.ConvTranspose1d(2, 3, 4, 2, 1),
     nn.AvgPool1d(3, 1, 1, count_include_pad=False),
     nn.Upsample(scale_factor=2, mode="linear"),
+    nn.Upsample(28, mode="linear", align_corners=True),
 ]
 
 
