@@ -262,4 +262,3 @@ class Cubic(_Resize):
     def samples(self) -> Iterable[Sample]:
         x = torch.randn(2, 2, 4, 5)
         yield Sample(aten.upsample_bicubic2d.vec, (x, None, False, [2.0, 3.0]))
-        yield Sample(aten.upsample_bicubic2d.vec, (x, [2, 10], False, None))
