@@ -29,6 +29,8 @@ class BatchNorm(Rule):
 
     def equation(self, op: Instance) -> Equation:
         labels = ("n", "c", *(f"s{index}" for index in range(len(op.shape()) - 2)))
+        if len(op.shape()) < len(labels):  # torch takes a single dim too
+            return Equation(tuple((None,) for _ in op.operands), ((None,),))
         operands = (labels, *((("c",),) * (len(op.operands) - 1)))
         statistic = Kind.STATISTIC if self.uses_batch(op) else Kind.FREE
         kinds = {label: statistic for label in labels if label != "c"}

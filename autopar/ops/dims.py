@@ -71,7 +71,9 @@ class Atoms:
         self.sizes: dict[Dim, int] = {
             (name, dim): size for name, spec in graph.specs.items() for dim, size in enumerate(spec.shape)
         }
-        self.bounds: dict[Dim, set[int]] = {dim: {1, size} for dim, size in self.sizes.items()}
+        # An empty dim is one atom that nobody can shard, and says nothing about others.
+        self.bounds: dict[Dim, set[int]] = {dim: {1, size or 1} for dim, size in self.sizes.items()}
+        relations = [item for item in relations if self._counts(item)]
         self._refine(relations)
         self.of: dict[str, tuple[tuple[int, ...], ...]] = {
             name: tuple(self._atoms((name, dim)) for dim in range(len(spec.shape)))
@@ -87,6 +89,10 @@ class Atoms:
             for left, right in self.matches(relation):
                 self.components.union(left, right)
         self.scalings = tuple(scalings)
+
+    def _counts(self, relation: Relation) -> bool:
+        sides = (*relation.left, *relation.right)
+        return all(item if isinstance(item, int) else self.sizes[item] for item in sides)
 
     def _refine(self, relations: Sequence[Relation]) -> None:
         by_dim: dict[Dim, list[Relation]] = {}
