@@ -354,7 +354,7 @@ def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def _input_name(kind: InputKind, target: str, *, taken: dict[str, TensorSpec]) -> str:
     name = re.sub(r"\W", "_", target)
     if kind is InputKind.CONSTANT or not name.isidentifier():
-        name = "constant_" + name
+        name = ("constant_" if kind is InputKind.CONSTANT else "layer_") + name
     while name in taken:
         name += "_"
     return name
