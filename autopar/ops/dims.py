@@ -241,7 +241,9 @@ class Dims:
             fine = self.cut(base, sizes)
             return tuple(min(length, math.ceil(bound * scale)) for bound in fine[:-1]) + (length,)
         chunk = component in self._weights and not any(
-            has_empty(nested(length, subset, chunked)) for subset in self._subsets if math.prod(subset) <= length
+            has_empty(nested(length, subset, chunked))
+            for subset in self._subsets
+            if math.prod(subset) <= length
         )
         if chunk:
             return nested(length, sizes, chunked)
@@ -284,9 +286,7 @@ class Dims:
         cut = self.cut(self.component(name, shard), self._sizes(shard, layout))
         return part(cut, self._sizes(shard, layout), [coordinate[axis] for axis in axes])
 
-    def local_atoms(
-        self, name: str, dim: int, layout: Layout, coordinate: Sequence[int]
-    ) -> tuple[int, ...]:
+    def local_atoms(self, name: str, dim: int, layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The local length of every atom of `dim`."""
         spans = (
             self.rows(name, Shard(dim, atom), layout, coordinate)

@@ -1,6 +1,6 @@
 """Matrix products: linear, addmm, mm, bmm and matmul.
 
-    linear   "n s i+, o i+, o& -> n s o"      o: filter parallelism, i: channel parallelism
+linear   "n s i+, o i+, o& -> n s o"      o: filter parallelism, i: channel parallelism
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Linear(Rule):
     def samples(self) -> Iterable[Sample]:
         yield Sample(aten.linear.default, (torch.randn(5, 7), torch.randn(6, 7), torch.randn(6)))
         yield Sample(aten.linear.default, (torch.randn(3, 5, 8), torch.randn(9, 8)))
-        yield Sample(aten.linear.default, (torch.randn(5, 8), torch.randn(8), torch.tensor(0.5)))
 
 
 @register
