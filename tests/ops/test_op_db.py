@@ -26,17 +26,18 @@ aten = torch.ops.aten
 MESHES = {Mesh((2,)): 8, Mesh((2, 2)): 3}  # and how many strategies of a sample are tried, evenly chosen
 MOST_SAMPLES = 8
 MOST_ELEMENTS = 4096
-NAMES = (
-    "nn.functional.linear addmm matmul bmm mm mv nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d "
-    "nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d softmax "
-    "log_softmax logsumexp nn.functional.layer_norm nn.functional.group_norm nn.functional.batch_norm "
-    "nn.functional.instance_norm nn.functional.rms_norm nn.functional.scaled_dot_product_attention "
-    "nn.functional.embedding nn.functional.cross_entropy nn.functional.nll_loss nn.functional.mse_loss "
-    "nn.functional.smooth_l1_loss nn.functional.huber_loss nn.functional.binary_cross_entropy_with_logits "
-    "sum mean amax amin argmax var std cumsum sort topk nn.functional.gelu nn.functional.relu nn.functional.silu "
-    "add sub mul div where masked_fill clamp pow transpose permute t view reshape expand split chunk unbind cat "
-    "stack narrow select nn.functional.pad unsqueeze squeeze flatten unflatten"
-).split()
+NAMES = """
+    nn.functional.linear addmm matmul bmm mm mv nn.functional.conv1d nn.functional.conv2d
+    nn.functional.conv3d nn.functional.conv_transpose1d nn.functional.conv_transpose2d
+    nn.functional.conv_transpose3d softmax log_softmax logsumexp nn.functional.layer_norm
+    nn.functional.group_norm nn.functional.batch_norm nn.functional.instance_norm nn.functional.rms_norm
+    nn.functional.scaled_dot_product_attention nn.functional.embedding nn.functional.cross_entropy
+    nn.functional.nll_loss nn.functional.mse_loss nn.functional.smooth_l1_loss nn.functional.huber_loss
+    nn.functional.binary_cross_entropy_with_logits sum mean amax amin argmax var std cumsum sort topk
+    nn.functional.gelu nn.functional.relu nn.functional.silu add sub mul div where masked_fill clamp pow
+    transpose permute t view reshape expand split chunk unbind cat stack narrow select nn.functional.pad
+    unsqueeze squeeze flatten unflatten
+"""
 VARIANTS = {"cumsum": ("",), "nn.functional.pad": ("constant", "reflect")}
 BROADCASTS = (aten.expand.default, aten.broadcast_tensors.default)  # a loss makes its operands alike first
 # Operands that torch cannot differentiate: the weights of a loss.
@@ -101,7 +102,7 @@ def samples(name: str) -> Iterator[Sample]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES.split())
 def test_pytorchs_own_samples_are_sharded_rightly(name: str) -> None:
     torch.manual_seed(0)
     sharded = 0
