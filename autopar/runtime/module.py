@@ -150,7 +150,7 @@ class ParallelModule(Container):
         traced = itertools.chain(model.parameters(), model.buffers())
         for ours, theirs in zip(outer, traced, strict=True):
             if theirs.dtype != ours.dtype:
-                theirs.data = serial.without_memory(theirs.detach().to(ours.dtype))
+                theirs.data = serial.without_memory(theirs.detach(), ours.dtype)
             theirs.requires_grad_(ours.requires_grad)
 
     # -- placing --------------------------------------------------------------------------------
