@@ -12,14 +12,14 @@ import operator
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind as ExportedKind
 
-from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, refs
+from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs, refs
 from autopar.errors import TraceError
 from autopar.signature import (
     Arguments,
@@ -144,7 +144,7 @@ class _Builder:
             loss=None if loss_index is None else names[loss_index],
             notes=tuple(self.notes),
         )
-        return _without_dead_code(graph)
+        return _without_dead_code(_without_identities(graph))
 
     # -- inputs ---------------------------------------------------------------------------------
 
@@ -176,8 +176,14 @@ class _Builder:
             self.arguments.tensors[self.arguments.paths.index(target)].requires_grad
         )
         self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, (not frozen) or user_grad)
+        constant = self.exported.constants[target].detach() if kind is InputKind.CONSTANT else None
         self.inputs[name] = GraphInput(
-            name, kind, first if kind is InputKind.PARAMETER else target, self.specs[name], tuple(others)
+            name,
+            kind,
+            first if kind is InputKind.PARAMETER else target,
+            self.specs[name],
+            tuple(others),
+            value=constant,
         )
         self.root[name] = name
         self.env[node] = Ref(name)
@@ -210,7 +216,9 @@ class _Builder:
             return value
         name = _input_name(InputKind.CONSTANT, str(node.target), taken=self.specs)
         self.specs[name] = TensorSpec(tuple(value.shape), value.dtype)
-        self.inputs[name] = GraphInput(name, InputKind.CONSTANT, str(node.target), self.specs[name])
+        self.inputs[name] = GraphInput(
+            name, InputKind.CONSTANT, str(node.target), self.specs[name], value=value.detach()
+        )
         self.root[name] = name
         return Ref(name)
 
@@ -280,9 +288,7 @@ class _Builder:
             argument = operation.args[position] if len(operation.args) > position else None
             if isinstance(argument, Ref) and argument.name in self.inputs and operation.args[5]:
                 item = self.inputs[argument.name]
-                self.inputs[argument.name] = GraphInput(
-                    item.name, item.kind, item.target, item.spec, item.aliases, mutated=True
-                )
+                self.inputs[argument.name] = replace(item, mutated=True)
 
     # -- in-place operators -----------------------------------------------------------------------
 
@@ -348,10 +354,61 @@ def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def _input_name(kind: InputKind, target: str, *, taken: dict[str, TensorSpec]) -> str:
     name = re.sub(r"\W", "_", target)
     if kind is InputKind.CONSTANT or not name.isidentifier():
-        name = "constant_" + name
+        name = ("constant_" if kind is InputKind.CONSTANT else "layer_") + name
     while name in taken:
         name += "_"
     return name
+
+
+# Operators that give their operand back when shape, dtype and gradient stay as they are.
+_IDENTITIES = {
+    "alias", "broadcast_tensors", "clone", "contiguous", "detach", "dropout", "expand", "flatten",
+    "lift_fresh_copy", "positive", "reshape", "slice", "squeeze", "to", "_to_copy", "type_as", "view",
+}  # fmt: skip
+
+
+def _without_identities(graph: Graph) -> Graph:
+    """Drop operators that change nothing, and empty operands of cat."""
+    same: dict[str, str] = {}
+    kept: list[Operator] = []
+    for item in graph.operators:
+        renamed = map_refs((item.args, item.kwargs), lambda ref: Ref(same.get(ref.name, ref.name)))
+        args, kwargs = _nonempty_cat(item, renamed[0], graph.specs), renamed[1]
+        operation = replace(item, args=args, kwargs=kwargs)
+        if _changes_nothing(operation, graph.specs):
+            pairs = zip(operation.results, operation.operands, strict=False)
+            same |= {result: operand for result, operand in pairs if result}
+        else:
+            kept.append(operation)
+    return replace(
+        graph,
+        operators=tuple(kept),
+        outputs=tuple(same.get(name, name) for name in graph.outputs),
+        writes=tuple((buffer, same.get(name, name)) for buffer, name in graph.writes),
+        loss=same.get(graph.loss, graph.loss) if graph.loss else None,
+    )
+
+
+def _changes_nothing(item: Operator, specs: dict[str, TensorSpec]) -> bool:
+    name = item.target._schema.name.split("::")[1]
+    if name == "cat" and len(item.operands) == 1 and item.results[0]:
+        return specs[item.operands[0]] == specs[item.results[0]]
+    if name not in _IDENTITIES or not item.operands:
+        return False
+    if name == "dropout" and item.args[2] and item.args[1]:
+        return False
+    pairs = list(zip(item.results, item.operands, strict=False))
+    if name == "broadcast_tensors":  # each result is its own operand's view, with its gradient or none
+        return all(result and specs[result].shape == specs[operand].shape for result, operand in pairs)
+    alike = all(result and specs[result] == specs[operand] for result, operand in pairs)
+    return alike and len(pairs) == len(item.results)
+
+
+def _nonempty_cat(item: Operator, args: tuple[Any, ...], specs: dict[str, TensorSpec]) -> tuple[Any, ...]:
+    if item.target is not aten.cat.default:
+        return args
+    full = [ref for ref in args[0] if specs[ref.name].shape != (0,)]
+    return (full or args[0], *args[1:])
 
 
 def _without_dead_code(graph: Graph) -> Graph:
@@ -363,16 +420,10 @@ def _without_dead_code(graph: Graph) -> Graph:
         if needed.intersection(operation.results) or mutated.intersection(operation.operands):
             kept.append(operation)
             needed.update(operation.operands)
-    live = needed | {name for item in kept for name in item.results if name} | {i.name for i in graph.inputs}
-    return Graph(
-        inputs=graph.inputs,
-        operators=tuple(reversed(kept)),
-        outputs=graph.outputs,
-        specs={name: spec for name, spec in graph.specs.items() if name in live},
-        writes=graph.writes,
-        loss=graph.loss,
-        notes=graph.notes,
-    )
+    inputs = tuple(i for i in graph.inputs if i.kind is not InputKind.CONSTANT or i.name in needed)
+    live = needed | {name for item in kept for name in item.results if name} | {i.name for i in inputs}
+    specs = {name: spec for name, spec in graph.specs.items() if name in live}
+    return replace(graph, inputs=inputs, operators=tuple(reversed(kept)), specs=specs)
 
 
 # -- the user's own words -----------------------------------------------------------------------------

@@ -121,4 +121,4 @@ if __name__ == "__main__":
     from train import Task, main
 
     # Shards of a dropped-out tensor draw their own masks, so the losses agree as two seeds would.
-    sys.exit(main(__file__, Task(model, batches, num_steps=40, rate=0.1, tolerance=0.05)))
+    sys.exit(main(__file__, Task(model, batches, num_steps=30, rate=0.05, tolerance=0.1)))

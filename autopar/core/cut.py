@@ -28,16 +28,36 @@ def chunked(length: int, parts: int) -> Cut:
     return tuple(min(index * size, length) for index in range(parts + 1))
 
 
-def nested(length: int, sizes: Sequence[int], rule: Rule, unit: int = 1) -> Cut:
-    """The boundaries of prod(sizes) parts, cut by sizes[0] first, in multiples of `unit` rows."""
-    pieces = [(0, -(-length // unit))]
+def nested(length: int, sizes: Sequence[int], rule: Rule) -> Cut:
+    """The boundaries of prod(sizes) parts, cut by sizes[0] first."""
+    pieces = [(0, length)]
     for size in sizes:
         pieces = [
             (start + low, start + high)
             for start, stop in pieces
             for low, high in _pairs(rule(stop - start, size))
         ]
-    return tuple(min(start * unit, length) for start, _ in pieces) + (length,)
+    return tuple(start for start, _ in pieces) + (length,)
+
+
+def aligned(length: int, sizes: Sequence[int], unit: int) -> Cut:
+    """Nested balanced boundaries in multiples of `unit` rows.
+
+    The last unit may be a short one, so here the parts with more units come last.
+
+        length 10, unit 4 (4 + 4 + 2), 2 parts      (0, 4, 10), not (0, 8, 10)
+    """
+    units = nested(-(-length // unit), sizes, _longer_last)
+    return tuple(min(bound * unit, length) for bound in units)
+
+
+def longest(cut: Cut) -> int:
+    """Rows of the longest part: the rank that the others wait for."""
+    return max(high - low for low, high in _pairs(cut))
+
+
+def _longer_last(length: int, parts: int) -> Cut:
+    return tuple(length - bound for bound in reversed(balanced(length, parts)))
 
 
 def has_empty(cut: Cut) -> bool:

@@ -61,6 +61,7 @@ class GraphInput:
     spec: TensorSpec
     aliases: tuple[str, ...] = ()  # further names of a tied parameter
     mutated: bool = False  # written in place by an operator (running statistics)
+    value: torch.Tensor | None = field(default=None, compare=False)  # of a constant
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,3 +25,111 @@ class Program:
     strategies: Mapping[str, tuple[Any, ...]]
     moves: Mapping[str, tuple[Move, ...]]
     outputs: Mapping[str, Layout]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One operator's line in the plan: its factor on each axis, seconds and bytes on one device.
+
+    `communication` counts what is inside the operator and the conversions of what it takes.
+    """
+
+    name: str
+    op: str
+    module: str
+    strategy: tuple[str | None, ...]
+    kinds: tuple[str | None, ...]  # batch, domain, filter or channel, for each axis
+    compute: float
+    communication: float
+    nbytes: int
+    flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A pure strategy beside the plan; `feasible` under the memory cap."""
+
+    name: str
+    step_seconds: float | None
+    peak_bytes: int | None
+    feasible: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A decision with its predictions; `print` it, or take `as_dict()`.
+
+    `status` is "optimal", "gap_limit" or "time_limit"; `gap` is relative to a proven bound;
+    `measured_share` is the part of predicted operator time that rests on measurements.
+    """
+
+    program: Program
+    cluster: str
+    layers: tuple[Layer, ...]
+    conversions: tuple[str, ...]
+    status: str
+    gap: float
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    peak_bytes: int
+    state_bytes: int
+    memory_cap: int | None
+    measured_share: float
+    sharded_flops_share: float
+    gathered_ops: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    parameter_bytes: tuple[int, ...]  # of each rank
+    notes: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.program.mesh
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as the command line's JSON shows it."""
+        axes = [self.mesh.name(axis) for axis in self.mesh.axes]
+        return {
+            "status": self.status,
+            "gap": self.gap,
+            "cluster": self.cluster,
+            "mesh": str(self.mesh),
+            "step_seconds": self.step_seconds,
+            "compute_seconds": self.compute_seconds,
+            "communication_seconds": self.communication_seconds,
+            "peak_bytes": self.peak_bytes,
+            "state_bytes": self.state_bytes,
+            "memory_cap": self.memory_cap,
+            "measured_share": self.measured_share,
+            "sharded_flops_share": self.sharded_flops_share,
+            "gathered_ops": list(self.gathered_ops),
+            "layers": [
+                {
+                    "name": layer.name,
+                    "op": layer.op,
+                    "strategy": dict(zip(axes, layer.strategy, strict=True)),
+                    "parallelism": dict(zip(axes, layer.kinds, strict=True)),
+                    "compute_seconds": layer.compute,
+                    "communication_seconds": layer.communication,
+                    "bytes": layer.nbytes,
+                }
+                for layer in self.layers
+            ],
+            "conversions": list(self.conversions),
+            "alternatives": [
+                {
+                    "name": item.name,
+                    "step_seconds": item.step_seconds,
+                    "peak_bytes": item.peak_bytes,
+                    "feasible": item.feasible,
+                }
+                for item in self.alternatives
+            ],
+            "parameter_bytes": list(self.parameter_bytes),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        from autopar.show import plan_text
+
+        return plan_text(self)

@@ -17,18 +17,12 @@ import torch
 
 from autopar.ops.dims import Relation
 from autopar.ops.equation import Equation, Kind
-from autopar.ops.halo import fetch
+from autopar.ops.halo import fetch, result_rows
 from autopar.ops.rule import Instance, Rule, Sample, Site, register
-from autopar.ops.window import Window
+from autopar.ops.window import Window, per_dim
 
 aten = torch.ops.aten
 _SPACE = "dhw"
-
-
-def _each(value: Any, count: int) -> list[int]:
-    """A per-dim argument as a list; torch repeats a single one."""
-    values = [value] if isinstance(value, int) else list(value)
-    return [int(item) for item in (values * count if len(values) == 1 else values)]
 
 
 class _AnyConvolution(Rule):
@@ -48,20 +42,19 @@ class _AnyConvolution(Rule):
         if padding == "valid":
             return [0] * len(self.space(op))
         if padding == "same":
-            dilation = _each(op["dilation"], len(self.space(op)))
+            dilation = per_dim(op["dilation"], len(self.space(op)))
             reach = [d * (k - 1) for d, k in zip(dilation, op.shape(1)[2:], strict=True)]
             return None if any(item % 2 for item in reach) else [item // 2 for item in reach]
-        return _each(padding, len(self.space(op)))
+        return per_dim(padding, len(self.space(op)))
 
     def windows(self, op: Instance) -> dict[str, Window]:
         space, padding = self.space(op), self.padding(op)
         if padding is None:
             return {}
         count = len(space)
-        per_dim = zip(
-            op.shape(1)[2:], _each(op["stride"], count), padding, _each(op["dilation"], count), strict=True
-        )
-        return {name: Window(*sizes, self.transposed) for name, sizes in zip(space, per_dim, strict=True)}
+        stride, dilation = per_dim(op["stride"], count), per_dim(op["dilation"], count)
+        sizes = zip(op.shape(1)[2:], stride, padding, dilation, strict=True)
+        return {name: Window(*each, self.transposed) for name, each in zip(space, sizes, strict=True)}
 
     def equation(self, op: Instance) -> Equation:
         space, windows = self.space(op), self.windows(op)
@@ -145,7 +138,7 @@ class Convolution(_AnyConvolution):
         count = len(space)
         bias = site.values[2] if site.has("bias") else None
         target = getattr(aten, f"conv{count}d").default
-        stride, dilation = _each(site["stride"], count), _each(site["dilation"], count)
+        stride, dilation = per_dim(site["stride"], count), per_dim(site["dilation"], count)
         groups = self.local_groups(site)
         return (site.call(target, value, site.values[1], bias, stride, padding, dilation, groups),)
 
@@ -179,7 +172,7 @@ class TransposedConvolution(_AnyConvolution):
         space, padding = self.space(site), self.padding(site)
         assert padding is not None
         count = len(space)
-        extra, stride = _each(site["output_padding"], count), _each(site["stride"], count)
+        extra, stride = per_dim(site["output_padding"], count), per_dim(site["stride"], count)
         value, crops = site.values[0], []
         for index, name in enumerate(space):
             if not site.axes(name):
@@ -187,14 +180,13 @@ class TransposedConvolution(_AnyConvolution):
             dim = len(site.shape(0)) - count + index
             window = self.windows(site)[name]
             value = fetch(site, value, dim, name, window)
-            result = site.operator.results[0]
-            start, stop = _rows(site, result, dim)
+            start, stop = result_rows(site, dim)
             low, _ = window.needs(start, stop)
             first = low * window.stride - window.padding  # the output row at which the local call begins
             crops.append((dim, start - first, stop - first))
             padding[index] = extra[index] = 0
         bias = site.values[2] if site.has("bias") else None
-        dilation = _each(site["dilation"], count)
+        dilation = per_dim(site["dilation"], count)
         groups = self.local_groups(site)
         result = site.call(
             site.operator.target, value, site.values[1], bias, stride, padding, extra, groups, dilation
@@ -215,10 +207,3 @@ class TransposedConvolution(_AnyConvolution):
         yield Sample(
             aten.conv_transpose3d.input, (torch.randn(2, 3, 4, 5, 3), torch.randn(3, 2, 2, 2, 2), None, [2, 2, 2])
         )
-
-
-def _rows(site: Site, result: str | None, dim: int) -> tuple[int, int]:
-    from autopar.core.placement import Shard
-
-    assert result is not None
-    return site.dims.rows(result, Shard(dim), site.result_layout(), site.coordinate)

@@ -10,9 +10,16 @@ same elements in the same order.
     split    [b,3h] -> 3 of [b,h]       (x.1) ~ (3, y.1)
 
 **Cuts.** Atoms joined by relations have one cut. Where a strided window joins two components, the
-coarse one takes the fine one's boundaries divided by the stride, so that branches that meet again
-agree; a component too short for that has a cut of its own, and the exchange that fetches the
-window's rows moves the difference.
+coarse one takes the fine one's boundaries divided by the stride and rounded up, so that branches
+that meet again agree, and a window never needs more than kernel - 1 rows of other ranks:
+
+    a rank's last output is ceil(b / s) - 1, which reads up to (ceil(b / s) - 1) s - p + k - 1,
+    and that is at most b - 1 + (k - 1 - p); its first reads from ceil(b / s) s - p >= b - p on
+
+Boundaries that the strides divide need fewer rows, or none where the window is as wide as its
+stride, so the fine cut keeps to a multiple of the strides as far as that leaves the ranks even. A
+component too short for its share of the boundaries has a cut of its own, and the exchange that
+fetches the window's rows moves the difference.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from fractions import Fraction
 
 import networkx as nx
 
-from autopar.core.cut import Cut, balanced, chunked, has_empty, nested, part
+from autopar.core.cut import Cut, aligned, balanced, chunked, has_empty, longest, nested, part
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
@@ -34,6 +41,10 @@ from autopar.core.placement import Layout, Shard
 Dim = tuple[str, int]  # tensor, dim
 Atom = tuple[str, int, int]  # tensor, dim, atom
 Group = tuple[Dim | int, ...]
+
+# How much longer than an even share a part may be for the sake of aligned boundaries. Ranks that
+# wait lose this share of every operator at that size; an exchange of a few rows is cheaper.
+UNEVEN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +197,9 @@ class Dims:
         scales = {base: Fraction(1)}
         for source, output in nx.bfs_edges(edges, base):
             scales[output] = scales[source] * edges.edges[source, output]["scale"]
-        room = self._length(base) // self.mesh.num_devices
-        unit = 1
-        for scale in sorted(scales.values(), reverse=True):
-            wanted = math.lcm(unit, scale.denominator)
-            if wanted <= room:
-                unit = wanted
+        unit = self._unit(self._length(base), scales.values())
         for component, scale in scales.items():
-            if component in self._anchors or (unit * scale).denominator != 1:
+            if component in self._anchors:
                 continue
             self._anchors[component] = (base, scale, unit)
             if component != base and any(
@@ -203,6 +209,17 @@ class Dims:
             ):
                 del self._anchors[component]
             self._cuts.clear()
+
+    def _unit(self, length: int, scales: Iterable[Fraction]) -> int:
+        """The largest common stride whose multiples still cut `length` rows evenly."""
+        even = -(-length // self.mesh.num_devices)
+        unit = 1
+        for scale in sorted(scales, reverse=True):
+            wanted = math.lcm(unit, scale.denominator)
+            cut = aligned(length, self.mesh.shape, wanted)
+            if not has_empty(cut) and longest(cut) <= even * (1 + UNEVEN):
+                unit = wanted
+        return unit
 
     def cut(self, component: Atom, sizes: tuple[int, ...]) -> Cut:
         """Boundaries, in the atom's own elements, of prod(sizes) parts."""
@@ -220,12 +237,15 @@ class Dims:
         chunk = component in self._weights and not any(
             has_empty(nested(length, subset, chunked)) for subset in self._subsets if math.prod(subset) <= length
         )
-        return nested(length, sizes, chunked if chunk else balanced, unit)
+        if chunk:
+            return nested(length, sizes, chunked)
+        return aligned(length, sizes, unit) if unit > 1 else nested(length, sizes, balanced)
 
     # -- what a layout means for a tensor -------------------------------------------------------------
 
     def component(self, name: str, shard: Shard) -> Atom:
-        return self.atoms.components[(name, shard.dim, shard.atom)]
+        found: Atom = self.atoms.components[(name, shard.dim, shard.atom)]
+        return found
 
     def is_weight(self, component: Atom) -> bool:
         """Whether some parameter has a dim of this component: sharding it is model parallelism."""

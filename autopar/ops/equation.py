@@ -7,7 +7,8 @@
     + contracted   ~ windowed   . whole   % statistic   & additive   (none) free   _ no factor
 
 A factor that is sharded on an axis makes every operand that has it `Shard`, every operand that
-lacks it `Broadcast`, and every result `Shard` or, if the factor is contracted, `Partial`.
+lacks it `Broadcast`, and every result `Shard` or, if the factor is contracted, `Partial`. A result
+that lacks a statistic factor is made of all-reduced statistics: `Replicate`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from autopar.core.placement import B, P, Placement, R, Shard
-from autopar.ops.window import Window
+from autopar.ops.window import RowMap
 
 
 class Kind(Enum):
@@ -44,7 +45,7 @@ class Equation:
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
-    windows: Mapping[str, Window] = field(default_factory=dict)
+    windows: Mapping[str, RowMap] = field(default_factory=dict)
 
     def kind(self, factor: str) -> Kind:
         return self.kinds.get(factor, Kind.FREE)
@@ -99,7 +100,9 @@ PARTIAL = "-p"  # a linear operator that passes a partial sum on
 UNSHARDED = (GATHERED, UNSUMMED, PARTIAL)
 
 
-def unsharded_options(num_operands: int, num_results: int, linear: tuple[frozenset[int], ...]) -> list[Option]:
+def unsharded_options(
+    num_operands: int, num_results: int, linear: tuple[frozenset[int], ...]
+) -> list[Option]:
     """The options that every operator has: gathered, unsummed, and partial where it is linear."""
     options = [
         Option(GATHERED, (R,) * num_operands, (R,) * num_results),
@@ -114,6 +117,8 @@ def unsharded_options(num_operands: int, num_results: int, linear: tuple[frozens
 def sharded_option(equation: Equation, factor: str, atom: int) -> Option:
     """The option that shards atom `atom` of `factor`."""
     contracted = equation.kind(factor) is Kind.CONTRACTED
+    made: dict[Kind, Placement] = {Kind.CONTRACTED: P, Kind.STATISTIC: R}
+    lacking = made.get(equation.kind(factor), B)
 
     def place(labels: Labels, otherwise: Placement) -> Placement:
         return Shard(labels.index(factor), atom) if factor in labels else otherwise
@@ -122,6 +127,6 @@ def sharded_option(equation: Equation, factor: str, atom: int) -> Option:
         place(labels, P if contracted and index in equation.additive else B)
         for index, labels in enumerate(equation.operands)
     )
-    results = tuple(place(labels, P if contracted else B) for labels in equation.results)
+    results = tuple(place(labels, lacking) for labels in equation.results)
     name = f"{factor}.{atom}" if atom else factor
     return Option(name, operands, results)

@@ -19,10 +19,19 @@ import torch
 
 from autopar.core.placement import Shard
 from autopar.ops.rule import Handle, Site
-from autopar.ops.window import Window
+from autopar.ops.window import RowMap
 
 
-def fetch(site: Site, value: Handle, dim: int, factor: str, window: Window, *, fill: float = 0.0) -> Handle:
+def result_rows(site: Site, dim: int) -> tuple[int, int]:
+    """The rows [start, stop) of result 0 along `dim` that the rank computes."""
+    result = site.operator.results[0]
+    assert result is not None
+    low, high = site.dims.rows(result, Shard(dim), site.result_layout(), site.coordinate)
+    inner = math.prod(site.dims.atoms.of[result][dim][1:])
+    return low * inner, high * inner
+
+
+def fetch(site: Site, value: Handle, dim: int, factor: str, window: RowMap, *, fill: float = 0.0) -> Handle:
     """The operand's rows that the rank's result rows need along `dim`, padded with `fill`.
 
     `value` is operand 0, perhaps extended along other dims already: windows in two dims are

@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 
-from autopar.ops.equation import Equation, Kind
-from autopar.ops.rule import Instance, Rule, Sample, Site, register
+from autopar.core.placement import Shard
+from autopar.ops.dims import Atoms
+from autopar.ops.equation import Equation, Kind, Labels
+from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.ops.softmax import shifted, sum_of_exponentials
+from autopar.ops.statistics import narrowed, widened
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
@@ -59,53 +63,128 @@ class ElementwiseLoss(Rule):
 
 @register
 class CrossEntropy(Rule):
-    """Softmax and negative log-likelihood over dim 1 (or 0 without a batch); targets are indices."""
+    """Softmax and negative log-likelihood over dim 1 (or 0 without a batch).
+
+        "n c% h w, n h w, c -> n h w"      and the mean or sum of that
+
+    With the classes sharded (vocabulary-parallel), every rank brings its share of three numbers for
+    each sample: sum exp(x - max), the logit of the target and its class weight, zero where another
+    rank owns the class. One all-reduce P -> R adds them, and the rest is the same everywhere.
+    Probabilities as targets and label smoothing want the classes whole.
+    """
 
     targets = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default)
 
+    def dim(self, op: Instance) -> int:
+        return 1 if len(op.shape()) > 1 else 0
+
+    def probabilities(self, op: Instance) -> bool:
+        return op.spec(1).dtype.is_floating_point
+
     def equation(self, op: Instance) -> Equation:
-        x, y = op.shape(0), op.shape(1)
-        dim = 1 if len(x) > 1 else 0
-        labels = tuple("c" if here == dim else f"d{here}" for here in range(len(x)))
+        labels = tuple("c" if here == self.dim(op) else f"d{here}" for here in range(len(op.shape())))
         rest = tuple(label for label in labels if label != "c")
-        indices = not op.spec(1).dtype.is_floating_point
-        if not indices or float(op.arguments.get("label_smoothing") or 0.0) or len(x) == 1:
-            return Equation(
-                tuple((None,) * len(op.shape(index)) for index in range(len(op.operands))),
-                (tuple(None for _ in op.result_shape()),),
-            )
-        operands: tuple[tuple[str | None, ...], ...] = (labels, rest)
+        operands: tuple[Labels, ...] = (labels, labels if self.probabilities(op) else rest)
         if op.has("weight"):
             operands = (*operands, ("c",))
-        kinds = {"c": Kind.WHOLE}
+        whole = self.probabilities(op) or bool(op.arguments.get("label_smoothing"))
+        kinds = {"c": Kind.WHOLE if whole else Kind.STATISTIC}
         if op["reduction"] == _NONE:
             return Equation(operands, (rest,), kinds)
         return Equation(operands, ((),), kinds | dict.fromkeys(rest, Kind.CONTRACTED))
 
+    def _depth(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
+        depth = super()._depth(op, equation, factor, atoms)
+        return min(depth, 1) if factor == "c" else depth  # a rank's classes are one range
+
     def lower(self, site: Site) -> Sequence[Any]:
-        if site["reduction"] != _MEAN or not any(option.shards for option in site.strategy):
+        if not any(option.shards for option in site.strategy):
             return (site.local_call(),)
-        total = site.local_call(reduction=_SUM)
-        target = site.values[1]
+        if site.axes("c"):
+            losses, weights = self.by_class(site)
+            if site["reduction"] == _NONE:
+                return (losses,)
+            total = site.call(aten.sum.default, losses)
+        elif site["reduction"] != _MEAN:
+            return (site.local_call(),)
+        else:
+            total = site.local_call(reduction=_SUM)
+            weights = None if self.probabilities(site) else self.weights(site)
+        if site["reduction"] == _SUM:
+            return (total,)
+        if weights is None:
+            return (site.call(aten.div.Scalar, total, site.spec().numel // site.shape()[self.dim(site)]),)
         # The divisor: how many labels are kept, or their class weights, on all ranks together.
+        axes = [axis for axis, option in enumerate(site.strategy) if option.shards and option.factor != "c"]
+        count = site.reduce(
+            site.call(aten.sum.default, weights), axes, target=torch.ops.autopar.p_to_r.default
+        )
+        return (site.call(aten.div.Tensor, total, count),)
+
+    def weights(self, site: Site) -> Handle:
+        """The class weight of every label, 0 where it is ignored."""
+        target = site.values[1]
         kept = site.call(aten.ne.Scalar, target, int(site["ignore_index"]))
         if site.has("weight"):
             safe = site.call(aten.mul.Tensor, target, kept)
-            weights = site.call(aten.index.Tensor, site.values[2], [safe])
-            kept = site.call(aten.mul.Tensor, weights, kept)
-        count = site.call(aten.sum.default, site.call(aten.to.dtype, kept, site.spec().dtype))
-        axes = [axis for axis, option in enumerate(site.strategy) if option.shards]
-        count = site.reduce(count, axes, target=torch.ops.autopar.p_to_r.default)
-        return (site.call(aten.div.Tensor, total, count),)
+            weight = site.call(aten.index.Tensor, site.call(aten.detach.default, site.values[2]), [safe])
+            return site.call(aten.mul.Tensor, weight, kept)
+        return site.call(aten.to.dtype, kept, site.spec().dtype)
+
+    def by_class(self, site: Site) -> tuple[Handle, Handle]:
+        """Every label's loss and weight, the same on all ranks that share the classes."""
+        dim, axes, target = self.dim(site), site.axes("c"), site.values[1]
+        value, normal = widened(site, site.values[0]), "cross_entropy" in site.operator.target._schema.name
+        shares = []
+        if normal:
+            value, _ = shifted(site, value, [dim], axes)
+            shares.append(site.call(aten.squeeze.dim, sum_of_exponentials(site, value, [dim]), dim))
+        start, stop = self._classes(site)
+        before = site.call(aten.lt.Scalar, target, start)
+        foreign = site.call(aten.logical_or.default, before, site.call(aten.ge.Scalar, target, stop))
+        local = site.call(aten.masked_fill.Scalar, site.call(aten.sub.Scalar, target, start), foreign, 0)
+        picked = site.call(aten.gather.default, value, dim, site.call(aten.unsqueeze.default, local, dim))
+        shares.append(self._own(site, site.call(aten.squeeze.dim, picked, dim), foreign))
+        if site.has("weight"):
+            weight = site.call(aten.index.Tensor, site.call(aten.detach.default, site.values[2]), [local])
+            shares.append(self._own(site, widened(site, weight), foreign))
+        stacked = site.call(aten.stack.default, shares)
+        total = site.reduce(stacked, axes, target=torch.ops.autopar.p_to_r.default)
+        queue = iter([site.call(aten.select.int, total, 0, index) for index in range(len(shares))])
+        normaliser = site.call(aten.log.default, next(queue)) if normal else 0.0
+        losses = site.call(aten.neg.default, site.call(aten.sub.Tensor, next(queue), normaliser))
+        ignored = site.call(aten.eq.Scalar, target, int(site["ignore_index"]))
+        kept = next(queue) if site.has("weight") else site.call(aten.ones_like.default, losses)
+        kept = self._own(site, kept, ignored)
+        losses = self._own(site, site.call(aten.mul.Tensor, losses, kept), ignored)
+        return narrowed(site, losses), narrowed(site, kept)
+
+    def _own(self, site: Site, value: Handle, others: Handle) -> Handle:
+        return site.call(aten.masked_fill.Scalar, value, others, 0.0)
+
+    def _classes(self, site: Site) -> tuple[int, int]:
+        dim, name = self.dim(site), site.operands[0]
+        start, stop = site.dims.rows(name, Shard(dim), site.operand_layout(0), site.coordinate)
+        inner = site.shape()[dim] // site.dims.atoms.of[name][dim][0]
+        return start * inner, stop * inner
 
     def samples(self) -> Iterable[Sample]:
-        x, y = torch.randn(6, 5), torch.tensor([0, 4, -100, 2, 2, 1])
-        yield Sample(aten.cross_entropy_loss.default, (x, y))
-        yield Sample(aten.cross_entropy_loss.default, (x, y, None, _SUM))
-        weighted = (x, y, torch.rand(5) + 0.5)
-        yield Sample(aten.cross_entropy_loss.default, weighted, constant=("operand_2",))
-        yield Sample(
-            aten.cross_entropy_loss.default, (torch.randn(3, 5, 4), torch.randint(0, 5, (3, 4)), None, _NONE)
-        )
-        yield Sample(aten.cross_entropy_loss.default, (torch.randn(4, 5, 3, 2), torch.randint(0, 5, (4, 3, 2))))
+        entropy, weight = aten.cross_entropy_loss.default, torch.rand(5) + 0.5
+        x, y = torch.randn(6, 5) * 3 + 800, torch.tensor([0, 4, -100, 2, 2, 1])
+
+        def weighted(*args: Any) -> Sample:
+            return Sample(args[0], args[1:], constant=("operand_2",))
+
+        yield Sample(entropy, (x, y))
+        yield Sample(entropy, (x, y, None, _SUM))
+        yield weighted(entropy, x, y, weight)
+        yield weighted(entropy, x, y.clamp(min=0), weight, _NONE, 2)
+        yield Sample(entropy, (torch.randn(3, 5, 4), torch.randint(0, 5, (3, 4)), None, _NONE))
+        yield Sample(entropy, (torch.randn(4, 5, 3, 2), torch.randint(0, 5, (4, 3, 2)), None, _MEAN, 3))
+        yield Sample(entropy, (torch.randn(5), torch.tensor(3)))
+        yield weighted(entropy, x, y, weight, _MEAN, -100, 0.1)
+        yield Sample(entropy, (x, torch.rand(6, 5).softmax(1)), constant=("operand_1",))
+        yield weighted(entropy, x, torch.rand(6, 5).softmax(1), weight, _MEAN, -100, 0.2)
         yield Sample(aten.nll_loss_nd.default, (torch.randn(6, 5), y))
+        yield weighted(aten.nll_loss_nd.default, torch.randn(6, 5, 2), torch.randint(0, 5, (6, 2)), weight)
+        yield weighted(aten.nll_loss.default, torch.randn(6, 5), y, weight, _SUM)

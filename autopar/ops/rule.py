@@ -64,6 +64,11 @@ class Instance:
         assert name is not None
         return self.specs[name].shape
 
+    def result_dtype(self, result: int = 0) -> torch.dtype:
+        name = self.operator.results[result]
+        assert name is not None
+        return self.specs[name].dtype
+
     @property
     def num_results(self) -> int:
         return len(self.operator.results)
@@ -171,9 +176,11 @@ class Site(Instance):
             return value
         return self.emitter.collective(target, (value, self.key(axes)), self.emitter.shape(value))
 
-    def slice_to(self, value: Handle, tensor: str, layout: Layout) -> Handle:
-        """The rank's part of a value that is whole on every rank."""
-        for dim in range(len(self.dims.atoms.of[tensor])):
+    def slice_to(
+        self, value: Handle, tensor: str, layout: Layout, *, dims: Iterable[int] | None = None
+    ) -> Handle:
+        """The rank's part of a value that is whole on every rank and shaped like `tensor`, in `dims`."""
+        for dim in range(len(self.dims.atoms.of[tensor])) if dims is None else dims:
             for atom in range(len(self.dims.atoms.of[tensor][dim])):
                 value = self._slice_atom(value, tensor, Shard(dim, atom), layout)
         return value

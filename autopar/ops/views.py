@@ -134,6 +134,35 @@ class Expand(Rule):
 
 
 @register
+class BroadcastTensors(Rule):
+    """Each operand expanded to the shape of all together."""
+
+    targets = (aten.broadcast_tensors.default,)
+
+    def equation(self, op: Instance) -> Equation:
+        result = op.result_shape()
+        everywhere = tuple(f"d{dim}" for dim in range(len(result)))
+        shapes = [op.shape(index) for index in range(len(op.operands))]
+        operands = tuple(
+            tuple(
+                f"d{dim}" if size == result[dim] else None
+                for dim, size in enumerate(shape, start=len(result) - len(shape))
+            )
+            for shape in shapes
+        )
+        return Equation(operands, (everywhere,) * op.num_results, linear=(frozenset(range(len(operands))),))
+
+    def lower(self, site: Site) -> Sequence[Any]:
+        return tuple(
+            site.call(aten.expand.default, value, list(site.local_result_shape(index)))
+            for index, value in enumerate(site.values)
+        )
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample(aten.broadcast_tensors.default, ([torch.randn(4, 5), torch.randn(3, 1, 5)],))
+
+
+@register
 class Split(Regroup):
     """Parts along a dim; equal parts keep what is sharded inside each."""
 

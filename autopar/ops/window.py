@@ -12,8 +12,27 @@ and what lies outside the tensor is filled with the operator's own padding value
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Protocol
+
+
+class RowMap(Protocol):
+    """What halos and cuts ask of a windowed factor."""
+
+    @property
+    def scale(self) -> Fraction:
+        """Output rows for each input row."""
+
+    def needs(self, start: int, stop: int) -> tuple[int, int]:
+        """Input rows [low, high) that outputs [start, stop) read."""
+
+
+def per_dim(value: int | Sequence[int], count: int) -> list[int]:
+    """A per-dim argument as a list; torch repeats a single one."""
+    values = [value] if isinstance(value, int) else list(value)
+    return [int(item) for item in (values * count if len(values) == 1 else values)]
 
 
 @dataclass(frozen=True, slots=True)

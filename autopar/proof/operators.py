@@ -6,7 +6,7 @@ converted back, so that every placement that the rule names is exercised with it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from autopar.ops.analysis import find_atoms, strategies_of
 from autopar.ops.dims import Dims
 from autopar.ops.rule import Sample, Strategy
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
-from autopar.rewrite.program import rewrite
+from autopar.proof.simulated import simulate_typed
+from autopar.rewrite.program import RankProgram, rewrite
 from autopar.trace import _HIDDEN_WRITES
 
 
@@ -142,7 +143,28 @@ def error(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int = 0) ->
             worst = max(worst, _gap(assemble(name, shares, program.inputs[name], dims), operand))
         elif operand.grad is not None:
             worst = max(worst, _gap(total_gradient(name, shares, program.inputs[name], dims), operand.grad))
-    return worst
+    torch.manual_seed(seed)
+    return max(
+        worst, _typed_error(one, distribute(one.tensors, program.inputs, dims), programs, gradients, operands)
+    )
+
+
+def _typed_error(
+    one: OneOperator,
+    locals_: Sequence[Mapping[str, Tensor]],
+    programs: Sequence[RankProgram],
+    gradients: Sequence[Tensor],
+    operands: Mapping[str, Tensor],
+) -> float:
+    """The largest difference of any rank's gradient, when gradients travel as in a program."""
+    outputs = run(programs, locals_, meaning=simulate_typed)
+    roots = [item for local in outputs for item in local if item.requires_grad]
+    torch.autograd.backward(roots, list(gradients) * len(outputs))
+    wanted = {name: item.grad for name, item in operands.items() if item.grad is not None}
+    found = ((local[name].grad, item) for local in locals_ for name, item in wanted.items())
+    return max(
+        (_gap(torch.zeros_like(item) if mine is None else mine, item) for mine, item in found), default=0.0
+    )
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:

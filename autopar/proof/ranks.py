@@ -10,7 +10,7 @@ seeded with 1/n of its gradient on each of n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,19 @@ from autopar.core.mesh import parse_key
 from autopar.core.placement import Layout
 from autopar.errors import CheckError
 from autopar.ops.dims import Dims
-from autopar.proof.simulated import simulate
+from autopar.proof.simulated import Call, simulate
 from autopar.rewrite.program import RankProgram
 
+Meaning = Callable[[Any, Sequence[Call]], list[Tensor]]
 
-def run(programs: Sequence[RankProgram], inputs: Sequence[Mapping[str, Tensor]]) -> list[tuple[Tensor, ...]]:
-    """The outputs of all ranks; `inputs[rank]` are its local tensors by name."""
+
+def run(
+    programs: Sequence[RankProgram], inputs: Sequence[Mapping[str, Tensor]], *, meaning: Meaning = simulate
+) -> list[tuple[Tensor, ...]]:
+    """The outputs of all ranks; `inputs[rank]` are its local tensors by name.
+
+    `meaning` says what the collectives do: `simulate` or `simulate_typed`.
+    """
     environments: list[dict[fx.Node, Any]] = [{} for _ in programs]
     steps = list(zip(*(program.graph.nodes for program in programs), strict=True))
     for nodes in steps:
@@ -34,7 +41,7 @@ def run(programs: Sequence[RankProgram], inputs: Sequence[Mapping[str, Tensor]])
             if node.op == "placeholder":
                 environment[node] = local[str(node.target)]
         if nodes[0].op == "call_function":
-            _step(nodes, environments)
+            _step(nodes, environments, meaning)
         if nodes[0].op == "output":
             return [
                 tuple(fx.node.map_arg(node.args[0], lambda item, known=environment: known[item]))
@@ -53,7 +60,7 @@ def _check_alike(nodes: Sequence[fx.Node]) -> None:
         )
 
 
-def _step(nodes: Sequence[fx.Node], environments: Sequence[dict[fx.Node, Any]]) -> None:
+def _step(nodes: Sequence[fx.Node], environments: Sequence[dict[fx.Node, Any]], meaning: Meaning) -> None:
     calls = [
         (
             fx.node.map_arg(node.args, lambda item, known=environment: known[item]),
@@ -63,7 +70,7 @@ def _step(nodes: Sequence[fx.Node], environments: Sequence[dict[fx.Node, Any]]) 
     ]
     target: Any = nodes[0].target
     if getattr(target, "namespace", "") == "autopar" and not _is_random(target):
-        results = _meet(target, calls)
+        results = _meet(target, calls, meaning)
     else:
         results = _each(target, calls)
     for node, environment, result in zip(nodes, environments, results, strict=True):
@@ -85,19 +92,21 @@ def _each(target: Any, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     return results
 
 
-def _meet(target: Any, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+def _meet(target: Any, calls: Sequence[Call], meaning: Meaning) -> list[Any]:
     place = next(i for i, item in enumerate(target._schema.arguments) if item.name == "group")
     mesh, axes = parse_key(calls[0][0][place])
     results: list[Any] = [None] * len(calls)
     for rank in range(len(calls)):
         group = mesh.group(axes, rank)
         if results[rank] is None:
-            for member, result in zip(group, simulate(target, [calls[item] for item in group]), strict=True):
+            for member, result in zip(group, meaning(target, [calls[item] for item in group]), strict=True):
                 results[member] = result
     return results
 
 
-def distribute(full: Mapping[str, Tensor], layouts: Mapping[str, Layout], dims: Dims) -> list[dict[str, Tensor]]:
+def distribute(
+    full: Mapping[str, Tensor], layouts: Mapping[str, Layout], dims: Dims
+) -> list[dict[str, Tensor]]:
     """Each rank's own leaf tensors, cut out of the full ones."""
     return [
         {
@@ -137,5 +146,3 @@ def assemble(name: str, locals_: Sequence[Tensor], layout: Layout, dims: Dims) -
                 remedy="a placement is wrong: report this model",
             )
     return full
-
-

@@ -40,6 +40,45 @@ def simulate(target: Any, calls: Sequence[Call]) -> list[Tensor]:
     return meaning([dict(zip(names, args, strict=False)) | kwargs for args, kwargs in calls])
 
 
+# The moves from or to Replicate, and the move that their gradient makes in a program; the others'
+# gradients are what autograd finds.
+TRANSPOSED = {
+    "p_to_r": "r_to_b",
+    "r_to_b": "p_to_r",
+    "s_to_r": "r_to_s",
+    "r_to_s": "s_to_r",
+    "r_to_p": "b_to_r",
+    "b_to_r": "r_to_p",
+}
+
+
+class _Typed(torch.autograd.Function):
+    """A move whose gradient is the transposed move: that of a Replicate tensor is whole on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, target: Any, calls: Sequence[Call], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.move, ctx.rest = target._schema.name.removeprefix("autopar::"), [call[0][1:] for call in calls]
+        return tuple(item.clone() for item in simulate(target, calls))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        back = getattr(torch.ops.autopar, TRANSPOSED[ctx.move]).default
+        calls: list[Call] = [((item, *rest), {}) for item, rest in zip(gradients, ctx.rest, strict=True)]
+        return (None, None, *simulate(back, calls))
+
+
+def simulate_typed(target: Any, calls: Sequence[Call]) -> list[Tensor]:
+    """Like `simulate`, with gradients as programs carry them: a Replicate result is seeded with its
+    whole gradient on every rank, and every rank's gradient of a Replicate tensor is whole.
+
+    Only so does P -> R where P -> B is meant, or a Replicate operand left unconverted, show.
+    """
+    if target._schema.name.removeprefix("autopar::") not in TRANSPOSED:
+        return simulate(target, calls)
+    apply: Any = _Typed.apply  # ships without types
+    return list(apply(target, calls, *(call[0][0] for call in calls)))
+
+
 def _tensors(ranks: Sequence[Arguments]) -> list[Tensor]:
     return [rank["x"] for rank in ranks]
 

@@ -8,24 +8,35 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Call, TensorSpec
 
 _META = torch.device("meta")
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One local call as it was written: its tensors in argument order, and what it gave."""
+
+    call: Call
+    operands: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+
+
 class GraphEmitter:
-    """An `Emitter` that appends to an fx.Graph; `calls` lists the local ATen calls for pricing."""
+    """An `Emitter` that appends to an fx.Graph; `written` and `collectives` are for pricing."""
 
     def __init__(self, *, device: torch.device | None = None) -> None:
         self.graph = fx.Graph()
         self.device = device
         self.meta: dict[fx.Node, torch.Tensor] = {}
-        self.calls: list[Call] = []
+        self.written: list[Written] = []
         self.collectives: list[tuple[str, tuple[Any, ...], TensorSpec]] = []
 
     def placeholder(self, name: str, spec: TensorSpec) -> fx.Node:
@@ -41,17 +52,24 @@ class GraphEmitter:
             kwargs["device"] = self.device
         on_meta = {**self._lookup(kwargs), **({"device": _META} if "device" in kwargs else {})}
         values = target(*self._lookup(tuple(args)), **on_meta)
-        self.calls.append(Call(target, self._spec(tuple(args)), self._spec(kwargs)))
+        call = Call(target, self._spec(tuple(args)), self._spec(kwargs))
+        operands = tuple(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, fx.Node))
         node = self.graph.call_function(target, tuple(args), kwargs)
         if isinstance(values, torch.Tensor):
             self.meta[node] = values.to(_META) if values.device != _META else values
+            self.written.append(Written(call, operands, (node,)))
             return node
-        parts = []
+        parts: list[fx.Node] = []
         for index, value in enumerate(values):
             part = self.graph.call_function(operator.getitem, (node, index))
             self.meta[part] = value
             parts.append(part)
+        self.written.append(Written(call, operands, tuple(parts)))
         return tuple(parts)
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(item.call for item in self.written)
 
     def collective(self, target: Any, args: Sequence[Any], shape: Sequence[int]) -> fx.Node:
         node = self.graph.call_function(target, tuple(args))

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.errors import CheckError
 from autopar.runtime import batch_norm, groups, registry, transport
 
 __all__ = ["batch_norm"]  # so that importing this module registers every operator
@@ -65,11 +66,24 @@ def _resized(x: Tensor, dim: int, length: int) -> Tensor:
     return x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
 
 
+def _expect(x: Tensor, dim: int, length: int) -> None:
+    """A slice or a copy of a wrong length could pass in silence; torch would even broadcast a 1."""
+    if x.shape[dim] != length:
+        raise CheckError(
+            where=f"a move of the tensor {tuple(x.shape)}",
+            found=f"dim {dim} of length {x.shape[dim]}",
+            wanted=f"{length} on this rank, by the sizes or rows in the move's arguments",
+            remedy="take both from the same cut",
+        )
+
+
 def _full(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+    _expect(x, dim, blocks * sizes[groups.index(group)])
     return _resized(x, dim, blocks * sum(sizes))
 
 
 def _local(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+    _expect(x, dim, blocks * sum(sizes))
     return _resized(x, dim, blocks * sizes[groups.index(group)])
 
 
@@ -105,11 +119,13 @@ def _all_gather(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[in
 
 
 def _reduce_scatter(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+    _expect(x, dim, blocks * sum(sizes))
     x = x.contiguous()
     return transport.reduce_scatter(x, _parts(x, dim, blocks, sizes), group).flatten(dim, dim + 1)
 
 
 def _slice(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
+    _expect(x, dim, blocks * sum(sizes))
     part = _mine(x, group, dim, blocks, sizes)
     return part.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
 
@@ -134,8 +150,8 @@ def _resplit(x: Tensor, group: str, *splits: Any) -> Tensor:
 
 def _resplit_shape(x: Tensor, group: str, *splits: Any) -> Tensor:
     dim_from, blocks_from, sizes_from, dim_to, blocks_to, sizes_to = splits
-    out = _resized(x, dim_from, blocks_from * sum(sizes_from))
-    return _resized(out, dim_to, blocks_to * sizes_to[groups.index(group)])
+    out = _full(x, group, dim_from, blocks_from, sizes_from)
+    return _local(out, group, dim_to, blocks_to, sizes_to)
 
 
 # -- halo exchange and recut --------------------------------------------------------------------
@@ -194,13 +210,17 @@ class Halo:
         window = self.windows[self.me]
         return self._view(x, window[0], _overlap(self.cuts[peer], window))
 
-    def like_cut(self, x: Tensor) -> Tensor:
-        first, stop = self.cuts[self.me]
-        return _resized(x, self.dim, self.blocks * (stop - first))
+    def to_window(self, x: Tensor) -> Tensor:
+        """New, laid as my window; `x` must be laid as my cut."""
+        return self._from_to(x, self.cuts[self.me], self.windows[self.me])
 
-    def like_window(self, x: Tensor) -> Tensor:
-        first, stop = self.windows[self.me]
-        return _resized(x, self.dim, self.blocks * (stop - first))
+    def to_cut(self, x: Tensor) -> Tensor:
+        """New, laid as my cut; `x` must be laid as my window."""
+        return self._from_to(x, self.windows[self.me], self.cuts[self.me])
+
+    def _from_to(self, x: Tensor, old: Rows, new: Rows) -> Tensor:
+        _expect(x, self.dim, self.blocks * (old[1] - old[0]))
+        return _resized(x, self.dim, self.blocks * (new[1] - new[0]))
 
     def fill(self, x: Tensor, value: float) -> None:
         for first, stop in self.outside:
@@ -218,7 +238,7 @@ class Halo:
 def _exchange(x: Tensor, *arguments: Any) -> Tensor:
     *geometry, fill = arguments
     halo, group = Halo.of(*geometry), arguments[0]
-    out = halo.like_window(x)
+    out = halo.to_window(x)
     halo.fill(out, fill)
     halo.needed(out, halo.me).copy_(halo.owned(x, halo.me))
     sends = [(peer, halo.owned(x, peer)) for peer in halo.others]
@@ -227,12 +247,12 @@ def _exchange(x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _exchange_shape(x: Tensor, *arguments: Any) -> Tensor:
-    return Halo.of(*arguments[:-1]).like_window(x)
+    return Halo.of(*arguments[:-1]).to_window(x)
 
 
 def _exchange_add(x: Tensor, *arguments: Any) -> Tensor:
     halo, group = Halo.of(*arguments), arguments[0]
-    out = halo.like_cut(x).zero_()
+    out = halo.to_cut(x).zero_()
     halo.owned(out, halo.me).copy_(halo.needed(x, halo.me))
     targets = [(peer, halo.owned(out, peer)) for peer in halo.others]
     # Several peers may send to the same row, so each lands apart before it is added.
@@ -244,7 +264,7 @@ def _exchange_add(x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _exchange_add_shape(x: Tensor, *arguments: Any) -> Tensor:
-    return Halo.of(*arguments).like_cut(x)
+    return Halo.of(*arguments).to_cut(x)
 
 
 # -- registration -------------------------------------------------------------------------------

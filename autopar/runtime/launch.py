@@ -105,7 +105,7 @@ def _launch(command: Sequence[str], num_processes: int, timeout: float | None) -
     ):
         try:
             start = elastic_launch(_config(num_processes, logs), sys.executable)
-            start("-m", worker.__name__, *command)
+            start("-m", "autopar.runtime", *command)
         except ChildFailedError as error:
             # Agents list failures as they see them; the time stamps would be whole seconds only.
             rank, failure = next(iter(error.failures.items()))

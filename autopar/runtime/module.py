@@ -106,6 +106,14 @@ class ParallelModule(Container):
         self._current = self._program(call, args, kwargs)
         return self._current(call.tensors)
 
+    @property
+    def plan(self) -> Any:
+        """The plan of the program that ran last; the first call's before that."""
+        if self._current is None:
+            self._require_placed()
+        assert self._current is not None
+        return self._current.executable.plan
+
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Plan and compile for such a call, without running it; the first time, place the parameters."""
         self._current = self._program(flatten_arguments(args, kwargs), args, kwargs)

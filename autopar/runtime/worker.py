@@ -1,6 +1,6 @@
 """One rank: ends with its launcher, ends at once when it fails, joins and leaves the process group.
 
-    python -m autopar.runtime.worker script.py arguments...
+    python -m autopar.runtime script.py arguments...
 
 runs the script as `python script.py arguments...` would, inside the safety net of `launch`.
 
@@ -149,6 +149,3 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     record(run, _LastWords())(sys.argv[0])
 
-
-if __name__ == "__main__":
-    main()

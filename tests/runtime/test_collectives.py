@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from autopar.core.mesh import Mesh, parse_key
+from autopar.errors import CheckError
 from autopar.proof.simulated import simulate
 from autopar.runtime import groups
 from tests.pool import Pool
@@ -187,6 +188,12 @@ def test_shapes_need_no_process_group(name: str, pools: Pools) -> None:
             with FakeTensorMode():
                 on_fake = operator(name)(torch.empty(X), "a@2", *CALLS[name])
         assert tuple(on_meta.shape) == tuple(on_fake.shape) == wanted
+
+
+@pytest.mark.parametrize("name", [name for name, arguments in CALLS.items() if arguments])
+def test_a_tensor_of_another_length_is_refused(name: str) -> None:
+    with pytest.raises(CheckError, match="dim"):
+        operator(name)(torch.empty(X[0], X[1] + 2, X[2], device="meta"), "a@2", *CALLS[name])
 
 
 def _chain(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -32,6 +33,12 @@ def test_groups_are_those_of_the_mesh(shape: tuple[int, ...], pools: Pools) -> N
             mesh, axes = parse_key(key)
             assert tuple(ranks) == mesh.group(axes, rank)
             assert (ranks[index], size) == (rank, len(ranks))
+
+
+def test_the_minor_axis_has_consecutive_ranks(pools: Pools) -> None:
+    found = pools(4).run(_ranks, (2, 2))
+    assert [one["b@2x2"][0] for one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [one["a@2x2"][0] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
 def _everybody() -> bool:
@@ -88,8 +95,6 @@ def test_groups_end_with_their_world() -> None:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

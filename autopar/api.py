@@ -1,0 +1,188 @@
+"""The two doors: `plan` decides and prints, `parallelize` decides and runs.
+
+    trace       nn.Module -> graph of ATen operators          trace.py
+    annotate    measured costs of every strategy               cost/
+    solve       integer program over all placements            ilp/
+    rewrite     local operators and collectives of a rank      rewrite/
+    run         DTensor parameters outside, local ones inside  runtime/
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar.ops
+import autopar.runtime.collectives
+import autopar.runtime.random  # noqa: F401  (register the rules and the operators that programs call)
+from autopar.cluster import ClusterSpec
+from autopar.compiler import Compiler
+from autopar.core.mesh import Mesh
+from autopar.core.plan import Plan
+from autopar.cost.model import Progress
+from autopar.errors import InputError
+from autopar.ilp.space import Parallelism, Pins
+from autopar.planning import DEFAULT_GAP, Request
+from autopar.rewrite.render import describe
+from autopar.runtime import worker
+from autopar.runtime.module import ParallelModule
+from autopar.signature import LossFunction
+from autopar.trace import trace
+from autopar.units import parse_bytes
+
+OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of the weight's size
+TIMEOUT = timedelta(minutes=10)
+
+
+def plan(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    example_inputs: Any = (),
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    mesh: Mesh | str | None = None,
+    force: Parallelism | Pins | str | None = None,
+    memory: int | str | None = None,
+    time_limit: float | None = None,
+    gap: float = DEFAULT_GAP,
+    optimizer: str = "adam",
+    costdb: str | None = None,
+    measure: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Find the best placement of `model` on `cluster`; no process group is needed.
+
+    `example_inputs` is the global batch: a tuple of positional arguments, a dict of keyword
+    arguments, or one tensor; with `loss_fn` the arguments that it takes after the output come last.
+    `force` is a pure kind ("batch", "domain", "filter", "channel") or pins of single layers, by name,
+    to a factor for each axis. `memory` caps bytes per device; `optimizer` ("sgd", "momentum", "adam")
+    sizes its state. Raises InfeasibleError, SolverError, TraceError or InputError.
+    """
+    request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
+    args, kwargs = split_inputs(example_inputs, example_kwargs)
+    traced = trace(model, args, kwargs, loss_fn=loss_fn)
+    compiler = Compiler(cluster, request, loss_fn, costdb=costdb, progress=progress)
+    return compiler.find(traced.graph, request)
+
+
+def parallelize(
+    model: nn.Module,
+    cluster_spec: ClusterSpec,
+    example_inputs: Any = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    mesh: Mesh | str | None = None,
+    force: Parallelism | Pins | str | None = None,
+    memory: int | str | None = None,
+    time_limit: float | None = None,
+    gap: float = DEFAULT_GAP,
+    optimizer: str = "adam",
+    costdb: str | None = None,
+    measure: bool = True,
+    exact_random: bool = False,
+    timeout: timedelta = TIMEOUT,
+) -> ParallelModule:
+    """The model as a module that runs on the whole cluster; call it on every rank alike.
+
+    With examples it plans at once, otherwise at the first call; until then its parameters cannot be
+    read. Rank 0 plans (and measures what is missing), the others receive the plan, and all continue
+    with rank 0's parameters and random state. With `loss_fn` calling the module returns the loss.
+    `exact_random` draws the serial dropout masks, whole, on every rank: for proofs. The other options
+    are those of `plan`.
+
+    Raises InputError outside a launcher, or where the world is not the cluster.
+    """
+    require_launcher()
+    worker.init(cluster_spec.device_type, timeout.total_seconds())
+    cluster_spec.check_world(dist.get_world_size())
+    request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
+    compiler = Compiler(cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random)
+    share_random_state()
+    parallel = ParallelModule(
+        model, compiler, describe=describe, device=compiler.device(), timeout=timeout
+    )
+    parallel.train(model.training)
+    if example_inputs is not None or example_kwargs is not None:
+        args, kwargs = split_inputs(example_inputs, example_kwargs)
+        parallel.prepare(*args, **kwargs)
+    return parallel
+
+
+def make_request(
+    mesh: Mesh | str | None,
+    force: Parallelism | Pins | str | None,
+    memory: int | str | None,
+    time_limit: float | None,
+    gap: float,
+    optimizer: str,
+    measure: bool,
+) -> Request:
+    """Options as the user writes them -> what the search takes."""
+    if optimizer not in OPTIMIZER_STATES:
+        raise InputError(
+            where="optimizer",
+            found=repr(optimizer),
+            wanted=", ".join(OPTIMIZER_STATES),
+            remedy="name the one whose state is as large as yours",
+        )
+    kinds = {kind.value: kind for kind in Parallelism}
+    if isinstance(force, str) and force not in kinds:
+        raise InputError(
+            where="force", found=repr(force), wanted=", ".join(kinds), remedy="choose one kind of parallelism"
+        )
+    kind = kinds[force] if isinstance(force, str) else force if isinstance(force, Parallelism) else None
+    return Request(
+        mesh=Mesh.parse(mesh) if isinstance(mesh, str) else mesh,
+        force=kind,
+        pins=force if isinstance(force, Mapping) else None,
+        memory=parse_bytes(memory, where="memory") if isinstance(memory, str) else memory,
+        time_limit=time_limit,
+        gap=gap,
+        measure=measure,
+        optimizer_states=OPTIMIZER_STATES[optimizer],
+    )
+
+
+def split_inputs(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of examples given as a tuple, a list, a dict or one tensor."""
+    named = dict(kwargs or {})
+    match inputs:
+        case None:
+            return (), named
+        case tuple() | list():
+            return tuple(inputs), named
+        case dict():
+            return (), {**inputs, **named}
+        case _:
+            return (inputs,), named
+
+
+def require_launcher() -> None:
+    if dist.is_initialized() or "RANK" in os.environ:
+        return
+    raise InputError(
+        where="parallelize",
+        found="no process group and no launcher",
+        wanted="one process for each device",
+        remedy="put the code into a script and start it with `autopar run SCRIPT --cluster local:4` or torchrun; "
+        "plan() works here",
+    )
+
+
+def share_random_state() -> None:
+    """All ranks go on with rank 0's CPU generator: replicas must draw one mask."""
+    state = torch.get_rng_state()
+    box = [state]
+    dist.broadcast_object_list(box, src=0)
+    torch.set_rng_state(box[0])
+
+
+

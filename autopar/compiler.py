@@ -1,0 +1,151 @@
+"""From a model to one rank's executable: trace, search, rewrite, defer the gradient sums.
+
+Rank 0 plans and sends the plan; every rank rewrites its own program from it. A failure on rank 0 is
+sent too, so that nobody waits for a plan that will not come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from autopar.cluster import ClusterSpec
+from autopar.core.executable import Executable, InputPart
+from autopar.core.graph import Graph, InputKind
+from autopar.core.placement import Layout
+from autopar.core.plan import Plan
+from autopar.cost.model import Progress
+from autopar.errors import AutoparError, CheckError
+from autopar.ops.analysis import find_atoms
+from autopar.ops.dims import Dims
+from autopar.planning import Request, search
+from autopar.rewrite.program import rewrite
+from autopar.rewrite.sync import defer
+from autopar.signature import LossFunction
+from autopar.trace import Traced, trace
+from costdb.database import Database
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """Makes the executables of one parallel module.
+
+    With `program` set, that plan is taken instead of a search. `loss_only` says whether the model's
+    own output leaves the program beside the loss of `loss_fn`.
+    """
+
+    cluster: ClusterSpec
+    request: Request
+    loss_fn: LossFunction | None = None
+    loss_only: bool = True
+    costdb: str | None = None
+    exact_random: bool = False
+    progress: Progress | None = None
+    plan: Plan | None = None
+
+    def __call__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        training: bool,
+        pinned: dict[str, Layout] | None,
+    ) -> Executable:
+        """This rank's program for one kind of call; collective."""
+        traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        request = replace(self.request, training=training, stored=pinned)
+        plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request, pinned)
+        return build(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)
+
+    def device(self) -> torch.device:
+        if self.cluster.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def agree(self, traced: Traced, request: Request, pinned: dict[str, Layout] | None) -> Plan:
+        """Rank 0's plan on every rank; its error on every rank if it has none."""
+        box: list[Any] = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                mesh = request.mesh
+                if pinned is not None and self.plan is not None:
+                    mesh = self.plan.mesh
+                box = [self.find(traced.graph, replace(request, mesh=mesh)), graph_digest(traced.graph)]
+            except AutoparError as error:
+                box = [error, None]
+        dist.broadcast_object_list(box, src=0)
+        plan, digest = box
+        if isinstance(plan, AutoparError):
+            raise plan
+        if digest != graph_digest(traced.graph):
+            raise CheckError(
+                where=f"rank {dist.get_rank()}",
+                found="a model that traces differently from rank 0's",
+                wanted="the same model, mode and input shapes on every rank",
+                remedy="build the model and the batch alike on all ranks",
+            )
+        found: Plan = plan
+        return found
+
+    def find(self, graph: Graph, request: Request) -> Plan:
+        """Search, with the cost database open."""
+        with Database.open(self.costdb) as database:
+            return search(graph, self.cluster, request, database=database, progress=self.progress).plan
+
+
+def graph_digest(graph: Graph) -> str:
+    """Equal for graphs that are planned alike."""
+    parts = [f"{item.target}{item.args}{item.kwargs}{item.results}" for item in graph.operators]
+    parts += [f"{item.name}{item.target}{item.spec}" for item in graph.inputs]
+    return hashlib.sha256("\n".join([*parts, *graph.outputs]).encode()).hexdigest()
+
+
+def build(
+    traced: Traced, plan: Plan, *, rank: int, device: torch.device | None = None, exact_random: bool = False
+) -> Executable:
+    """One rank's executable under `plan`; needs no process group."""
+    graph, program = traced.graph, plan.program
+    dims = Dims(graph, find_atoms(graph), plan.mesh)
+    mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
+    parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
+    body, sums = defer(mine.graph, parameters)
+    users = list(traced.arguments.paths)
+    inputs = tuple(
+        InputPart(
+            name=item.name,
+            kind=item.kind,
+            target=item.target,
+            spec=item.spec,
+            layout=program.inputs[item.name],
+            part=dims.part(item.name, program.inputs[item.name], plan.mesh.coordinate(rank)),
+            aliases=item.aliases,
+            mutated=item.mutated,
+            sync=sums.get(item.name),
+            position=users.index(item.target) if item.kind is InputKind.USER else -1,
+        )
+        for item in graph.inputs
+    )
+    return Executable(
+        mesh=plan.mesh,
+        module=fx.GraphModule(nn.Module(), body, class_name="ParallelProgram"),
+        inputs=inputs,
+        num_outputs=len(graph.outputs),
+        writes=tuple(buffer for buffer, _ in graph.writes),
+        rebuild=traced.results.rebuild,
+        groups=tuple(sorted(_group_keys(body) | set(sums.values()))),
+        constants={item.target: item.value for item in graph.inputs if item.value is not None},
+        plan=plan,
+        layers=mine.layers,
+    )
+
+
+def _group_keys(graph: fx.Graph) -> set[str]:
+    """Every group key that the program names."""
+    arguments = (item for node in graph.nodes if node.op == "call_function" for item in node.args)
+    return {item for item in arguments if isinstance(item, str) and "@" in item}

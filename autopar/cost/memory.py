@@ -1,0 +1,139 @@
+"""Peak memory of a plan, by replaying one step: what is alive at every moment, in bytes.
+
+    state      weights, gradients, optimizer state: all step long
+    kept       converted inputs, outputs and scratch that backward reads: from forward to there
+    working    operands, results and their gradients while an operator runs
+
+R and B hold one copy; a view shares its operand's memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from autopar.convert.table import Action, effect
+from autopar.core.graph import Graph, InputKind
+from autopar.core.placement import Broadcast, Layout, R
+from autopar.core.plan import Program
+from autopar.cost.prices import Prices
+
+Storage = tuple[str, Layout]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes per device: `nbytes` = `state` + the most that `kept` and working tensors reach."""
+
+    nbytes: int
+    state: int
+    kept: int
+    by_operator: dict[str, int]  # bytes that each operator keeps for backward
+
+
+def value_layout(layout: Layout) -> Layout:
+    """The layout of the value alone: B is R."""
+    return tuple(R if isinstance(item, Broadcast) else item for item in layout)
+
+
+def peak_memory(graph: Graph, prices: Prices, program: Program) -> Peak:
+    """Replay forward and backward of one step of the largest rank."""
+    return _Replay(graph, prices, program).run()
+
+
+class _Replay:
+    def __init__(self, graph: Graph, prices: Prices, program: Program) -> None:
+        self.graph, self.prices, self.program = graph, prices, program
+        self.root: dict[Storage, Storage] = {}
+        self.size: dict[Storage, int] = {}
+        self.states = {item.name for item in graph.inputs if item.kind is not InputKind.USER}
+        for name, moves in program.moves.items():
+            for move in moves:
+                if effect(move).forward is Action.NOTHING:
+                    self.root[name, value_layout(move.target)] = (name, value_layout(move.source))
+
+    def storage(self, name: str, layout: Layout) -> Storage:
+        key = (name, value_layout(layout))
+        while key in self.root and self.root[key] != key:
+            key = self.root[key]
+        if key not in self.size:
+            at_rest = name in self.states and key[1] == value_layout(self.program.inputs[name])
+            self.size[key] = 0 if at_rest else self.prices.local_bytes(name, key[1])
+        return key
+
+    def run(self) -> Peak:
+        state = sum(
+            self.prices.state_bytes(item.name, self.program.inputs[item.name])
+            for item in self.graph.inputs
+            if item.kind is not InputKind.USER
+        )
+        steps = [self.step(index) for index in range(len(self.graph.operators))]
+        kept, by_operator = self.keep(steps)
+        forward = self.forward(steps, kept)
+        backward = self.backward(steps) if self.prices.training else 0
+        resident = sum(self.size[key] for key in kept)
+        extra = sum(item[3] for item in steps)
+        return Peak(state + max(forward, backward), state, resident + extra, by_operator)
+
+    def step(self, index: int) -> tuple[list[Storage], list[Storage], set[Storage], int]:
+        """(operands, results, kept, own bytes) of an operator."""
+        item = self.graph.operators[index]
+        strategy = self.program.strategies[item.name]
+        price = self.prices.operator(item, strategy)
+        operands = [
+            self.storage(name, tuple(option.operands[place] for option in strategy))
+            for place, name in enumerate(item.operands)
+        ]
+        results = []
+        for place, name in enumerate(item.results):
+            if name is None:
+                continue
+            layout = tuple(option.results[place] for option in strategy)
+            alias = price.kept.aliases[place] if place < len(price.kept.aliases) else None
+            if alias is not None:
+                self.root[name, value_layout(layout)] = operands[alias]
+            results.append(self.storage(name, layout))
+        kept = {operands[place] for place in price.kept.operands}
+        kept |= {results[place] for place in price.kept.results if place < len(results)}
+        return operands, results, kept, price.kept.extra_bytes
+
+    def keep(
+        self, steps: list[tuple[list[Storage], list[Storage], set[Storage], int]]
+    ) -> tuple[set[Storage], dict[str, int]]:
+        everything: set[Storage] = set()
+        by_operator = {}
+        for item, (_, _, kept, extra) in zip(self.graph.operators, steps, strict=True):
+            by_operator[item.name] = extra + sum(self.size[key] for key in kept - everything)
+            everything |= kept
+        return everything, by_operator
+
+    def forward(
+        self, steps: list[tuple[list[Storage], list[Storage], set[Storage], int]], kept: set[Storage]
+    ) -> int:
+        left = Counter(key for operands, _, _, _ in steps for key in set(operands))
+        alive: set[Storage] = set()
+        most = extra = 0
+        for operands, results, _, own in steps:
+            alive |= {*operands, *results}
+            extra += own
+            most = max(most, extra + sum(self.size[key] for key in alive))
+            for key in set(operands):
+                left[key] -= 1
+            alive -= {key for key in alive if not left[key] and key not in kept and key not in results}
+        return most
+
+    def backward(self, steps: list[tuple[list[Storage], list[Storage], set[Storage], int]]) -> int:
+        holders = Counter(key for _, _, kept, _ in steps for key in kept)
+        resident = sum(self.size[key] for key in holders) + sum(own for _, _, _, own in steps)
+        gradients: set[Storage] = set()
+        most = resident
+        for operands, results, kept, own in reversed(steps):
+            gradients |= {key for key in (*operands, *results) if self.size[key]}
+            most = max(most, resident + sum(self.size[key] for key in gradients))
+            gradients -= set(results)
+            resident -= own
+            for key in kept:
+                holders[key] -= 1
+                if not holders[key]:
+                    resident -= self.size[key]
+        return most

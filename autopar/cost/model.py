@@ -1,0 +1,118 @@
+"""What is known about a cluster's speed: its roofline, its measurements, its collectives.
+
+Planning for this very machine measures operator calls that are missing, but only those that an
+estimated optimum uses; what estimates of an operator were off by then corrects the others, or the
+solver would flee from what is measured to what is guessed. For any other cluster the estimates stay,
+and are marked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+
+from autopar.cluster import ClusterSpec
+from autopar.core.costs import DeviceModel, OperatorCost
+from autopar.core.graph import Call
+from autopar.cost.collectives import CollectiveTable
+from autopar.cost.compute import cost, estimate
+from autopar.cost.devices import calibrate, device_model
+from autopar.errors import CostMissingError
+from costdb.database import Database
+from costdb.measurement import Measurement
+from costdb.profiler import measure
+from costdb.setting import Setting, fingerprint
+
+OPERATOR_BUDGET = 0.05  # seconds for one operator call, beside its warm-up
+Progress = Callable[[int, int, str], None]  # done, all, what
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs on one kind of device; `here` says that this machine is one and can measure.
+
+    `contention` multiplies compute where processes share cores: n processes with one thread each on
+    fewer cores take turns.
+    """
+
+    device: DeviceModel
+    measured: dict[str, Measurement]
+    collectives: CollectiveTable
+    contention: float = 1.0
+    here: bool = False
+    setting: Setting | None = None
+    corrections: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def cost(self, call: Call) -> OperatorCost:
+        """The measured cost, else the estimate times what estimates of this operator were off by."""
+        found = cost(call, self.device, self.measured)
+        if found.measured or str(call.target) not in self.corrections:
+            return found
+        forward, backward = self.corrections[str(call.target)]
+        return OperatorCost(found.forward_seconds * forward, found.backward_seconds * backward, measured=False)
+
+    @staticmethod
+    def of(cluster: ClusterSpec, database: Database | None) -> CostModel:
+        """Read what `database` knows about the cluster's devices."""
+        here = cluster.device_type == "cpu" and cluster.nodes == 1
+        if not here:
+            return CostModel(device_model(cluster.device, database), {}, CollectiveTable({}))
+        cores = os.cpu_count() or 1
+        threads = max(1, cores // cluster.num_devices)
+        setting = Setting(fingerprint("cpu"), str(torch.__version__), threads)
+        with using_threads(threads):
+            device = calibrate("cpu", database)
+        measured = database.operators(setting) if database else {}
+        table = CollectiveTable.of(database.collectives(setting), "gloo") if database else CollectiveTable({})
+        contention = max(1.0, cluster.num_devices * threads / cores)
+        return CostModel(device, measured, table, contention, here, setting)
+
+    def measure(self, calls: Iterable[Call], database: Database | None, progress: Progress | None = None) -> CostModel:
+        """Measure the calls that are missing and store them; calls that cannot run stay estimates."""
+        missing = {call.key(): call for call in calls if call.key() not in self.measured}
+        if not (self.here and missing and self.setting):
+            return self
+        found: dict[str, Measurement] = {}
+        with using_threads(self.setting.threads):
+            for number, (key, call) in enumerate(missing.items()):
+                if progress:
+                    progress(number, len(missing), str(call.target))
+                try:
+                    found[key] = measure(call, "cpu", budget=OPERATOR_BUDGET)
+                except CostMissingError:
+                    continue
+        if database:
+            database.write_operators(self.setting, found.values())
+        ratios: dict[str, list[tuple[float, float]]] = {}
+        for key, each in found.items():
+            guess = estimate(missing[key], self.device)
+            pair = (_ratio(each.forward_seconds, guess.forward_seconds),
+                    _ratio(each.backward_seconds, guess.backward_seconds))
+            ratios.setdefault(str(missing[key].target), []).append(pair)
+        corrections = {
+            target: (median(pair[0] for pair in pairs), median(pair[1] for pair in pairs))
+            for target, pairs in ratios.items()
+        }
+        return replace(
+            self, measured={**self.measured, **found}, corrections={**self.corrections, **corrections}
+        )
+
+
+def _ratio(measured: float, estimated: float) -> float:
+    return measured / estimated if measured > 0 and estimated > 0 else 1.0
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Run torch with `count` threads, as the workers will."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

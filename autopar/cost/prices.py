@@ -1,0 +1,300 @@
+"""Seconds of every strategy of every operator, and of every move, on one mesh of one cluster.
+
+An operator's cost is that of the calls that its rule writes for one rank: measured at that local
+shape where the database has it, else estimated and marked. Collectives are priced by kind, size and
+the slowest link of their group. Nothing is the serial time divided by n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import autopar.runtime.collectives
+import autopar.runtime.random  # noqa: F401  (registers the operators that rules write)
+from autopar.cluster import ClusterSpec
+from autopar.convert.table import Action, effect
+from autopar.core.costs import Collective, DeviceModel, OperatorCost
+from autopar.core.graph import Call, Graph, Operator, TensorSpec, map_refs
+from autopar.core.mesh import parse_key
+from autopar.core.move import Move
+from autopar.core.placement import Layout, Shard
+from autopar.cost.flops import flops
+from autopar.cost.model import CostModel
+from autopar.errors import AutoparError
+from autopar.ops.dims import Dims
+from autopar.ops.rule import GATHER, Site, Strategy, rule_of
+from autopar.rewrite.emit import GraphEmitter
+from costdb.footprint import footprint
+
+_COLLECTIVE = {
+    Action.ALL_REDUCE: Collective.ALL_REDUCE,
+    Action.ALL_GATHER: Collective.ALL_GATHER,
+    Action.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
+    Action.ALL_TO_ALL: Collective.ALL_TO_ALL,
+}
+BUCKET_BYTES = 25 << 20  # gradients summed together share one latency; DistributedDataParallel's default
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an operator keeps for its backward pass: operands and results by position, and bytes of
+    its own. `aliases` holds for each result the operand whose memory it shares, or None."""
+
+    operands: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
+    extra_bytes: int = 0
+    aliases: tuple[int | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Seconds of one operator under one strategy on one rank, forward and backward.
+
+    `flops` are forward flops; `calls` the local calls, for measuring; `missing_seconds` the part of
+    `compute` that is an estimate; `kept` what stays in memory for backward.
+    """
+
+    compute: float
+    communication: float
+    missing_seconds: float
+    flops: int
+    calls: tuple[Call, ...]
+    kept: Kept
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.communication
+
+
+@dataclass(slots=True)
+class Prices:
+    """The cost table of one graph on one mesh; filled on demand and remembered.
+
+    `training` counts backward passes.
+    """
+
+    graph: Graph
+    dims: Dims
+    cluster: ClusterSpec
+    model: CostModel
+    training: bool = True
+    optimizer_states: int = 2  # tensors of the weight's size that the optimizer keeps; Adam has two
+    _operators: dict[Any, Price] = field(default_factory=dict)
+    _moves: dict[Any, float] = field(default_factory=dict)
+
+    @property
+    def device(self) -> DeviceModel:
+        return self.model.device
+
+    # -- operators ----------------------------------------------------------------------------------
+
+    def operator(self, operation: Operator, strategy: Strategy) -> Price:
+        """The price of `operation` under `strategy`, by the largest rank's calls."""
+        key = self._key(operation, strategy)
+        if key not in self._operators:
+            self._operators[key] = self._price(operation, strategy)
+        return self._operators[key]
+
+    def _key(self, operation: Operator, strategy: Strategy) -> Any:
+        specs = self.graph.specs
+        shapes = tuple(
+            self.dims.local_shape(name, tuple(o.operands[i] for o in strategy), self._place)
+            for i, name in enumerate(operation.operands)
+        )
+        args = map_refs((operation.args, operation.kwargs), lambda ref: str(specs[ref.name]))
+        return operation.target, str(args), shapes, strategy
+
+    @property
+    def _place(self) -> tuple[int, ...]:
+        """The rank that is priced: the first, whose shards are the longest."""
+        return (0,) * len(self.dims.mesh.shape)
+
+    def _price(self, operation: Operator, strategy: Strategy) -> Price:
+        emitter = GraphEmitter()
+        values = []
+        for index, name in enumerate(operation.operands):
+            layout = tuple(option.operands[index] for option in strategy)
+            spec = self.graph.specs[name]
+            shape = self.dims.local_shape(name, layout, self._place)
+            grad = spec.requires_grad and self.training
+            values.append(emitter.placeholder(f"operand_{index}", TensorSpec(shape, spec.dtype, grad)))
+        site = Site(
+            operation, dims=self.dims, strategy=strategy, coordinate=self._place, emitter=emitter, values=values
+        )
+        try:
+            results = rule_of(operation).lower(site)
+        except (AutoparError, RuntimeError, TypeError) as error:
+            error.add_note(f"while pricing {operation.name} ({operation.target}) as {[str(o) for o in strategy]}")
+            raise
+        local = tuple(item for item in emitter.calls if item.target.namespace == "aten") + _stand_ins(emitter)
+        costs = [self.call(item) for item in emitter.calls if item.target.namespace != "aten"]
+        costs += [self.call(item) for item in local]
+        compute = sum(self._seconds(item) for item in costs)
+        missing = sum(self._seconds(item) for item in costs if not item.measured)
+        talk = sum(self._inner(target, args, spec) for target, args, spec in emitter.collectives)
+        work = sum(flops(item) for item in local)
+        kept = _kept(emitter, values, results, self.device.kind)
+        return Price(compute, talk, missing, work, local, kept if self.training else Kept(aliases=kept.aliases))
+
+    def _seconds(self, item: OperatorCost) -> float:
+        backward = item.backward_seconds if self.training else 0.0
+        return (item.forward_seconds + backward) * self.model.contention
+
+    def call(self, item: Call) -> OperatorCost:
+        """One local call; a mask of autopar's own costs what filling its memory costs."""
+        if item.target.namespace == "aten":
+            return self.model.cost(item)
+        nbytes = 1
+        for size in item.args[0]:
+            nbytes *= size
+        return OperatorCost(self.device.launch_seconds + 4 * nbytes / self.device.bandwidth * 4, 0.0, measured=False)
+
+    def _inner(self, target: str, args: Sequence[Any], spec: TensorSpec) -> float:
+        """Communication inside an operator: halos, and sums of statistics."""
+        name = target.split(".")[1] if "::" not in target else target.split("::")[1].split(".")[0]
+        backward = self.training and spec.requires_grad
+        if name == "exchange":
+            key, dim, _, owned, starts, stops, _ = args
+            return self._halo(key, spec, dim, owned, starts, stops) * (2 if backward else 1)
+        if name == "batch_norm":
+            key = next(item for item in args if isinstance(item, str))
+            seconds = self._collective(Collective.ALL_REDUCE, 3 * spec.shape[1] * 4, parse_key(key)[1])
+            return seconds * (2 if backward else 1)
+        axes = parse_key(args[0])[1]
+        both = name == "p_to_b" and backward
+        return self._collective(Collective.ALL_REDUCE, spec.nbytes, axes) * (2 if both else 1)
+
+    def _halo(
+        self, key: str, spec: TensorSpec, dim: int, owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+    ) -> float:
+        """The slowest rank's rows from others, one message from each side, and the copy of its own."""
+        axes = parse_key(key)[1]
+        row = spec.nbytes // max(1, spec.shape[dim])
+        worst = 0
+        for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            low, high = max(start, 0), min(stop, owned[-1])
+            foreign = max(0, min(high, owned[index]) - low) + max(0, high - max(low, owned[index + 1]))
+            worst = max(worst, foreign)
+        copy = 2 * spec.nbytes / self.device.bandwidth
+        return copy + (self._collective(Collective.SEND_RECV, worst * row, axes) if worst else 0.0)
+
+    # -- moves --------------------------------------------------------------------------------------
+
+    def move(self, name: str, move: Move) -> float:
+        """Seconds of a conversion, forward and backward."""
+        spec = self.graph.specs[name]
+        shapes = tuple(self.dims.local_shape(name, layout, self._place) for layout in (move.source, move.target))
+        key = (shapes, spec.dtype, spec.requires_grad, move.axis, type(move.placements[0]), type(move.placements[1]))
+        if key not in self._moves:
+            self._moves[key] = self._price_move(spec, move, shapes)
+        return self._moves[key]
+
+    def _price_move(self, spec: TensorSpec, move: Move, shapes: Sequence[tuple[int, ...]]) -> float:
+        nbytes = max(torch.Size(shape).numel() for shape in shapes) * spec.dtype.itemsize
+        if any(isinstance(item, Shard) for item in move.placements) and all(
+            isinstance(item, Shard) for item in move.placements
+        ):
+            nbytes *= self.dims.mesh.shape[move.axis]
+        what = effect(move)
+        total = self._action(what.forward, nbytes, move.axis)
+        if self.training and spec.requires_grad:
+            total += self._action(what.backward, nbytes, move.axis)
+        return total
+
+    def _action(self, action: Action, nbytes: int, axis: int) -> float:
+        match action:
+            case Action.NOTHING:
+                return 0.0
+            case Action.COPY:
+                return self.device.launch_seconds + 2 * nbytes / self.device.bandwidth
+            case _:
+                return self._collective(_COLLECTIVE[action], nbytes, (axis,))
+
+    def _collective(self, kind: Collective, nbytes: int, axes: Sequence[int]) -> float:
+        size = 1
+        for axis in axes:
+            size *= self.dims.mesh.shape[axis]
+        link = self.cluster.link(self.dims.mesh, axes[0])
+        nodes = self.dims.mesh.shape[0] if self.cluster.nodes > 1 and 0 in axes else 1
+        return self.model.collectives.cost(kind, nbytes, size, link, nodes=nodes).seconds
+
+    def gradient_sync(self, name: str, move: Move) -> float:
+        """A weight's conversion: its all-reduce shares a bucket's latency with others."""
+        seconds = self.move(name, move)
+        if effect(move).name != "r_to_b" or seconds == 0.0:
+            return seconds
+        shape = self.dims.local_shape(name, move.source, self._place)
+        nbytes = torch.Size(shape).numel() * self.graph.specs[name].dtype.itemsize
+        share = min(1.0, nbytes / BUCKET_BYTES)
+        full = self._collective(Collective.ALL_REDUCE, BUCKET_BYTES, (move.axis,))
+        return seconds if share == 1.0 else min(seconds, full * share)
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def local_bytes(self, name: str, layout: Layout) -> int:
+        """Bytes of the largest rank's part of a tensor."""
+        shape = self.dims.local_shape(name, layout, self._place)
+        return torch.Size(shape).numel() * self.graph.specs[name].dtype.itemsize
+
+    def state_bytes(self, name: str, layout: Layout) -> int:
+        """A parameter with its gradient and optimizer state; frozen ones have neither."""
+        nbytes = self.local_bytes(name, layout)
+        learns = self.training and self.graph.specs[name].requires_grad
+        return nbytes * (2 + self.optimizer_states) if learns else nbytes
+
+    def update(self, name: str, layout: Layout) -> float:
+        """Seconds of the optimizer's step on a parameter: each of its tensors is read and written."""
+        if not (self.training and self.graph.specs[name].requires_grad):
+            return 0.0
+        return 2 * self.state_bytes(name, layout) / self.device.bandwidth
+
+    def is_gathered(self, operation: Operator) -> bool:
+        """Whether the operator has no rule and tensors that could have been sharded."""
+        return rule_of(operation) is GATHER and bool(operation.operands)
+
+
+def _stand_ins(emitter: GraphEmitter) -> tuple[Call, ...]:
+    """Local calls that cost about what a collective operator computes: batch norm of the shard."""
+    found = []
+    for target, args, spec in emitter.collectives:
+        if "batch_norm" in target:
+            channels = TensorSpec((spec.shape[1],), spec.dtype, spec.requires_grad)
+            affine = channels if args[0] is not None else None
+            found.append(
+                Call(
+                    torch.ops.aten.batch_norm.default,
+                    (spec, affine, affine, None, None, True, 0.1, 1e-5, False),
+                    {},
+                )
+            )
+    return tuple(found)
+
+
+def _kept(emitter: GraphEmitter, values: Sequence[Any], results: Sequence[Any], kind: str) -> Kept:
+    """Follow memory through the calls of one operator: who keeps what, and which results are views."""
+    root: dict[Any, Any] = {value: value for value in values}
+    kept: set[Any] = set()
+    extra = 0
+    for written in emitter.written:
+        if written.call.target.namespace != "aten":
+            continue
+        found, operands = footprint(written.call, kind), written.operands
+        for alias, result in zip(found.aliases, written.results, strict=False):
+            root[result] = result if alias is None else root.get(operands[alias], operands[alias])
+        kept |= {root.get(operands[index], operands[index]) for index in found.saved.operands}
+        kept |= {root[written.results[index]] for index in found.saved.results}
+        extra += found.saved.extra_bytes
+    places = {value: index for index, value in enumerate(values)}
+    ends = {root.get(result, result): index for index, result in enumerate(results)}
+    own = [value for value in kept if value not in places and value not in ends]
+    extra += sum(emitter.meta[value].numel() * emitter.meta[value].element_size() for value in own)
+    return Kept(
+        operands=frozenset(places[value] for value in kept if value in places),
+        results=frozenset(ends[value] for value in kept if value in ends and value not in places),
+        extra_bytes=extra,
+        aliases=tuple(places.get(root.get(result, result)) for result in results),
+    )

@@ -1,0 +1,273 @@
+"""Solve the placement program, read the answer truthfully, and check it outside the solver."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.convert.path import tree
+from autopar.convert.table import canonical
+from autopar.core.graph import Graph
+from autopar.core.move import Move
+from autopar.core.placement import Layout
+from autopar.core.plan import Program
+from autopar.cost.memory import Peak, peak_memory
+from autopar.cost.prices import Prices
+from autopar.errors import CheckError, InfeasibleError, SolverError
+from autopar.ilp.fold import Folding
+from autopar.ilp.linear_program import Answer
+from autopar.ilp.placement import Problem, Space, TensorClass
+from autopar.ilp.solver import solve
+from autopar.units import show_bytes
+
+INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
+MEMORY_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A checked plan of one mesh: predicted seconds, a proven lower bound, and the solver's status."""
+
+    program: Program
+    seconds: float
+    bound: float
+    status: str
+    peak: Peak
+
+    @property
+    def gap(self) -> float:
+        """How much slower than the best possible plan this one may be, relatively."""
+        return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds > 0 else 0.0
+
+
+def choose(
+    graph: Graph,
+    prices: Prices,
+    space: Space,
+    folding: Folding,
+    *,
+    cap: int | None = None,
+    gap: float = 1e-4,
+    time_limit: float | None = None,
+) -> Solution:
+    """The cheapest plan whose predicted peak is at most `cap` bytes per device.
+
+    Raises InfeasibleError if no plan meets the cap, SolverError if the time limit passed without an
+    incumbent. The linear memory rows leave out short-lived tensors, so the exact replay of the answer
+    tightens them until it fits.
+    """
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    rows_cap = cap
+    for _ in range(MEMORY_ROUNDS):
+        solution = _solve_once(graph, prices, space, folding, cap=rows_cap, gap=gap, deadline=deadline)
+        if cap is None or solution.peak.nbytes <= cap:
+            return solution
+        assert rows_cap is not None
+        rows_cap -= max(solution.peak.nbytes - cap, cap // 200)
+        if rows_cap <= 0:
+            break
+    raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
+
+
+def _solve_once(
+    graph: Graph, prices: Prices, space: Space, folding: Folding, *, cap: int | None, gap: float, deadline: float | None
+) -> Solution:
+    def left() -> float | None:
+        return None if deadline is None else max(0.1, deadline - time.monotonic())
+
+    problem = Problem(graph, prices, space, folding, cap=cap)
+    answer = solve(problem.lp, relaxed=True, time_limit=left())
+    if answer.status == "infeasible":
+        raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
+    bound = answer.bound
+    if not _is_integral(problem, answer):
+        answer = solve(problem.lp, gap=gap, time_limit=left())
+        bound = max(bound, answer.bound)
+    if answer.status == "infeasible":
+        raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
+    if answer.values is None:
+        raise SolverError(
+            where="solver", found="no plan in time", wanted="an incumbent", remedy="give more with --time-limit"
+        )
+    if folding.count > 1:
+        free = Problem(graph, prices, space, folding, cap=cap, relaxed=True)
+        bound = min(bound, solve(free.lp, relaxed=True, time_limit=left()).bound)
+    program = read(problem, answer)
+    seconds = total_seconds(graph, prices, program)
+    if seconds > answer.cost * (1 + 1e-6) + 1e-12:
+        raise CheckError(
+            where="plan",
+            found=f"{seconds:.6g} s when priced again",
+            wanted=f"at most the solver's {answer.cost:.6g} s",
+            remedy="report this model",
+        )
+    status = answer.status
+    if status == "optimal" and seconds - bound > max(gap, 1e-6) * seconds:
+        status = "gap_limit"
+    return Solution(program, seconds, min(bound, seconds), status, peak_memory(graph, prices, program))
+
+
+def _is_integral(problem: Problem, answer: Answer) -> bool:
+    if answer.values is None:
+        return False
+    whole = (value for value, flag in zip(answer.values, problem.lp.integer, strict=True) if flag)
+    return all(min(value, abs(1 - value)) < INTEGRAL for value in whole)
+
+
+def least(graph: Graph, prices: Prices, space: Space, folding: Folding) -> int:
+    """The least peak memory of any plan in `space`, by its linear rows and an exact replay."""
+    problem = Problem(graph, prices, space, folding, cap=1 << 60)
+    problem.lp.rows.pop()
+    problem.lp.costs = [0.0] * len(problem.lp.costs)
+    for nbytes, variable in problem.memory:
+        problem.lp.costs[variable] += nbytes / 2**30
+    answer = solve(problem.lp, gap=1e-3, time_limit=30.0)
+    if answer.values is None:
+        return -1
+    return peak_memory(graph, prices, read(problem, answer)).nbytes
+
+
+def infeasible(graph: Graph, prices: Prices, cap: int, minimum: int) -> InfeasibleError:
+    """Says the least that would do and which inputs and layers hold it."""
+    sizes = {item.target: prices.state_bytes(item.name, prices_layout(prices)) for item in graph.inputs}
+    largest = sorted(sizes.items(), key=lambda pair: -pair[1])[:3]
+    return InfeasibleError(
+        where="memory cap",
+        found=f"{show_bytes(cap)} per device",
+        wanted=f"at least {show_bytes(minimum)}" if minimum >= 0 else "more",
+        remedy="raise --memory or use more devices; the largest are "
+        + ", ".join(f"{name} ({show_bytes(nbytes)} unsharded)" for name, nbytes in largest),
+    )
+
+
+def prices_layout(prices: Prices) -> Layout:
+    """The layout of a tensor that nothing shards."""
+    from autopar.core.placement import R
+
+    return (R,) * len(prices.dims.mesh.shape)
+
+
+# -- reading the answer -------------------------------------------------------------------------------------
+
+
+def read(problem: Problem, answer: Answer) -> Program:
+    """The plan that the solver's values spell."""
+    assert answer.values is not None
+    values = answer.values
+    graph, folding = problem.graph, problem.folding
+    picked = {
+        name: problem.space.strategies[name][max(range(len(x)), key=lambda index: values[x[index]])]
+        for name, x in problem.x.items()
+    }
+    strategies = {item.name: picked[folding.class_of[item.name]] for item in graph.operators}
+    whole = prices_layout(problem.prices)
+    inputs: dict[str, Layout] = {item.name: problem.space.inputs[item.name][0] for item in graph.inputs}
+    for tensor in problem.tensors:
+        choices = problem.input_layouts.get(tensor.name)
+        if choices:
+            layout = max(choices, key=lambda item: values[choices[item]])
+            inputs |= dict.fromkeys(tensor.members, layout)
+    del whole
+    outputs = dict(problem.space.outputs)
+    moves: dict[str, tuple[Move, ...]] = {}
+    for tensor in problem.tensors:
+        chosen = _moves_of(problem, tensor, strategies, inputs, values)
+        moves |= dict.fromkeys(tensor.members, chosen)
+    return Program(problem.prices.dims.mesh, inputs, strategies, moves, outputs)
+
+
+def _moves_of(
+    problem: Problem,
+    tensor: TensorClass,
+    strategies: Mapping[str, object],
+    inputs: Mapping[str, Layout],
+    values: tuple[float, ...],
+) -> tuple[Move, ...]:
+    """The cheaper of: what the flows use, and paths found anew between the chosen layouts."""
+    prices = problem.prices
+    source, needs = ends(problem.graph, prices, tensor.name, strategies, inputs, problem.space.outputs)
+    if all(need == source for need in needs):
+        return ()
+    used = {move for move, variable in tensor.arcs if values[variable] > INTEGRAL}
+    flowing = _reach(source, needs, used)
+
+    def price(move: Move) -> float:
+        parameter = problem.is_parameter(tensor.name)
+        return prices.gradient_sync(tensor.name, move) if parameter else prices.move(tensor.name, move)
+
+    found = tree(
+        source,
+        needs,
+        price,
+        legal=lambda layout: prices.dims.legal(tensor.name, layout),
+        differentiable=prices.training and problem.graph.specs[tensor.name].requires_grad,
+    )
+    candidates = [item for item in (flowing, found) if item is not None]
+    return min(candidates, key=lambda item: sum(map(price, item)))
+
+
+def ends(
+    graph: Graph,
+    prices: Prices,
+    name: str,
+    strategies: Mapping[str, object],
+    inputs: Mapping[str, Layout],
+    outputs: Mapping[str, Layout],
+) -> tuple[Layout, list[Layout]]:
+    """The layout in which a tensor is made, and those in which it is used."""
+    differentiable = prices.training and graph.specs[name].requires_grad
+
+    def tidy(layout: Layout) -> Layout:
+        return canonical(layout, differentiable=differentiable)
+
+    source = inputs.get(name)
+    needs: list[Layout] = []
+    for item in graph.operators:
+        strategy: tuple[object, ...] = strategies[item.name]  # type: ignore[assignment]
+        for index, result in enumerate(item.results):
+            if result == name:
+                source = tuple(option.results[index] for option in strategy)  # type: ignore[attr-defined]
+        for index, operand in enumerate(item.operands):
+            if operand == name:
+                needs.append(tidy(tuple(option.operands[index] for option in strategy)))  # type: ignore[attr-defined]
+    if name in outputs and name in graph.outputs:
+        needs.append(tidy(outputs[name]))
+    needs += [tidy(inputs[buffer]) for buffer, value in graph.writes if value == name]
+    assert source is not None
+    return tidy(source), needs
+
+
+def _reach(source: Layout, needs: list[Layout], used: set[Move]) -> tuple[Move, ...] | None:
+    """Of the moves that carry flow those on paths from `source` to the needs; None if some is cut off."""
+    via: dict[Layout, Move] = {}
+    waiting, seen = [source], {source}
+    while waiting:
+        layout = waiting.pop(0)
+        for move in used:
+            if move.source == layout and move.target not in seen:
+                seen.add(move.target)
+                via[move.target] = move
+                waiting.append(move.target)
+    kept: dict[Layout, Move] = {}
+    for need in needs:
+        while need != source:
+            if need not in via:
+                return None
+            kept[need] = via[need]
+            need = via[need].source
+    return tuple(move for move in via.values() if move in kept.values())
+
+
+def total_seconds(graph: Graph, prices: Prices, program: Program) -> float:
+    """Predicted seconds of one training step under `program`, summed anew."""
+    total = sum(prices.operator(item, program.strategies[item.name]).seconds for item in graph.operators)
+    parameters = {item.name for item in graph.inputs if item.kind.value == "parameter"}
+    for name, moves in program.moves.items():
+        price = prices.gradient_sync if name in parameters else prices.move
+        total += sum(price(name, move) for move in moves)
+    total += sum(prices.update(name, program.inputs[name]) for name in parameters)
+    if not math.isfinite(total):
+        raise CheckError(where="plan", found=f"{total} s", wanted="a finite time", remedy="profile again")
+    return total

@@ -1,0 +1,385 @@
+"""Where every operator runs: the program whose answer is the plan of one stage.
+
+**Sets.** Operators v with strategies s (one option for each mesh axis). Tensors t with layouts p;
+uses (t, v): one for each place among v's operands, also when v takes t twice. Moves a of t: legal
+changes of one placement on one axis (convert/table.py).
+
+**Variables.** x[v,s] in {0,1}: operator v runs as s; for a parameter, x[t,p]: how it is kept.
+f[t,v,a] >= 0: the flow of use (t, v) over move a. z[t,a] >= 0: move a of t is made.
+y[t,p] >= 0: t is kept for backward in layout p.
+
+**Minimise**  sum cost[v,s] x[v,s] + sum cost[t,a] z[t,a] + sum update[t,p] x[t,p]
+
+**Subject to**
+    one       sum_s x[v,s] = 1                                      every operator runs one way
+    flow      out[t,p] + sum of f into p = need[v,p] + sum of f out of p
+              out[t,p] = sum of x[producer,s] with result p;  need[v,p] = sum of x[v,s] with operand p
+    share     z[t,a] >= f[t,v,a]                                    a shared conversion is paid once
+    keep      y[t,p] >= sum of x[v,s] that keep t as p              ... and kept once
+    memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] x[v,s] <= cap
+
+A tensor with one use needs no z: its cost is on f. Without `memory` the relaxation was integral on
+every graph tried, so it is solved first and mixed-integer branching starts only if it has to.
+
+**Folding.** Operators of one class (fold.py) share x, and every sum counts its members. That
+restricts the program, so the bound comes from a relaxation that does not: x[v] is then the mean
+over the N repetitions, and a use that the first or last repetition lacks takes the mean of the
+others, (N x - x_first) / (N - 1), with x_first and x_last free. Averaging any plan of the unfolded
+program over its repetitions gives a point of this relaxation of equal cost, so its optimum is a
+lower bound for all plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.convert.table import Action, canonical, effect, moves
+from autopar.core.graph import Graph, InputKind, Operator
+from autopar.core.move import Move
+from autopar.core.placement import Broadcast, Layout, Placement, R
+from autopar.cost.prices import Prices
+from autopar.ilp.fold import Folding
+from autopar.ilp.linear_program import LinearProgram, Terms
+from autopar.ops.rule import Regroup, Strategy, rule_of
+
+Marginal = dict[Layout, Terms]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What the solver may choose from: strategies of each operator class, layouts of each input."""
+
+    strategies: Mapping[str, Sequence[Strategy]]
+    inputs: Mapping[str, Sequence[Layout]]
+    outputs: Mapping[str, Layout]
+
+
+@dataclass(slots=True)
+class Use:
+    """One place where a tensor class is used; `repetitions` of the users that are members."""
+
+    consumer: str | None  # operator class; None for an output or a buffer
+    position: int
+    needs: Marginal
+
+
+@dataclass(slots=True)
+class TensorClass:
+    """Tensors that the plan treats alike; `name` stands for them."""
+
+    name: str
+    members: list[str]
+    arcs: list[tuple[Move, int]] = field(default_factory=list)  # move and the variable that pays for it
+
+
+class Problem:
+    """The program above for one graph; `relaxed` builds the bound's relaxation of folding."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        prices: Prices,
+        space: Space,
+        folding: Folding,
+        *,
+        cap: int | None,
+        relaxed: bool = False,
+    ) -> None:
+        self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
+        self.cap, self.relaxed = cap, relaxed
+        self.lp = LinearProgram()
+        self.operators = {item.name: item for item in graph.operators}
+        self.x: dict[str, list[int]] = {}
+        self.ends: dict[tuple[str, int], list[int]] = {}
+        self.input_layouts: dict[str, dict[Layout, int]] = {}
+        self.members: dict[str, list[str]] = {}
+        for item in graph.operators:
+            self.members.setdefault(folding.class_of[item.name], []).append(item.name)
+        self.memory: Terms = []
+        self.add_operators()
+        self.tensors = self.tensor_classes()
+        for tensor in self.tensors:
+            self.add_tensor(tensor)
+        if cap is not None:
+            self.lp.at_most(self.memory, float(cap), "memory")
+
+    # -- operators ------------------------------------------------------------------------------------
+
+    def add_operators(self) -> None:
+        for name, members in self.members.items():
+            operation = self.operators[name]
+            costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
+            self.x[name] = [
+                self.lp.variable(cost.seconds * len(members), integer=True, upper=1.0) for cost in costs
+            ]
+            self.lp.equal([(1.0, variable) for variable in self.x[name]], 1.0, f"one {name}")
+            self.memory += [
+                (float(cost.kept.extra_bytes * len(members)), variable)
+                for cost, variable in zip(costs, self.x[name], strict=True)
+                if cost.kept.extra_bytes
+            ]
+
+    def mean(self, name: str, repetitions: frozenset[int]) -> list[Terms]:
+        """For each strategy of a class the terms of x, averaged over some of its repetitions."""
+        count = len(self.members[name])
+        everyone = frozenset(range(count))
+        if not self.relaxed or count == 1 or repetitions == everyone:
+            return [[(1.0, variable)] for variable in self.x[name]]
+        missing = everyone - repetitions
+        if len(repetitions) == 1:
+            return [[(1.0, variable)] for variable in self.end(name, min(repetitions))]
+        if not missing <= {0, count - 1}:  # not met so far: a free distribution is a valid relaxation
+            return [[(1.0, variable)] for variable in self.end(name, -1 - min(missing))]
+        absent = [self.end(name, which) for which in sorted(missing)]
+        kept = float(len(repetitions))
+        return [
+            [(count / kept, variable), *((-1.0 / kept, end[index]) for end in absent)]
+            for index, variable in enumerate(self.x[name])
+        ]
+
+    def end(self, name: str, repetition: int) -> list[int]:
+        """x of one repetition alone, in the relaxation."""
+        key = (name, repetition)
+        if key not in self.ends:
+            self.ends[key] = [self.lp.variable(upper=1.0) for _ in self.x[name]]
+            self.lp.equal([(1.0, variable) for variable in self.ends[key]], 1.0, f"one {key}")
+            count = float(len(self.members[name]))
+            if 0 <= repetition:
+                for whole, part in zip(self.x[name], self.ends[key], strict=True):
+                    self.lp.at_least([(count, whole), (-1.0, part)], 0.0, "a repetition is part of the mean")
+        return self.ends[key]
+
+    def repetitions(self, operations: Iterable[str]) -> frozenset[int]:
+        return frozenset(self.folding.repetition.get(name, 0) for name in operations)
+
+    # -- tensors --------------------------------------------------------------------------------------
+
+    def tensor_classes(self) -> list[TensorClass]:
+        """Group tensors that have one producer class and the same uses."""
+        self.makers = {name: (item, i) for item in self.graph.operators for i, name in enumerate(item.results) if name}
+        self.uses = self.graph.consumers()
+        self.kinds = {item.name: item for item in self.graph.inputs}
+        self.written = {value: buffer for buffer, value in self.graph.writes}
+        found: dict[object, TensorClass] = {}
+        for name in self.graph.specs:
+            if not (self.uses[name] or name in self.graph.outputs or name in self.written):
+                continue
+            key = self.identity(name)
+            found.setdefault(key, TensorClass(name, [])).members.append(name)
+        return list(found.values())
+
+    def identity(self, name: str) -> object:
+        class_of, repetition = self.folding.class_of, self.folding.repetition
+        uses = tuple(sorted((class_of[item.name], position) for item, position in self.uses[name]))
+        if name in self.graph.outputs or name in self.written:
+            return name
+        if name in self.kinds:
+            item = self.kinds[name]
+            users = {use.name for use, _ in self.uses[name]}
+            alone = len(users) > 1 and len({repetition.get(user, -1) for user in users}) > 1
+            spans = alone or not all(user in repetition for user in users)
+            return name if spans else (item.kind, item.mutated, str(item.spec), self.prices.dims.atoms.of[name], uses)
+        operation, index = self.makers[name]
+        if operation.name not in repetition:
+            return name
+        home = repetition[operation.name]
+        steps = tuple(
+            sorted((class_of[use.name], pos, repetition[use.name] - home if use.name in repetition else use.name)
+                   for use, pos in self.uses[name])
+        ) if all(use.name in repetition for use, _ in self.uses[name]) else name
+        return class_of[operation.name], index, steps
+
+    def canonical(self, name: str, layout: Layout) -> Layout:
+        return canonical(layout, differentiable=self.prices.training and self.graph.specs[name].requires_grad)
+
+    def add_tensor(self, tensor: TensorClass) -> None:
+        sources = self.sources(tensor)
+        uses = self.uses_of(tensor)
+        fixed = tensor.name in self.kinds and self.kinds[tensor.name].mutated
+        weight = tensor.name in self.kinds and self.kinds[tensor.name].kind is InputKind.PARAMETER
+        count = float(len(tensor.members))
+        price: Callable[[Move], float] = (
+            (lambda move: self.prices.gradient_sync(tensor.name, move))
+            if weight
+            else (lambda move: self.prices.move(tensor.name, move))
+        )
+        shared = len(uses) > 1
+        arcs_of = [[] if fixed else self.arcs(tensor.name, sources, use, alone=not shared) for use in uses]
+        paid: dict[Move, int] = {}
+        for arcs in arcs_of:
+            for move in arcs:
+                if move not in paid:
+                    paid[move] = self.lp.variable(price(move) * count)
+        tensor.arcs = list(paid.items())
+        for use, arcs in zip(uses, arcs_of, strict=True):
+            flows = {move: self.lp.variable() if shared else paid[move] for move in arcs}
+            if shared:
+                for move, flow in flows.items():
+                    self.lp.at_least([(1.0, paid[move]), (-1.0, flow)], 0.0, "share")
+            self.conserve(tensor, sources, use, flows)
+        self.keep(tensor, uses, count)
+
+    def conserve(self, tensor: TensorClass, sources: Marginal, use: Use, flows: Mapping[Move, int]) -> None:
+        rows: dict[Layout, Terms] = {}
+        for layout, terms in sources.items():
+            rows.setdefault(layout, []).extend(terms)
+        for layout, terms in use.needs.items():
+            rows.setdefault(layout, []).extend((-coefficient, variable) for coefficient, variable in terms)
+        for move, variable in flows.items():
+            rows.setdefault(move.source, []).append((-1.0, variable))
+            rows.setdefault(move.target, []).append((1.0, variable))
+        for layout, terms in rows.items():
+            constants = sum(coefficient for coefficient, variable in terms if variable < 0)
+            self.lp.equal(
+                [(c, v) for c, v in terms if v >= 0], -constants, f"flow {tensor.name} {use.consumer} {layout}"
+            )
+
+    def sources(self, tensor: TensorClass) -> Marginal:
+        """out[t, .]: in which layouts the tensor is made, or kept if it is an input."""
+        found: Marginal = {}
+        if tensor.name in self.kinds:
+            return self.input_sources(tensor)
+        operation, index = self.makers[tensor.name]
+        name = self.folding.class_of[operation.name]
+        repetitions = self.repetitions(self.makers[member][0].name for member in tensor.members)
+        marginals = self.mean(name, repetitions)
+        for strategy, terms in zip(self.space.strategies[name], marginals, strict=True):
+            layout = tuple(option.results[index] for option in strategy)
+            found.setdefault(self.canonical(tensor.name, layout), []).extend(terms)
+        return found
+
+    def input_sources(self, tensor: TensorClass) -> Marginal:
+        layouts = self.space.inputs[tensor.name]
+        count = len(tensor.members)
+        variables = {}
+        for layout in layouts:
+            cost = self.prices.update(tensor.name, layout) if self.is_parameter(tensor.name) else 0.0
+            variables[layout] = self.lp.variable(cost * count, integer=True, upper=1.0)
+            nbytes = self.prices.state_bytes(tensor.name, layout) * count
+            self.memory.append((float(nbytes), variables[layout]))
+        self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0, f"one {tensor.name}")
+        self.input_layouts[tensor.name] = variables
+        found: Marginal = {}
+        for layout, variable in variables.items():
+            found.setdefault(self.canonical(tensor.name, layout), []).append((1.0, variable))
+        return found
+
+    def is_parameter(self, name: str) -> bool:
+        return name in self.kinds and self.kinds[name].kind is InputKind.PARAMETER
+
+    def uses_of(self, tensor: TensorClass) -> list[Use]:
+        """need[v, .] of every use."""
+        found = []
+        members = [self.uses[member] for member in tensor.members]
+        for index, (operation, position) in enumerate(self.uses[tensor.name]):
+            name = self.folding.class_of[operation.name]
+            repetitions = self.repetitions(uses[index][0].name for uses in members)
+            needs: Marginal = {}
+            for strategy, terms in zip(self.space.strategies[name], self.mean(name, repetitions), strict=True):
+                layout = self.canonical(tensor.name, tuple(option.operands[position] for option in strategy))
+                needs.setdefault(layout, []).extend(terms)
+            found.append(Use(name, position, needs))
+        if tensor.name in self.graph.outputs:
+            layout = self.canonical(tensor.name, self.space.outputs[tensor.name])
+            found.append(Use(None, 0, {layout: [(1.0, _ONE)]}))
+        if tensor.name in self.written:
+            buffer = self.written[tensor.name]
+            found.append(Use(None, 1, {layout: [(1.0, _ONE)] for layout in self.space.inputs[buffer][:1]}))
+        return found
+
+    # -- moves ----------------------------------------------------------------------------------------
+
+    def arcs(self, name: str, sources: Marginal, use: Use, *, alone: bool) -> list[Move]:
+        """Moves that a flow from `sources` to the use's needs can take.
+
+        Targets are what the needs have on an axis, and R, through which illegal changes go. Into an
+        operator that computes next to nothing (a view, an elementwise operator with one operand) only
+        layouts that it cannot take are converted: any other conversion is as cheap behind it.
+        """
+        targets = self.targets(use)
+        through = alone and use.consumer is not None and self.is_transparent(self.operators[use.consumer])
+        waiting = list(sources)
+        seen, found = set(waiting), []
+        while waiting:
+            layout = waiting.pop()
+            settled = through and layout in use.needs
+            for move in moves(layout, targets):
+                if settled and effect(move).forward not in (Action.NOTHING, Action.COPY):
+                    continue
+                if not self.prices.dims.legal(name, move.target):
+                    continue
+                found.append(move)
+                if move.target not in seen:
+                    seen.add(move.target)
+                    waiting.append(move.target)
+        return _leading_to(set(use.needs), found)
+
+    def targets(self, use: Use) -> tuple[tuple[Placement, ...], ...]:
+        columns = zip(*use.needs, strict=True)
+        return tuple(tuple(dict.fromkeys((R, *sorted(set(column), key=str)))) for column in columns)
+
+    def is_transparent(self, operation: Operator) -> bool:
+        if isinstance(rule_of(operation), Regroup):
+            return len(operation.operands) == 1
+        differentiable = [name for name in operation.operands if self.graph.specs[name].requires_grad]
+        elementwise = type(rule_of(operation)).__name__ in ("Pointwise", "Dropout", "Permute", "Expand")
+        return elementwise and len(operation.operands) == 1 == len(differentiable)
+
+    # -- memory ---------------------------------------------------------------------------------------
+
+    def keep(self, tensor: TensorClass, uses: Sequence[Use], count: float) -> None:
+        """y[t, p] and its bytes, once for all that keep the tensor in one layout.
+
+        A parameter's own storage is state already: only a converted copy of it counts.
+        """
+        if self.cap is None:
+            return
+        sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
+        if tensor.name in self.makers:
+            operation, index = self.makers[tensor.name]
+            sums.append(self.keepers(self.folding.class_of[operation.name], index, of="results"))
+        at_rest = {_value(layout): v for layout, v in self.input_layouts.get(tensor.name, {}).items()}
+        y: dict[Layout, int] = {}
+        for by_layout in sums:
+            for layout, terms in by_layout.items():
+                if layout not in y:
+                    y[layout] = self.lp.variable()
+                    nbytes = self.prices.local_bytes(tensor.name, layout) * count
+                    self.memory.append((nbytes, y[layout]))
+                own = [(1.0, at_rest[layout])] if layout in at_rest else []
+                self.lp.at_least([(1.0, y[layout]), *own, *((-c, v) for c, v in terms)], 0.0, "keep")
+
+    def keepers(self, name: str, position: int, *, of: str) -> Marginal:
+        """For each layout the strategies of a class that keep one operand, or result, in it."""
+        found: Marginal = {}
+        operation = self.operators[name]
+        for strategy, variable in zip(self.space.strategies[name], self.x[name], strict=True):
+            kept = self.prices.operator(operation, strategy).kept
+            if position in (kept.operands if of == "operands" else kept.results):
+                places = (getattr(option, of)[position] for option in strategy)
+                found.setdefault(_value(tuple(places)), []).append((1.0, variable))
+        return found
+
+
+_ONE = -1  # stands for the constant 1 among variables
+
+
+def _value(layout: Layout) -> Layout:
+    """R and B hold the same value: one copy serves both."""
+    return tuple(R if isinstance(item, Broadcast) else item for item in layout)
+
+
+def _leading_to(needs: set[Layout], found: list[Move]) -> list[Move]:
+    """The moves from which some need can still be reached."""
+    into: dict[Layout, list[Move]] = {}
+    for move in found:
+        into.setdefault(move.target, []).append(move)
+    good, waiting = set(needs), list(needs)
+    while waiting:
+        for move in into.get(waiting.pop(), ()):
+            if move.source not in good:
+                good.add(move.source)
+                waiting.append(move.source)
+    return [move for move in found if move.target in good]
+

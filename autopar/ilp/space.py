@@ -1,0 +1,240 @@
+"""What may be chosen: strategies of every operator and stored layouts of every input.
+
+`force` narrows it: to one kind of parallelism for every operator that computes (those that have
+such a factor must shard it), or to given options for the layers that it names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+
+from autopar.convert.table import canonical
+from autopar.core.cut import chunked, nested
+from autopar.core.graph import Graph, GraphInput, InputKind, Operator
+from autopar.core.placement import Layout, P, Placement, R, Shard
+from autopar.cost.prices import Prices
+from autopar.errors import InputError
+from autopar.ilp.fold import Folding
+from autopar.ilp.placement import Space
+from autopar.ops.analysis import strategies_of
+from autopar.ops.dims import Atom, Dims
+from autopar.ops.equation import Option
+from autopar.ops.rule import Strategy
+
+
+class Parallelism(Enum):
+    """The kinds of parallelism inside a stage, by what is sharded."""
+
+    BATCH = "batch"
+    DOMAIN = "domain"
+    FILTER = "filter"
+    CHANNEL = "channel"
+
+
+class Kinds:
+    """Which kind of parallelism an option is, told from the dims that its factor runs through.
+
+    A factor that some parameter has is model parallelism: filter if a result has it, channel if it
+    is summed over. One that reaches the first dim of a user input is batch, any other domain.
+    """
+
+    def __init__(self, graph: Graph, dims: Dims) -> None:
+        self.dims = dims
+        self.batch: set[Atom] = {
+            dims.atoms.components[(item.name, 0, 0)]
+            for item in graph.inputs
+            if item.kind is InputKind.USER and item.spec.shape
+        }
+
+    def of(self, operation: Operator, option: Option) -> Parallelism | None:
+        """The kind of a one-axis option; None if it shards nothing."""
+        if not option.shards:
+            return None
+        pairs = [
+            *zip(operation.operands, option.operands, strict=True),
+            *((name, item) for name, item in zip(operation.results, option.results, strict=True) if name),
+        ]
+        components = {self.dims.component(name, item) for name, item in pairs if isinstance(item, Shard)}
+        if any(self.dims.is_weight(component) for component in components):
+            return Parallelism.CHANNEL if P in option.results else Parallelism.FILTER
+        return Parallelism.BATCH if components & self.batch else Parallelism.DOMAIN
+
+
+Pins = Mapping[str, Sequence[str | None]]  # layer or operator name -> a factor, or None, for each axis
+
+
+def build_space(
+    graph: Graph,
+    prices: Prices,
+    folding: Folding,
+    *,
+    force: Parallelism | None = None,
+    pins: Pins | None = None,
+    stored: Mapping[str, Layout] | None = None,
+    user_layouts: Mapping[str, Layout] | None = None,
+    keep_outputs: Mapping[str, Layout] | None = None,
+) -> Space:
+    """The space of plans; `stored` fixes where parameters and buffers (by target name) lie already."""
+    kinds = Kinds(graph, prices.dims)
+    strategies: dict[str, Sequence[Strategy]] = {}
+    pins = dict(pins or {})
+    used: set[str] = set()
+    for item in graph.operators:
+        if folding.class_of[item.name] != item.name and item.name not in pins and item.module not in pins:
+            continue
+        offered = undominated(item, strategies_of(item, prices.dims), prices)
+        if force is not None:
+            offered = forced(item, offered, force, kinds, prices)
+        pin = pins.get(item.name, pins.get(item.module))
+        if pin is not None:
+            used |= {item.name, item.module} & pins.keys()
+            offered = pinned(item, offered, pin)
+        strategies[folding.class_of[item.name]] = offered
+    if pins.keys() - used:
+        raise InputError(
+            where="force",
+            found=", ".join(sorted(pins.keys() - used)),
+            wanted="names of layers or operators of the graph",
+            remedy="take the names from the plan's table",
+        )
+    inputs = {
+        item.name: _layouts_of(item, graph, prices, strategies, folding, stored or {}, user_layouts or {})
+        for item in graph.inputs
+    }
+    whole: Layout = (R,) * len(prices.dims.mesh.shape)
+    outputs = dict.fromkeys(graph.outputs, whole) | dict(keep_outputs or {})
+    return Space(strategies, inputs, outputs)
+
+
+def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices) -> list[Strategy]:
+    """Of strategies with equal placements the cheapest; partial sums of integers are not offered."""
+    specs, training = prices.graph.specs, prices.training
+    best: dict[object, Strategy] = {}
+
+    def layouts(strategy: Strategy, of: Callable[[Option], tuple[Placement, ...]], names: Sequence[str | None]) -> object:
+        return tuple(
+            canonical(
+                tuple(of(option)[index] for option in strategy),
+                differentiable=training and specs[name].requires_grad,
+            )
+            for index, name in enumerate(names)
+            if name
+        )
+
+    for strategy in offered:
+        key = (
+            layouts(strategy, lambda option: option.operands, operation.operands),
+            layouts(strategy, lambda option: option.results, operation.results),
+        )
+        cost = prices.operator(operation, strategy).seconds
+        if key not in best or cost < prices.operator(operation, best[key]).seconds:
+            best[key] = strategy
+    return list(best.values())
+
+
+def forced(
+    operation: Operator, offered: Sequence[Strategy], force: Parallelism, kinds: Kinds, prices: Prices
+) -> list[Strategy]:
+    """Strategies that shard by `force` or not at all; operators that compute shard all they can."""
+
+    def count(strategy: Strategy) -> int:
+        return sum(kinds.of(operation, option) is force for option in strategy)
+
+    pure = [
+        strategy
+        for strategy in offered
+        if all(kinds.of(operation, option) in (None, force) for option in strategy)
+    ]
+    most = max(map(count, pure))
+    if most and is_heavy(operation, offered, prices):
+        return [strategy for strategy in pure if count(strategy) == most]
+    return pure
+
+
+def is_heavy(operation: Operator, offered: Sequence[Strategy], prices: Prices) -> bool:
+    """Whether the operator does products: what flops are counted for."""
+    return prices.operator(operation, offered[0]).flops > 0
+
+
+def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str | None]) -> list[Strategy]:
+    """Strategies whose factor on each axis is the pinned one; None is any unsharded option."""
+    found = [
+        strategy
+        for strategy in offered
+        if len(pin) == len(strategy)
+        and all((option.factor if option.shards else None) == want for option, want in zip(strategy, pin, strict=True))
+    ]
+    if not found:
+        offers = sorted({option.factor for strategy in offered for option in strategy if option.shards})
+        raise InputError(
+            where=f"force[{operation.module or operation.name!r}]",
+            found=str(list(pin)),
+            wanted=f"a factor or None for each axis, of {', '.join(offers) or 'none'}",
+            remedy="choose a factor that the operator has and that is long enough for the axis",
+        )
+    return found
+
+
+# -- inputs -----------------------------------------------------------------------------------------------
+
+
+def _layouts_of(
+    item: GraphInput,
+    graph: Graph,
+    prices: Prices,
+    strategies: Mapping[str, Sequence[Strategy]],
+    folding: Folding,
+    stored: Mapping[str, Layout],
+    user_layouts: Mapping[str, Layout],
+) -> Sequence[Layout]:
+    whole: Layout = (R,) * len(prices.dims.mesh.shape)
+    if item.target in stored:
+        return [stored[item.target]]
+    if item.name in user_layouts:
+        return [user_layouts[item.name]]
+    needs = {
+        canonical(
+            tuple(option.operands[index] for option in strategy),
+            differentiable=prices.training and item.spec.requires_grad,
+        )
+        for operation in graph.operators
+        for index, name in enumerate(operation.operands)
+        if name == item.name
+        for strategy in strategies[folding.class_of[operation.name]]
+    }
+    if item.mutated:
+        return sorted(needs, key=str) or [whole]
+    if item.kind is not InputKind.PARAMETER:
+        return [whole]
+    columns = zip(*needs, strict=True) if needs else [[] for _ in whole]
+    choices = [
+        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item))) for column in columns
+    ]
+    return [layout for layout in itertools.product(*choices) if storable(item.name, layout, prices.dims)]
+
+
+def _whole_dim(item: GraphInput) -> set[Shard]:
+    """The dim along which a weight can be kept in shards whatever its operators do: the first."""
+    return {Shard(0)} if item.spec.shape else set()
+
+
+def storable(name: str, layout: Layout, dims: Dims) -> bool:
+    """Whether a DTensor can keep the parameter so: its shards are those of torch.chunk."""
+    if not dims.legal(name, layout):
+        return False
+    for dim in range(len(dims.atoms.of[name])):
+        places = {place for place in layout if isinstance(place, Shard) and place.dim == dim}
+        if len(places) > 1:
+            return False
+        for place in places:
+            axes = [axis for axis, item in enumerate(layout) if item == place]
+            sizes = [dims.mesh.shape[axis] for axis in axes]
+            atoms = dims.atoms.of[name][dim]
+            scale = math.prod(atoms) // atoms[place.atom]
+            ours = tuple(bound * scale for bound in dims.cut(dims.component(name, place), tuple(sizes)))
+            if ours != nested(math.prod(atoms), sizes, chunked):
+                return False
+    return True

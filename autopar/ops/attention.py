@@ -1,0 +1,168 @@
+"""Scaled dot-product attention: batch, heads, query rows and value columns are free.
+
+    "b h q e., b h k. e., b h k. v -> b h q v"       softmax(q kᵀ scale + mask) v
+
+Keys are whole. With grouped queries, heads = (key heads, queries of each): sharded on the outer
+atom the keys go along, on the inner one every rank takes all keys. A causal mask over sharded
+query rows is written out for the rank's rows; dropout is decomposed as torch's own reference does,
+so that its mask can be the serial one, sliced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from autopar.core.placement import Shard
+from autopar.ops.dims import Atoms, Relation
+from autopar.ops.equation import Equation, Labels, Option
+from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
+
+aten = torch.ops.aten
+_KEYS = (1, 2)  # the operands key and value
+
+
+@register
+class Attention(Rule):
+    """scaled_dot_product_attention over (..., heads, rows, columns)."""
+
+    targets = (aten.scaled_dot_product_attention.default,)
+    random = True
+
+    def lead(self, op: Instance) -> list[str]:
+        return [f"b{dim}" for dim in range(len(op.result_shape()) - 2)]
+
+    def grouped(self, op: Instance) -> bool:
+        """Whether several query heads share a key head."""
+        return bool(op["enable_gqa"]) and op.shape(0)[-3] != op.shape(1)[-3]
+
+    def equation(self, op: Instance) -> Equation:
+        result, lead = op.result_shape(), self.lead(op)
+
+        def labels(operand: int, row: str | None, column: str | None) -> Labels:
+            names = [*lead, row, column]
+            shape = op.shape(operand)
+            first = len(names) - len(shape)
+            return tuple(
+                name if dim == len(names) - 1 or size == result[dim] else None
+                for dim, (name, size) in enumerate(zip(names[first:], shape, strict=True), start=first)
+            )
+
+        operands = [labels(0, "q", None), labels(1, None, None), labels(2, None, "v")]
+        if self.grouped(op):
+            for index in _KEYS:
+                operands[index] = tuple(None if label == lead[-1] else label for label in operands[index])
+        if op.has("attn_mask"):
+            operands.append(labels(3, "q", None))
+        return Equation(tuple(operands), ((*lead, "q", "v"),), linear=(frozenset({2}),))
+
+    def relations(self, op: Instance) -> list[Relation]:
+        found = super().relations(op)
+        if self.grouped(op):
+            query, key, value = op.operands[:3]
+            at, heads = len(op.shape(0)) - 3, op.shape(1)[-3]
+            found.append(Relation(((query, at),), ((key, at), op.shape(0)[at] // heads)))
+            found.append(Relation(((key, at),), ((value, at),)))
+        return found
+
+    def _depth(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
+        depth = super()._depth(op, equation, factor, atoms)
+        return min(depth, 1) if factor == "q" else depth  # a rank's rows are one range
+
+    def options(self, op: Instance, atoms: Atoms) -> list[Option]:
+        found = super().options(op, atoms)
+        if not self.grouped(op):
+            return found
+        at, heads = len(op.shape(0)) - 3, self.lead(op)[-1]
+        ours, theirs = atoms.of[op.operands[0]][at], atoms.of[op.operands[1]][at]
+        kept: list[Option] = []
+        for option in found:
+            name, _, number = option.factor.partition(".")
+            atom = int(number or 0)
+            outer = ours[: atom + 1] == theirs[: atom + 1]
+            if name != heads or math.prod(ours[:atom]) % op.shape(1)[at] == 0:
+                kept.append(option)
+            elif outer and atoms.of[op.operands[2]][at] == theirs:
+                shard = Shard(at, atom)
+                operands = (option.operands[0], shard, shard, *option.operands[3:])
+                kept.append(Option(option.factor, operands, option.results))
+        return kept
+
+    def lower(self, site: Site) -> Sequence[Any]:
+        if float(site["dropout_p"]) > 0.0:
+            return (self.with_dropout(site),)
+        if site["is_causal"] and site.axes("q"):
+            return (site.local_call(attn_mask=self.causal(site), is_causal=False),)
+        return (site.local_call(),)
+
+    def causal(self, site: Site) -> Handle:
+        """Which keys the rank's query rows see: a key not after the row."""
+        name = site.operands[0]
+        dim = len(site.shape(0)) - 2
+        inner = math.prod(site.dims.atoms.of[name][dim][1:])
+        start, stop = site.dims.rows(name, Shard(dim), site.operand_layout(0), site.coordinate)
+        rows = site.draw(aten.arange.start, start * inner, stop * inner)
+        keys = site.draw(aten.arange.start, 0, site.shape(1)[-2])
+        return site.call(aten.ge.Tensor, site.call(aten.unsqueeze.default, rows, -1), keys)
+
+    def with_dropout(self, site: Site) -> Handle:
+        """softmax(q kᵀ scale + mask) · dropout mask, times v, step by step."""
+        query, key, value = site.values[:3]
+        if site["enable_gqa"]:
+            repeats = site.emitter.shape(query)[-3] // site.emitter.shape(key)[-3]
+            key = site.call(aten.repeat_interleave.self_int, key, repeats, -3)
+            value = site.call(aten.repeat_interleave.self_int, value, repeats, -3)
+        scale = 1.0 / math.sqrt(site.shape(0)[-1]) if site["scale"] is None else float(site["scale"])
+        scores = site.call(aten.matmul.default, query, site.call(aten.transpose.int, key, -2, -1))
+        scores = site.call(aten.mul.Scalar, scores, scale)
+        if site["is_causal"]:
+            hidden = site.call(aten.logical_not.default, self.causal(site))
+            scores = site.call(aten.masked_fill.Scalar, scores, hidden, -math.inf)
+        elif site.has("attn_mask") and site.spec(3).dtype == torch.bool:
+            hidden = site.call(aten.logical_not.default, site.values[3])
+            scores = site.call(aten.masked_fill.Scalar, scores, hidden, -math.inf)
+        elif site.has("attn_mask"):
+            scores = site.call(aten.add.Tensor, scores, site.values[3])
+        weights = site.call(aten._safe_softmax.default, scores, -1)
+        kept = self.dropout_mask(site, site.emitter.shape(weights))
+        return site.call(aten.matmul.default, site.call(aten.mul.Tensor, weights, kept), value)
+
+    def dropout_mask(self, site: Site, local: Sequence[int]) -> Handle:
+        """The rank's part of the mask on [..., q, k]."""
+        probability, dtype = float(site["dropout_p"]), site.spec().dtype
+        axes = site.sharding_axes(*self.lead(site), "q")
+        if not site.exact_random:
+            index = 0
+            for axis in axes:
+                index = index * site.mesh.shape[axis] + site.coordinate[axis]
+            return site.draw(torch.ops.autopar.shard_mask.default, list(local), probability, dtype, index)
+        full = [*site.result_shape()[:-1], site.shape(1)[-2]]
+        mask = site.draw(torch.ops.autopar.dropout_mask.default, full, probability, dtype)
+        result = site.operator.results[0]
+        assert result is not None
+        return site.slice_to(mask, result, site.result_layout(), dims=range(len(full) - 1))
+
+    def samples(self) -> Iterable[Sample]:
+        def call(*args: Any, **kwargs: Any) -> Sample:
+            return Sample(aten.scaled_dot_product_attention.default, args, kwargs)
+
+        q, k, v = torch.randn(3, 5, 7, 4), torch.randn(3, 5, 6, 4), torch.randn(3, 5, 6, 3)
+        seen = torch.rand(3, 1, 7, 6) > 0.3
+        seen[..., 0] = True
+        yield call(q, k, v)
+        yield call(q, k, v, None, 0.0, True)
+        yield call(q, k, v, seen)
+        yield call(q, k, v, torch.randn(7, 6), scale=0.3)
+        yield call(q, k, v, torch.randn(5, 1, 6))
+        yield call(q[:, 0], k[:, 0], v[:, 0], None, 0.0, True)
+        yield call(q, k, v, None, 0.3, True)
+        yield call(q, k, v, seen, 0.3, scale=0.7)
+        yield call(q[0], k[0], v[0], torch.randn(7, 6), 0.3)
+        grouped = torch.randn(2, 6, 5, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
+        yield call(*grouped, enable_gqa=True)
+        yield call(*grouped, None, 0.3, True, enable_gqa=True)
+        yield call(torch.randn(1, 4, 5, 4), torch.randn(1, 1, 7, 4), torch.randn(1, 1, 7, 4), enable_gqa=True)
+        yield call(torch.randn(2, 8, 5, 4), torch.randn(2, 4, 5, 4), torch.randn(2, 4, 5, 4), enable_gqa=True)

@@ -1,0 +1,67 @@
+"""Embedding: rows of a table.
+
+    embedding   "v+ e, n s -> n s e"      v: each rank holds some rows; e: some columns
+
+With the rows sharded, an index that another rank owns gives zero, and the results are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from autopar.core.placement import Shard
+from autopar.ops.dims import Atoms
+from autopar.ops.equation import Equation, Kind
+from autopar.ops.rule import Instance, Rule, Sample, Site, register
+
+aten = torch.ops.aten
+
+
+@register
+class Embedding(Rule):
+    """weight[indices]; with `scale_grad_by_freq` or `sparse` it is gathered."""
+
+    targets = (aten.embedding.default,)
+
+    def equation(self, op: Instance) -> Equation:
+        indices = tuple(f"n{dim}" for dim in range(len(op.shape(1))))
+        if op["scale_grad_by_freq"] or op["sparse"]:
+            return Equation(((None, None), (None,) * len(indices)), ((None,) * (len(indices) + 1),))
+        kinds = {"v": Kind.CONTRACTED}
+        return Equation((("v", "e"), indices), ((*indices, "e"),), kinds, linear=(frozenset({0}),))
+
+    def _depth(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
+        depth = super()._depth(op, equation, factor, atoms)
+        return min(depth, 1) if factor == "v" else depth  # a rank's rows are one range
+
+    def lower(self, site: Site) -> Sequence[Any]:
+        if not site.axes("v"):
+            return (site.local_call(),)
+        weight, indices = site.values
+        table, dims = site.operands[0], site.dims
+        start, stop = dims.rows(table, Shard(0), site.operand_layout(0), site.coordinate)
+        inner = site.shape()[0] // dims.atoms.of[table][0][0]
+        start, stop = start * inner, stop * inner
+        foreign = site.call(
+            aten.logical_or.default,
+            site.call(aten.lt.Scalar, indices, start),
+            site.call(aten.ge.Scalar, indices, stop),
+        )
+        local = site.call(aten.masked_fill.Scalar, site.call(aten.sub.Scalar, indices, start), foreign, 0)
+        padding = int(site["padding_idx"])
+        padding = padding - start if start <= padding < stop else -1
+        found = site.call(aten.embedding.default, weight, local, padding)
+        return (
+            site.call(aten.masked_fill.Scalar, found, site.call(aten.unsqueeze.default, foreign, -1), 0.0),
+        )
+
+    def samples(self) -> Iterable[Sample]:
+        indices = torch.tensor([[0, 10, 3, 3], [7, 4, 9, 0], [5, 5, 5, 1]])
+        yield Sample(aten.embedding.default, (torch.randn(11, 5), indices))
+        for padding in (0, 3, 7, 10):
+            yield Sample(aten.embedding.default, (torch.randn(11, 3), indices, padding))
+        yield Sample(aten.embedding.default, (torch.randn(11, 3), indices, -1, True))
+        yield Sample(aten.embedding.default, (torch.randn(8, 4), torch.tensor(5)))

@@ -1,0 +1,162 @@
+"""Elements picked or placed by index tensors.
+
+    index_select   "n v. d, i -> n i d"        gather   "n v. , n i -> n i"
+
+The dim that is indexed stays whole: an index may name any of its rows. The indices themselves are
+a free factor of the result that the source lacks, so their ranks share the source and its
+gradient is a sum over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from autopar.core.graph import Ref
+from autopar.ops.equation import Equation, Labels
+from autopar.ops.rule import Instance, Rule, Sample, register
+
+aten = torch.ops.aten
+
+
+def _broadcast(shape: Sequence[int], result: Sequence[int], prefix: str) -> Labels:
+    """Labels of an operand that is broadcast to `result`: none where it has size 1 and that hasn't."""
+    lead = len(result) - len(shape)
+    return tuple(
+        f"{prefix}{lead + dim}" if size == result[lead + dim] else None for dim, size in enumerate(shape)
+    )
+
+
+@register
+class IndexSelect(Rule):
+    """Rows of one dim by a vector of indices."""
+
+    targets = (aten.index_select.default,)
+
+    def equation(self, op: Instance) -> Equation:
+        dim = op.dim(op["dim"])
+        labels = tuple(None if here == dim else f"d{here}" for here in range(len(op.shape())))
+        index = ("i",) * len(op.shape(1))
+        result = (*labels[:dim], "i" if index else None, *labels[dim + 1 :])
+        return Equation((labels, index), (result[: len(op.result_shape())],), linear=(frozenset({0}),))
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample(aten.index_select.default, (torch.randn(5, 4, 6), 1, torch.tensor([3, 0, 3, 1, 2, 2])))
+        yield Sample(aten.index_select.default, (torch.randn(5, 4), -1, torch.tensor([1, 1, 0])))
+
+
+@register
+class Gather(Rule):
+    """One row of `dim` for each element of the index."""
+
+    targets = (aten.gather.default,)
+
+    def equation(self, op: Instance) -> Equation:
+        dim, source, index = op.dim(op["dim"]), op.shape(0), op.shape(1)
+        picked = tuple(
+            f"d{here}" if here == dim or source[here] == size else None for here, size in enumerate(index)
+        )
+        given = tuple(None if here == dim else label for here, label in enumerate(picked))
+        return Equation((given, picked), (picked,), linear=(frozenset({0}),))
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(5, 4, 6)
+        yield Sample(aten.gather.default, (x, 1, torch.randint(0, 4, (5, 7, 6))))
+        yield Sample(aten.gather.default, (x, -1, torch.randint(0, 6, (3, 4, 5))))
+
+
+@register
+class TakeAlongDim(Rule):
+    """Gather with broadcasting; without a dim both are flattened and nothing is free."""
+
+    targets = (aten.take_along_dim.default,)
+
+    def equation(self, op: Instance) -> Equation:
+        result = op.result_shape()
+        if op["dim"] is None:
+            return Equation(((None,) * len(op.shape(0)), (None,) * len(op.shape(1))), ((None,),))
+        dim = op.dim(op["dim"])
+        source = _broadcast(op.shape(0), result, "d")
+        given = tuple(None if here == dim else label for here, label in enumerate(source))
+        everywhere = tuple(f"d{here}" for here in range(len(result)))
+        picked = _broadcast(op.shape(1), result, "d")
+        return Equation((given, picked), (everywhere,), linear=(frozenset({0}),))
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(5, 4, 6)
+        yield Sample(aten.take_along_dim.default, (x, torch.randint(0, 4, (1, 3, 6)), 1))
+        yield Sample(aten.take_along_dim.default, (x, torch.randint(0, 120, (7,))))
+
+
+@register
+class Scatter(Rule):
+    """Elements placed (or added) at rows of `dim` named by the index."""
+
+    targets = (aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
+
+    def equation(self, op: Instance) -> Equation:
+        dim = op.dim(op["dim"])
+        shapes = [op.shape(index) for index in range(len(op.operands))]
+        labels = tuple(
+            f"d{here}" if here != dim and len(set(sizes)) == 1 else None
+            for here, sizes in enumerate(zip(*shapes, strict=True))
+        )
+        places_zero = op.arguments.get("value") == 0
+        linear = (frozenset({0, 2}),) if op.has("src") else (frozenset({0}),) if places_zero else ()
+        return Equation((labels,) * len(shapes), (labels,), linear=linear)
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(5, 7, 4)
+        index = torch.stack([torch.randperm(7)[:3] for _ in range(20)]).reshape(5, 4, 3).transpose(1, 2)
+        yield Sample(aten.scatter.src, (x, 1, index.contiguous(), torch.randn(5, 3, 4)))
+        yield Sample(aten.scatter.value, (x, 1, index[:4].contiguous(), 2.0))
+        yield Sample(aten.scatter.value, (x, 1, index.contiguous(), 0))
+        yield Sample(aten.scatter_add.default, (x, -2, index.contiguous() % 2, torch.randn(5, 3, 4)))
+
+
+@register
+class Index(Rule):
+    """x[:, i, j]: whole dims by index tensors that are broadcast together, the other dims free.
+
+    The index dims stand where the indexed ones stood, in front if those weren't neighbours. Boolean
+    masks give sizes that depend on values and are never traced.
+    """
+
+    targets = (aten.index.Tensor,)
+
+    def equation(self, op: Instance) -> Equation:
+        indexed = [dim for dim, item in enumerate(op["indices"]) if isinstance(item, Ref)]
+        source = tuple(None if dim in indexed else f"d{dim}" for dim in range(len(op.shape())))
+        count = len(op.result_shape()) - (len(source) - len(indexed))
+        together = indexed[-1] - indexed[0] + 1 == len(indexed)
+        at = indexed[0] if together else 0
+        free = [label for label in source if label]
+        picked = tuple(f"i{here}" for here in range(count))
+        indices = [
+            _broadcast(op.shape(1 + index), op.result_shape()[at : at + count], "i")
+            for index in range(len(indexed))
+        ]
+        result = (*free[:at], *picked, *free[at:])
+        return Equation((source, *indices), (result,), linear=(frozenset({0}),))
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(5, 4, 6)
+        yield Sample(aten.index.Tensor, (x, [torch.randint(0, 5, (7,))]))
+        yield Sample(aten.index.Tensor, (x, [None, torch.randint(0, 4, (3, 5))]))
+        yield Sample(aten.index.Tensor, (x, [torch.randint(0, 5, (3, 1)), torch.randint(0, 4, (6,))]))
+        yield Sample(aten.index.Tensor, (x, [torch.randint(0, 5, (4,)), None, torch.randint(0, 6, (3, 4))]))
+
+
+@register
+class OneHot(Rule):
+    """A new last dim of `num_classes` zeros and one 1."""
+
+    targets = (aten.one_hot.default,)
+
+    def equation(self, op: Instance) -> Equation:
+        labels = tuple(f"d{dim}" for dim in range(len(op.shape())))
+        return Equation((labels,), ((*labels, None),))
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample(aten.one_hot.default, (torch.randint(0, 4, (5, 3)), 4))

@@ -1,0 +1,199 @@
+"""Images resized by interpolation: nearest, linear and cubic, in one to three spatial dims.
+
+    upsample_bilinear2d   "n c h~ w~ -> n c h~ w~"
+
+A spatial dim is windowed where one size divides the other; any other ratio keeps it whole. A rank
+fetches the rows that its own result rows read, resizes them, and cuts off what the rows at the
+edge gave too much. Only rows inside the image are fetched, so the local call repeats the first and
+the last row of the image where the serial one does, and nowhere else.
+
+    linear, factor 2       result rows     0     1      2      3
+                           image rows      0   0..1   0..1   1..2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from autopar.ops.equation import Equation, Kind
+from autopar.ops.halo import fetch, result_rows
+from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.ops.window import RowMap, Window
+
+aten = torch.ops.aten
+_SPACE = "dhw"
+
+# Torch finds a nearest row as floor(o * (1 / factor)) in float32; from 41 on the product may fall
+# short of a whole number, and rows are no longer those of an exact division.
+MOST_EXACT_FACTOR = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Interpolation:
+    """Result row o lies at (o + 1/2) / factor - 1/2 and reads `reach` rows on both sides of that.
+
+    Source: area_pixel_compute_source_index of PyTorch's UpSample.h, align_corners false.
+    """
+
+    factor: int
+    length: int  # rows of the image
+    reach: int
+
+    @property
+    def scale(self) -> Fraction:
+        return Fraction(self.factor)
+
+    def needs(self, start: int, stop: int) -> tuple[int, int]:
+        return max(0, self._floor(start) - self.reach + 1), min(
+            self.length, self._floor(stop - 1) + self.reach + 1
+        )
+
+    def _floor(self, row: int) -> int:
+        return (2 * row + 1 - self.factor) // (2 * self.factor)
+
+
+class _Resize(Rule):
+    """n and c free, each spatial dim windowed if the sizes' ratio or its inverse is whole."""
+
+    def space(self, op: Instance) -> str:
+        return _SPACE[-(len(op.shape()) - 2) :]
+
+    def scales(self, op: Instance) -> list[float | None]:
+        """The scale of each spatial dim that the caller gave, None where only the size counts."""
+        space = self.space(op)
+        if "scale_factors" in op.arguments:
+            return list(op["scale_factors"] or [None] * len(space))
+        if len(space) == 1:
+            return [op["scales"]]
+        return [op[f"scales_{name}"] for name in space]
+
+    def windows(self, op: Instance) -> dict[str, RowMap]:
+        sizes = zip(self.space(op), op.shape()[2:], op.result_shape()[2:], self.scales(op), strict=True)
+        found = {}
+        for name, before, after, scale in sizes:
+            window = self.window(op, before, after) if scale in (None, after / before) else None
+            if window is not None:
+                found[name] = window
+        return found
+
+    def window(self, op: Instance, before: int, after: int) -> RowMap | None:
+        """Which of `before` rows the `after` rows read, None if only the whole dim will do."""
+        if op.arguments.get("align_corners"):
+            return Window() if before == after else None
+        if after % before == 0:
+            return self.enlarging(after // before, before)
+        if before % after == 0:
+            return self.shrinking(before // after)
+        return None
+
+    def enlarging(self, factor: int, length: int) -> RowMap | None:
+        """Nearest: row i fills a block of rows, as in a transposed convolution."""
+        return Window(factor, factor, transposed=True) if factor <= MOST_EXACT_FACTOR else None
+
+    def shrinking(self, factor: int) -> RowMap | None:
+        """Nearest and linear: what a result row reads lies within its own block of rows."""
+        return Window(factor, factor)
+
+    def equation(self, op: Instance) -> Equation:
+        windows = self.windows(op)
+        labels = ("n", "c", *self.space(op))
+        kinds = {name: Kind.WINDOWED if name in windows else Kind.WHOLE for name in self.space(op)}
+        return Equation((labels,), (labels,), kinds, linear=(frozenset({0}),), windows=windows)
+
+    def lower(self, site: Site) -> Sequence[Handle]:
+        windows, scales = self.windows(site), self.scales(site)
+        value, sizes, crops = site.values[0], list(site.result_shape()[2:]), []
+        for index, name in enumerate(self.space(site)):
+            if not site.axes(name):
+                continue
+            dim, window = index + 2, windows[name]
+            value = fetch(site, value, dim, name, window)
+            start, stop = result_rows(site, dim)
+            first = int(window.needs(start, stop)[0] * window.scale)
+            sizes[index], scales[index] = int(site.emitter.shape(value)[dim] * window.scale), None
+            crops.append((dim, start - first, stop - first))
+        align = [site["align_corners"]] if "align_corners" in site.arguments else []
+        result = site.call(site.operator.target.overloadpacket.default, value, sizes, *align, *scales)
+        for dim, start, stop in crops:
+            result = site.call(aten.slice.Tensor, result, dim, start, stop)
+        return (result,)
+
+
+@register
+class Nearest(_Resize):
+    """The nearest row, by either of PyTorch's two roundings."""
+
+    targets = (
+        aten.upsample_nearest1d.vec,
+        aten.upsample_nearest2d.vec,
+        aten.upsample_nearest3d.vec,
+        aten.upsample_nearest1d.default,
+        aten.upsample_nearest2d.default,
+        aten.upsample_nearest3d.default,
+        aten._upsample_nearest_exact1d.vec,
+        aten._upsample_nearest_exact2d.vec,
+        aten._upsample_nearest_exact3d.vec,
+    )
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(2, 3, 6, 5)
+        yield Sample(aten.upsample_nearest2d.vec, (x, None, [2.0, 3.0]))
+        yield Sample(aten.upsample_nearest2d.vec, (x, [3, 7], None))
+        yield Sample(aten.upsample_nearest2d.vec, (x, None, [1.5, 2.0]))
+        yield Sample(aten.upsample_nearest2d.default, (x, [12, 5]))
+        yield Sample(aten._upsample_nearest_exact2d.vec, (x, None, [0.5, 2.0]))
+        yield Sample(aten.upsample_nearest1d.vec, (torch.randn(2, 3, 7), None, [4.0]))
+        yield Sample(aten.upsample_nearest3d.vec, (torch.randn(2, 2, 3, 4, 3), None, [2.0, 2.0, 1.0]))
+
+
+@register
+class Linear(_Resize):
+    """Linear along each dim. With `align_corners` a result row's place depends on the whole size."""
+
+    targets = (
+        aten.upsample_linear1d.vec,
+        aten.upsample_bilinear2d.vec,
+        aten.upsample_trilinear3d.vec,
+        aten.upsample_linear1d.default,
+        aten.upsample_bilinear2d.default,
+        aten.upsample_trilinear3d.default,
+    )
+
+    def enlarging(self, factor: int, length: int) -> RowMap:
+        return Interpolation(factor, length, reach=1)
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(2, 3, 6, 5)
+        yield Sample(aten.upsample_bilinear2d.vec, (x, None, False, [2.0, 3.0]))
+        yield Sample(aten.upsample_bilinear2d.vec, (x, [3, 20], False, None))
+        yield Sample(aten.upsample_bilinear2d.vec, (x, [2, 7], False, None))
+        yield Sample(aten.upsample_bilinear2d.vec, (x, [12, 5], True, None))
+        yield Sample(aten.upsample_bilinear2d.vec, (x, None, False, [2.0, 1.5]))
+        yield Sample(aten.upsample_linear1d.vec, (torch.randn(2, 3, 7), None, False, [2.0]))
+        yield Sample(aten.upsample_linear1d.default, (torch.randn(2, 3, 7), [28], False))
+        yield Sample(
+            aten.upsample_trilinear3d.vec, (torch.randn(2, 2, 3, 4, 3), None, False, [2.0, 2.0, 1.0])
+        )
+
+
+@register
+class Cubic(_Resize):
+    """Cubic along both dims; shrinking reads beyond a row's own block and keeps the dim whole."""
+
+    targets = (aten.upsample_bicubic2d.vec, aten.upsample_bicubic2d.default)
+
+    def enlarging(self, factor: int, length: int) -> RowMap:
+        return Interpolation(factor, length, reach=2)
+
+    def shrinking(self, factor: int) -> RowMap | None:
+        return None
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(2, 3, 6, 5)
+        yield Sample(aten.upsample_bicubic2d.vec, (x, None, False, [2.0, 3.0]))
+        yield Sample(aten.upsample_bicubic2d.vec, (x, [3, 10], False, None))
+        yield Sample(aten.upsample_bicubic2d.vec, (x, [12, 5], True, None))

@@ -1,0 +1,307 @@
+"""From a traced graph and a cluster to the best plan over all meshes, with its report.
+
+For every mesh that fits the links: cut the dims, price the strategies, solve. On a machine that can
+measure, the calls that the winner uses are measured and the program is solved again, until it uses
+nothing that is not measured or the rounds are over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cluster import ClusterSpec
+from autopar.convert.table import effect
+from autopar.core.graph import Graph, InputKind
+from autopar.core.mesh import Mesh
+from autopar.core.placement import Layout
+from autopar.core.plan import Alternative, Layer, Plan
+from autopar.cost.model import CostModel, Progress
+from autopar.cost.prices import Prices
+from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.ilp.choose import Solution, choose
+from autopar.ilp.fold import Folding, fold
+from autopar.ilp.space import Kinds, Parallelism, Pins, build_space
+from autopar.ops.analysis import find_atoms
+from autopar.ops.dims import Atoms, Dims
+from autopar.ops.equation import Option
+from costdb.database import Database
+
+MEASURING_ROUNDS = 6
+DEFAULT_GAP = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asks of the search; every field has the command line's default.
+
+    `memory` is bytes per device, `stored` fixes parameters that lie on the devices already.
+    """
+
+    mesh: Mesh | None = None
+    force: Parallelism | None = None
+    pins: Pins | None = None
+    memory: int | None = None
+    time_limit: float | None = None
+    gap: float = DEFAULT_GAP
+    training: bool = True
+    measure: bool = True
+    alternatives: bool = True
+    optimizer_states: int = 2
+    stored: Mapping[str, Layout] | None = None
+    user_layouts: Mapping[str, Layout] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan with what rewriting needs beside it."""
+
+    plan: Plan
+    dims: Dims
+    prices: Prices
+    solution: Solution
+
+
+def search(
+    graph: Graph,
+    cluster: ClusterSpec,
+    request: Request,
+    *,
+    database: Database | None = None,
+    progress: Progress | None = None,
+) -> Found:
+    """The best plan over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none."""
+    atoms = find_atoms(graph)
+    meshes = [request.mesh] if request.mesh else list(cluster.meshes())
+    _check_mesh(meshes, cluster)
+    model = CostModel.of(cluster, database)
+    cap = request.memory if request.memory is not None else cluster.memory
+    deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
+    for _ in range(MEASURING_ROUNDS if request.measure and model.here else 1):
+        problems = [_Mesh(graph, atoms, mesh, cluster, model, request, cap) for mesh in meshes]
+        best = _best(problems, deadline)
+        known = model
+        if request.measure:
+            model = model.measure(_calls(graph, best), database, progress)
+        if model is known:
+            break
+    else:
+        problems = [_Mesh(graph, atoms, mesh, cluster, model, request, cap) for mesh in meshes]
+        best = _best(problems, deadline)
+    alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
+    found = _prefer_simpler(best, alternatives, cap)
+    return _report(found[0], found[1], cluster, [item for item, _ in alternatives], cap, request)
+
+
+@dataclass(slots=True)
+class _Mesh:
+    """One mesh's problem, solved at most once for each kind that is forced."""
+
+    graph: Graph
+    atoms: Atoms
+    mesh: Mesh
+    cluster: ClusterSpec
+    model: CostModel
+    request: Request
+    cap: int | None
+
+    def __post_init__(self) -> None:
+        self.dims = Dims(self.graph, self.atoms, self.mesh)
+        self.prices = Prices(
+            self.graph,
+            self.dims,
+            self.cluster,
+            self.model,
+            training=self.request.training,
+            optimizer_states=self.request.optimizer_states,
+        )
+        pinned = self.request.pins
+        self.folding = (
+            Folding({item.name: item.name for item in self.graph.operators}, {}, 1)
+            if pinned
+            else fold(self.graph, self.dims)
+        )
+
+    dims: Dims = dataclasses.field(init=False)
+    prices: Prices = dataclasses.field(init=False)
+    folding: Folding = dataclasses.field(init=False)
+
+    def solve(self, force: Parallelism | None, deadline: float | None, *, cap: int | None) -> Solution:
+        space = build_space(
+            self.graph,
+            self.prices,
+            self.folding,
+            force=force,
+            pins=self.request.pins if force is self.request.force else None,
+            stored=self.request.stored,
+            user_layouts=self.request.user_layouts,
+        )
+        left = None if deadline is None else max(0.1, deadline - time.monotonic())
+        return choose(
+            self.graph, self.prices, space, self.folding, cap=cap, gap=self.request.gap, time_limit=left
+        )
+
+
+def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:
+    for mesh in meshes:
+        if mesh.num_devices != cluster.num_devices:
+            raise InputError(
+                where="--mesh",
+                found=f"{mesh}, {mesh.num_devices} devices",
+                wanted=f"a mesh of the cluster's {cluster.num_devices} devices",
+                remedy="choose from " + ", ".join(map(str, cluster.meshes())),
+            )
+
+
+def _best(problems: Sequence[_Mesh], deadline: float | None) -> tuple[_Mesh, Solution]:
+    found: list[tuple[_Mesh, Solution]] = []
+    failures: list[InfeasibleError | SolverError] = []
+    for problem in problems:
+        try:
+            found.append((problem, problem.solve(problem.request.force, deadline, cap=problem.cap)))
+        except (InfeasibleError, SolverError) as error:
+            failures.append(error)
+    if not found:
+        raise min(failures, key=lambda error: error.exit_code)
+    fastest = min(found, key=lambda pair: pair[1].seconds)
+    bound = min(solution.bound for _, solution in found)  # a mesh not solved in time leaves the gap open
+    return fastest[0], dataclasses.replace(fastest[1], bound=min(fastest[1].bound, bound))
+
+
+def _calls(graph: Graph, best: tuple[_Mesh, Solution]) -> list:  # type: ignore[type-arg]
+    problem, solution = best
+    strategies = solution.program.strategies
+    prices = (problem.prices.operator(item, strategies[item.name]) for item in graph.operators)
+    return list(itertools.chain.from_iterable(price.calls for price in prices))
+
+
+def _alternatives(problem: _Mesh, deadline: float | None) -> list[tuple[Alternative, Solution | None]]:
+    """Every pure strategy of the chosen mesh, solved without the cap so that its need is known."""
+    found: list[tuple[Alternative, Solution | None]] = []
+    for kind in Parallelism:
+        try:
+            solution = problem.solve(kind, deadline, cap=None)
+        except (InfeasibleError, SolverError):
+            found.append((Alternative(kind.value, None, None, feasible=False), None))
+            continue
+        fits = problem.cap is None or solution.peak.nbytes <= problem.cap
+        row = Alternative(kind.value, solution.seconds, solution.peak.nbytes, feasible=fits)
+        found.append((row, solution))
+    return found
+
+
+def _prefer_simpler(
+    best: tuple[_Mesh, Solution], alternatives: Sequence[tuple[Alternative, Solution | None]], cap: int | None
+) -> tuple[_Mesh, Solution]:
+    """Never a plan that is predicted slower than a pure strategy: an incumbent in time may be."""
+    problem, solution = best
+    faster = [item for row, item in alternatives if item and row.feasible and item.seconds < solution.seconds]
+    if not faster:
+        return best
+    winner = min(faster, key=lambda item: item.seconds)
+    return problem, dataclasses.replace(winner, bound=min(solution.bound, winner.seconds), status=solution.status)
+
+
+# -- the report --------------------------------------------------------------------------------------------
+
+
+def _report(
+    problem: _Mesh,
+    solution: Solution,
+    cluster: ClusterSpec,
+    alternatives: Sequence[Alternative],
+    cap: int | None,
+    request: Request,
+) -> Found:
+    graph, prices, program = problem.graph, problem.prices, solution.program
+    kinds = Kinds(graph, prices.dims)
+    weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
+    paid: set[tuple[str, object]] = set()
+    layers = []
+    for item in graph.operators:
+        strategy: tuple[Option, ...] = program.strategies[item.name]
+        price = prices.operator(item, strategy)
+        moved = 0.0
+        for name in dict.fromkeys(item.operands):
+            for move in program.moves.get(name, ()):
+                if (name, move) not in paid:
+                    paid.add((name, move))
+                    moved += (prices.gradient_sync if name in weights else prices.move)(name, move)
+        layers.append(
+            Layer(
+                name=item.name,
+                op=str(item.target),
+                module=item.module,
+                strategy=tuple(option.factor if option.shards else None for option in strategy),
+                kinds=tuple(kind.value if (kind := kinds.of(item, option)) else None for option in strategy),
+                compute=price.compute,
+                communication=price.communication + moved,
+                nbytes=solution.peak.by_operator[item.name],
+                flops=price.flops * math.prod(
+                    size for size, option in zip(program.mesh.shape, strategy, strict=True) if option.shards
+                ),
+            )
+        )
+    compute = sum(layer.compute for layer in layers)
+    estimated = sum(
+        prices.operator(item, program.strategies[item.name]).missing_seconds for item in graph.operators
+    )
+    plan = Plan(
+        program=program,
+        cluster=str(cluster),
+        layers=tuple(layers),
+        conversions=tuple(
+            f"{name}: {move} ({effect(move).name})" for name, moves in program.moves.items() for move in moves
+        ),
+        status=solution.status,
+        gap=solution.gap,
+        step_seconds=solution.seconds,
+        compute_seconds=compute,
+        communication_seconds=max(0.0, solution.seconds - compute - _update(problem, solution)),
+        peak_bytes=solution.peak.nbytes,
+        state_bytes=solution.peak.state,
+        memory_cap=cap,
+        measured_share=1.0 - estimated / compute if compute else 1.0,
+        sharded_flops_share=sharded_share(layers, request.force),
+        gathered_ops=tuple(
+            f"{item.name} ({item.target})" for item in graph.operators if prices.is_gathered(item)
+        ),
+        alternatives=tuple(alternatives),
+        parameter_bytes=_parameter_bytes(problem, solution),
+        notes=graph.notes,
+    )
+    return Found(plan, problem.dims, prices, solution)
+
+
+def _update(problem: _Mesh, solution: Solution) -> float:
+    weights = [item.name for item in problem.graph.inputs if item.kind is InputKind.PARAMETER]
+    return sum(problem.prices.update(name, solution.program.inputs[name]) for name in weights)
+
+
+def _parameter_bytes(problem: _Mesh, solution: Solution) -> tuple[int, ...]:
+    weights = [item for item in problem.graph.inputs if item.kind is InputKind.PARAMETER]
+    mesh, layouts = problem.mesh, solution.program.inputs
+    return tuple(
+        sum(
+            math.prod(problem.dims.local_shape(item.name, layouts[item.name], mesh.coordinate(rank)))
+            * item.spec.dtype.itemsize
+            for item in weights
+        )
+        for rank in range(mesh.num_devices)
+    )
+
+
+def sharded_share(layers: Sequence[Layer], force: Parallelism | None) -> float:
+    """The part of all flops that operators do which are sharded (by `force`, if one is forced)."""
+    total = sum(layer.flops for layer in layers)
+    wanted = force.value if force else None
+    sharded = sum(
+        layer.flops
+        for layer in layers
+        if any(kind is not None and kind == (wanted or kind) for kind in layer.kinds)
+    )
+    return sharded / total if total else 0.0

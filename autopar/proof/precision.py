@@ -1,0 +1,101 @@
+"""Proofs run in float64: casts to less inside a model are raised, on both sides, and reported.
+
+A model's own float32 cast (a normalisation that insists on it) moves float64 gradients by 1e-7 as
+soon as sums are reordered, which would hide real faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.core.graph import Graph, TensorSpec
+
+LOW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def raised(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in LOW else dtype
+
+
+def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
+    """The graph in float64, and the operators whose own cast was raised."""
+
+    def lift(tree: Any) -> Any:
+        return pytree.tree_map(lambda leaf: raised(leaf) if isinstance(leaf, torch.dtype) else leaf, tree)
+
+    casts = []
+    operators = []
+    for item in graph.operators:
+        args, kwargs = _lift_tree(item.args, lift), _lift_tree(item.kwargs, lift)
+        if (args, kwargs) != (item.args, item.kwargs):
+            casts.append(f"{item.name} ({item.target})")
+        operators.append(replace(item, args=args, kwargs=kwargs))
+    specs = {
+        name: TensorSpec(spec.shape, raised(spec.dtype), spec.requires_grad) for name, spec in graph.specs.items()
+    }
+    inputs = tuple(replace(item, spec=specs[item.name]) for item in graph.inputs)
+    return replace(graph, inputs=inputs, operators=tuple(operators), specs=specs), tuple(casts)
+
+
+def _lift_tree(tree: Any, lift: Any) -> Any:
+    match tree:
+        case tuple():
+            return tuple(_lift_tree(item, lift) for item in tree)
+        case list():
+            return [_lift_tree(item, lift) for item in tree]
+        case dict():
+            return {key: _lift_tree(item, lift) for key, item in tree.items()}
+        case torch.dtype():
+            return raised(tree)
+        case _:
+            return tree
+
+
+class _RaiseCasts(TorchFunctionMode):
+    """Eager code's own dtype arguments, raised where Python makes the call."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {key: raised(value) if isinstance(value, torch.dtype) else value for key, value in (kwargs or {}).items()}
+        if function in _NAMED_CASTS:
+            return args[0].to(torch.float64)
+        args = tuple(raised(item) if isinstance(item, torch.dtype) else item for item in args)
+        return function(*args, **kwargs)
+
+
+_NAMED_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
+
+
+class _RaiseBelow(TorchDispatchMode):
+    """Casts that torch's own code makes below Python."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in LOW:
+            kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def raised_eager() -> Iterator[None]:
+    """Run eager code with every cast to a lower float raised to float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _RaiseCasts(), _RaiseBelow():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def raise_tensor(tensor: Tensor) -> Tensor:
+    """A float tensor as float64, others as they are."""
+    return tensor.detach().to(raised(tensor.dtype)).clone().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,288 @@
+"""The parallel program against the eager serial model, in float64, over several optimizer steps.
+
+Outputs, loss, all gradients, and afterwards parameters and buffers. The serial side is the user's
+module itself, never the exported graph, so tracing is proved as well. The error of a kind is
+
+    max |a - b| / max(max |b|, 1e-3 x the largest magnitude among tensors of that kind)
+
+taken tensor by tensor: some true gradients are 0 (a key's bias), and need the floor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from autopar.core.graph import Graph, InputKind
+from autopar.core.placement import Layout
+from autopar.core.plan import Program
+from autopar.errors import CheckError
+from autopar.ops.analysis import find_atoms
+from autopar.ops.dims import Dims
+from autopar.proof.precision import raise_graph, raise_tensor, raised_eager
+from autopar.proof.ranks import assemble, distribute, run, total_gradient
+from autopar.rewrite.program import rewrite
+from autopar.signature import (
+    Arguments,
+    LossFunction,
+    find_loss,
+    flatten_results,
+    split_for_loss,
+)
+from autopar.trace import Traced
+
+TOLERANCE = 1e-9
+FLOOR = 1e-3
+RATE, MOMENTUM = 0.01, 0.9
+SEED = 20_190_311  # every step draws its dropout masks from SEED + step on both sides
+KINDS = ("outputs", "loss", "gradients", "parameters", "buffers")
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class Record:
+    """What a side computed: one entry per step for outputs, loss and gradients."""
+
+    outputs: Tensors = field(default_factory=dict)
+    loss: Tensors = field(default_factory=dict)
+    gradients: Tensors = field(default_factory=dict)
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The largest error of each kind, and the tensor that has it."""
+
+    max_error: dict[str, float]
+    worst: str
+    raised_casts: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return all(error <= TOLERANCE for error in self.max_error.values())
+
+
+def verify_simulated(
+    model: nn.Module,
+    traced: Traced,
+    program: Program,
+    *,
+    loss_fn: LossFunction | None,
+    steps: int,
+) -> Verdict:
+    """Prove `program` for `traced` on simulated ranks."""
+    graph, casts = raise_graph(traced.graph)
+    dims = Dims(graph, find_atoms(graph), program.mesh)
+    serial_model = copy.deepcopy(model).double()
+    ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
+    theirs = train_eagerly(serial_model, traced.arguments, loss_fn, steps=steps)
+    return compare(ours, theirs, casts)
+
+
+# -- the serial side ------------------------------------------------------------------------------------
+
+
+def train_eagerly(model: nn.Module, arguments: Arguments, loss_fn: LossFunction | None, *, steps: int) -> Record:
+    """SGD on the eager model, in place."""
+    record = Record()
+    tensors = tuple(raise_tensor(tensor) for tensor in arguments.tensors)
+    args, kwargs = arguments.rebuild(tensors)
+    args, kwargs, loss_args, loss_kwargs = split_for_loss(model, loss_fn, args, kwargs)
+    learned = [item for item in model.parameters() if item.requires_grad]
+    optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
+    for step in range(steps):
+        torch.manual_seed(SEED + step)
+        model.zero_grad()
+        with raised_eager():
+            output = model(*args, **kwargs)
+            loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
+        leaves, _ = flatten_results(output)
+        _note_outputs(record, leaves, loss, step)
+        _backward(loss, leaves)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                record.gradients[f"{step}:{name}"] = (
+                    torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
+                )
+        if optimizer:
+            optimizer.step()
+    record.parameters = {name: item.detach().clone() for name, item in model.named_parameters()}
+    record.buffers = {name: item.detach().clone() for name, item in model.named_buffers()}
+    return record
+
+
+def _note_outputs(record: Record, leaves: Sequence[Tensor], loss: Tensor | None, step: int) -> None:
+    kept = [leaf for leaf in leaves if leaf is not loss]
+    record.outputs |= {f"{step}:output {index}": leaf.detach().clone() for index, leaf in enumerate(kept)}
+    if loss is not None:
+        record.loss[f"{step}:loss"] = loss.detach().clone()
+
+
+def seeds_of(loss: Tensor | None, leaves: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """What backward starts from: the loss, or a fixed random weighting of all outputs."""
+    if loss is not None:
+        return [(index, torch.ones_like(leaf)) for index, leaf in enumerate(leaves) if leaf is loss]
+    generator = torch.Generator().manual_seed(SEED)
+    return [
+        (index, torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype))
+        for index, leaf in enumerate(leaves)
+        if leaf.requires_grad
+    ]
+
+
+def _backward(loss: Tensor | None, leaves: Sequence[Tensor]) -> None:
+    if loss is not None:
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        return
+    seeds = seeds_of(None, leaves)
+    if seeds:
+        torch.autograd.backward([leaves[index] for index, _ in seeds], [seed for _, seed in seeds])
+
+
+# -- the parallel side ----------------------------------------------------------------------------------
+
+
+def simulate_training(
+    model: nn.Module, arguments: Arguments, graph: Graph, program: Program, dims: Dims, *, steps: int
+) -> Record:
+    """The same steps by all ranks' programs; `model` gives the first parameters and is not changed."""
+    programs = [rewrite(graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices)]
+    record = Record()
+    full = start_tensors(model, arguments, graph)
+    names = {item.name: item for item in graph.inputs}
+    learned = [name for name, item in names.items() if item.kind is InputKind.PARAMETER and full[name].requires_grad]
+    optimizer = torch.optim.SGD([full[name] for name in learned], lr=RATE, momentum=MOMENTUM) if learned else None
+    for step in range(steps):
+        torch.manual_seed(SEED + step)
+        locals_ = distribute(full, program.inputs, dims)
+        outputs = run(programs, locals_)
+        count = len(graph.outputs)
+        _check_replicas(outputs, graph)
+        leaves = outputs[0][:count]
+        place = graph.outputs.index(graph.loss) if graph.loss in graph.outputs else None
+        loss = None if place is None else leaves[place]
+        _note_outputs(record, leaves, loss, step)
+        _simulated_backward(outputs, place, leaves)
+        for name in learned:
+            share = total_gradient(name, [local[name] for local in locals_], program.inputs[name], dims)
+            full[name].grad = share
+            record.gradients[f"{step}:{names[name].target}"] = share.clone()
+        if optimizer:
+            optimizer.step()
+        _update_buffers(graph, program.inputs, dims, outputs, locals_, full)
+    for name, item in names.items():
+        if item.kind is InputKind.PARAMETER:
+            record.parameters[item.target] = full[name].detach()
+        elif item.kind is InputKind.BUFFER:
+            record.buffers[item.target] = full[name].detach()
+    return record
+
+
+def start_tensors(model: nn.Module, arguments: Arguments, graph: Graph) -> Tensors:
+    """Every input of the graph, whole, as fresh float64 leaves."""
+    state: Mapping[str, Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    users = dict(zip(arguments.paths, arguments.tensors, strict=True))
+    found: Tensors = {}
+    for item in graph.inputs:
+        match item.kind:
+            case InputKind.USER:
+                found[item.name] = raise_tensor(users[item.target])
+            case InputKind.CONSTANT:
+                assert item.value is not None
+                found[item.name] = raise_tensor(item.value)
+            case _:
+                found[item.name] = raise_tensor(state[item.target])
+    return found
+
+
+def _check_replicas(outputs: Sequence[Sequence[Tensor]], graph: Graph) -> None:
+    """Every rank returns the global values."""
+    for index, name in enumerate(graph.outputs):
+        for rank, local in enumerate(outputs):
+            if not torch.allclose(local[index], outputs[0][index], rtol=1e-9, atol=1e-12, equal_nan=True):
+                raise CheckError(
+                    where=f"output {name} on rank {rank}",
+                    found="a value that differs from rank 0's",
+                    wanted="the global value on every rank",
+                    remedy="report this model",
+                )
+
+
+def _simulated_backward(outputs: Sequence[Sequence[Tensor]], place: int | None, leaves: Sequence[Tensor]) -> None:
+    loss = None if place is None else leaves[place]
+    if loss is not None and not loss.requires_grad:
+        return
+    seeds = [(place, torch.ones_like(loss))] if place is not None and loss is not None else seeds_of(None, leaves)
+    ranks = len(outputs)
+    roots = [local[index] for local in outputs for index, _ in seeds]
+    shares = [seed / ranks for _ in outputs for _, seed in seeds]
+    if roots:
+        torch.autograd.backward(roots, shares)
+
+
+def _update_buffers(
+    graph: Graph,
+    layouts: Mapping[str, Layout],
+    dims: Dims,
+    outputs: Sequence[Sequence[Tensor]],
+    locals_: Sequence[Mapping[str, Tensor]],
+    full: Tensors,
+) -> None:
+    count = len(graph.outputs)
+    for place, (buffer, _) in enumerate(graph.writes):
+        new = [local[count + place].detach() for local in outputs]
+        full[buffer] = assemble(buffer, new, layouts[buffer], dims)
+    for item in graph.inputs:
+        if item.mutated:
+            shares = [local[item.name] for local in locals_]
+            full[item.name] = assemble(item.name, shares, layouts[item.name], dims)
+
+
+# -- the comparison ---------------------------------------------------------------------------------------
+
+
+def compare(ours: Record, theirs: Record, casts: tuple[str, ...] = ()) -> Verdict:
+    """The errors of every kind; a tensor that only one side has is an infinite error."""
+    errors: dict[str, float] = {}
+    worst, name_of_worst = -1.0, "-"
+    for kind in KINDS:
+        mine: Tensors = getattr(ours, kind)
+        wanted: Tensors = getattr(theirs, kind)
+        floor = FLOOR * max((_magnitude(item) for item in wanted.values()), default=0.0)
+        errors[kind] = 0.0
+        for name in wanted.keys() | mine.keys():
+            found = _error(mine.get(name), wanted.get(name), floor)
+            errors[kind] = max(errors[kind], found)
+            if found > worst:
+                worst, name_of_worst = found, f"{kind} {name}"
+    return Verdict(errors, name_of_worst, casts)
+
+
+def _error(mine: Tensor | None, wanted: Tensor | None, floor: float) -> float:
+    if mine is None or wanted is None or mine.shape != wanted.shape:
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    a, b = mine.to(torch.float64), wanted.to(torch.float64)
+    gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+    largest = float(gap.max())
+    return float("inf") if largest != largest else largest / max(_magnitude(b), floor, 1e-300)
+
+
+def _magnitude(tensor: Tensor) -> float:
+    finite = tensor.detach().to(torch.float64).abs()
+    finite = finite[finite.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+

@@ -1,0 +1,100 @@
+"""A plan as text: a table of layers, then totals, then the alternatives beside it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from autopar.core.plan import Alternative, Layer, Plan
+from autopar.units import show_bytes, show_seconds
+
+LIGHT = 2e-3  # layers below this share of the step, and without flops, are summed up in one line
+WIDTH = 120
+
+
+def plan_text(plan: Plan, *, width: int = WIDTH) -> str:
+    """The plan as plain text."""
+    stream = io.StringIO()
+    Console(file=stream, width=width, no_color=True, highlight=False).print(render(plan))
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def render(plan: Plan) -> RenderableType:
+    """The plan for a terminal."""
+    return Group(_layers(plan), *_totals(plan), _alternatives(plan), *_remarks(plan))
+
+
+def _layers(plan: Plan) -> Table:
+    table = Table(title=f"Plan for {plan.cluster}, mesh {plan.mesh}", box=None, pad_edge=False)
+    table.add_column("layer", overflow="fold")
+    table.add_column("operator")
+    for axis in plan.mesh.axes:
+        table.add_column(f"{plan.mesh.name(axis)} ({plan.mesh.shape[axis]})")
+    for heading in ("compute", "communication", "kept"):
+        table.add_column(heading, justify="right")
+    limit = LIGHT * plan.step_seconds
+    heavy = [layer for layer in plan.layers if layer.flops or layer.compute + layer.communication > limit]
+    for layer in heavy:
+        table.add_row(*_row(layer))
+    light = [layer for layer in plan.layers if layer not in heavy]
+    if light:
+        empty = [""] * len(plan.mesh.shape)
+        table.add_row(f"{len(light)} light operators", "", *empty, *_sums(light), style="dim")
+    return table
+
+
+def _row(layer: Layer) -> list[str]:
+    op = layer.op.removeprefix("aten.").removesuffix(".default")
+    axes = [
+        f"{kind} {factor}" if factor else "-"
+        for factor, kind in zip(layer.strategy, layer.kinds, strict=True)
+    ]
+    return [layer.module or layer.name, op, *axes, *_sums([layer])]
+
+
+def _sums(layers: Sequence[Layer]) -> list[str]:
+    return [
+        show_seconds(sum(layer.compute for layer in layers)),
+        show_seconds(sum(layer.communication for layer in layers)),
+        show_bytes(sum(layer.nbytes for layer in layers)),
+    ]
+
+
+def _totals(plan: Plan) -> list[str]:
+    cap = f" of {show_bytes(plan.memory_cap)}" if plan.memory_cap is not None else ""
+    return [
+        "",
+        f"step      {show_seconds(plan.step_seconds)} predicted: {show_seconds(plan.compute_seconds)} compute, "
+        f"{show_seconds(plan.communication_seconds)} communication; {plan.measured_share:.0%} of compute is measured",
+        f"memory    {show_bytes(plan.peak_bytes)}{cap} per device at the peak, {show_bytes(plan.state_bytes)} of it "
+        "weights, gradients and optimizer state",
+        f"solver    {plan.status}, gap {plan.gap:.2%}; {plan.sharded_flops_share:.1%} of the flops are sharded",
+    ]
+
+
+def _alternatives(plan: Plan) -> RenderableType:
+    if not plan.alternatives:
+        return ""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("beside it", "step", "peak memory", ""):
+        table.add_column(heading, justify="left" if heading in ("beside it", "") else "right")
+    for item in plan.alternatives:
+        table.add_row(*_alternative(item))
+    return table
+
+
+def _alternative(item: Alternative) -> list[str]:
+    if item.step_seconds is None or item.peak_bytes is None:
+        return [item.name, "-", "-", "has no plan"]
+    fits = "" if item.feasible else "exceeds the memory cap"
+    return [item.name, show_seconds(item.step_seconds), show_bytes(item.peak_bytes), fits]
+
+
+def _remarks(plan: Plan) -> list[str]:
+    found = [f"note      {note}" for note in plan.notes]
+    if plan.gathered_ops:
+        found.append("gathered  " + ", ".join(plan.gathered_ops))
+    return found
