@@ -26,6 +26,7 @@ from autopar.cost.flops import flops
 from autopar.cost.model import CostModel
 from autopar.errors import AutoparError
 from autopar.ops.dims import Dims
+from autopar.ops.equation import Option
 from autopar.ops.rule import GATHER, Site, Strategy, rule_of
 from autopar.rewrite.emit import GraphEmitter
 from costdb.footprint import footprint
@@ -85,6 +86,8 @@ class Prices:
     optimizer_states: int = 2  # tensors of the weight's size that the optimizer keeps; Adam has two
     _operators: dict[Any, Price] = field(default_factory=dict)
     _moves: dict[Any, float] = field(default_factory=dict)
+    _texts: dict[str, str] = field(default_factory=dict)
+    _equal_axes: bool | None = None
 
     @property
     def device(self) -> DeviceModel:
@@ -105,8 +108,18 @@ class Prices:
             self.dims.local_shape(name, tuple(o.operands[i] for o in strategy), self._place)
             for i, name in enumerate(operation.operands)
         )
-        args = map_refs((operation.args, operation.kwargs), lambda ref: str(specs[ref.name]))
-        return operation.target, str(args), shapes, strategy
+        if operation.name not in self._texts:
+            args = map_refs((operation.args, operation.kwargs), lambda ref: str(specs[ref.name]))
+            self._texts[operation.name] = str(args)
+        return operation.target, self._texts[operation.name], shapes, self._alike(strategy)
+
+    def _alike(self, strategy: Strategy) -> Strategy:
+        """Axes of one size and one link are interchangeable: strategies in one order stand for all."""
+        if self._equal_axes is None:
+            mesh = self.dims.mesh
+            signs = {(mesh.shape[axis], self.cluster.link(mesh, axis)) for axis in mesh.axes}
+            self._equal_axes = len(signs) == 1 and len(mesh.axes) > 1
+        return tuple(sorted(strategy, key=_factor)) if self._equal_axes else strategy
 
     @property
     def _place(self) -> tuple[int, ...]:
@@ -255,6 +268,10 @@ class Prices:
     def is_gathered(self, operation: Operator) -> bool:
         """Whether the operator has no rule and tensors that could have been sharded."""
         return rule_of(operation) is GATHER and bool(operation.operands)
+
+
+def _factor(option: Option) -> str:
+    return option.factor
 
 
 def _stand_ins(emitter: GraphEmitter) -> tuple[Call, ...]:

@@ -41,7 +41,9 @@ from autopar.core.placement import Broadcast, Layout, Placement, R
 from autopar.cost.prices import Prices
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
-from autopar.ops.rule import Regroup, Strategy, rule_of
+from autopar.ops.pointwise import Dropout, Pointwise
+from autopar.ops.rule import Strategy, rule_of
+from autopar.ops.views import Expand, Permute, Reshape, Split
 
 Marginal = dict[Layout, Terms]
 
@@ -294,18 +296,18 @@ class Problem:
         """Moves that a flow from `sources` to the use's needs can take.
 
         Targets are what the needs have on an axis, and R, through which illegal changes go. Into an
-        operator that computes next to nothing (a view, an elementwise operator with one operand) only
-        layouts that it cannot take are converted: any other conversion is as cheap behind it.
+        operator that computes next to nothing only layouts that it cannot take are converted: any other
+        conversion is as cheap behind it, or, before an elementwise operator, is a slice that spares work.
         """
         targets = self.targets(use)
-        through = alone and use.consumer is not None and self.is_transparent(self.operators[use.consumer])
+        through, view = self.passes(use) if alone else (False, False)
         waiting = list(sources)
         seen, found = set(waiting), []
         while waiting:
             layout = waiting.pop()
             settled = through and layout in use.needs
             for move in moves(layout, targets):
-                if settled and effect(move).forward not in (Action.NOTHING, Action.COPY):
+                if settled and (view or effect(move).forward is not Action.COPY):
                     continue
                 if not self.prices.dims.legal(name, move.target):
                     continue
@@ -319,12 +321,16 @@ class Problem:
         columns = zip(*use.needs, strict=True)
         return tuple(tuple(dict.fromkeys((R, *sorted(set(column), key=str)))) for column in columns)
 
-    def is_transparent(self, operation: Operator) -> bool:
-        if isinstance(rule_of(operation), Regroup):
-            return len(operation.operands) == 1
-        differentiable = [name for name in operation.operands if self.graph.specs[name].requires_grad]
-        elementwise = type(rule_of(operation)).__name__ in ("Pointwise", "Dropout", "Permute", "Expand")
-        return elementwise and len(operation.operands) == 1 == len(differentiable)
+    def passes(self, use: Use) -> tuple[bool, bool]:
+        """Whether the user computes next to nothing, and whether it is a mere view."""
+        if use.consumer is None:
+            return False, False
+        operation = self.operators[use.consumer]
+        rule = rule_of(operation)
+        if len(operation.operands) != 1:
+            return False, False
+        view = isinstance(rule, (Reshape, Split, Permute, Expand))
+        return view or isinstance(rule, (Pointwise, Dropout)), view
 
     # -- memory ---------------------------------------------------------------------------------------
 
