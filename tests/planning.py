@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 import autopar.ops
 import autopar.runtime.collectives
@@ -23,7 +22,7 @@ from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import B, Layout, P, Partial, R, Shard
 from autopar.core.plan import Program
-from autopar.ops.analysis import find_atoms, options_of, strategies_of
+from autopar.ops.analysis import find_atoms, strategies_of
 from autopar.ops.dims import Dims
 from autopar.ops.equation import GATHERED, Option
 from autopar.ops.rule import Strategy

@@ -12,9 +12,9 @@ def forward(
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,12 +65,16 @@ class _Writer:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.places = [node for node in graph.nodes if node.op == "placeholder"]
-        self.names = {node: node.name for node in self.places}
-        taken = set(self.names.values())
+        self.names: dict[fx.Node, str] = {node: node.name for node in self.places}
+        taken, counts = set(self.names.values()), Counter[str]()
         for node in graph.nodes:
-            if node.op == "call_function":
-                self.names[node] = _free(_base(node), taken)
-                taken.add(self.names[node])
+            if node.op == "call_function" and not _users(node):
+                name = base = _base(node)
+                while name in taken:
+                    counts[base] += 1
+                    name = f"{base}_{counts[base]}"
+                taken.add(name)
+                self.names[node] = name
 
     def signature(self, notes: Mapping[str, str]) -> Iterator[str]:
         width = max((len(node.name) for node in self.places), default=0) + 1
@@ -130,11 +134,6 @@ def _base(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return _base(node.all_input_nodes[0])
     return _target(node.target).rpartition(".")[2]
-
-
-def _free(base: str, taken: Set[str]) -> str:
-    numbered = (f"{base}_{number}" for number in itertools.count(1))
-    return next(name for name in itertools.chain([base], numbered) if name not in taken)
 
 
 def _target(target: Any) -> str:

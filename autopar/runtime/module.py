@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,7 @@ class ParallelModule(Container):
         self._device, self._timeout = device, timeout
         self._broadcast, self._bucket_bytes = broadcast_parameters, bucket_bytes
         self._model = (model,)  # in a tuple, so that nn.Module does not take it for a child
+        self._containers = tuple(cast(Container, module) for module in self.modules())
         self._mesh: tuple[Mesh, DeviceMesh] | None = None  # set when parameters are placed
         self._pinned: dict[str, InputPart] = {}
         self._programs: dict[tuple[Any, ...], Bound] = {}
@@ -123,7 +124,7 @@ class ParallelModule(Container):
             if self._mesh is not None:
                 self._update_copy()
             model = self._model[0]
-            for ours, theirs in zip(self.modules(), model.modules(), strict=True):
+            for ours, theirs in zip(self._containers, model.modules(), strict=True):
                 theirs.training = ours.training
             pinned = {name: item.layout for name, item in self._pinned.items()} if self._mesh else None
             made = self._compile(model, args, kwargs, training=self.training, pinned=pinned)
@@ -143,12 +144,14 @@ class ParallelModule(Container):
     def _key(self, call: Arguments) -> tuple[Any, ...]:
         if self._mesh is None:
             return ()
+        held = itertools.chain.from_iterable(
+            (*item._parameters.values(), *item._buffers.values()) for item in self._containers
+        )
         return (
             call.key,
             tuple(tensor.requires_grad for tensor in call.tensors),
-            tuple(module.training for module in self.modules()),
-            tuple((item.requires_grad, item.dtype) for item in self.parameters()),
-            tuple(item.dtype for item in self.buffers()),
+            tuple(container.training for container in self._containers),
+            tuple((tensor.requires_grad, tensor.dtype) for tensor in held if tensor is not None),
         )
 
     def _update_copy(self) -> None:
@@ -158,7 +161,7 @@ class ParallelModule(Container):
         traced = itertools.chain(model.parameters(), model.buffers())
         for ours, theirs in zip(outer, traced, strict=True):
             if theirs.dtype != ours.dtype:
-                theirs.data = serial.without_memory(theirs.detach().to(ours.dtype))
+                theirs.data = serial.without_memory(theirs.detach(), ours.dtype)
             theirs.requires_grad_(ours.requires_grad)
 
     # -- placing --------------------------------------------------------------------------------

@@ -42,6 +42,6 @@ def refuse_whole_tensor(owner: object, mesh: DeviceMesh) -> None:
 def _is_sharded(parameter: Any, mesh: DeviceMesh) -> bool:
     return (
         isinstance(parameter, DTensor)
-        and parameter.device_mesh is mesh
+        and parameter.device_mesh == mesh
         and any(placement.is_shard() for placement in parameter.placements)
     )

@@ -104,17 +104,19 @@ def hollow(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, empty)
 
 
-def without_memory(tensor: Tensor) -> Tensor:
-    """A tensor like `tensor` that holds no memory.
+def without_memory(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor like `tensor`, or like it in another dtype, that holds no memory.
 
-    On a CPU it is a view of pages that are never touched, so that reading it gives zeros; elsewhere
-    its storage is empty and must not be read.
+    On a CPU its pages are never touched, so that reading it gives zeros; elsewhere its storage is
+    empty and must not be read.
     """
-    like = torch.empty_like(tensor, device="meta")  # dense, in the tensor's own memory format
+    dtype = dtype or tensor.dtype
     if tensor.device.type != "cpu":
-        real = torch.empty_like(tensor)
+        real = torch.empty_like(tensor, dtype=dtype)
         real.untyped_storage().resize_(0)
         return real
+    like = torch.empty_like(tensor, dtype=dtype, device="meta")  # dense, in the tensor's memory format
     nbytes = max(like.untyped_storage().nbytes(), like.element_size())
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=tensor.dtype).as_strided(like.shape, like.stride())
+    storage = torch.frombuffer(pages, dtype=dtype).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, 0, like.shape, like.stride())
