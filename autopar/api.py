@@ -32,7 +32,7 @@ from autopar.planning import DEFAULT_GAP, Request
 from autopar.rewrite.render import describe
 from autopar.runtime import worker
 from autopar.runtime.module import ParallelModule
-from autopar.signature import LossFunction
+from autopar.signature import LossFunction, split_inputs
 from autopar.trace import trace
 from autopar.units import parse_bytes
 
@@ -149,20 +149,6 @@ def make_request(
         measure=measure,
         optimizer_states=OPTIMIZER_STATES[optimizer],
     )
-
-
-def split_inputs(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of examples given as a tuple, a list, a dict or one tensor."""
-    named = dict(kwargs or {})
-    match inputs:
-        case None:
-            return (), named
-        case tuple() | list():
-            return tuple(inputs), named
-        case dict():
-            return (), {**inputs, **named}
-        case _:
-            return (inputs,), named
 
 
 def require_launcher() -> None:

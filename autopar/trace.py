@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -103,7 +104,7 @@ def trace(
         exported = torch.export.export(flat, arguments.tensors, strict=False)
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise TraceError(
-            where=_user_line(cause),
+            where=user_line(cause),
             found=f"{type(cause).__name__}: {_first_line(cause)}",
             wanted="a forward that torch.export can trace",
             remedy="make the branch or shape independent of tensor values, or move it out of forward",
@@ -436,7 +437,7 @@ def _module_of(node: fx.Node) -> str:
 
 
 def _is_library(file: str) -> bool:
-    ours = file.startswith(__file__.rsplit("/", 1)[0] + "/")
+    ours = file.startswith((__file__.rsplit("/", 1)[0] + "/", sysconfig.get_path("stdlib") + "/"))
     return ours or "site-packages" in file or "/torch/" in file or file.startswith("<")
 
 
@@ -450,7 +451,7 @@ def _source_of(node: fx.Node) -> str:
     return next(reversed(list(_frames(node.meta.get("stack_trace") or ""))), "")
 
 
-def _user_line(error: BaseException) -> str:
+def user_line(error: BaseException) -> str:
     """The innermost line of the user's own code in the traceback of `error`."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not _is_library(frame.filename):
