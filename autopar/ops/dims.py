@@ -71,8 +71,8 @@ class Atoms:
         self.sizes: dict[Dim, int] = {
             (name, dim): size for name, spec in graph.specs.items() for dim, size in enumerate(spec.shape)
         }
-        self.bounds: dict[Dim, set[int]] = {dim: {1, size} for dim, size in self.sizes.items()}
-        self._refine(relations)
+        self.bounds: dict[Dim, set[int]] = {dim: {1, max(1, size)} for dim, size in self.sizes.items()}
+        self._refine([relation for relation in relations if not self._is_empty(relation)])
         self.of: dict[str, tuple[tuple[int, ...], ...]] = {
             name: tuple(self._atoms((name, dim)) for dim in range(len(spec.shape)))
             for name, spec in graph.specs.items()
@@ -87,6 +87,10 @@ class Atoms:
             for left, right in self.matches(relation):
                 self.components.union(left, right)
         self.scalings = tuple(scalings)
+
+    def _is_empty(self, relation: Relation) -> bool:
+        items = (*relation.left, *relation.right)
+        return any(self.sizes[item] == 0 for item in items if not isinstance(item, int))
 
     def _refine(self, relations: Sequence[Relation]) -> None:
         by_dim: dict[Dim, list[Relation]] = {}
@@ -168,6 +172,8 @@ class Dims:
         }
         self._weights = weights
         self._cuts: dict[tuple[Atom, tuple[int, ...]], Cut] = {}
+        self._shapes: dict[tuple[str, Layout, tuple[int, ...]], tuple[int, ...]] = {}
+        self._legal: dict[tuple[str, Layout], bool] = {}
         self._anchors: dict[Atom, tuple[Atom, Fraction, int]] = {}
         self._anchor()
 
@@ -185,7 +191,8 @@ class Dims:
             ends = [(name, dim, 0) for name, dim in (scaling.source, scaling.output)]
             if all(len(self.atoms.of[name][dim]) == 1 for name, dim, _ in ends):
                 source, output = (self.atoms.components[end] for end in ends)
-                if source != output:
+                known = edges.get_edge_data(source, output)
+                if source != output and (known is None or _terms(scaling.scale) < _terms(known["scale"])):
                     edges.add_edge(source, output, scale=scaling.scale)
                     edges.add_edge(output, source, scale=1 / scaling.scale)
         for base in sorted(edges.nodes, key=lambda item: (-self._length(item), item)):
@@ -234,8 +241,9 @@ class Dims:
         if base != component:
             fine = self.cut(base, sizes)
             return tuple(min(length, math.ceil(bound * scale)) for bound in fine[:-1]) + (length,)
+        subsets = [subset for subset in self._subsets if math.prod(subset) <= length]
         chunk = component in self._weights and not any(
-            has_empty(nested(length, subset, chunked)) for subset in self._subsets if math.prod(subset) <= length
+            has_empty(nested(length, subset, chunked)) for subset in subsets
         )
         if chunk:
             return nested(length, sizes, chunked)
@@ -253,6 +261,12 @@ class Dims:
 
     def legal(self, name: str, layout: Layout) -> bool:
         """Whether every shard of `layout` exists and has rows on every rank."""
+        key = (name, layout)
+        if key not in self._legal:
+            self._legal[key] = self._is_legal(name, layout)
+        return self._legal[key]
+
+    def _is_legal(self, name: str, layout: Layout) -> bool:
         for shard in {placement for placement in layout if isinstance(placement, Shard)}:
             dims = self.atoms.of[name]
             if shard.dim >= len(dims) or shard.atom >= len(dims[shard.dim]):
@@ -290,10 +304,13 @@ class Dims:
 
     def local_shape(self, name: str, layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The shape of the rank's local tensor."""
-        return tuple(
-            math.prod(self.local_atoms(name, dim, layout, coordinate))
-            for dim in range(len(self.atoms.of[name]))
-        )
+        key = (name, layout, tuple(coordinate))
+        if key not in self._shapes:
+            self._shapes[key] = tuple(
+                math.prod(self.local_atoms(name, dim, layout, coordinate))
+                for dim in range(len(self.atoms.of[name]))
+            )
+        return self._shapes[key]
 
     def part(self, name: str, layout: Layout, coordinate: Sequence[int]) -> Part:
         """The rank's part of the full tensor."""
@@ -324,6 +341,11 @@ class Dims:
             start, stop = self.rows(name, shard, layout, place)
             sizes.append((stop - start) * inner)
         return blocks, tuple(sizes)
+
+
+def _terms(scale: Fraction) -> int:
+    """Of two scales between the same components, 1/2 and 54/107, the one with smaller terms is followed."""
+    return max(scale.numerator, scale.denominator)
 
 
 def relations_of(groups: Iterable[Sequence[Dim]]) -> list[Relation]:

@@ -2,13 +2,16 @@
 
     upsample_bilinear2d   "n c h~ w~ -> n c h~ w~"
 
-A spatial dim is windowed where one size divides the other; any other ratio keeps it whole. A rank
-fetches the rows that its own result rows read, resizes them, and cuts off what the rows at the
-edge gave too much. Only rows inside the image are fetched, so the local call repeats the first and
-the last row of the image where the serial one does, and nowhere else.
+A spatial dim is windowed where one size divides the other. A rank fetches the rows that its own
+result rows read, resizes them, and cuts off what the rows at the edge gave too much. Only rows
+inside the image are fetched, so the local call repeats the first and the last row of the image
+where the serial one does, and nowhere else.
 
     linear, factor 2       result rows     0     1      2      3
                            image rows      0   0..1   0..1   1..2
+
+Linear interpolation by any other ratio is written out: both neighbours of each result row are
+picked by their global places and weighed. Nearest and cubic keep such a dim whole.
 """
 
 from __future__ import annotations
@@ -56,6 +59,31 @@ class Interpolation:
         return (2 * row + 1 - self.factor) // (2 * self.factor)
 
 
+@dataclass(frozen=True, slots=True)
+class Lerp:
+    """Result row o lies at place(o) = o step, or (o + 1/2) step - 1/2 if corners are not aligned, and
+    reads the rows on both sides of that.
+
+    Source: compute_source_index_and_lambda of PyTorch's UpSample.h.
+    """
+
+    before: int
+    after: int
+    step: float
+    align_corners: bool
+
+    @property
+    def scale(self) -> Fraction:
+        return Fraction(self.after, self.before)
+
+    def needs(self, start: int, stop: int) -> tuple[int, int]:
+        return self._floor(start), min(self.before, self._floor(stop - 1) + 2)
+
+    def _floor(self, row: int) -> int:
+        place = row * self.step if self.align_corners else (row + 0.5) * self.step - 0.5
+        return min(int(max(place, 0.0)), self.before - 1)
+
+
 class _Resize(Rule):
     """n and c free, each spatial dim windowed if the sizes' ratio or its inverse is whole."""
 
@@ -76,6 +104,7 @@ class _Resize(Rule):
         found = {}
         for name, before, after, scale in sizes:
             window = self.window(op, before, after) if scale in (None, after / before) else None
+            window = window or self.uneven(op, before, after, scale)
             if window is not None:
                 found[name] = window
         return found
@@ -98,6 +127,10 @@ class _Resize(Rule):
         """Nearest and linear: what a result row reads lies within its own block of rows."""
         return Window(factor, factor)
 
+    def uneven(self, op: Instance, before: int, after: int, scale: float | None) -> RowMap | None:
+        """The rows that are read where neither size divides the other."""
+        return None
+
     def equation(self, op: Instance) -> Equation:
         windows = self.windows(op)
         labels = ("n", "c", *self.space(op))
@@ -113,6 +146,9 @@ class _Resize(Rule):
             dim, window = index + 2, windows[name]
             value = fetch(site, value, dim, name, window)
             start, stop = result_rows(site, dim)
+            if isinstance(window, Lerp):
+                value, sizes[index], scales[index] = _lerp(site, value, dim, window), stop - start, None
+                continue
             first = int(window.needs(start, stop)[0] * window.scale)
             sizes[index], scales[index] = int(site.emitter.shape(value)[dim] * window.scale), None
             crops.append((dim, start - first, stop - first))
@@ -121,6 +157,28 @@ class _Resize(Rule):
         for dim, start, stop in crops:
             result = site.call(aten.slice.Tensor, result, dim, start, stop)
         return (result,)
+
+
+def _lerp(site: Site, value: Handle, dim: int, window: Lerp) -> Handle:
+    """The rank's result rows along `dim`, from the fetched rows that `window` needs.
+
+    Places are computed in float64: `needs` has to find the same rows.
+    """
+    start, stop = result_rows(site, dim)
+    first, last = window.needs(start, stop)[0], window.before - 1
+    rows = site.call(aten.arange.start, start, stop, dtype=torch.float64, device=torch.device("cpu"))
+    shift = 0.0 if window.align_corners else 0.5
+    place = site.call(aten.mul.Scalar, site.call(aten.add.Scalar, rows, shift), window.step)
+    place = site.call(aten.clamp.default, site.call(aten.sub.Scalar, place, shift), 0, last)
+    lower = site.call(aten.floor.default, place)
+    upper = site.call(aten.clamp_max.default, site.call(aten.add.Scalar, lower, 1), last)
+    weight = site.call(aten.to.dtype, site.call(aten.sub.Tensor, place, lower), site.spec().dtype)
+    ends = []
+    for neighbour in (lower, upper):
+        index = site.call(aten.to.dtype, site.call(aten.sub.Scalar, neighbour, first), torch.int64)
+        ends.append(site.call(aten.index_select.default, value, dim, index))
+    weight = site.call(aten.reshape.default, weight, [-1] + [1] * (len(site.shape()) - dim - 1))
+    return site.call(aten.lerp.Tensor, *ends, weight)
 
 
 @register
@@ -152,7 +210,7 @@ class Nearest(_Resize):
 
 @register
 class Linear(_Resize):
-    """Linear along each dim. With `align_corners` a result row's place depends on the whole size."""
+    """Linear along each dim."""
 
     targets = (
         aten.upsample_linear1d.vec,
@@ -166,6 +224,13 @@ class Linear(_Resize):
     def enlarging(self, factor: int, length: int) -> RowMap:
         return Interpolation(factor, length, reach=1)
 
+    def uneven(self, op: Instance, before: int, after: int, scale: float | None) -> RowMap | None:
+        if op["align_corners"]:
+            step = (before - 1) / (after - 1) if after > 1 else 0.0
+        else:
+            step = 1 / scale if scale else before / after
+        return Lerp(before, after, step, bool(op["align_corners"]))
+
     def samples(self) -> Iterable[Sample]:
         x = torch.randn(2, 3, 6, 5)
         yield Sample(aten.upsample_bilinear2d.vec, (x, None, False, [2.0, 3.0]))
@@ -173,6 +238,8 @@ class Linear(_Resize):
         yield Sample(aten.upsample_bilinear2d.vec, (x, [2, 7], False, None))
         yield Sample(aten.upsample_bilinear2d.vec, (x, [12, 5], True, None))
         yield Sample(aten.upsample_bilinear2d.vec, (x, None, False, [2.0, 1.5]))
+        yield Sample(aten.upsample_bilinear2d.vec, (x, [11, 7], True, None))
+        yield Sample(aten.upsample_bilinear2d.vec, (x, None, False, [0.7, 1.3]))
         yield Sample(aten.upsample_linear1d.vec, (torch.randn(2, 3, 7), None, False, [2.0]))
         yield Sample(aten.upsample_linear1d.default, (torch.randn(2, 3, 7), [28], False))
         yield Sample(
@@ -193,7 +260,5 @@ class Cubic(_Resize):
         return None
 
     def samples(self) -> Iterable[Sample]:
-        x = torch.randn(2, 3, 6, 5)
+        x = torch.randn(2, 2, 4, 5)
         yield Sample(aten.upsample_bicubic2d.vec, (x, None, False, [2.0, 3.0]))
-        yield Sample(aten.upsample_bicubic2d.vec, (x, [3, 10], False, None))
-        yield Sample(aten.upsample_bicubic2d.vec, (x, [12, 5], True, None))

@@ -22,7 +22,9 @@ def test_the_drawing_in_the_docstring() -> None:
 
 @given(MESHES)
 def test_rank_and_coordinate_are_inverse(mesh: Mesh) -> None:
-    assert [mesh.rank(mesh.coordinate(rank)) for rank in range(mesh.num_devices)] == list(range(mesh.num_devices))
+    assert [mesh.rank(mesh.coordinate(rank)) for rank in range(mesh.num_devices)] == list(
+        range(mesh.num_devices)
+    )
 
 
 @given(MESHES, st.data())

@@ -18,7 +18,9 @@ def test_heads_of_a_fused_projection() -> None:
 
 @st.composite
 def parts(draw: st.DrawFn) -> Part:
-    atoms = draw(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple))
+    atoms = draw(
+        st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)
+    )
 
     def rows(size: int) -> tuple[int, int]:
         start = draw(st.integers(0, size))

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -88,13 +89,17 @@ def test_all_maps_of_one_size_in_a_unet_have_one_even_cut(mesh: Mesh) -> None:
 @given(st.integers(9, 70), st.integers(1, 3), st.sampled_from([*MESHES, Mesh((3,)), Mesh((2, 3))]))
 def test_unets_of_any_size_keep_their_halos_small(height: int, levels: int, mesh: Mesh) -> None:
     dims = Dims(*unet(height, 16, levels), mesh)
-    short = {length for length in (height >> level for level in range(levels + 1)) if length <= mesh.num_devices}
+    short = {
+        length for length in (height >> level for level in range(levels + 1)) if length <= mesh.num_devices
+    }
     assert short or all(rows <= window.kernel - 1 for _, window, rows in exchanged(dims))
 
 
 class PoolingChain(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(2))
+        super().__init__(
+            nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(2)
+        )
 
 
 def test_windows_as_wide_as_their_stride_exchange_nothing() -> None:
@@ -127,6 +132,27 @@ def test_a_dim_too_short_for_its_share_of_the_boundaries_is_cut_by_itself() -> N
     assert lengths == [9, 5, 3] and cuts == [(0, 5, 9), (0, 3, 5), (0, 2, 3)]
 
 
+class Resized(nn.Module):
+    """A skip connection across a stride and a resize to the skip's own, odd, size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(1, 2, 3, 2, 1), nn.Conv2d(2, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = self.down(x)
+        return x + F.interpolate(self.up(small), size=x.shape[-2:], mode="bilinear")
+
+
+def test_of_a_stride_and_a_resize_between_the_same_maps_the_stride_is_followed() -> None:
+    dims = Dims(*traced(Resized(), torch.rand(1, 1, 27, 64)), Mesh((4,)))
+    found = list(exchanged(dims))
+    assert len(found) == 6 and all(rows <= 3 for _, _, rows in found)
+    image = dims.component(dims.graph.inputs[-1].name, Shard(2))
+    small = dims.component(dims.graph.operators[0].results[0] or "", Shard(2))
+    assert dims.cut(small, (4,)) == tuple(-(-bound // 2) for bound in dims.cut(image, (4,)))
+
+
 class Fused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -143,8 +169,12 @@ def test_a_fused_projection_is_refined_into_its_heads() -> None:
     weight = next(item.name for item in graph.inputs if item.target.endswith("weight"))
     assert atoms.of[weight] == ((3, 4, 4), (16,))
     dims = Dims(graph, atoms, Mesh((2,)))
-    heads = {dims.component(name, Shard(1)) for item in graph.operators for name in item.results
-             if name and graph.specs[name].shape == (2, 4, 5, 4)}
+    heads = {
+        dims.component(name, Shard(1))
+        for item in graph.operators
+        for name in item.results
+        if name and graph.specs[name].shape == (2, 4, 5, 4)
+    }
     assert heads == {dims.component(weight, Shard(0, 1))}
     linear = next(item for item in graph.operators if "linear" in str(item.target))
     assert "o.1" in {option.factor for option in options_of(linear, dims)}
@@ -185,3 +215,15 @@ def test_more_ranks_than_rows_is_not_legal() -> None:
     name = graph.operators[0].results[0] or ""
     assert dims.legal(name, (Shard(0), R)) and not dims.legal(name, (Shard(0), Shard(0)))
     assert not dims.legal(name, (Shard(2), R)) and not dims.legal(name, (Shard(0, 1), R))
+
+
+class Emptied(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x[:, 4:].relu()], 1).flatten()
+
+
+def test_a_dim_without_rows_is_one_atom_and_never_sharded() -> None:
+    graph, atoms = traced(Emptied(), torch.rand(3, 4))
+    name = graph.operators[0].results[0] or ""
+    assert graph.specs[name].shape == (3, 0) and atoms.of[name] == ((3,), (0,))
+    assert not Dims(graph, atoms, Mesh((2,))).legal(name, (Shard(1),))

@@ -37,7 +37,9 @@ def exchanges(one: OneOperator, dims: Dims, strategy: Strategy) -> list[dict[str
     program = rewrite(one.graph, program_for(one.graph, strategy, dims), dims, rank=0)
     names = ("group", "dim", "blocks", "owned", "starts", "stops", "fill")
     return [
-        dict(zip(names, args, strict=True)) for target, args, _ in program.emitter.collectives if "exchange" in target
+        dict(zip(names, args, strict=True))
+        for target, args, _ in program.emitter.collectives
+        if "exchange" in target
     ]
 
 
@@ -47,7 +49,15 @@ def convolution(*shape: int, kernel: Sequence[int], **kwargs: Any) -> Sample:
     each = {name: [kwargs.get(name, default)] * space for name, default in (("stride", 1), ("dilation", 1))}
     padding = kwargs.get("padding", [(size - 1) // 2 for size in kernel])
     return Sample(
-        target, (torch.randn(shape), torch.randn(2, shape[1], *kernel), None, each["stride"], padding, each["dilation"])
+        target,
+        (
+            torch.randn(shape),
+            torch.randn(2, shape[1], *kernel),
+            None,
+            each["stride"],
+            padding,
+            each["dilation"],
+        ),
     )
 
 
@@ -106,7 +116,9 @@ def test_any_convolution(
     length: int, kernel: int, stride: int, padding: int, dilation: int, mesh: Mesh
 ) -> None:
     assume(length + 2 * padding > dilation * (kernel - 1))
-    prove(convolution(1, 1, length, kernel=[kernel], stride=stride, padding=[padding], dilation=dilation), mesh)
+    prove(
+        convolution(1, 1, length, kernel=[kernel], stride=stride, padding=[padding], dilation=dilation), mesh
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.ops.resize import MOST_EXACT_FACTOR, Interpolation
+from autopar.ops.resize import MOST_EXACT_FACTOR, Interpolation, Lerp
 from autopar.ops.window import RowMap, Window
 
 SMALL = st.integers(1, 4)
@@ -81,6 +81,16 @@ def test_linear_interpolation(length: int, factor: int, data: st.DataObject) -> 
     source = torch.rand(1, 1, length, dtype=torch.float64, requires_grad=True)
     result = F.interpolate(source, scale_factor=float(factor), mode="linear")
     check(Interpolation(factor, length, reach=1), source, result, data, gaps=True)
+
+
+@given(st.integers(1, 12), st.integers(1, 30), st.booleans(), st.data())
+def test_linear_interpolation_by_any_ratio(
+    length: int, extent: int, align: bool, data: st.DataObject
+) -> None:
+    source = torch.rand(1, 1, length, dtype=torch.float64, requires_grad=True)
+    result = F.interpolate(source, size=extent, mode="linear", align_corners=align)
+    step = (length - 1) / max(1, extent - 1) if align else length / extent
+    check(Lerp(length, extent, step, align), source, result, data, gaps=True)
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.data())
