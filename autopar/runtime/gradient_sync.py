@@ -94,6 +94,7 @@ class GradientSync:
             for number, bucket in enumerate(self.buckets)
             for member in bucket.members
         }
+        self._kept: dict[Bucket, tuple[Tensor, int]] = {}
         self._rounds: dict[int, _Round] = {}  # by the engine's task: backward may run inside backward
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -134,9 +135,19 @@ class GradientSync:
             return
         parts = [current.arrived.pop(member.index) for member in members]
         with torch.no_grad():  # a copy, always: gradients may share storage with each other
-            flat = torch.cat([part.reshape(-1) for part in parts])
+            flat = self._memory(bucket, sum(part.numel() for part in parts), parts[0])
+            torch.cat([part.reshape(-1) for part in parts], out=flat)
         work = dist.all_reduce(flat, group=groups.group(bucket.key), async_op=True)
         current.flights.append((members, flat, [part.shape for part in parts], work))
+
+    def _memory(self, bucket: Bucket, length: int, like: Tensor) -> Tensor:
+        """The bucket's memory of the last backward if nobody holds its gradients any more, else new:
+        fresh pages for 100 MB of gradients cost a CPU as much as copying them."""
+        kept, uses = self._kept.get(bucket, (None, 0))
+        if kept is None or kept.shape != (length,) or kept.device != like.device or _uses(kept) > uses:
+            kept = torch.empty(length, dtype=like.dtype, device=like.device)
+            self._kept[bucket] = kept, _uses(kept)
+        return kept.view(length)  # an alias, which counts as a use while it lives
 
     def _finish(self, task: int) -> None:
         current = self._rounds.pop(task)
@@ -147,3 +158,8 @@ class GradientSync:
             totals = torch.split(flat, [shape.numel() for shape in shapes])
             for member, total, shape in zip(members, totals, shapes, strict=True):
                 self._deliver(member.index, total.view(shape))
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many tensors and handles hold the tensor's storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

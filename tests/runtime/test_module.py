@@ -156,6 +156,22 @@ def test_gradients_accumulate_over_backwards_and_forwards(plan: str, pools: Pool
     on_ranks(pools, plan, _accumulate)
 
 
+def _kept_gradient(plan: str) -> None:
+    _, ours = prepared(plan)
+    ours(*batch(seed=1)).backward()
+    kept = [item.grad for item in ours.parameters() if item.grad is not None]
+    values = [item.full_tensor().clone() for item in kept]
+    for _ in range(2):
+        ours.zero_grad()
+        ours(*batch(seed=2)).backward()
+    assert all(torch.equal(item.full_tensor(), value) for item, value in zip(kept, values, strict=True))
+
+
+@two_plans
+def test_a_gradient_that_somebody_keeps_is_not_overwritten(plan: str, pools: Pools) -> None:
+    on_ranks(pools, plan, _kept_gradient)
+
+
 def _two_programs(plan: str) -> None:
     """Two batch sizes in one backward: two programs, whose gradients meet in one `.grad`."""
     serial, ours = prepared(plan)
@@ -447,7 +463,7 @@ def test_the_program_prints_as_code(pools: Pools) -> None:
     for line in (
         "    up_weight,                       # float64[8,4]  R  gradient summed over a@2\n",
         "    # features.0\n    conv2d = aten.conv2d(input_0, features_0_weight, features_0_bias, [1, 1]",
-        '    # up\n    r_to_s = autopar.r_to_s(mean, "a@2", 0, 1, [3, 3])\n',
+        "    # up\n    linear = aten.linear(mean, up_weight, up_bias)\n",
         "    # again\n    linear_2 = aten.linear(tanh_1, middle_weight, again_bias)\n",
         "    return (p_to_r, add)\n",
     ):

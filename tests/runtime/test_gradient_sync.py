@@ -1,0 +1,59 @@
+"""Buckets: assigned once, launched in order, each gradient delivered once for all its shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.core.mesh import Mesh
+from autopar.runtime import groups
+from autopar.runtime.gradient_sync import GradientSync, Member, assign
+from tests.pool import Pool
+from tests.runtime.cases import TIMEOUT
+
+Pools = Callable[[int], Pool]
+
+
+def member(index: int, key: str = "a@2", dtype: torch.dtype = torch.float32, nbytes: int = 8) -> Member:
+    return Member(index, f"p{index}", key, dtype, nbytes)
+
+
+def test_buckets_fill_in_order_and_hold_one_key_and_dtype() -> None:
+    members = [member(0), member(1, "b@2"), member(2), member(3, dtype=torch.float64), member(4)]
+    found = [[item.index for item in bucket.members] for bucket in assign(members, 16)]
+    assert found == [[0, 2], [1], [3], [4]]
+
+
+def _shares(order: list[int], parts: int) -> list[int]:
+    """Weights whose gradients come in any order, and in several parts; returns the order of delivery."""
+    groups.setup(Mesh((2,)), ["a@2"], timeout=TIMEOUT)
+    rank = dist.get_rank()
+    totals: dict[int, Tensor] = {}
+
+    def deliver(index: int, total: Tensor) -> None:
+        totals[index] = totals[index] + total if index in totals else total.clone()
+
+    sync = GradientSync([member(index) for index in range(4)], deliver, bucket_bytes=16)
+    root = torch.ones(1, requires_grad=True)
+
+    def feed(gradient: Tensor) -> None:
+        for _ in range(parts):
+            for index in order:
+                sync.add(index, torch.full((2,), float(10 * rank + index)))
+
+    root.register_hook(feed)
+    for _ in range(2):
+        totals.clear()
+        (root * 2).sum().backward()
+        for index in order:
+            assert torch.equal(totals[index], torch.full((2,), parts * (10.0 + 2 * index)))
+    return sorted(totals)
+
+
+def test_every_share_is_summed_once_in_any_order(pools: Pools) -> None:
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0], [1]):
+        for parts in (1, 2):
+            assert pools(2).run(_shares, order, parts) == [sorted(order)] * 2
