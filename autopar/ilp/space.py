@@ -85,10 +85,13 @@ def build_space(
     for item in graph.operators:
         if folding.class_of[item.name] != item.name and item.name not in pins and item.module not in pins:
             continue
-        offered = undominated(item, strategies_of(item, prices.dims), prices)
+        offered = strategies_of(item, prices.dims)
+        pin = pins.get(item.name, pins.get(item.module))
+        if force is None and pin is None:
+            offered = idle(offered, prices.dims)
+        offered = undominated(item, offered, prices)
         if force is not None:
             offered = forced(item, offered, force, kinds, prices)
-        pin = pins.get(item.name, pins.get(item.module))
         if pin is not None:
             used |= {item.name, item.module} & pins.keys()
             offered = pinned(item, offered, pin)
@@ -107,6 +110,16 @@ def build_space(
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
     outputs = dict.fromkeys(graph.outputs, whole) | dict(keep_outputs or {})
     return Space(strategies, inputs, outputs)
+
+
+def idle(offered: Sequence[Strategy], dims: Dims) -> Sequence[Strategy]:
+    """Strategies that do nothing on axes of one rank, where sharding is free and still copies."""
+    single = [axis for axis in dims.mesh.axes if dims.mesh.shape[axis] == 1]
+    return [
+        strategy
+        for strategy in offered
+        if all(place == R for axis in single for place in (*strategy[axis].operands, *strategy[axis].results))
+    ]
 
 
 def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices) -> list[Strategy]:
@@ -211,7 +224,8 @@ def _layouts_of(
         return [whole]
     columns = zip(*needs, strict=True) if needs else [[] for _ in whole]
     choices = [
-        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item))) for column in columns
+        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item))) if size > 1 else (R,)
+        for column, size in zip(columns, prices.dims.mesh.shape, strict=True)
     ]
     return [layout for layout in itertools.product(*choices) if storable(item.name, layout, prices.dims)]
 
