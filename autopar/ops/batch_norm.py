@@ -29,18 +29,25 @@ class BatchNorm(Rule):
 
     def equation(self, op: Instance) -> Equation:
         labels = ("n", "c", *(f"s{index}" for index in range(len(op.shape()) - 2)))
+        if len(op.shape()) < len(labels):  # torch takes a single dim too
+            return Equation(tuple((None,) for _ in op.operands), ((None,),))
         operands = (labels, *((("c",),) * (len(op.operands) - 1)))
         statistic = Kind.STATISTIC if self.uses_batch(op) else Kind.FREE
         kinds = {label: statistic for label in labels if label != "c"}
         return Equation(operands, (labels,), kinds)
 
     def lower(self, site: Site) -> Sequence[Any]:
-        axes = [axis for axis in site.sharding_axes(*self.equation(site).factors()) if not self._channels(site, axis)]
+        axes = [
+            axis
+            for axis in site.sharding_axes(*self.equation(site).factors())
+            if not self._channels(site, axis)
+        ]
         if not axes or not self.uses_batch(site):
             return (site.local_call(),)
         queue = iter(site.values[1:])
         named = [
-            next(queue) if site.has(name) else None for name in ("weight", "bias", "running_mean", "running_var")
+            next(queue) if site.has(name) else None
+            for name in ("weight", "bias", "running_mean", "running_var")
         ]
         shape = site.shape()
         count = shape[0] * math.prod(shape[2:])
@@ -59,7 +66,9 @@ class BatchNorm(Rule):
         weight, bias = torch.rand(6) + 0.5, torch.randn(6)
         mean, variance = torch.zeros(6), torch.ones(6)
         yield Sample(aten.batch_norm.default, (x, weight, bias, mean, variance, True, 0.1, 1e-5, False))
-        yield Sample(aten.batch_norm.default, (x, weight, bias, mean + 0.3, variance * 2, False, 0.1, 1e-5, False))
+        yield Sample(
+            aten.batch_norm.default, (x, weight, bias, mean + 0.3, variance * 2, False, 0.1, 1e-5, False)
+        )
         yield Sample(
             aten.batch_norm.default, (torch.randn(7, 6), None, None, None, None, True, 0.1, 1e-5, False)
         )

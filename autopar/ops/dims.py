@@ -292,9 +292,7 @@ class Dims:
         cut = self.cut(self.component(name, shard), self._sizes(shard, layout))
         return part(cut, self._sizes(shard, layout), [coordinate[axis] for axis in axes])
 
-    def local_atoms(
-        self, name: str, dim: int, layout: Layout, coordinate: Sequence[int]
-    ) -> tuple[int, ...]:
+    def local_atoms(self, name: str, dim: int, layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The local length of every atom of `dim`."""
         spans = (
             self.rows(name, Shard(dim, atom), layout, coordinate)

@@ -69,6 +69,8 @@ def parse(text: str, **rest: object) -> Equation:
                 additive.add(position)
             for mark in set(word[len(name) :]) - {"&"}:
                 kinds[name] = Kind(mark)
+            if not name:  # a lone &: an additive operand without dims
+                continue
             found.append(None if name == "_" else name)
         return tuple(found)
 

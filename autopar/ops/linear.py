@@ -1,6 +1,6 @@
 """Matrix products: linear, addmm, mm, bmm and matmul.
 
-    linear   "n s i+, o i+, o& -> n s o"      o: filter parallelism, i: channel parallelism
+linear   "n s i+, o i+, o& -> n s o"      o: filter parallelism, i: channel parallelism
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Linear(Rule):
     def equation(self, op: Instance) -> Equation:
         lead = " ".join(f"n{index}" for index in range(len(op.shape()) - 1))
         out = "o" if len(op.shape(1)) == 2 else ""
-        bias = ", o&" if len(op.operands) == 3 else ""
+        bias = f", {out}&" if len(op.operands) == 3 else ""
         return parse(f"{lead} i+, {out} i+{bias} -> {lead} {out}")
 
     def samples(self) -> Iterable[Sample]:
@@ -34,7 +34,7 @@ class Linear(Rule):
 
 @register
 class AddMM(Rule):
-    """beta b + alpha x w; the bias has shape [o], [n, o], [1, o] or [n, 1]."""
+    """beta b + alpha x w; the bias has shape [o], [n, o], [1, o], [n, 1] or []."""
 
     targets = (aten.addmm.default,)
 
@@ -46,11 +46,12 @@ class AddMM(Rule):
             label if size == wanted else "_"
             for size, (label, wanted) in zip(shape, full[2 - len(shape) :], strict=True)
         ]
-        return parse(f"{' '.join(f'{label}&' for label in bias)}, n i+, i+ o -> n o")
+        return parse(f"{' '.join(f'{label}&' for label in bias) or '&'}, n i+, i+ o -> n o")
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(aten.addmm.default, (torch.randn(6), torch.randn(5, 7), torch.randn(7, 6)))
         yield Sample(aten.addmm.default, (torch.randn(5, 1), torch.randn(5, 4), torch.randn(4, 6)))
+        yield Sample(aten.addmm.default, (torch.tensor(0.5), torch.randn(5, 4), torch.randn(4, 6)))
         yield Sample(
             aten.addmm.default,
             (torch.randn(5, 6), torch.randn(5, 4), torch.randn(4, 6)),

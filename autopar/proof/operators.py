@@ -6,6 +6,7 @@ converted back, so that every placement that the rule names is exercised with it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -94,16 +95,16 @@ def program_for(graph: Graph, strategy: Strategy, dims: Dims) -> Program:
     mutated = {item.name for item in graph.inputs if item.mutated}
     inputs = {name: needs[name][0] if name in mutated else whole for name in needs}
     sources = dict(inputs)
-    for index, name in enumerate(operation.results):
-        if name:
-            sources[name] = tuple(option.results[index] for option in strategy)
-            needs[name] = [whole]
+    for index, result in enumerate(operation.results):
+        if result:
+            sources[result] = tuple(option.results[index] for option in strategy)
+            needs[result] = [whole]
     moves = {
         name: tree(
             sources[name],
             wanted,
             lambda move: 1.0,
-            legal=lambda layout, name=name: dims.legal(name, layout),
+            legal=functools.partial(dims.legal, name),
             differentiable=graph.specs[name].requires_grad,
         )
         for name, wanted in needs.items()
@@ -120,7 +121,7 @@ def strategies(sample: Sample, mesh: Mesh) -> Iterator[tuple[OneOperator, Dims, 
 
 
 def error(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int = 0) -> float:
-    """The largest difference from the unsplit call, in results, gradients and buffers."""
+    """The largest difference (`_gap`) from the unsplit call, in results, gradients and buffers."""
     torch.manual_seed(seed)
     wanted, operands = one.serial()
     gradients = [torch.randn_like(item) for item in wanted if item.requires_grad]
@@ -168,9 +169,12 @@ def _typed_error(
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest finite value where that exceeds 1."""
     if ours.shape != theirs.shape:
         return float("inf")
     if not theirs.numel():
         return 0.0
     difference = (ours.detach().to(torch.float64) - theirs.detach().to(torch.float64)).abs()
-    return float(torch.where(ours == theirs, torch.zeros_like(difference), difference).max())
+    alike = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    largest = float(theirs.detach().to(torch.float64).nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return float(difference.masked_fill(alike, 0.0).max()) / max(1.0, largest)

@@ -40,7 +40,8 @@ def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
             casts.append(f"{item.name} ({item.target})")
         operators.append(replace(item, args=args, kwargs=kwargs))
     specs = {
-        name: TensorSpec(spec.shape, raised(spec.dtype), spec.requires_grad) for name, spec in graph.specs.items()
+        name: TensorSpec(spec.shape, raised(spec.dtype), spec.requires_grad)
+        for name, spec in graph.specs.items()
     }
     inputs = tuple(replace(item, spec=specs[item.name]) for item in graph.inputs)
     return replace(graph, inputs=inputs, operators=tuple(operators), specs=specs), tuple(casts)
@@ -64,7 +65,10 @@ class _RaiseCasts(TorchFunctionMode):
     """Eager code's own dtype arguments, raised where Python makes the call."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {key: raised(value) if isinstance(value, torch.dtype) else value for key, value in (kwargs or {}).items()}
+        kwargs = {
+            key: raised(value) if isinstance(value, torch.dtype) else value
+            for key, value in (kwargs or {}).items()
+        }
         if function in _NAMED_CASTS:
             return args[0].to(torch.float64)
         args = tuple(raised(item) if isinstance(item, torch.dtype) else item for item in args)

@@ -44,7 +44,7 @@ def run(
             _step(nodes, environments, meaning)
         if nodes[0].op == "output":
             return [
-                tuple(fx.node.map_arg(node.args[0], lambda item, known=environment: known[item]))
+                tuple(fx.node.map_arg(node.args[0], environment.__getitem__))
                 for node, environment in zip(nodes, environments, strict=True)
             ]
     raise AssertionError("a program without an output")
@@ -63,8 +63,8 @@ def _check_alike(nodes: Sequence[fx.Node]) -> None:
 def _step(nodes: Sequence[fx.Node], environments: Sequence[dict[fx.Node, Any]], meaning: Meaning) -> None:
     calls = [
         (
-            fx.node.map_arg(node.args, lambda item, known=environment: known[item]),
-            fx.node.map_arg(node.kwargs, lambda item, known=environment: known[item]),
+            fx.node.map_arg(node.args, environment.__getitem__),
+            fx.node.map_arg(node.kwargs, environment.__getitem__),
         )
         for node, environment in zip(nodes, environments, strict=True)
     ]

@@ -88,7 +88,9 @@ def verify_simulated(
 # -- the serial side ------------------------------------------------------------------------------------
 
 
-def train_eagerly(model: nn.Module, arguments: Arguments, loss_fn: LossFunction | None, *, steps: int) -> Record:
+def train_eagerly(
+    model: nn.Module, arguments: Arguments, loss_fn: LossFunction | None, *, steps: int
+) -> Record:
     """SGD on the eager model, in place."""
     record = Record()
     tensors = tuple(raise_tensor(tensor) for tensor in arguments.tensors)
@@ -158,8 +160,12 @@ def simulate_training(
     record = Record()
     full = start_tensors(model, arguments, graph)
     names = {item.name: item for item in graph.inputs}
-    learned = [name for name, item in names.items() if item.kind is InputKind.PARAMETER and full[name].requires_grad]
-    optimizer = torch.optim.SGD([full[name] for name in learned], lr=RATE, momentum=MOMENTUM) if learned else None
+    learned = [
+        name for name, item in names.items() if item.kind is InputKind.PARAMETER and full[name].requires_grad
+    ]
+    optimizer = (
+        torch.optim.SGD([full[name] for name in learned], lr=RATE, momentum=MOMENTUM) if learned else None
+    )
     for step in range(steps):
         torch.manual_seed(SEED + step)
         locals_ = distribute(full, program.inputs, dims)
@@ -219,11 +225,15 @@ def _check_replicas(outputs: Sequence[Sequence[Tensor]], graph: Graph) -> None:
                 )
 
 
-def _simulated_backward(outputs: Sequence[Sequence[Tensor]], place: int | None, leaves: Sequence[Tensor]) -> None:
+def _simulated_backward(
+    outputs: Sequence[Sequence[Tensor]], place: int | None, leaves: Sequence[Tensor]
+) -> None:
     loss = None if place is None else leaves[place]
     if loss is not None and not loss.requires_grad:
         return
-    seeds = [(place, torch.ones_like(loss))] if place is not None and loss is not None else seeds_of(None, leaves)
+    seeds = (
+        [(place, torch.ones_like(loss))] if place is not None and loss is not None else seeds_of(None, leaves)
+    )
     ranks = len(outputs)
     roots = [local[index] for local in outputs for index, _ in seeds]
     shares = [seed / ranks for _ in outputs for _, seed in seeds]
@@ -284,5 +294,3 @@ def _magnitude(tensor: Tensor) -> float:
     finite = tensor.detach().to(torch.float64).abs()
     finite = finite[finite.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
-
-
