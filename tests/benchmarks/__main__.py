@@ -26,7 +26,7 @@ from tests.benchmarks.cases import BENCHMARKS, Benchmark, run
 from tests.benchmarks.contest import Timed
 from tests.benchmarks.statistics import Ratio, ratio
 
-MIN_ROUNDS = 20
+ROUNDS = 20
 # glibc: never give memory back, and take big blocks from the heap too.
 ALLOCATORS = {
     "default": {},
@@ -120,7 +120,7 @@ def _step(name: str, row: Row) -> str:
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="benchmarks whose names start so")] = None,
-    rounds: Annotated[int, typer.Option(min=MIN_ROUNDS, help="paired runs of each")] = MIN_ROUNDS,
+    rounds: Annotated[int, typer.Option(min=5, help="paired runs of each")] = ROUNDS,
     allocator: Annotated[str, typer.Option(help="default, tuned or both")] = "both",
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
     costdb: Annotated[str | None, typer.Option(help="folder of cost databases to go on with")] = None,
