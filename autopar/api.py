@@ -104,7 +104,9 @@ def parallelize(
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    compiler = Compiler(cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random)
+    compiler = Compiler(
+        cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
+    )
     share_random_state()
     parallel = ParallelModule(
         model, compiler, describe=describe, device=compiler.device(), timeout=timeout

@@ -82,10 +82,15 @@ def build_space(
     for item in graph.operators:
         if folding.class_of[item.name] != item.name and item.name not in pins and item.module not in pins:
             continue
-        offered = undominated(item, useful(item, strategies_of(item, prices.dims), prices, anchors), prices)
+        offered: Sequence[Strategy] = strategies_of(item, prices.dims)
+        pin = pins.get(item.name, pins.get(item.module))
+        if pin is None:
+            offered = useful(item, offered, prices, anchors)
+        if force is None and pin is None:
+            offered = idle(offered, prices.dims)
+        offered = undominated(item, offered, prices)
         if force is not None:
             offered = forced(item, offered, force, kinds, prices)
-        pin = pins.get(item.name, pins.get(item.module))
         if pin is not None:
             used |= {item.name, item.module} & pins.keys()
             offered = pinned(item, offered, pin)
@@ -149,6 +154,16 @@ def useful(
         strategy
         for strategy in kept
         if not any(shardable[axis] and strategy[axis].factor == UNSUMMED for axis in axes)
+    ]
+
+
+def idle(offered: Sequence[Strategy], dims: Dims) -> Sequence[Strategy]:
+    """Strategies that do nothing on axes of one rank, where sharding is free and still copies."""
+    single = [axis for axis in dims.mesh.axes if dims.mesh.shape[axis] == 1]
+    return [
+        strategy
+        for strategy in offered
+        if all(place == R for axis in single for place in (*strategy[axis].operands, *strategy[axis].results))
     ]
 
 
@@ -254,7 +269,8 @@ def _layouts_of(
         return [whole]
     columns = zip(*needs, strict=True) if needs else [[] for _ in whole]
     choices = [
-        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item))) for column in columns
+        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item))) if size > 1 else (R,)
+        for column, size in zip(columns, prices.dims.mesh.shape, strict=True)
     ]
     return [layout for layout in itertools.product(*choices) if storable(item.name, layout, prices.dims)]
 

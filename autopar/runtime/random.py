@@ -20,6 +20,8 @@ def _dropout_mask(shape: Sequence[int], p: float, dtype: torch.dtype, device: to
 def _shard_mask(shape: Sequence[int], p: float, dtype: torch.dtype, shard: int, device: torch.device) -> Tensor:
     """A mask of one shard: the seed comes from the default generator, which stands alike on all
     ranks, and from the shard's number; replicas of a shard draw one mask."""
+    if device.type == "meta":  # has no generators, and a shape must not move the default one
+        return torch.empty(shape, dtype=dtype, device=device)
     seed = int(torch.randint(2**31, ()))
     generator = torch.Generator(device=device).manual_seed(seed * 65_537 + shard)
     if p >= 1.0:
