@@ -1,10 +1,10 @@
 """The two doors: `plan` decides and prints, `parallelize` decides and runs.
 
-    trace       nn.Module -> graph of ATen operators          trace.py
-    annotate    measured costs of every strategy               cost/
-    solve       integer program over all placements            ilp/
-    rewrite     local operators and collectives of a rank      rewrite/
-    run         DTensor parameters outside, local ones inside  runtime/
+trace       nn.Module -> graph of ATen operators          trace.py
+annotate    measured costs of every strategy               cost/
+solve       integer program over all placements            ilp/
+rewrite     local operators and collectives of a rank      rewrite/
+run         DTensor parameters outside, local ones inside  runtime/
 """
 
 from __future__ import annotations
@@ -108,9 +108,7 @@ def parallelize(
         cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
     )
     share_random_state()
-    parallel = ParallelModule(
-        model, compiler, describe=describe, device=compiler.device(), timeout=timeout
-    )
+    parallel = ParallelModule(model, compiler, describe=describe, device=compiler.device(), timeout=timeout)
     parallel.train(model.training)
     if example_inputs is not None or example_kwargs is not None:
         args, kwargs = split_inputs(example_inputs, example_kwargs)
@@ -160,8 +158,8 @@ def require_launcher() -> None:
         where="parallelize",
         found="no process group and no launcher",
         wanted="one process for each device",
-        remedy="put the code into a script and start it with `autopar run SCRIPT --cluster local:4` or torchrun; "
-        "plan() works here",
+        remedy="put the code into a script and start it with `autopar run SCRIPT --cluster local:4` "
+        "or torchrun; plan() works here",
     )
 
 
@@ -171,6 +169,3 @@ def share_random_state() -> None:
     box = [state]
     dist.broadcast_object_list(box, src=0)
     torch.set_rng_state(box[0])
-
-
-

@@ -218,7 +218,9 @@ def _prefer_simpler(
     if not faster:
         return best
     winner = min(faster, key=lambda item: item.seconds)
-    return problem, dataclasses.replace(winner, bound=min(solution.bound, winner.seconds), status=solution.status)
+    return problem, dataclasses.replace(
+        winner, bound=min(solution.bound, winner.seconds), status=solution.status
+    )
 
 
 # -- the report --------------------------------------------------------------------------------------------
@@ -256,7 +258,8 @@ def _report(
                 compute=price.compute,
                 communication=price.communication + moved,
                 nbytes=solution.peak.by_operator[item.name],
-                flops=price.flops * math.prod(
+                flops=price.flops
+                * math.prod(
                     size for size, option in zip(program.mesh.shape, strategy, strict=True) if option.shards
                 ),
             )

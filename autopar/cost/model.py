@@ -56,7 +56,9 @@ class CostModel:
         if found.measured or str(call.target) not in self.corrections:
             return found
         forward, backward = self.corrections[str(call.target)]
-        return OperatorCost(found.forward_seconds * forward, found.backward_seconds * backward, measured=False)
+        return OperatorCost(
+            found.forward_seconds * forward, found.backward_seconds * backward, measured=False
+        )
 
     @staticmethod
     def of(cluster: ClusterSpec, database: Database | None) -> CostModel:
@@ -85,7 +87,11 @@ class CostModel:
         `company` lets the other ranks run the same calls at the same time: as in a step, memory and
         caches are shared.
         """
-        missing = {call.key(): call for call in calls if call.key() not in self.measured and call.key() not in self.refused}
+        missing = {
+            call.key(): call
+            for call in calls
+            if call.key() not in self.measured and call.key() not in self.refused
+        }
         if not (self.here and missing and self.setting):
             return self
         if company:
@@ -96,8 +102,10 @@ class CostModel:
         ratios: dict[str, list[tuple[float, float]]] = {}
         for key, each in found.items():
             guess = estimate(missing[key], self.device)
-            pair = (_ratio(each.forward_seconds, guess.forward_seconds),
-                    _ratio(each.backward_seconds, guess.backward_seconds))
+            pair = (
+                _ratio(each.forward_seconds, guess.forward_seconds),
+                _ratio(each.backward_seconds, guess.backward_seconds),
+            )
             ratios.setdefault(str(missing[key].target), []).append(pair)
         corrections = {
             target: (median(pair[0] for pair in pairs), median(pair[1] for pair in pairs))

@@ -136,12 +136,19 @@ class Prices:
             grad = spec.requires_grad and self.training
             values.append(emitter.placeholder(f"operand_{index}", TensorSpec(shape, spec.dtype, grad)))
         site = Site(
-            operation, dims=self.dims, strategy=strategy, coordinate=self._place, emitter=emitter, values=values
+            operation,
+            dims=self.dims,
+            strategy=strategy,
+            coordinate=self._place,
+            emitter=emitter,
+            values=values,
         )
         try:
             results = rule_of(operation).lower(site)
         except (AutoparError, RuntimeError, TypeError) as error:
-            error.add_note(f"while pricing {operation.name} ({operation.target}) as {[str(o) for o in strategy]}")
+            error.add_note(
+                f"while pricing {operation.name} ({operation.target}) as {[str(o) for o in strategy]}"
+            )
             raise
         local = tuple(item for item in emitter.calls if item.target.namespace == "aten") + _stand_ins(emitter)
         costs = [self.call(item) for item in emitter.calls if item.target.namespace != "aten"]
@@ -151,7 +158,9 @@ class Prices:
         talk = sum(self._inner(target, args, spec) for target, args, spec in emitter.collectives)
         work = sum(flops(item) for item in local)
         kept = _kept(emitter, values, results, self.device.kind)
-        return Price(compute, talk, missing, work, local, kept if self.training else Kept(aliases=kept.aliases))
+        return Price(
+            compute, talk, missing, work, local, kept if self.training else Kept(aliases=kept.aliases)
+        )
 
     def _seconds(self, item: OperatorCost) -> float:
         backward = item.backward_seconds if self.training else 0.0
@@ -164,7 +173,9 @@ class Prices:
         nbytes = 1
         for size in item.args[0]:
             nbytes *= size
-        return OperatorCost(self.device.launch_seconds + 4 * nbytes / self.device.bandwidth * 4, 0.0, measured=False)
+        return OperatorCost(
+            self.device.launch_seconds + 4 * nbytes / self.device.bandwidth * 4, 0.0, measured=False
+        )
 
     def _inner(self, target: str, args: Sequence[Any], spec: TensorSpec) -> float:
         """Communication inside an operator: halos, and sums of statistics."""
@@ -182,7 +193,13 @@ class Prices:
         return self._collective(Collective.ALL_REDUCE, spec.nbytes, axes) * (2 if both else 1)
 
     def _halo(
-        self, key: str, spec: TensorSpec, dim: int, owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+        self,
+        key: str,
+        spec: TensorSpec,
+        dim: int,
+        owned: Sequence[int],
+        starts: Sequence[int],
+        stops: Sequence[int],
     ) -> float:
         """The slowest rank's rows from others, one message from each side, and the copy of its own."""
         axes = parse_key(key)[1]
@@ -200,8 +217,17 @@ class Prices:
     def move(self, name: str, move: Move) -> float:
         """Seconds of a conversion, forward and backward."""
         spec = self.graph.specs[name]
-        shapes = tuple(self.dims.local_shape(name, layout, self._place) for layout in (move.source, move.target))
-        key = (shapes, spec.dtype, spec.requires_grad, move.axis, type(move.placements[0]), type(move.placements[1]))
+        shapes = tuple(
+            self.dims.local_shape(name, layout, self._place) for layout in (move.source, move.target)
+        )
+        key = (
+            shapes,
+            spec.dtype,
+            spec.requires_grad,
+            move.axis,
+            type(move.placements[0]),
+            type(move.placements[1]),
+        )
         if key not in self._moves:
             self._moves[key] = self._price_move(spec, move, shapes)
         return self._moves[key]

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.convert.table import Action, canonical, effect, moves
-from autopar.core.graph import Graph, InputKind, Operator
+from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Broadcast, Layout, Placement, R
 from autopar.cost.prices import Prices
@@ -147,7 +147,7 @@ class Problem:
             self.ends[key] = [self.lp.variable(upper=1.0) for _ in self.x[name]]
             self.lp.equal([(1.0, variable) for variable in self.ends[key]], 1.0, f"one {key}")
             count = float(len(self.members[name]))
-            if 0 <= repetition:
+            if repetition >= 0:
                 for whole, part in zip(self.x[name], self.ends[key], strict=True):
                     self.lp.at_least([(count, whole), (-1.0, part)], 0.0, "a repetition is part of the mean")
         return self.ends[key]
@@ -159,7 +159,9 @@ class Problem:
 
     def tensor_classes(self) -> list[TensorClass]:
         """Group tensors that have one producer class and the same uses."""
-        self.makers = {name: (item, i) for item in self.graph.operators for i, name in enumerate(item.results) if name}
+        self.makers = {
+            name: (item, i) for item in self.graph.operators for i, name in enumerate(item.results) if name
+        }
         self.uses = self.graph.consumers()
         self.kinds = {item.name: item for item in self.graph.inputs}
         self.written = {value: buffer for buffer, value in self.graph.writes}
@@ -181,15 +183,29 @@ class Problem:
             users = {use.name for use, _ in self.uses[name]}
             alone = len(users) > 1 and len({repetition.get(user, -1) for user in users}) > 1
             spans = alone or not all(user in repetition for user in users)
-            return name if spans else (item.kind, item.mutated, str(item.spec), self.prices.dims.atoms.of[name], uses)
+            return (
+                name
+                if spans
+                else (item.kind, item.mutated, str(item.spec), self.prices.dims.atoms.of[name], uses)
+            )
         operation, index = self.makers[name]
         if operation.name not in repetition:
             return name
         home = repetition[operation.name]
-        steps = tuple(
-            sorted((class_of[use.name], pos, repetition[use.name] - home if use.name in repetition else use.name)
-                   for use, pos in self.uses[name])
-        ) if all(use.name in repetition for use, _ in self.uses[name]) else name
+        steps = (
+            tuple(
+                sorted(
+                    (
+                        class_of[use.name],
+                        pos,
+                        repetition[use.name] - home if use.name in repetition else use.name,
+                    )
+                    for use, pos in self.uses[name]
+                )
+            )
+            if all(use.name in repetition for use, _ in self.uses[name])
+            else name
+        )
         return class_of[operation.name], index, steps
 
     def canonical(self, name: str, layout: Layout) -> Layout:
@@ -234,7 +250,9 @@ class Problem:
         for layout, terms in rows.items():
             constants = sum(coefficient for coefficient, variable in terms if variable < 0)
             self.lp.equal(
-                [(c, v) for c, v in terms if v >= 0], -constants, f"flow {tensor.name} {use.consumer} {layout}"
+                [(c, v) for c, v in terms if v >= 0],
+                -constants,
+                f"flow {tensor.name} {use.consumer} {layout}",
             )
 
     def sources(self, tensor: TensorClass) -> Marginal:
@@ -278,7 +296,9 @@ class Problem:
             name = self.folding.class_of[operation.name]
             repetitions = self.repetitions(uses[index][0].name for uses in members)
             needs: Marginal = {}
-            for strategy, terms in zip(self.space.strategies[name], self.mean(name, repetitions), strict=True):
+            for strategy, terms in zip(
+                self.space.strategies[name], self.mean(name, repetitions), strict=True
+            ):
                 layout = self.canonical(tensor.name, tuple(option.operands[position] for option in strategy))
                 needs.setdefault(layout, []).extend(terms)
             found.append(Use(name, position, needs))
@@ -388,4 +408,3 @@ def _leading_to(needs: set[Layout], found: list[Move]) -> list[Move]:
                 good.add(move.source)
                 waiting.append(move.source)
     return [move for move in found if move.target in good]
-

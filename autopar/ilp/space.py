@@ -172,7 +172,9 @@ def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices
     specs, training = prices.graph.specs, prices.training
     best: dict[object, Strategy] = {}
 
-    def layouts(strategy: Strategy, of: Callable[[Option], tuple[Placement, ...]], names: Sequence[str | None]) -> object:
+    def layouts(
+        strategy: Strategy, of: Callable[[Option], tuple[Placement, ...]], names: Sequence[str | None]
+    ) -> object:
         return tuple(
             canonical(
                 tuple(of(option)[index] for option in strategy),
@@ -223,7 +225,10 @@ def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str |
         strategy
         for strategy in offered
         if len(pin) == len(strategy)
-        and all((option.factor if option.shards else None) == want for option, want in zip(strategy, pin, strict=True))
+        and all(
+            (option.factor if option.shards else None) == want
+            for option, want in zip(strategy, pin, strict=True)
+        )
     ]
     if not found:
         offers = sorted({option.factor for strategy in offered for option in strategy if option.shards})
@@ -267,9 +272,11 @@ def _layouts_of(
         return sorted(needs, key=str) or [whole]
     if item.kind is not InputKind.PARAMETER:
         return [whole]
-    columns = zip(*needs, strict=True) if needs else [[] for _ in whole]
-    choices = [
-        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item))) if size > 1 else (R,)
+    columns: list[tuple[Placement, ...]] = list(zip(*needs, strict=True)) if needs else [() for _ in whole]
+    choices: list[tuple[Placement, ...]] = [
+        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item)))
+        if size > 1
+        else (R,)
         for column, size in zip(columns, prices.dims.mesh.shape, strict=True)
     ]
     return [layout for layout in itertools.product(*choices) if storable(item.name, layout, prices.dims)]

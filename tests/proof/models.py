@@ -140,7 +140,9 @@ class Draft:
 
     def finish(self) -> Model:
         """Add a loss; whatever nobody uses leaves the graph as an output beside it."""
-        loss = self.random.choice((_cross_entropy, _cross_entropy, _squares, _mean, _sum))(self, self.live[-1])
+        loss = self.random.choice((_cross_entropy, _cross_entropy, _squares, _mean, _sum))(
+            self, self.live[-1]
+        )
         used = {name for item in self.operators for name in item.operands} | {loss}
         used |= {value for _, value in self.writes}
         results = (name for item in self.operators for name in item.results if name)
@@ -221,9 +223,7 @@ def _convolution(draft: Draft, x: str) -> str | None:
     kernel, stride = _pair(draft, 1, 4), _pair(draft, 1, 3)
     padding, dilation = _pair(draft, 0, 2), _pair(draft, 1, 2)
     out = groups * draft.random.randint(1, 4)
-    reach = [
-        s + 2 * p - d * (k - 1) for s, p, d, k in zip(space, padding, dilation, kernel, strict=True)
-    ]
+    reach = [s + 2 * p - d * (k - 1) for s, p, d, k in zip(space, padding, dilation, kernel, strict=True)]
     if min(reach) < 1 or not _fits(draft, (batch, out, *reach)):
         return None
     weight = draft.parameter(out, channels // groups, *kernel)
@@ -256,7 +256,9 @@ def _pooling(draft: Draft, x: str) -> str | None:
         return None
     ceil = draft.chance(0.3)
     if draft.chance(0.5):
-        return draft.call(aten.max_pool2d.default, Ref(_nudged(draft, x)), kernel, stride, padding, [1, 1], ceil)
+        return draft.call(
+            aten.max_pool2d.default, Ref(_nudged(draft, x)), kernel, stride, padding, [1, 1], ceil
+        )
     include, divisor = draft.chance(0.5), 5 if draft.chance(0.2) else None
     return draft.call(aten.avg_pool2d.default, Ref(x), kernel, stride, padding, ceil, include, divisor)
 
@@ -425,7 +427,9 @@ def _open(draft: Draft, x: str) -> str:
     shape = draft.shape(x)
     at = draft.random.randrange(len(shape))
     first = _divisor(draft, shape[at])
-    return draft.call(aten.reshape.default, Ref(x), [*shape[:at], first, shape[at] // first, *shape[at + 1 :]])
+    return draft.call(
+        aten.reshape.default, Ref(x), [*shape[:at], first, shape[at] // first, *shape[at + 1 :]]
+    )
 
 
 def _transpose(draft: Draft, x: str) -> str:

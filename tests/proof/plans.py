@@ -37,9 +37,23 @@ MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2),
 TRIES = 8  # illegal draws of a strategy, after which the operator is gathered
 FLOOR = 1e-3  # of the largest magnitude of the kind: true gradients can be 0
 
-ROWS = (
-    "p_to_r r_to_b p_to_b p_to_r_to_b s_to_r s_to_b p_to_s r_to_s b_to_s s_to_p r_to_p b_to_r b_to_p s_to_s exchange"
-).split()
+ROWS = [
+    "p_to_r",
+    "r_to_b",
+    "p_to_b",
+    "p_to_r_to_b",
+    "s_to_r",
+    "s_to_b",
+    "p_to_s",
+    "r_to_s",
+    "b_to_s",
+    "s_to_p",
+    "r_to_p",
+    "b_to_r",
+    "b_to_p",
+    "s_to_s",
+    "exchange",
+]
 
 
 # -- drawing ----------------------------------------------------------------------------------------------
@@ -102,9 +116,7 @@ def draw_strategy(random: Random, operation: Operator, dims: Dims) -> Strategy:
 
 def draw_layout(random: Random, name: str, needs: Sequence[Layout], dims: Dims) -> Layout:
     """How an input is kept: whole, or split on any atom, as somebody takes it or not."""
-    shards = [
-        Shard(dim, atom) for dim, atoms in enumerate(dims.atoms.of[name]) for atom in range(len(atoms))
-    ]
+    shards = [Shard(dim, atom) for dim, atoms in enumerate(dims.atoms.of[name]) for atom in range(len(atoms))]
     wanted = [tuple(item if isinstance(item, Shard) else R for item in layout) for layout in needs]
     for _ in range(TRIES):
         layout = tuple(random.choice((R, R, *shards)) for _ in dims.mesh.shape)
@@ -153,16 +165,22 @@ def _prove(
     meaning: Meaning,
 ) -> tuple[float, str]:
     graph = model.graph
-    full = {item.name: model.tensors[item.name].requires_grad_(item.spec.requires_grad) for item in graph.inputs}
+    full = {
+        item.name: model.tensors[item.name].requires_grad_(item.spec.requires_grad) for item in graph.inputs
+    }
     locals_ = distribute(full, program.inputs, dims)
     torch.manual_seed(model.seed)
     outputs = run(programs, locals_, meaning=meaning)
     errors = Errors(dims)
     count = len(graph.outputs)
     for place, name in enumerate(graph.outputs):
-        errors.values("output", name, program.outputs[name], [local[place] for local in outputs], wanted[name])
+        errors.values(
+            "output", name, program.outputs[name], [local[place] for local in outputs], wanted[name]
+        )
     for place, (buffer, value) in enumerate(graph.writes, start=count):
-        errors.values("buffer", buffer, program.inputs[buffer], [local[place] for local in outputs], wanted[value])
+        errors.values(
+            "buffer", buffer, program.inputs[buffer], [local[place] for local in outputs], wanted[value]
+        )
     for item in graph.inputs:
         if item.mutated:
             shares = [local[item.name] for local in locals_]
