@@ -9,6 +9,7 @@ run         DTensor parameters outside, local ones inside  runtime/
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -29,12 +30,17 @@ from autopar.cost.model import Progress
 from autopar.errors import InputError
 from autopar.ilp.space import Parallelism, Pins
 from autopar.planning import DEFAULT_GAP, Request
+from autopar.profile import Bar, Profile
+from autopar.profile import profile as measure_profile
+from autopar.proof.check import Report, check
 from autopar.rewrite.render import describe
 from autopar.runtime import worker
 from autopar.runtime.module import ParallelModule
 from autopar.signature import LossFunction, split_inputs
+from autopar.target import Target
 from autopar.trace import trace
 from autopar.units import parse_bytes
+from costdb.database import Database
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of the weight's size
 TIMEOUT = timedelta(minutes=10)
@@ -109,11 +115,47 @@ def parallelize(
     )
     share_random_state()
     parallel = ParallelModule(model, compiler, describe=describe, device=compiler.device(), timeout=timeout)
-    parallel.train(model.training)
     if example_inputs is not None or example_kwargs is not None:
         args, kwargs = split_inputs(example_inputs, example_kwargs)
         parallel.prepare(*args, **kwargs)
     return parallel
+
+
+def verify(
+    target: Target,
+    cluster: ClusterSpec,
+    *,
+    mesh: Mesh | str | None = None,
+    force: Parallelism | Pins | str | None = None,
+    memory: int | str | None = None,
+    time_limit: float | None = None,
+    gap: float = DEFAULT_GAP,
+    costdb: str | None = None,
+    steps: int = 3,
+    processes: bool = False,
+) -> Report:
+    """Prove the plan of `target` against eager serial training in float64, over `steps` steps of SGD.
+
+    On simulated ranks, or with `processes` on real ones. The plan may rest on estimates, so nothing is
+    measured. The other options are those of `plan`.
+    """
+    request = make_request(mesh, force, memory, time_limit, gap, "momentum", measure=False)
+    with Database.open(costdb) as database:
+        return check(target, cluster, request, steps=steps, processes=processes, database=database)
+
+
+def profile(
+    cluster: ClusterSpec,
+    target: Target | None = None,
+    *,
+    mesh: Mesh | str | None = None,
+    costdb: str | None = None,
+    bar: Bar,
+) -> Profile:
+    """Measure the collectives of `cluster`, which must be local, and the operator calls of `target`."""
+    request = make_request(mesh, None, None, None, DEFAULT_GAP, "adam", measure=True)
+    with Database.open(costdb) as database:
+        return measure_profile(cluster, database, target=target, request=request, bar=bar)
 
 
 def make_request(
@@ -132,6 +174,14 @@ def make_request(
             found=repr(optimizer),
             wanted=", ".join(OPTIMIZER_STATES),
             remedy="name the one whose state is as large as yours",
+        )
+    if time_limit is not None and not 0 < time_limit < math.inf:
+        raise InputError(
+            where="time limit", found=f"{time_limit:g} s", wanted="more than 0 s", remedy="give it some seconds"
+        )
+    if not 0 <= gap < 1:
+        raise InputError(
+            where="gap", found=f"{gap:g}", wanted="at least 0 and less than 1", remedy="write 0.01 for 1 %"
         )
     kinds = {kind.value: kind for kind in Parallelism}
     if isinstance(force, str) and force not in kinds:

@@ -199,6 +199,21 @@ class ClusterSpec:
                 remedy="start one process for each device, or change nodes and devices_per_node",
             )
 
+    def check_local(self) -> None:
+        """Raise `InputError` unless the processes can be started here: on one node, GPUs if it has any."""
+        found = None
+        if self.nodes > 1:
+            found = f"{self.nodes} nodes"
+        elif self.device_type == "cuda" and torch.cuda.device_count() < self.num_devices:
+            found = f"{self.num_devices} x {self.device}, of which this machine has {torch.cuda.device_count()}"
+        if found:
+            raise InputError(
+                where="--cluster",
+                found=found,
+                wanted="devices of this machine, where the processes start",
+                remedy="write --cluster local:4, or start the script on every node by torchrun",
+            )
+
     def __str__(self) -> str:
         memory = f" of {show_bytes(self.memory)}" if self.memory is not None else ""
         inter = f"; between nodes {self.inter}" if self.inter else ""

@@ -36,8 +36,9 @@ from costdb.database import Database
 class Compiler:
     """Makes the executables of one parallel module.
 
-    With `program` set, that plan is taken instead of a search. `loss_only` says whether the model's
-    own output leaves the program beside the loss of `loss_fn`.
+    With `plan` set, that plan is taken instead of a search, and with `traced` it is one of that graph,
+    whatever the model. `loss_only` says whether the model's own output leaves the program beside the
+    loss of `loss_fn`.
     """
 
     cluster: ClusterSpec
@@ -49,6 +50,7 @@ class Compiler:
     progress: Progress | None = None
     plan: Plan | None = None
     timeout: timedelta = timedelta(minutes=10)  # of process groups
+    traced: Traced | None = None
 
     def __call__(
         self,
@@ -60,7 +62,9 @@ class Compiler:
         pinned: dict[str, Layout] | None,
     ) -> Executable:
         """This rank's program for one kind of call; collective."""
-        traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        traced = self.traced or trace(
+            model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only
+        )
         request = replace(self.request, training=training, stored=pinned)
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request, pinned)
         return build(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)

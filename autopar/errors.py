@@ -42,7 +42,14 @@ class RuleError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan meets the caps; says the least that would do."""
+    """No plan meets the caps; says the least that would do.
+
+    `least` is that in bytes per device, None where bytes are not what is missing.
+    """
+
+    def __init__(self, *, where: str, found: str, wanted: str, remedy: str, least: int | None = None) -> None:
+        super().__init__(where=where, found=found, wanted=wanted, remedy=remedy)
+        self.least = least
 
 
 class SolverError(AutoparError):

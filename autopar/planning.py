@@ -7,6 +7,7 @@ nothing that is not measured or the rounds are over.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -25,7 +26,7 @@ from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.choose import Solution, choose
 from autopar.ilp.fold import Folding, fold
-from autopar.ilp.space import Kinds, Parallelism, Pins, build_space
+from autopar.ilp.space import Kinds, Parallelism, Pins, build_space, is_heavy
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
 from autopar.ops.equation import Option
@@ -106,6 +107,34 @@ def search(
     return _report(found[0], found[1], cluster, [item for item, _ in alternatives], cap, request)
 
 
+def measure_operators(
+    graph: Graph,
+    cluster: ClusterSpec,
+    request: Request,
+    *,
+    database: Database,
+    progress: Progress | None = None,
+) -> int:
+    """Measure the calls of the plan that estimates find best, and of every pure strategy, on every mesh.
+
+    So that a later search compares what is measured with what is measured. Returns how many calls the
+    database then knows.
+    """
+    atoms = find_atoms(graph)
+    meshes = [request.mesh] if request.mesh else list(cluster.meshes())
+    _check_mesh(meshes, cluster)
+    model = CostModel.of(cluster, database)
+    deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
+    calls = []
+    for mesh in meshes:
+        problem = _Mesh(graph, atoms, mesh, cluster, model, request, None)
+        for force in (None, *Parallelism):
+            with contextlib.suppress(InfeasibleError):
+                calls += _calls(graph, (problem, problem.solve(force, deadline, cap=None)))
+    model = model.measure(calls, database, progress)
+    return len({call.key() for call in calls} & model.measured.keys())
+
+
 @dataclass(slots=True)
 class _Mesh:
     """One mesh's problem, solved at most once for each kind that is forced."""
@@ -140,6 +169,8 @@ class _Mesh:
     folding: Folding = dataclasses.field(init=False)
 
     def solve(self, force: Parallelism | None, deadline: float | None, *, cap: int | None) -> Solution:
+        if force is not None:
+            check_force(self.graph, self.prices, force)
         space = build_space(
             self.graph,
             self.prices,
@@ -175,10 +206,20 @@ def _best(problems: Sequence[_Mesh], deadline: float | None) -> tuple[_Mesh, Sol
         except (InfeasibleError, SolverError) as error:
             failures.append(error)
     if not found:
-        raise min(failures, key=lambda error: error.exit_code)
+        raise _worst(failures)
     fastest = min(found, key=lambda pair: pair[1].seconds)
     bound = min(solution.bound for _, solution in found)  # a mesh not solved in time leaves the gap open
     return fastest[0], dataclasses.replace(fastest[1], bound=min(fastest[1].bound, bound))
+
+
+def _worst(failures: Sequence[InfeasibleError | SolverError]) -> InfeasibleError | SolverError:
+    """What all meshes' failures come to: not infeasible while one was not solved in time, and the least
+    memory that would do on any mesh."""
+    unsolved = [error for error in failures if isinstance(error, SolverError)]
+    if unsolved:
+        return unsolved[0]
+    infeasible = [error for error in failures if isinstance(error, InfeasibleError)]
+    return min(infeasible, key=lambda error: math.inf if error.least is None else error.least)
 
 
 def _calls(graph: Graph, best: tuple[_Mesh, Solution]) -> list:  # type: ignore[type-arg]
@@ -284,7 +325,7 @@ def _report(
         state_bytes=solution.peak.state,
         memory_cap=cap,
         measured_share=1.0 - estimated / compute if compute else 1.0,
-        sharded_flops_share=sharded_share(layers, request.force),
+        sharded_flops_share=sharded_share(graph, kinds, layers, request.force),
         gathered_ops=tuple(
             f"{item.name} ({item.target})" for item in graph.operators if prices.is_gathered(item)
         ),
@@ -313,13 +354,33 @@ def _parameter_bytes(problem: _Mesh, solution: Solution) -> tuple[int, ...]:
     )
 
 
-def sharded_share(layers: Sequence[Layer], force: Parallelism | None) -> float:
-    """The part of all flops that operators do which are sharded (by `force`, if one is forced)."""
-    total = sum(layer.flops for layer in layers)
-    wanted = force.value if force else None
-    sharded = sum(
-        layer.flops
-        for layer in layers
-        if any(kind is not None and kind == (wanted or kind) for kind in layer.kinds)
-    )
+def sharded_share(
+    graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Parallelism | None
+) -> float:
+    """The part of all flops that operators do which are sharded.
+
+    With `force`, only of operators that have a factor of that kind as long as an axis, and only
+    those count as sharded that are so on as many axes as their factors are long enough for.
+    """
+    total = sharded = 0
+    for item, layer in zip(graph.operators, layers, strict=True):
+        axes = 1 if force is None else kinds.room(item, force)
+        done = sum(kind is not None and kind == (force.value if force else kind) for kind in layer.kinds)
+        total += layer.flops if axes else 0
+        sharded += layer.flops if axes and done >= axes else 0
     return sharded / total if total else 0.0
+
+
+def check_force(graph: Graph, prices: Prices, force: Parallelism) -> None:
+    """Raise InfeasibleError if no operator that computes has a factor of that kind as long as an axis."""
+    kinds = Kinds(graph, prices.dims)
+    heavy = [item for item in graph.operators if is_heavy(item, prices)]
+    if any(kinds.room(item, force) for item in heavy):
+        return
+    longest = max((kinds.longest(item, force) for item in heavy), default=0)
+    raise InfeasibleError(
+        where=f"--force {force.value} on mesh {prices.dims.mesh}",
+        found=f"no {force.value} factor longer than {longest}" if longest else f"no {force.value} factor",
+        wanted=f"an operator with one of at least {min(kinds.sizes())}, the size of an axis",
+        remedy="choose another kind, a smaller mesh or larger inputs",
+    )

@@ -66,13 +66,12 @@ class CostModel:
         here = cluster.device_type == "cpu" and cluster.nodes == 1
         if not here:
             return CostModel(device_model(cluster.device, database), {}, CollectiveTable({}))
-        cores = os.cpu_count() or 1
         setting = setting_of(cluster)
         with using_threads(setting.threads):
             device = calibrate("cpu", database)
         measured = database.operators(setting) if database else {}
         table = CollectiveTable.of(database.collectives(setting), "gloo") if database else CollectiveTable({})
-        contention = max(1.0, cluster.num_devices * setting.threads / cores)
+        contention = max(1.0, cluster.num_devices * setting.threads / (os.cpu_count() or 1))
         return CostModel(device, measured, table, contention, here, setting)
 
     def measure(
@@ -143,6 +142,12 @@ def setting_of(cluster: ClusterSpec) -> Setting:
 
 def _ratio(measured: float, estimated: float) -> float:
     return measured / estimated if measured > 0 and estimated > 0 else 1.0
+
+
+def setting_of(cluster: ClusterSpec) -> Setting:
+    """Where the numbers of a cluster of this machine's processes are taken: each has its share of the cores."""
+    cores = os.cpu_count() or 1
+    return Setting(fingerprint("cpu"), str(torch.__version__), max(1, cores // cluster.num_devices))
 
 
 @contextmanager

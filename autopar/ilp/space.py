@@ -58,6 +58,44 @@ class Kinds:
             return Parallelism.CHANNEL if P in option.results else Parallelism.FILTER
         return Parallelism.BATCH if components & self.batch else Parallelism.DOMAIN
 
+    def room(self, operation: Operator, wanted: Parallelism) -> int:
+        """On how many axes of two or more devices (of one, if there are no others) the operator could
+        be sharded by that kind, were the lengths of its factors all that counts."""
+        lengths = {
+            option.factor: self._length(operation, option)
+            for option in options_of(operation, self.dims)
+            if self.of(operation, option) is wanted
+        }
+        sizes = self.sizes()
+        return max(
+            sum(factor is not None for factor in chosen)
+            for chosen in itertools.product((None, *lengths), repeat=len(sizes))
+            if all(
+                math.prod(size for size, factor in zip(sizes, chosen, strict=True) if factor == name) <= length
+                for name, length in lengths.items()
+            )
+        )
+
+    def sizes(self) -> list[int]:
+        """The sizes of the axes that count: those of two or more devices, or all if there are none."""
+        shape = self.dims.mesh.shape
+        return [size for size in shape if size > 1] or list(shape)
+
+    def longest(self, operation: Operator, wanted: Parallelism) -> int:
+        """The length of the operator's longest factor of that kind; 0 if it has none."""
+        found = (option for option in options_of(operation, self.dims) if self.of(operation, option) is wanted)
+        return max((self._length(operation, option) for option in found), default=0)
+
+    def _length(self, operation: Operator, option: Option) -> int:
+        """The factor's extent: that of the shortest dim that it runs through."""
+        pairs = [
+            *zip(operation.operands, option.operands, strict=True),
+            *((name, item) for name, item in zip(operation.results, option.results, strict=True) if name),
+        ]
+        return min(
+            self.dims.atoms.of[name][item.dim][item.atom] for name, item in pairs if isinstance(item, Shard)
+        )
+
 
 Pins = Mapping[str, Sequence[str | None]]  # layer or operator name -> a factor, or None, for each axis
 
@@ -209,14 +247,15 @@ def forced(
         if all(kinds.of(operation, option) in (None, force) for option in strategy)
     ]
     most = max(map(count, pure))
-    if most and is_heavy(operation, offered, prices):
+    if most and is_heavy(operation, prices):
         return [strategy for strategy in pure if count(strategy) == most]
     return pure
 
 
-def is_heavy(operation: Operator, offered: Sequence[Strategy], prices: Prices) -> bool:
+def is_heavy(operation: Operator, prices: Prices) -> bool:
     """Whether the operator does products: what flops are counted for."""
-    return prices.operator(operation, offered[0]).flops > 0
+    whole, *_ = options_of(operation, prices.dims)
+    return prices.operator(operation, (whole,) * len(prices.dims.mesh.shape)).flops > 0
 
 
 def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str | None]) -> list[Strategy]:

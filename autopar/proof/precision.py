@@ -43,7 +43,10 @@ def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
         name: TensorSpec(spec.shape, raised(spec.dtype), spec.requires_grad)
         for name, spec in graph.specs.items()
     }
-    inputs = tuple(replace(item, spec=specs[item.name]) for item in graph.inputs)
+    inputs = tuple(
+        replace(item, spec=specs[item.name], value=None if item.value is None else raise_tensor(item.value))
+        for item in graph.inputs
+    )
     return replace(graph, inputs=inputs, operators=tuple(operators), specs=specs), tuple(casts)
 
 

@@ -105,8 +105,8 @@ def train_eagerly(
             output = model(*args, **kwargs)
             loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
         leaves, _ = flatten_results(output)
-        _note_outputs(record, leaves, loss, step)
-        _backward(loss, leaves)
+        note_outputs(record, leaves, loss, step)
+        backward(loss, leaves)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 gradient = parameter.grad
@@ -120,7 +120,8 @@ def train_eagerly(
     return record
 
 
-def _note_outputs(record: Record, leaves: Sequence[Tensor], loss: Tensor | None, step: int) -> None:
+def note_outputs(record: Record, leaves: Sequence[Tensor], loss: Tensor | None, step: int) -> None:
+    """Outputs and loss of one step."""
     kept = [leaf for leaf in leaves if leaf is not loss]
     record.outputs |= {f"{step}:output {index}": leaf.detach().clone() for index, leaf in enumerate(kept)}
     if loss is not None:
@@ -139,7 +140,8 @@ def seeds_of(loss: Tensor | None, leaves: Sequence[Tensor]) -> list[tuple[int, T
     ]
 
 
-def _backward(loss: Tensor | None, leaves: Sequence[Tensor]) -> None:
+def backward(loss: Tensor | None, leaves: Sequence[Tensor]) -> None:
+    """Backward from the loss, or from all outputs if there is none."""
     if loss is not None:
         if loss.requires_grad:
             loss.backward()
@@ -175,7 +177,7 @@ def simulate_training(
         leaves = outputs[0][:count]
         place = graph.outputs.index(graph.loss) if graph.loss in graph.outputs else None
         loss = None if place is None else leaves[place]
-        _note_outputs(record, leaves, loss, step)
+        note_outputs(record, leaves, loss, step)
         _simulated_backward(outputs, place, leaves)
         for name in learned:
             share = total_gradient(name, [local[name] for local in locals_], program.inputs[name], dims)
@@ -269,17 +271,23 @@ def compare(ours: Record, theirs: Record, casts: tuple[str, ...] = ()) -> Verdic
     for kind in KINDS:
         mine: Tensors = getattr(ours, kind)
         wanted: Tensors = getattr(theirs, kind)
-        floor = FLOOR * max((_magnitude(item) for item in wanted.values()), default=0.0)
+        floor = floor_of(wanted)
         errors[kind] = 0.0
         for name in wanted.keys() | mine.keys():
-            found = _error(mine.get(name), wanted.get(name), floor)
+            found = difference(mine.get(name), wanted.get(name), floor)
             errors[kind] = max(errors[kind], found)
             if found > worst:
                 worst, name_of_worst = found, f"{kind} {name}"
     return Verdict(errors, name_of_worst, casts)
 
 
-def _error(mine: Tensor | None, wanted: Tensor | None, floor: float) -> float:
+def floor_of(wanted: Tensors) -> float:
+    """The magnitude below which a tensor's errors count as if it had that magnitude."""
+    return FLOOR * max((_magnitude(item) for item in wanted.values()), default=0.0)
+
+
+def difference(mine: Tensor | None, wanted: Tensor | None, floor: float) -> float:
+    """The relative error of one tensor; infinite if one side lacks it."""
     if mine is None or wanted is None or mine.shape != wanted.shape:
         return float("inf")
     if not wanted.numel():

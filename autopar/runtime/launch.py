@@ -44,21 +44,29 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 def run_script(
     script: str, num_processes: int, arguments: Sequence[str] = (), *, timeout: float | None = None
 ) -> int:
-    """Run a Python script on `num_processes` ranks of this machine and return the exit code.
-
-    0 all ranks ended well, 4 a rank failed (told on stderr) or `timeout` seconds passed, 130
-    interrupted. Raises InputError if there is no such script. Call it from the main thread.
-    """
-    if not Path(script).is_file():
-        raise InputError(where="script", found=repr(script), wanted="a Python file", remedy="check the path")
+    """As `start_script`, and return the exit code: 0 all ranks ended well, 4 a rank failed or the time
+    is up (told on stderr), 130 interrupted."""
     try:
-        _launch([script, *arguments], num_processes, timeout)
+        start_script(script, num_processes, arguments, timeout=timeout)
     except WorkerError as error:
         print(f"{error.traceback}\nautopar: {error}".lstrip(), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def start_script(
+    script: str, num_processes: int, arguments: Sequence[str] = (), *, timeout: float | None = None
+) -> None:
+    """Run a Python script on `num_processes` ranks of this machine until all have ended.
+
+    Raises InputError if there is no such script, WorkerError if a rank failed or `timeout` seconds
+    passed, KeyboardInterrupt. Call it from the main thread.
+    """
+    if not Path(script).is_file():
+        raise InputError(where="script", found=repr(script), wanted="a Python file", remedy="check the path")
+    _launch([script, *arguments], num_processes, timeout)
 
 
 def run_function(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from autopar.runtime import groups, serial
 from autopar.runtime.bound import Bound, find_in
 from autopar.runtime.gradient_sync import BUCKET_BYTES
 from autopar.runtime.optimizers import refuse_whole_tensor
-from autopar.runtime.parameters import device_mesh, distribute, sharding_key
+from autopar.runtime.parameters import device_mesh, distribute, gather, sharding_key
 from autopar.runtime.tree import Container, Stored
 from autopar.signature import Arguments, flatten_arguments
 
@@ -259,6 +259,14 @@ class ParallelModule(Container):
         """As nn.Module's, from full tensors, of which every rank copies its part in place."""
         self._require_placed()
         return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def gather(self, name: str, tensor: Tensor) -> Tensor:
+        """The full tensor, in serial order, of what lies as parameter or buffer `name` does: itself,
+        its gradient, an optimizer's state; a collective."""
+        path, _, last = name.rpartition(".")
+        containers = dict(self.named_modules(remove_duplicate=False))
+        stored = cast(Container, containers[path])._stored[last]
+        return gather(tensor, stored.part, stored.key)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._require_placed()

@@ -1,0 +1,155 @@
+"""`autopar verify`: the plan of a target, proved against its eager serial model.
+
+    trace -> plan -> rewrite in float64 -> train on all ranks --.
+    eager model in float64 -> train ------------------------------> largest errors
+
+The ranks are simulated in this process, or real ones. A proof that gathered everything proved
+nothing, so one that is forced to a kind of parallelism also fails if the operators that have such a
+factor don't use it for nearly all of their flops.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.cluster import ClusterSpec
+from autopar.compiler import graph_digest
+from autopar.core.plan import Plan
+from autopar.errors import InputError
+from autopar.ilp.space import Parallelism
+from autopar.planning import Request, search
+from autopar.proof.precision import raise_graph
+from autopar.proof.processes import Job, train_on_processes
+from autopar.proof.verify import TOLERANCE, Verdict, compare, train_eagerly, verify_simulated
+from autopar.runtime import serial
+from autopar.target import Target
+from autopar.trace import Traced, trace
+from costdb.database import Database
+
+FORCED_SHARE = 0.9  # of the flops of operators that have the forced factor
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A verdict on a plan; `force` is the kind of parallelism that was asked for."""
+
+    plan: Plan
+    verdict: Verdict
+    force: Parallelism | None
+
+    @property
+    def vacuous(self) -> bool:
+        """Whether the forced kind ran for too little to prove anything."""
+        return self.force is not None and self.plan.sharded_flops_share < FORCED_SHARE
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict.passed and not self.vacuous
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as the command line's JSON shows it."""
+        return {
+            "passed": self.passed,
+            "max_error": self.verdict.max_error,
+            "worst": self.verdict.worst,
+            "vacuous": self.vacuous,
+            "sharded_flops_share": self.plan.sharded_flops_share,
+            "gathered_ops": list(self.plan.gathered_ops),
+            "raised_casts": list(self.verdict.raised_casts),
+            "status": self.plan.status,
+            "cluster": self.plan.cluster,
+            "mesh": str(self.plan.mesh),
+        }
+
+    def __str__(self) -> str:
+        kind = f"{self.force.value} " if self.force else ""
+        lines = [f"{name:<11} {error:.1e}" for name, error in self.verdict.max_error.items()]
+        lines.append(f"worst       {self.verdict.worst}")
+        lines.append(f"sharded     {self.plan.sharded_flops_share:.1%} of the flops that {kind}sharding could take")
+        if self.plan.gathered_ops:
+            lines.append("gathered    " + ", ".join(self.plan.gathered_ops))
+        if self.verdict.raised_casts:
+            lines.append("raised to float64: " + ", ".join(self.verdict.raised_casts))
+        verdict = "equals" if self.verdict.passed else "DIFFERS from"
+        lines.append(
+            f"mesh {self.plan.mesh}: parallel training {verdict} serial training ({TOLERANCE:.0e} allowed)"
+        )
+        if self.vacuous:
+            lines.append(f"vacuous: less than {FORCED_SHARE:.0%} of what could be sharded by {kind}was")
+        return "\n".join(lines)
+
+
+def check(
+    target: Target,
+    cluster: ClusterSpec,
+    request: Request,
+    *,
+    steps: int,
+    processes: bool = False,
+    database: Database | None = None,
+) -> Report:
+    """Plan `target` as `request` says, and train it in parallel and serially for `steps` steps.
+
+    With `processes` on real processes of this machine, else on simulated ranks. Raises InputError
+    for a model that cannot be run in parallel, and what planning raises.
+    """
+    _check_input(target, cluster, steps=steps, processes=processes)
+    traced = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn, loss_only=False)
+    plan = search(traced.graph, cluster, replace(request, alternatives=False), database=database).plan
+    if processes:
+        verdict = _verify_processes(target, traced, plan, cluster, steps)
+    else:
+        verdict = verify_simulated(target.model, traced, plan.program, loss_fn=target.loss_fn, steps=steps)
+    return Report(plan, verdict, request.force)
+
+
+def _check_input(target: Target, cluster: ClusterSpec, *, steps: int, processes: bool) -> None:
+    if steps < 1:
+        raise InputError(where="--steps", found=str(steps), wanted="at least 1", remedy="verify some steps")
+    serial.check(target.model)
+    if any(parameter.is_meta for parameter in target.model.parameters()):
+        raise InputError(
+            where="model",
+            found="parameters on the meta device",
+            wanted="parameters with values, which a proof computes with",
+            remedy="build the model on the CPU",
+        )
+    if processes:
+        cluster.check_local()
+
+
+def _verify_processes(
+    target: Target, traced: Traced, plan: Plan, cluster: ClusterSpec, steps: int
+) -> Verdict:
+    graph, casts = raise_graph(traced.graph)
+    model = target.model
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    job = Job(
+        source=target.source,
+        digest=graph_digest(traced.graph),
+        plan=plan,
+        cluster=cluster,
+        tensors=tuple(
+            tensor.detach().requires_grad_(tensor.requires_grad) for tensor in traced.arguments.tensors
+        ),
+        state={name: tensor.detach() for name, tensor in state.items()},
+        steps=steps,
+    )
+    ours, disagreement = train_on_processes(job)
+    theirs = train_eagerly(
+        copy.deepcopy(model).double(), traced.arguments, target.loss_fn, steps=steps
+    )
+    return _worse(compare(ours, theirs, casts), disagreement)
+
+
+def _worse(verdict: Verdict, disagreement: dict[str, tuple[float, str]]) -> Verdict:
+    """The verdict with the errors by which ranks differ from rank 0, where those are larger."""
+    errors, worst = dict(verdict.max_error), verdict.worst
+    for kind, (error, where) in disagreement.items():
+        if error > max(errors.values(), default=0.0) or math.isinf(error):
+            worst = where
+        errors[kind] = max(errors[kind], error)
+    return replace(verdict, max_error=errors, worst=worst)
