@@ -533,9 +533,14 @@ def _squares(draft: Draft, x: str) -> str:
     return draft.call(aten.mse_loss.default, Ref(x), Ref(target), draft.random.choice((1, 2)))
 
 
+def _weighted(draft: Draft, x: str) -> Ref:
+    """x times a weight for each element: the plain mean of what is normalised is always 0."""
+    return Ref(draft.call(aten.mul.Tensor, Ref(x), Ref(draft.parameter(*draft.shape(x)))))
+
+
 def _mean(draft: Draft, x: str) -> str:
-    return draft.call(aten.mean.default, Ref(x))
+    return draft.call(aten.mean.default, _weighted(draft, x))
 
 
 def _sum(draft: Draft, x: str) -> str:
-    return draft.call(aten.sum.default, Ref(x))
+    return draft.call(aten.sum.default, _weighted(draft, x))

@@ -36,6 +36,7 @@ from tests.proof.models import Model, serial
 MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
 TRIES = 8  # illegal draws of a strategy, after which the operator is gathered
 FLOOR = 1e-3  # of the largest magnitude of the kind: true gradients can be 0
+LEAST = 1e-6  # and of all that is compared: inputs and weights are of order 1
 
 ROWS = (
     "p_to_r r_to_b p_to_b p_to_r_to_b s_to_r s_to_b p_to_s r_to_s b_to_s s_to_p r_to_p b_to_r b_to_p s_to_s exchange"
@@ -237,7 +238,7 @@ class Errors:
             largest[kind] = max(largest[kind], size)  # type: ignore[assignment]
         return max(
             (
-                (gap / max(size, FLOOR * largest[kind], 1e-12), f"{kind} {name} ({meaning})")
+                (gap / max(size, FLOOR * largest[kind], LEAST), f"{kind} {name} ({meaning})")
                 for kind, name, gap, size in self.gaps
             ),
             default=(0.0, "-"),
