@@ -34,7 +34,7 @@ from autopar.ilp.placement import Space
 from autopar.ilp.space import build_space
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
-from tests.proof.models import Draft
+from tests.proof.models import Script
 
 aten = torch.ops.aten
 Distances = Mapping[Layout, Mapping[Layout, float]]
@@ -82,7 +82,8 @@ class BruteForce:
         self.layouts = cache(self._layouts)
         self.ends = cache(self._ends)
         self.touched = {
-            name: [i.name for i in graph.operators if name in (*i.operands, *i.results)] for name in graph.specs
+            name: [i.name for i in graph.operators if name in (*i.operands, *i.results)]
+            for name in graph.specs
         }
 
     def best(self) -> float:
@@ -109,7 +110,9 @@ class BruteForce:
     def tensors(self) -> list[str]:
         uses = self.graph.consumers()
         written = {value for _, value in self.graph.writes}
-        return [name for name in self.graph.specs if uses[name] or name in self.graph.outputs or name in written]
+        return [
+            name for name in self.graph.specs if uses[name] or name in self.graph.outputs or name in written
+        ]
 
     def tensor(self, name: str, strategies: Mapping[str, Any], layout: Layout | None) -> float:
         """Seconds of a tensor's conversions, and of its update if it is a weight."""
@@ -138,7 +141,9 @@ class BruteForce:
         for strategies in self.strategies():
             for layouts in itertools.product(*self.space.inputs.values()):
                 kept = dict(zip(inputs, layouts, strict=True))
-                seconds = sum(self.prices.operator(i, strategies[i.name]).seconds for i in self.graph.operators)
+                seconds = sum(
+                    self.prices.operator(i, strategies[i.name]).seconds for i in self.graph.operators
+                )
                 seconds += sum(self.tensor(name, strategies, kept.get(name)) for name in self.tensors())
                 if seconds < math.inf:
                     program = Program(self.prices.dims.mesh, kept, strategies, {}, self.space.outputs)
@@ -148,7 +153,11 @@ class BruteForce:
         """All layouts in which any strategy makes or takes the tensor: paths may lead through them."""
         uses = self.graph.consumers()[name]
         taken = [(item, place, "operands") for item, place in uses]
-        made = [(item, item.results.index(name), "results") for item in self.graph.operators if name in item.results]
+        made = [
+            (item, item.results.index(name), "results")
+            for item in self.graph.operators
+            if name in item.results
+        ]
         differentiable = self.prices.training and self.graph.specs[name].requires_grad
         return {
             canonical(tuple(getattr(o, of)[place] for o in strategy), differentiable=differentiable)
@@ -195,48 +204,29 @@ def _steiner(far: Distances, root: Layout, ends: Sequence[Layout]) -> float:
 # -- small graphs -----------------------------------------------------------------------------------------
 
 
-class _Script(Draft):
-    """Writes a graph call by call, nothing at random but the numbers."""
-
-    def __init__(self) -> None:
-        super().__init__(Random(0))
-
-    def user(self, *shape: int, grad: bool = False) -> str:
-        return self.input(InputKind.USER, self.normal(*shape), grad=grad)
-
-    def weight(self, *shape: int) -> str:
-        return self.input(InputKind.PARAMETER, self.normal(*shape), grad=True)
-
-    def linear(self, x: str, out: int) -> str:
-        return self.call(aten.linear.default, Ref(x), Ref(self.weight(out, self.shape(x)[-1])))
-
-    def graph(self, loss: str, *others: str) -> Graph:
-        return Graph(tuple(self.inputs), tuple(self.operators), (loss, *others), self.specs, loss=loss)
-
-
 def chain() -> Graph:
-    s = _Script()
+    s = Script()
     h = s.linear(s.user(4, 16), 24)
     h = s.linear(s.call(aten.gelu.default, Ref(h)), 8)
     return s.graph(s.call(aten.sum.default, Ref(h)))
 
 
 def branches() -> Graph:
-    s = _Script()
+    s = Script()
     x = s.linear(s.user(4, 8), 12)
     joined = s.call(aten.add.Tensor, Ref(s.linear(x, 12)), Ref(x))
     return s.graph(s.call(aten.sum.default, Ref(s.call(aten.mul.Tensor, Ref(joined), Ref(x)))))
 
 
 def twice() -> Graph:
-    s = _Script()
+    s = Script()
     h = s.linear(s.user(6, 10), 12)
     square = s.call(aten.mul.Tensor, Ref(h), Ref(h))
     return s.graph(s.call(aten.sum.default, Ref(square)), h)
 
 
 def scores() -> Graph:
-    s = _Script()
+    s = Script()
     x = s.user(8, 12, grad=True)
     other = s.call(aten.transpose.int, Ref(x), 0, 1)
     product = s.call(aten.matmul.default, Ref(x), Ref(other))
@@ -245,21 +235,21 @@ def scores() -> Graph:
 
 def widened() -> Graph:
     """A small weight that an operator without work of its own makes large."""
-    s = _Script()
+    s = Script()
     wide = s.call(aten.expand.default, Ref(s.call(aten.neg.default, Ref(s.weight(8, 1)))), [8, 40])
     return s.graph(s.call(aten.sum.default, Ref(s.call(aten.mul.Tensor, Ref(wide), Ref(s.user(8, 40))))))
 
 
 def parts() -> Graph:
     """A view with two results, one of which leaves."""
-    s = _Script()
+    s = Script()
     h = s.linear(s.user(4, 6), 12)
     first, second = s.calls(aten.chunk.default, Ref(h), 2, 1)
     return s.graph(s.call(aten.sum.default, Ref(second)), first)
 
 
 def normalised() -> Graph:
-    s = _Script()
+    s = Script()
     x, weight = s.user(4, 4, 8, 6), s.weight(4, 4, 3, 3)
     h = s.call(aten.conv2d.default, Ref(x), Ref(weight), None, [1, 1], [1, 1])
     running = [s.buffer(torch.zeros(4).double()), s.buffer(torch.ones(4).double())]
@@ -270,7 +260,7 @@ def normalised() -> Graph:
 
 def blocks(count: int) -> Graph:
     """A chain of `count` equal blocks between two other operators."""
-    s = _Script()
+    s = Script()
     x = s.linear(s.user(4, 6), 8)
     for _ in range(count):
         x = s.linear(s.call(aten.gelu.default, Ref(s.linear(x, 16))), 8)

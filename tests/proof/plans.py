@@ -49,6 +49,21 @@ ROWS = (
 def draw_program(random: Random, graph: Graph, dims: Dims) -> Program:
     """Strategies, stored layouts and paths, all at random."""
     strategies = {item.name: draw_strategy(random, item, dims) for item in graph.operators}
+    return program_of(random, graph, dims, strategies)
+
+
+def forced(graph: Graph, dims: Dims, factors: Mapping[str, str]) -> Program:
+    """The operators that make the named tensors run by these factors on every axis, the others gathered."""
+    strategies = {}
+    for item in graph.operators:
+        factor = next((factors[name] for name in item.results if name in factors), GATHERED)
+        (option,) = (option for option in options_of(item, dims) if option.factor == factor)
+        strategies[item.name] = (option,) * len(dims.mesh.shape)
+    return program_of(Random(0), graph, dims, strategies)
+
+
+def program_of(random: Random, graph: Graph, dims: Dims, strategies: Mapping[str, Strategy]) -> Program:
+    """The strategies with stored layouts and paths at random."""
     needs: dict[str, list[Layout]] = {name: [] for name in graph.specs}
     sources: dict[str, Layout] = {}
     for operation in graph.operators:
@@ -103,9 +118,7 @@ def draw_strategy(random: Random, operation: Operator, dims: Dims) -> Strategy:
 
 def draw_layout(random: Random, name: str, needs: Sequence[Layout], dims: Dims) -> Layout:
     """How an input is kept: whole, or split on any atom, as somebody takes it or not."""
-    shards = [
-        Shard(dim, atom) for dim, atoms in enumerate(dims.atoms.of[name]) for atom in range(len(atoms))
-    ]
+    shards = [Shard(dim, atom) for dim, atoms in enumerate(dims.atoms.of[name]) for atom in range(len(atoms))]
     wanted = [tuple(item if isinstance(item, Shard) else R for item in layout) for layout in needs]
     for _ in range(TRIES):
         layout = tuple(random.choice((R, R, *shards)) for _ in dims.mesh.shape)
@@ -154,16 +167,22 @@ def _prove(
     meaning: Meaning,
 ) -> tuple[float, str]:
     graph = model.graph
-    full = {item.name: model.tensors[item.name].requires_grad_(item.spec.requires_grad) for item in graph.inputs}
+    full = {
+        item.name: model.tensors[item.name].requires_grad_(item.spec.requires_grad) for item in graph.inputs
+    }
     locals_ = distribute(full, program.inputs, dims)
     torch.manual_seed(model.seed)
     outputs = run(programs, locals_, meaning=meaning)
     errors = Errors(dims)
     count = len(graph.outputs)
     for place, name in enumerate(graph.outputs):
-        errors.values("output", name, program.outputs[name], [local[place] for local in outputs], wanted[name])
+        errors.values(
+            "output", name, program.outputs[name], [local[place] for local in outputs], wanted[name]
+        )
     for place, (buffer, value) in enumerate(graph.writes, start=count):
-        errors.values("buffer", buffer, program.inputs[buffer], [local[place] for local in outputs], wanted[value])
+        errors.values(
+            "buffer", buffer, program.inputs[buffer], [local[place] for local in outputs], wanted[value]
+        )
     for item in graph.inputs:
         if item.mutated:
             shares = [local[item.name] for local in locals_]
