@@ -1,10 +1,10 @@
 """The two doors: `plan` decides and prints, `parallelize` decides and runs.
 
-    trace       nn.Module -> graph of ATen operators          trace.py
-    annotate    measured costs of every strategy               cost/
-    solve       integer program over all placements            ilp/
-    rewrite     local operators and collectives of a rank      rewrite/
-    run         DTensor parameters outside, local ones inside  runtime/
+trace       nn.Module -> graph of ATen operators          trace.py
+annotate    measured costs of every strategy               cost/
+solve       integer program over all placements            ilp/
+rewrite     local operators and collectives of a rank      rewrite/
+run         DTensor parameters outside, local ones inside  runtime/
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.planning import DEFAULT_GAP, Request
 from autopar.rewrite.render import describe
 from autopar.runtime import worker
 from autopar.runtime.module import ParallelModule
-from autopar.signature import LossFunction
+from autopar.signature import LossFunction, split_inputs
 from autopar.trace import trace
 from autopar.units import parse_bytes
 
@@ -104,11 +104,11 @@ def parallelize(
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    compiler = Compiler(cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random)
-    share_random_state()
-    parallel = ParallelModule(
-        model, compiler, describe=describe, device=compiler.device(), timeout=timeout
+    compiler = Compiler(
+        cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
     )
+    share_random_state()
+    parallel = ParallelModule(model, compiler, describe=describe, device=compiler.device(), timeout=timeout)
     parallel.train(model.training)
     if example_inputs is not None or example_kwargs is not None:
         args, kwargs = split_inputs(example_inputs, example_kwargs)
@@ -151,20 +151,6 @@ def make_request(
     )
 
 
-def split_inputs(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of examples given as a tuple, a list, a dict or one tensor."""
-    named = dict(kwargs or {})
-    match inputs:
-        case None:
-            return (), named
-        case tuple() | list():
-            return tuple(inputs), named
-        case dict():
-            return (), {**inputs, **named}
-        case _:
-            return (inputs,), named
-
-
 def require_launcher() -> None:
     if dist.is_initialized() or "RANK" in os.environ:
         return
@@ -172,8 +158,8 @@ def require_launcher() -> None:
         where="parallelize",
         found="no process group and no launcher",
         wanted="one process for each device",
-        remedy="put the code into a script and start it with `autopar run SCRIPT --cluster local:4` or torchrun; "
-        "plan() works here",
+        remedy="put the code into a script and start it with `autopar run SCRIPT --cluster local:4` "
+        "or torchrun; plan() works here",
     )
 
 
@@ -183,6 +169,3 @@ def share_random_state() -> None:
     box = [state]
     dist.broadcast_object_list(box, src=0)
     torch.set_rng_state(box[0])
-
-
-

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,22 @@ class Arguments:
         leaves = [tensors[leaf.index] if isinstance(leaf, Leaf) else leaf for leaf in self.constants]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return tuple(args), dict(kwargs)
+
+
+def split_inputs(
+    inputs: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of examples given as a tuple, a list, a dict or one tensor."""
+    named = dict(kwargs or {})
+    match inputs:
+        case None:
+            return (), named
+        case tuple() | list():
+            return tuple(inputs), named
+        case dict():
+            return (), {**inputs, **named}
+        case _:
+            return (inputs,), named
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -106,14 +107,12 @@ def trace(
     """
     arguments = flatten_arguments(args, kwargs or {})
     seen: list[tuple[Results, int | None]] = []  # torch.export undoes what forward does to attributes
-    flat = _Flat(
-        model, arguments, loss_fn, loss_only=loss_only, record=lambda *found: seen.append(found)
-    )
+    flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=lambda *found: seen.append(found))
     try:
         exported = torch.export.export(flat, arguments.tensors, strict=False)
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise TraceError(
-            where=_user_line(cause),
+            where=user_line(cause),
             found=f"{type(cause).__name__}: {_first_line(cause)}",
             wanted="a forward that torch.export can trace",
             remedy="make the branch or shape independent of tensor values, or move it out of forward",
@@ -273,6 +272,7 @@ class _Builder:
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
         names: list[str | None] = []
         for index, value in enumerate(results):
+            assert isinstance(value, torch.Tensor)
             name = node.name if single else f"{node.name}_{index}"
             self.specs[name] = TensorSpec(
                 tuple(value.shape), value.dtype, differentiable and value.dtype.is_floating_point
@@ -312,7 +312,9 @@ class _Builder:
     def written(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> str | None:
         """The tensor that an in-place operator writes, or None."""
         schema = target._schema
-        writes = [i for i, item in enumerate(schema.arguments) if item.alias_info and item.alias_info.is_write]
+        writes = [
+            i for i, item in enumerate(schema.arguments) if item.alias_info and item.alias_info.is_write
+        ]
         if not writes:
             return None
         if writes != [0] or not isinstance(args[0], Ref):
@@ -394,7 +396,7 @@ def _without_identities(graph: Graph) -> Graph:
         operation = replace(item, args=args, kwargs=kwargs)
         if _changes_nothing(operation, graph.specs):
             pairs = zip(operation.results, operation.operands, strict=False)
-            same |= {result: operand for result, operand in pairs if result}
+            same.update((result, operand) for result, operand in pairs if result)
         else:
             kept.append(operation)
     return replace(
@@ -453,7 +455,7 @@ def _module_of(node: fx.Node) -> str:
 
 
 def _is_library(file: str) -> bool:
-    ours = file.startswith(__file__.rsplit("/", 1)[0] + "/")
+    ours = file.startswith((__file__.rsplit("/", 1)[0] + "/", sysconfig.get_path("stdlib") + "/"))
     return ours or "site-packages" in file or "/torch/" in file or file.startswith("<")
 
 
@@ -467,7 +469,7 @@ def _source_of(node: fx.Node) -> str:
     return next(reversed(list(_frames(node.meta.get("stack_trace") or ""))), "")
 
 
-def _user_line(error: BaseException) -> str:
+def user_line(error: BaseException) -> str:
     """The innermost line of the user's own code in the traceback of `error`."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not _is_library(frame.filename):

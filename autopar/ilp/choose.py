@@ -72,7 +72,14 @@ def choose(
 
 
 def _solve_once(
-    graph: Graph, prices: Prices, space: Space, folding: Folding, *, cap: int | None, gap: float, deadline: float | None
+    graph: Graph,
+    prices: Prices,
+    space: Space,
+    folding: Folding,
+    *,
+    cap: int | None,
+    gap: float,
+    deadline: float | None,
 ) -> Solution:
     def left() -> float | None:
         return None if deadline is None else max(0.1, deadline - time.monotonic())
@@ -89,7 +96,10 @@ def _solve_once(
         raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
     if answer.values is None:
         raise SolverError(
-            where="solver", found="no plan in time", wanted="an incumbent", remedy="give more with --time-limit"
+            where="solver",
+            found="no plan in time",
+            wanted="an incumbent",
+            remedy="give more with --time-limit",
         )
     if folding.count > 1:
         free = Problem(graph, prices, space, folding, cap=cap, relaxed=True)

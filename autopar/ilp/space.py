@@ -19,10 +19,10 @@ from autopar.cost.prices import Prices
 from autopar.errors import InputError
 from autopar.ilp.fold import Folding
 from autopar.ilp.placement import Space
-from autopar.ops.analysis import strategies_of
+from autopar.ops.analysis import options_of, strategies_of
 from autopar.ops.dims import Atom, Dims
-from autopar.ops.equation import Option
-from autopar.ops.rule import Strategy
+from autopar.ops.equation import UNSUMMED, Option
+from autopar.ops.rule import Regroup, Strategy, rule_of
 
 
 class Parallelism(Enum):
@@ -53,11 +53,7 @@ class Kinds:
         """The kind of a one-axis option; None if it shards nothing."""
         if not option.shards:
             return None
-        pairs = [
-            *zip(operation.operands, option.operands, strict=True),
-            *((name, item) for name, item in zip(operation.results, option.results, strict=True) if name),
-        ]
-        components = {self.dims.component(name, item) for name, item in pairs if isinstance(item, Shard)}
+        components = {self.dims.component(name, item) for name, item in _placed(operation, option)}
         if any(self.dims.is_weight(component) for component in components):
             return Parallelism.CHANNEL if P in option.results else Parallelism.FILTER
         return Parallelism.BATCH if components & self.batch else Parallelism.DOMAIN
@@ -79,16 +75,22 @@ def build_space(
 ) -> Space:
     """The space of plans; `stored` fixes where parameters and buffers (by target name) lie already."""
     kinds = Kinds(graph, prices.dims)
+    anchors = anchored(graph, prices.dims)
     strategies: dict[str, Sequence[Strategy]] = {}
     pins = dict(pins or {})
     used: set[str] = set()
     for item in graph.operators:
         if folding.class_of[item.name] != item.name and item.name not in pins and item.module not in pins:
             continue
-        offered = undominated(item, strategies_of(item, prices.dims), prices)
+        offered: Sequence[Strategy] = strategies_of(item, prices.dims)
+        pin = pins.get(item.name, pins.get(item.module))
+        if pin is None:
+            offered = useful(item, offered, prices, anchors)
+        if force is None and pin is None:
+            offered = idle(offered, prices.dims)
+        offered = undominated(item, offered, prices)
         if force is not None:
             offered = forced(item, offered, force, kinds, prices)
-        pin = pins.get(item.name, pins.get(item.module))
         if pin is not None:
             used |= {item.name, item.module} & pins.keys()
             offered = pinned(item, offered, pin)
@@ -109,12 +111,70 @@ def build_space(
     return Space(strategies, inputs, outputs)
 
 
+def anchored(graph: Graph, dims: Dims) -> set[Atom]:
+    """Components on which at least two operators that are no mere views can be sharded."""
+    users: dict[Atom, set[str]] = {}
+    for item in graph.operators:
+        if isinstance(rule_of(item), Regroup):
+            continue
+        for option in options_of(item, dims):
+            for name, place in _placed(item, option):
+                users.setdefault(dims.component(name, place), set()).add(item.name)
+    return {component for component, names in users.items() if len(names) > 1}
+
+
+def _placed(operation: Operator, option: Option) -> list[tuple[str, Shard]]:
+    pairs = [
+        *zip(operation.operands, option.operands, strict=True),
+        *((name, item) for name, item in zip(operation.results, option.results, strict=True) if name),
+    ]
+    return [(name, item) for name, item in pairs if isinstance(item, Shard)]
+
+
+def useful(
+    operation: Operator, offered: Sequence[Strategy], prices: Prices, anchors: set[Atom]
+) -> list[Strategy]:
+    """Leave out what could only lose: atoms of a product dim on which no other operator can run
+    (another atom of the dim shards it as well), and, for operators that do products and can be
+    sharded on an axis, an unsummed gradient there (sharded, they would do a part of the work)."""
+    dims = prices.dims
+
+    def lonely(option: Option) -> bool:
+        return any(
+            len(dims.atoms.of[name][place.dim]) > 1 and dims.component(name, place) not in anchors
+            for name, place in _placed(operation, option)
+        )
+
+    kept = [strategy for strategy in offered if not any(map(lonely, strategy))]
+    if not is_heavy(operation, offered, prices):
+        return kept
+    axes = prices.dims.mesh.axes
+    shardable = [any(strategy[axis].shards for strategy in kept) for axis in axes]
+    return [
+        strategy
+        for strategy in kept
+        if not any(shardable[axis] and strategy[axis].factor == UNSUMMED for axis in axes)
+    ]
+
+
+def idle(offered: Sequence[Strategy], dims: Dims) -> Sequence[Strategy]:
+    """Strategies that do nothing on axes of one rank, where sharding is free and still copies."""
+    single = [axis for axis in dims.mesh.axes if dims.mesh.shape[axis] == 1]
+    return [
+        strategy
+        for strategy in offered
+        if all(place == R for axis in single for place in (*strategy[axis].operands, *strategy[axis].results))
+    ]
+
+
 def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices) -> list[Strategy]:
     """Of strategies with equal placements the cheapest; partial sums of integers are not offered."""
     specs, training = prices.graph.specs, prices.training
     best: dict[object, Strategy] = {}
 
-    def layouts(strategy: Strategy, of: Callable[[Option], tuple[Placement, ...]], names: Sequence[str | None]) -> object:
+    def layouts(
+        strategy: Strategy, of: Callable[[Option], tuple[Placement, ...]], names: Sequence[str | None]
+    ) -> object:
         return tuple(
             canonical(
                 tuple(of(option)[index] for option in strategy),
@@ -165,7 +225,10 @@ def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str |
         strategy
         for strategy in offered
         if len(pin) == len(strategy)
-        and all((option.factor if option.shards else None) == want for option, want in zip(strategy, pin, strict=True))
+        and all(
+            (option.factor if option.shards else None) == want
+            for option, want in zip(strategy, pin, strict=True)
+        )
     ]
     if not found:
         offers = sorted({option.factor for strategy in offered for option in strategy if option.shards})
@@ -209,9 +272,12 @@ def _layouts_of(
         return sorted(needs, key=str) or [whole]
     if item.kind is not InputKind.PARAMETER:
         return [whole]
-    columns = zip(*needs, strict=True) if needs else [[] for _ in whole]
-    choices = [
-        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item))) for column in columns
+    columns: list[tuple[Placement, ...]] = list(zip(*needs, strict=True)) if needs else [() for _ in whole]
+    choices: list[tuple[Placement, ...]] = [
+        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item)))
+        if size > 1
+        else (R,)
+        for column, size in zip(columns, prices.dims.mesh.shape, strict=True)
     ]
     return [layout for layout in itertools.product(*choices) if storable(item.name, layout, prices.dims)]
 

@@ -1,6 +1,6 @@
 """Elementwise operators with broadcasting: every dim of the result is a free factor.
 
-    add      "n c h w, c 1 1 -> n c h w"      a dim of size 1 that is broadcast lacks the factor
+add      "n c h w, c 1 1 -> n c h w"      a dim of size 1 that is broadcast lacks the factor
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
 aten = torch.ops.aten
 
 _UNARY = (
-    "relu gelu silu tanh sigmoid exp exp2 expm1 log log2 log10 log1p sqrt rsqrt abs neg clamp clamp_min clamp_max "
-    "leaky_relu elu softplus hardtanh hardswish hardsigmoid mish selu celu sin cos tan asin acos atan sinh cosh "
-    "asinh acosh atanh erf erfc reciprocal square sign sgn floor ceil round trunc frac logical_not bitwise_not "
-    "isnan isinf isfinite clone contiguous alias detach lift_fresh_copy relu6 log_sigmoid softshrink hardshrink "
-    "tanhshrink threshold positive zeros_like ones_like full_like empty_like to _to_copy type_as nan_to_num "
-    "deg2rad rad2deg sinc i0 digamma lgamma logit erfinv"
+    "relu gelu silu tanh sigmoid exp exp2 expm1 log log2 log10 log1p sqrt rsqrt abs neg clamp clamp_min "
+    "clamp_max leaky_relu elu softplus hardtanh hardswish hardsigmoid mish selu celu sin cos tan asin "
+    "acos atan sinh cosh asinh acosh atanh erf erfc reciprocal square sign sgn floor ceil round trunc "
+    "frac logical_not bitwise_not isnan isinf isfinite clone contiguous alias detach lift_fresh_copy "
+    "relu6 log_sigmoid softshrink hardshrink tanhshrink threshold positive zeros_like ones_like "
+    "full_like empty_like to _to_copy type_as nan_to_num deg2rad rad2deg sinc i0 digamma lgamma logit "
+    "erfinv "
 )
 _BINARY = (
-    "add sub mul div pow maximum minimum eq ne lt le gt ge where logical_and logical_or logical_xor bitwise_and "
-    "bitwise_or bitwise_xor masked_fill rsub addcmul addcdiv lerp atan2 fmod remainder fmax fmin hypot copysign "
-    "true_divide floor_divide xlogy logaddexp logaddexp2 __and__ __or__ __xor__"
+    "add sub mul div pow maximum minimum eq ne lt le gt ge where logical_and logical_or logical_xor "
+    "bitwise_and bitwise_or bitwise_xor masked_fill rsub addcmul addcdiv lerp atan2 fmod remainder fmax "
+    "fmin hypot copysign true_divide floor_divide xlogy logaddexp logaddexp2 __and__ __or__ __xor__ "
 )
 
 
@@ -59,7 +60,9 @@ class Pointwise(Rule):
         labels = tuple(
             tuple(
                 f"d{dim}" if size == result[dim] else None
-                for dim, size in enumerate(op.specs[name].shape, start=len(result) - len(op.specs[name].shape))
+                for dim, size in enumerate(
+                    op.specs[name].shape, start=len(result) - len(op.specs[name].shape)
+                )
             )
             for name in op.operands
         )

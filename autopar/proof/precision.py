@@ -94,7 +94,7 @@ def raised_eager() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _RaiseCasts(), _RaiseBelow():
+        with _RaiseCasts(), _RaiseBelow():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.set_default_dtype(before)

@@ -142,7 +142,7 @@ def seeds_of(loss: Tensor | None, leaves: Sequence[Tensor]) -> list[tuple[int, T
 def _backward(loss: Tensor | None, leaves: Sequence[Tensor]) -> None:
     if loss is not None:
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         return
     seeds = seeds_of(None, leaves)
     if seeds:

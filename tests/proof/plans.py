@@ -38,9 +38,23 @@ TRIES = 8  # illegal draws of a strategy, after which the operator is gathered
 FLOOR = 1e-3  # of the largest magnitude of the kind: true gradients can be 0
 LEAST = 1e-6  # and of all that is compared: inputs and weights are of order 1
 
-ROWS = (
-    "p_to_r r_to_b p_to_b p_to_r_to_b s_to_r s_to_b p_to_s r_to_s b_to_s s_to_p r_to_p b_to_r b_to_p s_to_s exchange"
-).split()
+ROWS = [
+    "p_to_r",
+    "r_to_b",
+    "p_to_b",
+    "p_to_r_to_b",
+    "s_to_r",
+    "s_to_b",
+    "p_to_s",
+    "r_to_s",
+    "b_to_s",
+    "s_to_p",
+    "r_to_p",
+    "b_to_r",
+    "b_to_p",
+    "s_to_s",
+    "exchange",
+]
 
 
 # -- drawing ----------------------------------------------------------------------------------------------

@@ -1,0 +1,155 @@
+"""A TARGET of the command line: a function in a file that makes a model and its example inputs.
+
+    file.py:function      ->  (model, inputs) or (model, inputs, loss_fn)
+
+The file runs as `python file.py` would import it: its own folder comes first on the path. Loading is
+repeatable: the function runs after `torch.manual_seed(SEED)`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.errors import InputError
+from autopar.signature import LossFunction, split_inputs
+from autopar.trace import user_line
+
+SEED = 0
+SHAPE = "(model, inputs) or (model, inputs, loss_fn), inputs a tuple or dict of tensors or one tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model with one example call; `source` loads it again, from any folder."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: LossFunction | None
+    source: str
+
+
+def load_target(text: str) -> Target:
+    """Run the function that `text`, a `file.py:function`, names.
+
+    Raises InputError for an unknown file or function, for what the function raises (with the user's
+    line), and for another return value.
+    """
+    file, colon, name = text.rpartition(":")
+    if not (colon and name.isidentifier()):
+        raise _wrong("TARGET", repr(text), "file.py:function", "write examples/digits.py:digits")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise _wrong(f"TARGET {text}", f"no file {file}", "a Python file", "check the path")
+    make = _function(_users(text, lambda: _import(path)), name, text)
+    source = f"{path}:{name}"
+    return _target(_users(text, lambda: _seeded(make)), f"TARGET {text}", source)
+
+
+def _import(path: Path) -> ModuleType:
+    """The file as a module; once for each process."""
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None and _is_file(known, path):
+        return known
+    if known is not None or name in sys.stdlib_module_names:
+        name = f"autopar_target_{name}"
+        known = sys.modules.get(name)
+        if known is not None and _is_file(known, path):
+            return known
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise _wrong(str(path), "a file that Python cannot import", "a file that ends in .py", "rename it")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _is_file(module: ModuleType, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path
+
+
+def _function(module: ModuleType, name: str, text: str) -> Callable[[], Any]:
+    found = getattr(module, name, None)
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    own = [
+        key
+        for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__ and key[0] != "_"
+    ]
+    raise _wrong(
+        f"TARGET {text}",
+        f"no function {name}" if found is None else f"{name} = {found!r}",
+        "a function without arguments",
+        f"choose from {', '.join(own)}" if own else "define it",
+    )
+
+
+def _seeded(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(SEED)
+    return make()
+
+
+def _users(text: str, run: Callable[[], Any]) -> Any:
+    """Run the user's code; whatever it raises is bad input, told with the user's line."""
+    try:
+        return run()
+    except InputError:
+        raise
+    except SyntaxError as cause:
+        where = f"{cause.filename}:{cause.lineno}: {(cause.text or '').strip()}"
+        raise _raised(where, cause, text) from cause
+    except (Exception, SystemExit) as cause:  # the file may raise anything, or end the program
+        raise _raised(user_line(cause), cause, text) from cause
+
+
+def _raised(where: str, cause: BaseException, text: str) -> InputError:
+    message = next(iter(str(cause).splitlines()), "")
+    return _wrong(
+        where,
+        f"{type(cause).__name__}: {message}",
+        f"a file and function that run ({text})",
+        "correct that line",
+    )
+
+
+def _target(made: Any, where: str, source: str) -> Target:
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
+        size = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
+        raise _wrong(where, f"a {type(made).__name__}{size}", SHAPE, "return that from the function")
+    model, inputs, loss_fn = (*made, None)[:3]
+    if not isinstance(model, nn.Module):
+        raise _wrong(where, f"a {type(model).__name__} as the model", "a torch.nn.Module", f"return {SHAPE}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise _wrong(where, f"loss_fn = {loss_fn!r}", "a function of the output", f"return {SHAPE}")
+    args, kwargs = split_inputs(inputs)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        raise _wrong(
+            where, f"a {type(inputs).__name__} without tensors as inputs", "tensors", f"return {SHAPE}"
+        )
+    if not all(isinstance(key, str) for key in kwargs):
+        raise _wrong(where, f"inputs named {list(kwargs)}", "names of arguments", "use strings as keys")
+    return Target(model, args, kwargs, loss_fn, source)
+
+
+def _wrong(where: str, found: str, wanted: str, remedy: str) -> InputError:
+    return InputError(where=where, found=found, wanted=wanted, remedy=remedy)
