@@ -20,7 +20,17 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind as ExportedKind
 
-from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs, refs
+from autopar.core.graph import (
+    Graph,
+    GraphInput,
+    InputKind,
+    Operator,
+    Ref,
+    TensorSpec,
+    map_refs,
+    memory_order,
+    refs,
+)
 from autopar.errors import TraceError
 from autopar.signature import (
     Arguments,
@@ -269,7 +279,14 @@ class _Builder:
             )
             names.append(name)
         operation = Operator(
-            node.name, target, tuple(args), dict(kwargs), tuple(names), _module_of(node), _source_of(node)
+            node.name,
+            target,
+            tuple(args),
+            dict(kwargs),
+            tuple(names),
+            module=_module_of(node),
+            source=_source_of(node),
+            order=memory_order(node.all_input_nodes[0].meta["val"]) if target is aten.dropout.default else (),
         )
         self.operators.append(operation)
         self.note_aliases(operation, fresh=written is not None)

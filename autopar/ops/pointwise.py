@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autopar.ops.equation import Equation
-from autopar.ops.rule import Instance, Rule, Sample, Site, register
+from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 
@@ -143,11 +143,18 @@ class Dropout(Rule):
             shape = list(site.emitter.shape(site.values[0]))
             mask = site.draw(torch.ops.autopar.shard_mask.default, shape, probability, spec.dtype, index)
         else:
-            mask = site.draw(
-                torch.ops.autopar.dropout_mask.default, list(spec.shape), probability, spec.dtype
-            )
+            mask = self.serial_mask(site, probability)
             mask = site.slice_to(mask, site.operands[0], site.operand_layout(0))
         return (site.call(aten.mul.Tensor, site.values[0], mask),)
+
+    def serial_mask(self, site: Site, probability: float) -> Handle:
+        """The whole mask, drawn in the memory order of the serial operand."""
+        spec, order = site.spec(), site.operator.order
+        shape = [spec.shape[dim] for dim in order] or list(spec.shape)
+        mask = site.draw(torch.ops.autopar.dropout_mask.default, shape, probability, spec.dtype)
+        if not order:
+            return mask
+        return site.call(aten.permute.default, mask, [order.index(dim) for dim in range(len(order))])
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(aten.dropout.default, (torch.randn(5, 7), 0.4, True))

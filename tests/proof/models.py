@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs
+from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs, memory_order
 
 aten = torch.ops.aten
 LARGEST = 600  # elements of a tensor
@@ -74,6 +74,7 @@ class Draft:
         self.operators: list[Operator] = []
         self.specs: dict[str, TensorSpec] = {}
         self.tensors: dict[str, Tensor] = {}
+        self.meta: dict[str, Tensor] = {}
         self.writes: list[tuple[str, str]] = []
         self.live: list[str] = []
         self.seed = random.randint(0, 1 << 16)
@@ -92,6 +93,7 @@ class Draft:
         spec = TensorSpec(tuple(value.shape), value.dtype, grad)
         self.inputs.append(GraphInput(name, kind, name, spec, mutated=mutated))
         self.specs[name], self.tensors[name] = spec, value
+        self.meta[name] = torch.empty_like(value, device="meta", requires_grad=grad)
         return name
 
     def normal(self, *shape: int) -> Tensor:
@@ -124,18 +126,16 @@ class Draft:
     def calls(self, target: Any, *args: Any) -> tuple[str, ...]:
         """Append a call, tensors as `Ref`; names of its results."""
 
-        def on_meta(ref: Ref) -> Tensor:
-            spec = self.specs[ref.name]
-            return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
-
-        results = target(*map_refs(args, on_meta))
+        results = target(*map_refs(args, lambda ref: self.meta[ref.name]))
         results = [results] if isinstance(results, Tensor) else list(results)
         number = len(self.operators)
         base = target._schema.name.split("::")[1]
         names = tuple(f"{base}_{number}" + (f"_{i}" if len(results) > 1 else "") for i in range(len(results)))
         for name, value in zip(names, results, strict=True):
             self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, value.requires_grad)
-        self.operators.append(Operator(f"call_{number}", target, args, {}, names))
+            self.meta[name] = value
+        order = memory_order(self.meta[args[0].name]) if target is aten.dropout.default else ()
+        self.operators.append(Operator(f"call_{number}", target, args, {}, names, order=order))
         return names
 
     def finish(self) -> Model:
@@ -156,6 +156,32 @@ class Draft:
             loss=loss,
         )
         return Model(graph, self.tensors, self.seed)
+
+
+class Script(Draft):
+    """Writes a graph call by call, nothing at random but the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(Random(0))
+
+    def user(self, *shape: int, grad: bool = False) -> str:
+        return self.input(InputKind.USER, self.normal(*shape), grad=grad)
+
+    def weight(self, *shape: int) -> str:
+        return self.input(InputKind.PARAMETER, self.normal(*shape), grad=True)
+
+    def linear(self, x: str, out: int) -> str:
+        return self.call(aten.linear.default, Ref(x), Ref(self.weight(out, self.shape(x)[-1])))
+
+    def graph(self, loss: str, *others: str) -> Graph:
+        return Graph(tuple(self.inputs), tuple(self.operators), (loss, *others), self.specs, loss=loss)
+
+    def model(self, x: str) -> Model:
+        """With the weighted sum of x as the loss."""
+        loss = self.call(
+            aten.sum.default, Ref(self.call(aten.mul.Tensor, Ref(x), Ref(self.weight(*self.shape(x)))))
+        )
+        return Model(self.graph(loss), self.tensors, self.seed)
 
 
 # -- where models start -----------------------------------------------------------------------------------
@@ -537,9 +563,14 @@ def _squares(draft: Draft, x: str) -> str:
     return draft.call(aten.mse_loss.default, Ref(x), Ref(target), draft.random.choice((1, 2)))
 
 
+def _weighted(draft: Draft, x: str) -> Ref:
+    """x times a weight for each element: the plain mean of what is normalised is always 0."""
+    return Ref(draft.call(aten.mul.Tensor, Ref(x), Ref(draft.parameter(*draft.shape(x)))))
+
+
 def _mean(draft: Draft, x: str) -> str:
-    return draft.call(aten.mean.default, Ref(x))
+    return draft.call(aten.mean.default, _weighted(draft, x))
 
 
 def _sum(draft: Draft, x: str) -> str:
-    return draft.call(aten.sum.default, Ref(x))
+    return draft.call(aten.sum.default, _weighted(draft, x))

@@ -36,6 +36,7 @@ from tests.proof.models import Model, serial
 MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
 TRIES = 8  # illegal draws of a strategy, after which the operator is gathered
 FLOOR = 1e-3  # of the largest magnitude of the kind: true gradients can be 0
+LEAST = 1e-6  # and of all that is compared: inputs and weights are of order 1
 
 ROWS = [
     "p_to_r",
@@ -62,6 +63,21 @@ ROWS = [
 def draw_program(random: Random, graph: Graph, dims: Dims) -> Program:
     """Strategies, stored layouts and paths, all at random."""
     strategies = {item.name: draw_strategy(random, item, dims) for item in graph.operators}
+    return program_of(random, graph, dims, strategies)
+
+
+def forced(graph: Graph, dims: Dims, factors: Mapping[str, str]) -> Program:
+    """The operators that make the named tensors run by these factors on every axis, the others gathered."""
+    strategies = {}
+    for item in graph.operators:
+        factor = next((factors[name] for name in item.results if name in factors), GATHERED)
+        (option,) = (option for option in options_of(item, dims) if option.factor == factor)
+        strategies[item.name] = (option,) * len(dims.mesh.shape)
+    return program_of(Random(0), graph, dims, strategies)
+
+
+def program_of(random: Random, graph: Graph, dims: Dims, strategies: Mapping[str, Strategy]) -> Program:
+    """The strategies with stored layouts and paths at random."""
     needs: dict[str, list[Layout]] = {name: [] for name in graph.specs}
     sources: dict[str, Layout] = {}
     for operation in graph.operators:
@@ -255,7 +271,7 @@ class Errors:
             largest[kind] = max(largest[kind], size)  # type: ignore[assignment]
         return max(
             (
-                (gap / max(size, FLOOR * largest[kind], 1e-12), f"{kind} {name} ({meaning})")
+                (gap / max(size, FLOOR * largest[kind], LEAST), f"{kind} {name} ({meaning})")
                 for kind, name, gap, size in self.gaps
             ),
             default=(0.0, "-"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.proof.models import draw_model
 from tests.proof.plans import MESHES, ROWS, Histogram, dims_of, draw_program, prove
 
-TOLERANCE = 1e-9
+TOLERANCE = 1e-7  # normalising what hardly varies magnifies rounding; faults are as large as the values
 WEIGHTS = (4, 3, 3, 5, 3, 2, 1, 1, 1)  # how often each of MESHES is drawn
 
 
