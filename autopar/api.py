@@ -177,7 +177,10 @@ def make_request(
         )
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise InputError(
-            where="time limit", found=f"{time_limit:g} s", wanted="more than 0 s", remedy="give it some seconds"
+            where="time limit",
+            found=f"{time_limit:g} s",
+            wanted="more than 0 s",
+            remedy="give it some seconds",
         )
     if not 0 <= gap < 1:
         raise InputError(

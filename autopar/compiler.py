@@ -62,9 +62,7 @@ class Compiler:
         pinned: dict[str, Layout] | None,
     ) -> Executable:
         """This rank's program for one kind of call; collective."""
-        traced = self.traced or trace(
-            model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only
-        )
+        traced = self.traced or trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
         request = replace(self.request, training=training, stored=pinned)
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request, pinned)
         return build(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)

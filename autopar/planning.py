@@ -354,9 +354,7 @@ def _parameter_bytes(problem: _Mesh, solution: Solution) -> tuple[int, ...]:
     )
 
 
-def sharded_share(
-    graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Parallelism | None
-) -> float:
+def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Parallelism | None) -> float:
     """The part of all flops that operators do which are sharded.
 
     With `force`, only of operators that have a factor of that kind as long as an axis, and only

@@ -99,14 +99,18 @@ def profile(
     setting = setting_of(cluster)
     found: tuple[CollectiveMeasurement, ...] = ()
     if cluster.num_devices > 1:
-        found = tuple(run_function(measure_rank, cluster.num_devices, group_sizes(cluster), setting.threads, bar)[0])
+        found = tuple(
+            run_function(measure_rank, cluster.num_devices, group_sizes(cluster), setting.threads, bar)[0]
+        )
         database.write_collectives(setting, found)
     if target is None:
         return Profile(str(database.path), setting, found, 0, None)
     graph = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn).graph
     with bar.shown():
         count = measure_operators(graph, cluster, request, database=database, progress=bar)
-        plan = search(graph, cluster, replace(request, alternatives=False), database=database, progress=bar).plan
+        plan = search(
+            graph, cluster, replace(request, alternatives=False), database=database, progress=bar
+        ).plan
     return Profile(str(database.path), setting, found, count, plan)
 
 

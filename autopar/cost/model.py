@@ -144,12 +144,6 @@ def _ratio(measured: float, estimated: float) -> float:
     return measured / estimated if measured > 0 and estimated > 0 else 1.0
 
 
-def setting_of(cluster: ClusterSpec) -> Setting:
-    """Where the numbers of a cluster of this machine's processes are taken: each has its share of the cores."""
-    cores = os.cpu_count() or 1
-    return Setting(fingerprint("cpu"), str(torch.__version__), max(1, cores // cluster.num_devices))
-
-
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
     """Run torch with `count` threads, as the workers will."""

@@ -71,7 +71,8 @@ class Kinds:
             sum(factor is not None for factor in chosen)
             for chosen in itertools.product((None, *lengths), repeat=len(sizes))
             if all(
-                math.prod(size for size, factor in zip(sizes, chosen, strict=True) if factor == name) <= length
+                math.prod(size for size, factor in zip(sizes, chosen, strict=True) if factor == name)
+                <= length
                 for name, length in lengths.items()
             )
         )
@@ -83,7 +84,9 @@ class Kinds:
 
     def longest(self, operation: Operator, wanted: Parallelism) -> int:
         """The length of the operator's longest factor of that kind; 0 if it has none."""
-        found = (option for option in options_of(operation, self.dims) if self.of(operation, option) is wanted)
+        found = (
+            option for option in options_of(operation, self.dims) if self.of(operation, option) is wanted
+        )
         return max((self._length(operation, option) for option in found), default=0)
 
     def _length(self, operation: Operator, option: Option) -> int:
@@ -184,7 +187,7 @@ def useful(
         )
 
     kept = [strategy for strategy in offered if not any(map(lonely, strategy))]
-    if not is_heavy(operation, offered, prices):
+    if not is_heavy(operation, prices):
         return kept
     axes = prices.dims.mesh.axes
     shardable = [any(strategy[axis].shards for strategy in kept) for axis in axes]
