@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from autopar.convert.table import Action, canonical, effect, moves
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
-from autopar.core.placement import Broadcast, Layout, Placement, R
+from autopar.core.placement import Broadcast, Layout, P, Placement, R
 from autopar.cost.prices import Prices
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
@@ -317,7 +317,8 @@ class Problem:
 
         Targets are what the needs have on an axis, and R, through which illegal changes go. Into an
         operator that computes next to nothing only layouts that it cannot take are converted: any other
-        conversion is as cheap behind it, or, before an elementwise operator, is a slice that spares work.
+        conversion is as cheap behind it, or, before an elementwise operator, spares work: a slice, or the
+        end of a partial sum, which is as long as the whole tensor.
         """
         targets = self.targets(use)
         through, view = self.passes(use) if alone else (False, False)
@@ -325,7 +326,7 @@ class Problem:
         seen, found = set(waiting), []
         while waiting:
             layout = waiting.pop()
-            settled = through and layout in use.needs
+            settled = through and layout in use.needs and (view or P not in layout)
             for move in moves(layout, targets):
                 if settled and (view or effect(move).forward is not Action.COPY):
                     continue
