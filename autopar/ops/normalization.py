@@ -112,7 +112,10 @@ class GroupNorm(Rule):
 
     def statistic(self, site: Site) -> list[int]:
         """The axes that shard what is normalised over."""
-        inside = (f"c.{atom}" if atom else "c" for atom in range(self.boundary(site), len(site.dims.atoms.of[site.operands[0]][1])))
+        inside = (
+            f"c.{atom}" if atom else "c"
+            for atom in range(self.boundary(site), len(site.dims.atoms.of[site.operands[0]][1]))
+        )
         space = (f"s{index}" for index in range(len(site.shape()) - 2))
         return sorted({*site.sharding_axes(*space), *itertools.chain.from_iterable(map(site.axes, inside))})
 
