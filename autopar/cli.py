@@ -39,18 +39,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-TargetName = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function, which returns (model, inputs[, loss_fn]).")]
+TargetName = Annotated[
+    str, typer.Argument(metavar="TARGET", help="file.py:function, which returns (model, inputs[, loss_fn]).")
+]
 Cluster = Annotated[str, typer.Option("--cluster", metavar="local:N|FILE.toml", help="The devices to use.")]
-MeshOption = Annotated[str | None, typer.Option("--mesh", metavar="2x2", help="One mesh instead of all that fit.")]
+MeshOption = Annotated[
+    str | None, typer.Option("--mesh", metavar="2x2", help="One mesh instead of all that fit.")
+]
 Force = Annotated[
-    str | None, typer.Option("--force", metavar="KIND", help="One pure kind: batch, domain, filter or channel.")
+    str | None,
+    typer.Option("--force", metavar="KIND", help="One pure kind: batch, domain, filter or channel."),
 ]
 Memory = Annotated[str | None, typer.Option("--memory", metavar="2GiB", help="Cap per device.")]
 TimeLimit = Annotated[float | None, typer.Option("--time-limit", metavar="S", help="Seconds for the solver.")]
 Gap = Annotated[float, typer.Option("--gap", metavar="G", help="Relative gap at which the solver may stop.")]
 CostDB = Annotated[str | None, typer.Option("--costdb", metavar="PATH", help="Database of measurements.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-ShowProgress = Annotated[bool, typer.Option("--progress", help="Show progress also where stderr is no terminal.")]
+ShowProgress = Annotated[
+    bool, typer.Option("--progress", help="Show progress also where stderr is no terminal.")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,9 @@ def plan(
     gap: Gap = DEFAULT_GAP,
     optimizer: Annotated[str, typer.Option(help="Whose state counts: sgd, momentum or adam.")] = "adam",
     costdb: CostDB = None,
-    no_measure: Annotated[bool, typer.Option("--no-measure", help="Estimate what is not measured yet.")] = False,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="Estimate what is not measured yet.")
+    ] = False,
     as_json: AsJson = False,
     progress: ShowProgress = False,
 ) -> Answer:
@@ -106,7 +115,9 @@ def verify(
     mesh: MeshOption = None,
     force: Force = None,
     steps: Annotated[int, typer.Option(help="Steps of SGD.")] = 3,
-    processes: Annotated[bool, typer.Option("--processes", help="Real processes, not simulated ranks.")] = False,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="Real processes, not simulated ranks.")
+    ] = False,
     memory: Memory = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
@@ -134,7 +145,8 @@ def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script that calls parallelize.")],
     cluster: Cluster,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own; after -- also --json and --cluster.")
+        list[str] | None,
+        typer.Argument(metavar="[ARGS]...", help="The script's own; after -- also --json and --cluster."),
     ] = None,
     as_json: AsJson = False,
 ) -> Answer:
@@ -148,7 +160,9 @@ def run(
 @app.command()
 def profile(
     cluster: Cluster,
-    target: Annotated[str | None, typer.Argument(metavar="[TARGET]", help="Also measure its operators.")] = None,
+    target: Annotated[
+        str | None, typer.Argument(metavar="[TARGET]", help="Also measure its operators.")
+    ] = None,
     mesh: MeshOption = None,
     costdb: CostDB = None,
     as_json: AsJson = False,
@@ -162,7 +176,7 @@ def profile(
 
 # -- streams and exit codes -----------------------------------------------------------------------------
 
-(UsageError,) = typer.BadParameter.__bases__  # of the click that this typer carries or imports
+UsageError: Any = typer.BadParameter.__bases__[0]  # of the click that this typer carries or imports
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -125,7 +125,10 @@ def _users(text: str, run: Callable[[], Any]) -> Any:
 def _raised(where: str, cause: BaseException, text: str) -> InputError:
     message = next(iter(str(cause).splitlines()), "")
     return _wrong(
-        where, f"{type(cause).__name__}: {message}", f"a file and function that run ({text})", "correct that line"
+        where,
+        f"{type(cause).__name__}: {message}",
+        f"a file and function that run ({text})",
+        "correct that line",
     )
 
 
@@ -140,7 +143,9 @@ def _target(made: Any, where: str, source: str) -> Target:
         raise _wrong(where, f"loss_fn = {loss_fn!r}", "a function of the output", f"return {SHAPE}")
     args, kwargs = split_inputs(inputs)
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
-        raise _wrong(where, f"a {type(inputs).__name__} without tensors as inputs", "tensors", f"return {SHAPE}")
+        raise _wrong(
+            where, f"a {type(inputs).__name__} without tensors as inputs", "tensors", f"return {SHAPE}"
+        )
     if not all(isinstance(key, str) for key in kwargs):
         raise _wrong(where, f"inputs named {list(kwargs)}", "names of arguments", "use strings as keys")
     return Target(model, args, kwargs, loss_fn, source)

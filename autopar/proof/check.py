@@ -68,7 +68,9 @@ class Report:
         kind = f"{self.force.value} " if self.force else ""
         lines = [f"{name:<11} {error:.1e}" for name, error in self.verdict.max_error.items()]
         lines.append(f"worst       {self.verdict.worst}")
-        lines.append(f"sharded     {self.plan.sharded_flops_share:.1%} of the flops that {kind}sharding could take")
+        lines.append(
+            f"sharded     {self.plan.sharded_flops_share:.1%} of the flops that {kind}sharding could take"
+        )
         if self.plan.gathered_ops:
             lines.append("gathered    " + ", ".join(self.plan.gathered_ops))
         if self.verdict.raised_casts:
@@ -139,9 +141,7 @@ def _verify_processes(
         steps=steps,
     )
     ours, disagreement = train_on_processes(job)
-    theirs = train_eagerly(
-        copy.deepcopy(model).double(), traced.arguments, target.loss_fn, steps=steps
-    )
+    theirs = train_eagerly(copy.deepcopy(model).double(), traced.arguments, target.loss_fn, steps=steps)
     return _worse(compare(ours, theirs, casts), disagreement)
 
 

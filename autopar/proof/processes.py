@@ -85,9 +85,7 @@ def train_rank(job: Job) -> tuple[Record | None, Disagreement]:
         plan=job.plan,
         traced=traced,
     )
-    parallel = ParallelModule(
-        target.model.double(), compiler, describe=describe, device=compiler.device()
-    )
+    parallel = ParallelModule(target.model.double(), compiler, describe=describe, device=compiler.device())
     record = train(parallel, traced, job)
     found = disagreement(record, compiler.device())
     return (record if dist.get_rank() == 0 else None), found
@@ -142,7 +140,10 @@ def _gradients(parallel: ParallelModule) -> Tensors:
     parameters = {name: item for name, item in parallel.named_parameters() if item.requires_grad}
     return _full(
         parallel,
-        {name: torch.zeros_like(item) if item.grad is None else item.grad for name, item in parameters.items()},
+        {
+            name: torch.zeros_like(item) if item.grad is None else item.grad
+            for name, item in parameters.items()
+        },
     )
 
 
@@ -151,7 +152,9 @@ def _full(parallel: ParallelModule, tensors: Mapping[str, Any]) -> Tensors:
 
 
 def _on_cpu(record: Record) -> Record:
-    return Record(**{kind: {name: item.cpu() for name, item in getattr(record, kind).items()} for kind in KINDS})
+    return Record(
+        **{kind: {name: item.cpu() for name, item in getattr(record, kind).items()} for kind in KINDS}
+    )
 
 
 def disagreement(record: Record, device: torch.device) -> Disagreement:
