@@ -84,6 +84,8 @@ class CostModel:
                     found[key] = measure(call, "cpu", budget=OPERATOR_BUDGET)
                 except CostMissingError:
                     continue
+        if progress:
+            progress(len(missing), len(missing), "measured")
         if database:
             database.write_operators(self.setting, found.values())
         ratios: dict[str, list[tuple[float, float]]] = {}
