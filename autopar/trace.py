@@ -454,14 +454,15 @@ def _module_of(node: fx.Node) -> str:
     return re.sub(r"^model(\.|$)", "", re.sub(r"@\d+$", "", str(path)))
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a source file is autopar's, torch's or Python's own: not the user's."""
     ours = file.startswith((__file__.rsplit("/", 1)[0] + "/", sysconfig.get_path("stdlib") + "/"))
     return ours or "site-packages" in file or "/torch/" in file or file.startswith("<")
 
 
 def _frames(text: str) -> Iterator[str]:
     for file, line, code in re.findall(r'File "([^"]+)", line (\d+), in \S+\s*\n\s*([^\n]*)', text):
-        if not _is_library(file):
+        if not is_library(file):
             yield f"{file}:{line}: {code.strip()}"
 
 
@@ -472,7 +473,7 @@ def _source_of(node: fx.Node) -> str:
 def user_line(error: BaseException) -> str:
     """The innermost line of the user's own code in the traceback of `error`."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not _is_library(frame.filename):
+        if not is_library(frame.filename):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return next(reversed(list(_frames(str(error)))), "the model's forward")
 

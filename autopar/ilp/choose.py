@@ -146,7 +146,7 @@ def infeasible(graph: Graph, prices: Prices, cap: int, minimum: int) -> Infeasib
     return InfeasibleError(
         where="memory cap",
         found=f"{show_bytes(cap)} per device",
-        wanted=f"at least {show_bytes(minimum)}" if minimum >= 0 else "more",
+        wanted=f"at least {show_bytes(minimum)} ({minimum} bytes)" if minimum >= 0 else "more",
         remedy="raise --memory or use more devices; the largest are "
         + ", ".join(f"{name} ({show_bytes(nbytes)} unsharded)" for name, nbytes in largest),
         least=minimum if minimum >= 0 else None,
