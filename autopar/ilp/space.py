@@ -118,9 +118,7 @@ class Kinds:
 
     def _length(self, operation: Operator, option: Option) -> int:
         """The factor's extent: that of the shortest dim that it runs through."""
-        return min(
-            self.dims.atoms.of[name][item.dim][item.atom] for name, item in _shards(operation, option)
-        )
+        return min(self.dims.atoms.of[name][item.dim][item.atom] for name, item in _shards(operation, option))
 
 
 def _shards(operation: Operator, option: Option) -> Iterator[tuple[str, Shard]]:
