@@ -27,6 +27,9 @@ over the N repetitions, and a use that the first or last repetition lacks takes 
 others, (N x - x_first) / (N - 1), with x_first and x_last free. Averaging any plan of the unfolded
 program over its repetitions gives a point of this relaxation of equal cost, so its optimum is a
 lower bound for all plans.
+
+**Axes alike.** With `alike` the program forgets which of several equal axes is which: layouts are
+multisets of placements there (symmetry.py). That relaxes it, to a quarter of its size on three axes.
 """
 
 from __future__ import annotations
@@ -36,10 +39,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.convert.path import interesting
-from autopar.convert.table import canonical, moves
+from autopar.convert.table import canonical, exists, moves
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
-from autopar.core.placement import B, Broadcast, Layout, Placement, R, Shard
+from autopar.core.placement import Broadcast, Layout, Placement, R, Shard
 from autopar.cost.prices import Prices
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
@@ -89,9 +92,11 @@ class Problem:
         *,
         cap: int | None,
         relaxed: bool = False,
+        alike: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
-        self.cap, self.relaxed = cap, relaxed
+        self.cap, self.relaxed, self.alike = cap, relaxed, alike
+        self.named: dict[Move, Move] = {}  # a move between unnamed layouts -> one that it stands for
         self.lp = LinearProgram()
         self.operators = {item.name: item for item in graph.operators}
         self.x: dict[str, list[int]] = {}
@@ -211,7 +216,8 @@ class Problem:
         return class_of[operation.name], index, steps
 
     def canonical(self, name: str, layout: Layout) -> Layout:
-        return canonical(layout, differentiable=self.prices.training and self.graph.specs[name].requires_grad)
+        differentiable = self.prices.training and self.graph.specs[name].requires_grad
+        return unnamed(canonical(layout, differentiable=differentiable), self.alike)
 
     def add_tensor(self, tensor: TensorClass) -> None:
         sources = self.sources(tensor)
@@ -224,9 +230,11 @@ class Problem:
             if weight
             else (lambda move: self.prices.move(tensor.name, move))
         )
+        if self.alike:
+            name_axes, price = price, lambda move: name_axes(self.named[move])
         shared = len(uses) > 1
         needs = itertools.chain(sources, *(use.needs for use in uses))
-        learns = self.canonical(tensor.name, (B,)) == (B,)
+        learns = self.prices.training and self.graph.specs[tensor.name].requires_grad
         targets = interesting(needs, differentiable=learns)
         arcs_of = [
             [] if fixed else self.arcs(tensor.name, sources, use, targets, alone=not shared) for use in uses
@@ -337,8 +345,9 @@ class Problem:
         while waiting:
             layout = waiting.pop()
             settled = through and layout in use.needs
-            for move in moves(layout, tuple(targets)):
-                if settled and (view or not isinstance(move.placements[1], Shard)):
+            for move in self.moves(layout, tuple(targets)):
+                after = self.named.get(move, move).placements[1]
+                if settled and (view or not isinstance(after, Shard)):
                     continue
                 if not self.prices.dims.legal(name, move.target):
                     continue
@@ -347,6 +356,22 @@ class Problem:
                     seen.add(move.target)
                     waiting.append(move.target)
         return _leading_to(set(use.needs), found)
+
+    def moves(self, layout: Layout, targets: tuple[tuple[Placement, ...], ...]) -> Iterable[Move]:
+        """The legal moves from `layout`; between unnamed layouts every move that some naming allows."""
+        if not self.alike:
+            yield from moves(layout, targets)
+            return
+        for axis, choices in enumerate(targets):
+            for target in choices:
+                if exists(layout[axis], target):
+                    named = Move(axis, layout, (*layout[:axis], target, *layout[axis + 1 :]))
+                    move = Move(axis, layout, unnamed(named.target, self.alike))
+                    if move not in self.named:
+                        self.named[move] = named
+                        yield move
+                    elif self.named[move] == named:
+                        yield move
 
     def passes(self, name: str, use: Use) -> tuple[bool, bool]:
         """Whether the user only hands the tensor on, as one of equal size, and whether it is a mere view.
@@ -377,7 +402,7 @@ class Problem:
         if tensor.name in self.makers:
             operation, index = self.makers[tensor.name]
             sums.append(self.keepers(self.folding.class_of[operation.name], index, of="results"))
-        at_rest = {_value(layout): v for layout, v in self.input_layouts.get(tensor.name, {}).items()}
+        at_rest = {self.value(layout): v for layout, v in self.input_layouts.get(tensor.name, {}).items()}
         y: dict[Layout, int] = {}
         for by_layout in sums:
             for layout, terms in by_layout.items():
@@ -396,16 +421,30 @@ class Problem:
             kept = self.prices.operator(operation, strategy).kept
             if position in (kept.operands if of == "operands" else kept.results):
                 places = (getattr(option, of)[position] for option in strategy)
-                found.setdefault(_value(tuple(places)), []).append((1.0, variable))
+                found.setdefault(self.value(tuple(places)), []).append((1.0, variable))
         return found
+
+
+    def value(self, layout: Layout) -> Layout:
+        """R and B hold the same value: one copy serves both."""
+        return unnamed(tuple(R if isinstance(item, Broadcast) else item for item in layout), self.alike)
 
 
 _ONE = -1  # stands for the constant 1 among variables
 
 
-def _value(layout: Layout) -> Layout:
-    """R and B hold the same value: one copy serves both."""
-    return tuple(R if isinstance(item, Broadcast) else item for item in layout)
+def unnamed(layout: Layout, alike: tuple[tuple[int, ...], ...]) -> Layout:
+    """`layout` in an order that forgets which of the axes alike is which, shards first."""
+    placed = list(layout)
+    for axes in alike:
+        items = sorted((placed[axis] for axis in axes), key=_order)
+        for axis, item in zip(axes, items, strict=True):
+            placed[axis] = item
+    return tuple(placed)
+
+
+def _order(item: Placement) -> tuple[int, str]:
+    return (0 if isinstance(item, Shard) else 1), str(item)
 
 
 def _leading_to(needs: set[Layout], found: list[Move]) -> list[Move]:
