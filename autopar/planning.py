@@ -24,9 +24,10 @@ from autopar.core.plan import Alternative, Layer, Plan
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
-from autopar.ilp.choose import Solution, choose
+from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
 from autopar.ilp.space import Kinds, Parallelism, Pins, build_space, is_heavy
+from autopar.ilp.symmetry import choose_named
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
 from autopar.ops.equation import Option
@@ -181,7 +182,7 @@ class _Mesh:
             user_layouts=self.request.user_layouts,
         )
         left = None if deadline is None else max(0.1, deadline - time.monotonic())
-        return choose(
+        return choose_named(
             self.graph, self.prices, space, self.folding, cap=cap, gap=self.request.gap, time_limit=left
         )
 

@@ -424,7 +424,6 @@ class Problem:
                 found.setdefault(self.value(tuple(places)), []).append((1.0, variable))
         return found
 
-
     def value(self, layout: Layout) -> Layout:
         """R and B hold the same value: one copy serves both."""
         return unnamed(tuple(R if isinstance(item, Broadcast) else item for item in layout), self.alike)

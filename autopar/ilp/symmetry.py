@@ -10,11 +10,17 @@ for all plans; the plan itself is the best among all namings of what the relaxat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from autopar.core.graph import Graph
 from autopar.core.placement import Layout
 from autopar.cost.prices import Prices
+from autopar.errors import InfeasibleError
+from autopar.ilp.choose import Solution, choose
+from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import Answer
 from autopar.ilp.placement import Problem, Space, unnamed
+from autopar.ilp.solver import solve
 from autopar.ops.rule import Strategy
 
 Alike = tuple[tuple[int, ...], ...]
@@ -32,6 +38,42 @@ def axes_alike(prices: Prices) -> Alike:
     for axis in mesh.axes:
         groups.setdefault((mesh.shape[axis], prices.cluster.link(mesh, axis)), []).append(axis)
     return tuple(tuple(axes) for axes in groups.values() if len(axes) > 1)
+
+
+def choose_named(
+    graph: Graph,
+    prices: Prices,
+    space: Space,
+    folding: Folding,
+    *,
+    cap: int | None,
+    gap: float,
+    time_limit: float | None,
+) -> Solution:
+    """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
+
+    Should no naming of what was chosen meet the cap, the whole program is solved after all.
+    """
+    alike = axes_alike(prices)
+    if not alike:
+        return choose(graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit)
+    problem = Problem(graph, prices, forget(space, alike), folding, cap=cap, alike=alike)
+    answer = solve(problem.lp, relaxed=True, time_limit=time_limit)
+    bound = answer.bound
+    if folding.count > 1:
+        free = Problem(graph, prices, forget(space, alike), folding, cap=cap, relaxed=True, alike=alike)
+        bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
+    if answer.values is None:
+        return choose(graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit)
+    few = named(space, problem, answer, alike)
+    try:
+        found = choose(graph, prices, few, folding, cap=cap, gap=gap, time_limit=time_limit)
+    except InfeasibleError:
+        return choose(graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit)
+    bound = min(bound, found.seconds)
+    proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds
+    status = "gap_limit" if found.status == "optimal" and not proven else found.status
+    return replace(found, bound=bound, status=status)
 
 
 def forget(space: Space, alike: Alike) -> Space:
@@ -54,7 +96,9 @@ def named(space: Space, problem: Problem, answer: Answer, alike: Alike) -> Space
     strategies = {}
     for name, offered in space.strategies.items():
         pairs = zip(problem.space.strategies[name], problem.x[name], strict=True)
-        chosen = {_strategy_key(strategy, alike) for strategy, variable in pairs if values[variable] > SUPPORT}
+        chosen = {
+            _strategy_key(strategy, alike) for strategy, variable in pairs if values[variable] > SUPPORT
+        }
         strategies[name] = [item for item in offered if _strategy_key(item, alike) in chosen]
     inputs: dict[str, Sequence[Layout]] = dict(space.inputs)
     for name, layouts in problem.input_layouts.items():
