@@ -1,10 +1,10 @@
 """The two doors: `plan` decides and prints, `parallelize` decides and runs.
 
-    trace       nn.Module -> graph of ATen operators          trace.py
-    annotate    measured costs of every strategy               cost/
-    solve       integer program over all placements            ilp/
-    rewrite     local operators and collectives of a rank      rewrite/
-    run         DTensor parameters outside, local ones inside  runtime/
+trace       nn.Module -> graph of ATen operators          trace.py
+annotate    measured costs of every strategy               cost/
+solve       integer program over all placements            ilp/
+rewrite     local operators and collectives of a rank      rewrite/
+run         DTensor parameters outside, local ones inside  runtime/
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ def parallelize(
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    compiler = Compiler(cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random)
-    share_random_state()
-    parallel = ParallelModule(
-        model, compiler, describe=describe, device=compiler.device(), timeout=timeout
+    compiler = Compiler(
+        cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
     )
+    share_random_state()
+    parallel = ParallelModule(model, compiler, describe=describe, device=compiler.device(), timeout=timeout)
     if example_inputs is not None or example_kwargs is not None:
         args, kwargs = split_inputs(example_inputs, example_kwargs)
         parallel.prepare(*args, **kwargs)
@@ -177,7 +177,10 @@ def make_request(
         )
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise InputError(
-            where="time limit", found=f"{time_limit:g} s", wanted="more than 0 s", remedy="give it some seconds"
+            where="time limit",
+            found=f"{time_limit:g} s",
+            wanted="more than 0 s",
+            remedy="give it some seconds",
         )
     if not 0 <= gap < 1:
         raise InputError(
@@ -208,8 +211,8 @@ def require_launcher() -> None:
         where="parallelize",
         found="no process group and no launcher",
         wanted="one process for each device",
-        remedy="put the code into a script and start it with `autopar run SCRIPT --cluster local:4` or torchrun; "
-        "plan() works here",
+        remedy="put the code into a script and start it with `autopar run SCRIPT --cluster local:4` "
+        "or torchrun; plan() works here",
     )
 
 
@@ -219,6 +222,3 @@ def share_random_state() -> None:
     box = [state]
     dist.broadcast_object_list(box, src=0)
     torch.set_rng_state(box[0])
-
-
-

@@ -205,7 +205,9 @@ class ClusterSpec:
         if self.nodes > 1:
             found = f"{self.nodes} nodes"
         elif self.device_type == "cuda" and torch.cuda.device_count() < self.num_devices:
-            found = f"{self.num_devices} x {self.device}, of which this machine has {torch.cuda.device_count()}"
+            found = (
+                f"{self.num_devices} x {self.device}, of which this machine has {torch.cuda.device_count()}"
+            )
         if found:
             raise InputError(
                 where="--cluster",

@@ -1,26 +1,27 @@
 """From a model to one rank's executable: trace, search, rewrite, defer the gradient sums.
 
-Rank 0 plans and sends the plan; every rank rewrites its own program from it. A failure on rank 0 is
-sent too, so that nobody waits for a plan that will not come.
+Rank 0 plans and sends the plan; every rank rewrites its own program from it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+from autopar.agree import agree, measure_links
 from autopar.cluster import ClusterSpec
 from autopar.core.executable import Executable, InputPart
 from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
-from autopar.cost.model import Progress
-from autopar.errors import AutoparError, CheckError
+from autopar.cost.model import Company, Progress
+from autopar.errors import CheckError
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.planning import Request, search
@@ -48,6 +49,7 @@ class Compiler:
     exact_random: bool = False
     progress: Progress | None = None
     plan: Plan | None = None
+    timeout: timedelta = timedelta(minutes=10)  # of process groups
     traced: Traced | None = None
 
     def __call__(
@@ -60,9 +62,7 @@ class Compiler:
         pinned: dict[str, Layout] | None,
     ) -> Executable:
         """This rank's program for one kind of call; collective."""
-        traced = self.traced or trace(
-            model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only
-        )
+        traced = self.traced or trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
         request = replace(self.request, training=training, stored=pinned)
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request, pinned)
         return build(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)
@@ -74,19 +74,15 @@ class Compiler:
 
     def agree(self, traced: Traced, request: Request, pinned: dict[str, Layout] | None) -> Plan:
         """Rank 0's plan on every rank; its error on every rank if it has none."""
-        box: list[Any] = [None, None]
-        if dist.get_rank() == 0:
-            try:
-                mesh = request.mesh
-                if pinned is not None and self.plan is not None:
-                    mesh = self.plan.mesh
-                box = [self.find(traced.graph, replace(request, mesh=mesh)), graph_digest(traced.graph)]
-            except AutoparError as error:
-                box = [error, None]
-        dist.broadcast_object_list(box, src=0)
-        plan, digest = box
-        if isinstance(plan, AutoparError):
-            raise plan
+        if pinned is not None and self.plan is not None:
+            request = replace(request, mesh=self.plan.mesh)
+        if request.measure and self.cluster.device_type == "cpu" and self.cluster.nodes == 1:
+            measure_links(self.cluster, self.costdb, self.timeout)
+
+        def find(company: Company) -> tuple[Plan, str]:
+            return self.find(traced.graph, request, company), graph_digest(traced.graph)
+
+        plan, digest = agree(find, self.cluster)
         if digest != graph_digest(traced.graph):
             raise CheckError(
                 where=f"rank {dist.get_rank()}",
@@ -94,13 +90,14 @@ class Compiler:
                 wanted="the same model, mode and input shapes on every rank",
                 remedy="build the model and the batch alike on all ranks",
             )
-        found: Plan = plan
-        return found
+        return plan
 
-    def find(self, graph: Graph, request: Request) -> Plan:
+    def find(self, graph: Graph, request: Request, company: Company | None = None) -> Plan:
         """Search, with the cost database open."""
         with Database.open(self.costdb) as database:
-            return search(graph, self.cluster, request, database=database, progress=self.progress).plan
+            return search(
+                graph, self.cluster, request, database=database, progress=self.progress, company=company
+            ).plan
 
 
 def graph_digest(graph: Graph) -> str:

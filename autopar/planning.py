@@ -21,7 +21,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout
 from autopar.core.plan import Alternative, Layer, Plan
-from autopar.cost.model import CostModel, Progress
+from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.choose import Solution, choose
@@ -33,6 +33,7 @@ from autopar.ops.equation import Option
 from costdb.database import Database
 
 MEASURING_ROUNDS = 6
+RIVALS = 2  # pure strategies whose operators are measured beside the winner's
 DEFAULT_GAP = 1e-3
 
 
@@ -74,8 +75,13 @@ def search(
     *,
     database: Database | None = None,
     progress: Progress | None = None,
+    company: Company | None = None,
 ) -> Found:
-    """The best plan over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none."""
+    """The best plan over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none.
+
+    The pure strategies that come closest are measured like the winner, so that it isn't chosen for
+    an estimate of theirs.
+    """
     atoms = find_atoms(graph)
     meshes = [request.mesh] if request.mesh else list(cluster.meshes())
     _check_mesh(meshes, cluster)
@@ -87,7 +93,10 @@ def search(
         best = _best(problems, deadline)
         known = model
         if request.measure:
-            model = model.measure(_calls(graph, best), database, progress)
+            model = model.measure(_calls(graph, best), database, progress, company)
+        if model is known and request.measure and model.here and not request.force:
+            rivals = itertools.chain.from_iterable(_calls(graph, each) for each in _rivals(best[0], deadline))
+            model = model.measure(rivals, database, progress, company)
         if model is known:
             break
     else:
@@ -105,6 +114,7 @@ def measure_operators(
     *,
     database: Database,
     progress: Progress | None = None,
+    company: Company | None = None,
 ) -> int:
     """Measure the calls of the plan that estimates find best, and of every pure strategy, on every mesh.
 
@@ -122,7 +132,7 @@ def measure_operators(
         for force in (None, *Parallelism):
             with contextlib.suppress(InfeasibleError):
                 calls += _calls(graph, (problem, problem.solve(force, deadline, cap=None)))
-    model = model.measure(calls, database, progress)
+    model = model.measure(calls, database, progress, company)
     return len({call.key() for call in calls} & model.measured.keys())
 
 
@@ -220,6 +230,12 @@ def _calls(graph: Graph, best: tuple[_Mesh, Solution]) -> list:  # type: ignore[
     return list(itertools.chain.from_iterable(price.calls for price in prices))
 
 
+def _rivals(problem: _Mesh, deadline: float | None) -> list[tuple[_Mesh, Solution]]:
+    """The `RIVALS` pure strategies that are predicted fastest."""
+    found = [solution for _, solution in _alternatives(problem, deadline) if solution]
+    return [(problem, each) for each in sorted(found, key=lambda each: each.seconds)[:RIVALS]]
+
+
 def _alternatives(problem: _Mesh, deadline: float | None) -> list[tuple[Alternative, Solution | None]]:
     """Every pure strategy of the chosen mesh, solved without the cap so that its need is known."""
     found: list[tuple[Alternative, Solution | None]] = []
@@ -244,7 +260,9 @@ def _prefer_simpler(
     if not faster:
         return best
     winner = min(faster, key=lambda item: item.seconds)
-    return problem, dataclasses.replace(winner, bound=min(solution.bound, winner.seconds), status=solution.status)
+    return problem, dataclasses.replace(
+        winner, bound=min(solution.bound, winner.seconds), status=solution.status
+    )
 
 
 # -- the report --------------------------------------------------------------------------------------------
@@ -282,7 +300,8 @@ def _report(
                 compute=price.compute,
                 communication=price.communication + moved,
                 nbytes=solution.peak.by_operator[item.name],
-                flops=price.flops * math.prod(
+                flops=price.flops
+                * math.prod(
                     size for size, option in zip(program.mesh.shape, strategy, strict=True) if option.shards
                 ),
             )
@@ -336,9 +355,7 @@ def _parameter_bytes(problem: _Mesh, solution: Solution) -> tuple[int, ...]:
     )
 
 
-def sharded_share(
-    graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Parallelism | None
-) -> float:
+def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Parallelism | None) -> float:
     """The part of all flops that operators do which are sharded.
 
     With `force`, only of operators that have a factor of that kind as long as an axis, and only

@@ -67,11 +67,13 @@ def _totals(plan: Plan) -> list[str]:
     cap = f" of {show_bytes(plan.memory_cap)}" if plan.memory_cap is not None else ""
     return [
         "",
-        f"step      {show_seconds(plan.step_seconds)} predicted: {show_seconds(plan.compute_seconds)} compute, "
-        f"{show_seconds(plan.communication_seconds)} communication; {plan.measured_share:.0%} of compute is measured",
-        f"memory    {show_bytes(plan.peak_bytes)}{cap} per device at the peak, {show_bytes(plan.state_bytes)} of it "
-        "weights, gradients and optimizer state",
-        f"solver    {plan.status}, gap {plan.gap:.2%}; {plan.sharded_flops_share:.1%} of the flops are sharded",
+        f"step      {show_seconds(plan.step_seconds)} predicted: {show_seconds(plan.compute_seconds)} "
+        f"compute, {show_seconds(plan.communication_seconds)} communication; "
+        f"{plan.measured_share:.0%} of compute is measured",
+        f"memory    {show_bytes(plan.peak_bytes)}{cap} per device at the peak, "
+        f"{show_bytes(plan.state_bytes)} of it weights, gradients and optimizer state",
+        f"solver    {plan.status}, gap {plan.gap:.2%}; "
+        f"{plan.sharded_flops_share:.1%} of the flops are sharded",
     ]
 
 

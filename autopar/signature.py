@@ -51,7 +51,9 @@ class Arguments:
         return tuple(args), dict(kwargs)
 
 
-def split_inputs(inputs: Any, kwargs: Mapping[str, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_inputs(
+    inputs: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of examples given as a tuple, a list, a dict or one tensor."""
     named = dict(kwargs or {})
     match inputs:

@@ -20,7 +20,17 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind as ExportedKind
 
-from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs, refs
+from autopar.core.graph import (
+    Graph,
+    GraphInput,
+    InputKind,
+    Operator,
+    Ref,
+    TensorSpec,
+    map_refs,
+    memory_order,
+    refs,
+)
 from autopar.errors import TraceError
 from autopar.signature import (
     Arguments,
@@ -97,9 +107,7 @@ def trace(
     """
     arguments = flatten_arguments(args, kwargs or {})
     seen: list[tuple[Results, int | None]] = []  # torch.export undoes what forward does to attributes
-    flat = _Flat(
-        model, arguments, loss_fn, loss_only=loss_only, record=lambda *found: seen.append(found)
-    )
+    flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=lambda *found: seen.append(found))
     try:
         exported = torch.export.export(flat, arguments.tensors, strict=False)
     except Exception as cause:  # torch.export raises anything that the user's forward raises
@@ -264,13 +272,21 @@ class _Builder:
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
         names: list[str | None] = []
         for index, value in enumerate(results):
+            assert isinstance(value, torch.Tensor)
             name = node.name if single else f"{node.name}_{index}"
             self.specs[name] = TensorSpec(
                 tuple(value.shape), value.dtype, differentiable and value.dtype.is_floating_point
             )
             names.append(name)
         operation = Operator(
-            node.name, target, tuple(args), dict(kwargs), tuple(names), _module_of(node), _source_of(node)
+            node.name,
+            target,
+            tuple(args),
+            dict(kwargs),
+            tuple(names),
+            module=_module_of(node),
+            source=_source_of(node),
+            order=memory_order(node.all_input_nodes[0].meta["val"]) if target is aten.dropout.default else (),
         )
         self.operators.append(operation)
         self.note_aliases(operation, fresh=written is not None)
@@ -296,7 +312,9 @@ class _Builder:
     def written(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> str | None:
         """The tensor that an in-place operator writes, or None."""
         schema = target._schema
-        writes = [i for i, item in enumerate(schema.arguments) if item.alias_info and item.alias_info.is_write]
+        writes = [
+            i for i, item in enumerate(schema.arguments) if item.alias_info and item.alias_info.is_write
+        ]
         if not writes:
             return None
         if writes != [0] or not isinstance(args[0], Ref):
@@ -378,7 +396,7 @@ def _without_identities(graph: Graph) -> Graph:
         operation = replace(item, args=args, kwargs=kwargs)
         if _changes_nothing(operation, graph.specs):
             pairs = zip(operation.results, operation.operands, strict=False)
-            same |= {result: operand for result, operand in pairs if result}
+            same.update((result, operand) for result, operand in pairs if result)
         else:
             kept.append(operation)
     return replace(

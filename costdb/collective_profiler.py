@@ -35,8 +35,11 @@ def measure_collective(
     device: torch.device | str = "cpu",
     nodes: int = 1,
     budget: float = BUDGET_SECONDS,
+    run: Callable[[], object] | None = None,
 ) -> CollectiveMeasurement:
     """The median time of one collective on `group`, the slowest rank's.
+
+    `run` is the collective as the caller's program does it, torch's own if None.
 
     `nbytes` is the size of the full (gathered) tensor, the message's for send and receive, and is
     rounded up to a whole number of elements for each rank. `nodes` is recorded only.
@@ -50,7 +53,7 @@ def measure_collective(
             remedy="start more processes",
         )
     share = -(-nbytes // (size * DTYPE.itemsize))  # elements of one rank's part
-    run = _prepare(kind, group, share, device)
+    run = run or _prepare(kind, group, share, device)
     for _ in range(WARM_UPS):
         _time(run, group, device)
     rows = num_runs(_time(run, group, device) * IN_A_ROW, budget)

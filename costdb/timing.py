@@ -76,7 +76,7 @@ def synchronize(device: torch.device) -> None:
 def _mark(device: torch.device) -> Mark:
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 

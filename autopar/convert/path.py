@@ -18,13 +18,16 @@ def interesting(layouts: Iterable[Layout], *, differentiable: bool) -> tuple[tup
     """For each axis the placements that `layouts` have there, and the hubs R, P and B."""
     columns = zip(*layouts, strict=True)
     hubs: tuple[Placement, ...] = (R, P, B) if differentiable else (R, P)
-    return tuple(
-        (*hubs, *sorted({item for item in column if isinstance(item, Shard)})) for column in columns
-    )
+    return tuple((*hubs, *sorted({item for item in column if isinstance(item, Shard)})) for column in columns)
 
 
 def tree(
-    source: Layout, needs: Sequence[Layout], price: Price, *, legal: Callable[[Layout], bool], differentiable: bool
+    source: Layout,
+    needs: Sequence[Layout],
+    price: Price,
+    *,
+    legal: Callable[[Layout], bool],
+    differentiable: bool,
 ) -> tuple[Move, ...]:
     """Moves that reach every layout of `needs` from `source`, shared where paths meet.
 
@@ -52,7 +55,9 @@ def _path(
     if need in reached:
         return []
     order = itertools.count()
-    queue: list[tuple[float, int, Layout]] = [(0.0, next(order), layout) for layout in sorted(reached, key=str)]
+    queue: list[tuple[float, int, Layout]] = [
+        (0.0, next(order), layout) for layout in sorted(reached, key=str)
+    ]
     best = dict.fromkeys(reached, 0.0)
     via: dict[Layout, Move] = {}
     while queue:

@@ -66,7 +66,11 @@ class GraphInput:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One call of an ATen overload; `results` holds None for results that nobody can use."""
+    """One call of an ATen overload; `results` holds None for results that nobody can use.
+
+    `order` is the memory order of operand 0's dims where a random operator draws in it, empty if
+    that is the dims' own order.
+    """
 
     name: str
     target: Any  # torch._ops.OpOverload
@@ -75,6 +79,7 @@ class Operator:
     results: tuple[str | None, ...]
     module: str = ""  # qualified name of the module that called it, for printing
     source: str = ""  # the user's own line, for errors
+    order: tuple[int, ...] = ()
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -133,6 +138,18 @@ def map_refs(tree: Any, replace: Callable[[Ref], Any]) -> Any:
             return {key: map_refs(item, replace) for key, item in tree.items()}
         case _:
             return tree
+
+
+def memory_order(value: torch.Tensor) -> tuple[int, ...]:
+    """The dims of a tensor like `value` from the slowest to the fastest; empty if that is 0, 1, 2 ...
+
+    A mask made like a transposed tensor is filled with random numbers in the order of its memory.
+    """
+    strided = torch.empty_strided(value.shape, value.stride(), device="meta")
+    strides = torch.empty_like(strided).stride()
+    order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+    long = [dim for dim in order if value.shape[dim] > 1]
+    return () if long == sorted(long) else order
 
 
 @dataclass(frozen=True, slots=True)

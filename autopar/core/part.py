@@ -1,8 +1,8 @@
 """One rank's part of a full tensor: a box in the space of the tensor's atoms.
 
-    qkv weight, 3 x 4 heads x 8, sharded by heads on 2 ranks: rank 1 owns rows [2, 4) of the heads
+qkv weight, 3 x 4 heads x 8, sharded by heads on 2 ranks: rank 1 owns rows [2, 4) of the heads
 
-        full dim  (3, 4, 8)       box  [0:3, 2:4, 0:8]      local dim 3 * 2 * 8 = 48
+    full dim  (3, 4, 8)       box  [0:3, 2:4, 0:8]      local dim 3 * 2 * 8 = 48
 """
 
 from __future__ import annotations

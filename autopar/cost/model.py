@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -30,6 +30,7 @@ from costdb.setting import Setting, fingerprint
 
 OPERATOR_BUDGET = 0.05  # seconds for one operator call, beside its warm-up
 Progress = Callable[[int, int, str], None]  # done, all, what
+Company = Callable[[list[Call]], None]  # starts the measuring of these calls elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class CostModel:
     here: bool = False
     setting: Setting | None = None
     corrections: dict[str, tuple[float, float]] = field(default_factory=dict)
+    refused: frozenset[str] = frozenset()  # keys of calls that could not be measured
 
     def cost(self, call: Call) -> OperatorCost:
         """The measured cost, else the estimate times what estimates of this operator were off by."""
@@ -54,7 +56,9 @@ class CostModel:
         if found.measured or str(call.target) not in self.corrections:
             return found
         forward, backward = self.corrections[str(call.target)]
-        return OperatorCost(found.forward_seconds * forward, found.backward_seconds * backward, measured=False)
+        return OperatorCost(
+            found.forward_seconds * forward, found.backward_seconds * backward, measured=False
+        )
 
     @staticmethod
     def of(cluster: ClusterSpec, database: Database | None) -> CostModel:
@@ -70,47 +74,76 @@ class CostModel:
         contention = max(1.0, cluster.num_devices * setting.threads / (os.cpu_count() or 1))
         return CostModel(device, measured, table, contention, here, setting)
 
-    def measure(self, calls: Iterable[Call], database: Database | None, progress: Progress | None = None) -> CostModel:
-        """Measure the calls that are missing and store them; calls that cannot run stay estimates."""
-        missing = {call.key(): call for call in calls if call.key() not in self.measured}
+    def measure(
+        self,
+        calls: Iterable[Call],
+        database: Database | None,
+        progress: Progress | None = None,
+        company: Company | None = None,
+    ) -> CostModel:
+        """Measure the calls that are missing and store them; calls that cannot run stay estimates.
+
+        `company` lets the other ranks run the same calls at the same time: as in a step, memory and
+        caches are shared.
+        """
+        missing = {
+            call.key(): call
+            for call in calls
+            if call.key() not in self.measured and call.key() not in self.refused
+        }
         if not (self.here and missing and self.setting):
             return self
-        found: dict[str, Measurement] = {}
-        with using_threads(self.setting.threads):
-            for number, (key, call) in enumerate(missing.items()):
-                if progress:
-                    progress(number, len(missing), str(call.target))
-                try:
-                    found[key] = measure(call, "cpu", budget=OPERATOR_BUDGET)
-                except CostMissingError:
-                    continue
-        if progress:
-            progress(len(missing), len(missing), "measured")
+        if company:
+            company(list(missing.values()))
+        found = measure_calls(missing.values(), self.setting.threads, progress)
         if database:
             database.write_operators(self.setting, found.values())
         ratios: dict[str, list[tuple[float, float]]] = {}
         for key, each in found.items():
             guess = estimate(missing[key], self.device)
-            pair = (_ratio(each.forward_seconds, guess.forward_seconds),
-                    _ratio(each.backward_seconds, guess.backward_seconds))
+            pair = (
+                _ratio(each.forward_seconds, guess.forward_seconds),
+                _ratio(each.backward_seconds, guess.backward_seconds),
+            )
             ratios.setdefault(str(missing[key].target), []).append(pair)
         corrections = {
             target: (median(pair[0] for pair in pairs), median(pair[1] for pair in pairs))
             for target, pairs in ratios.items()
         }
         return replace(
-            self, measured={**self.measured, **found}, corrections={**self.corrections, **corrections}
+            self,
+            measured={**self.measured, **found},
+            refused=self.refused | (missing.keys() - found.keys()),
+            corrections={**self.corrections, **corrections},
         )
+
+
+def measure_calls(
+    calls: Iterable[Call], threads: int, progress: Progress | None = None
+) -> dict[str, Measurement]:
+    """Measurements by key, without those calls that cannot run."""
+    found: dict[str, Measurement] = {}
+    calls = list(calls)
+    with using_threads(threads):
+        for number, call in enumerate(calls):
+            if progress:
+                progress(number, len(calls), str(call.target))
+            with suppress(CostMissingError):
+                found[call.key()] = measure(call, "cpu", budget=OPERATOR_BUDGET)
+    if progress:
+        progress(len(calls), len(calls), "measured")
+    return found
+
+
+def setting_of(cluster: ClusterSpec) -> Setting:
+    """How a process of a cluster on this machine runs: on its share of the cores, and never on more
+    threads than this process has been given."""
+    threads = min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // cluster.num_devices))
+    return Setting(fingerprint("cpu"), str(torch.__version__), threads)
 
 
 def _ratio(measured: float, estimated: float) -> float:
     return measured / estimated if measured > 0 and estimated > 0 else 1.0
-
-
-def setting_of(cluster: ClusterSpec) -> Setting:
-    """Where the numbers of a cluster of this machine's processes are taken: each has its share of the cores."""
-    cores = os.cpu_count() or 1
-    return Setting(fingerprint("cpu"), str(torch.__version__), max(1, cores // cluster.num_devices))
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from autopar.cost.flops import flops
 from autopar.cost.model import CostModel
 from autopar.errors import AutoparError
 from autopar.ops.dims import Dims
+from autopar.ops.equation import Option
 from autopar.ops.rule import GATHER, Site, Strategy, rule_of
 from autopar.rewrite.emit import GraphEmitter
 from costdb.footprint import footprint
@@ -85,6 +86,8 @@ class Prices:
     optimizer_states: int = 2  # tensors of the weight's size that the optimizer keeps; Adam has two
     _operators: dict[Any, Price] = field(default_factory=dict)
     _moves: dict[Any, float] = field(default_factory=dict)
+    _texts: dict[str, str] = field(default_factory=dict)
+    _equal_axes: bool | None = None
 
     @property
     def device(self) -> DeviceModel:
@@ -105,8 +108,18 @@ class Prices:
             self.dims.local_shape(name, tuple(o.operands[i] for o in strategy), self._place)
             for i, name in enumerate(operation.operands)
         )
-        args = map_refs((operation.args, operation.kwargs), lambda ref: str(specs[ref.name]))
-        return operation.target, str(args), shapes, strategy
+        if operation.name not in self._texts:
+            args = map_refs((operation.args, operation.kwargs), lambda ref: str(specs[ref.name]))
+            self._texts[operation.name] = str(args)
+        return operation.target, self._texts[operation.name], shapes, self._alike(strategy)
+
+    def _alike(self, strategy: Strategy) -> Strategy:
+        """Axes of one size and one link are interchangeable: strategies in one order stand for all."""
+        if self._equal_axes is None:
+            mesh = self.dims.mesh
+            signs = {(mesh.shape[axis], self.cluster.link(mesh, axis)) for axis in mesh.axes}
+            self._equal_axes = len(signs) == 1 and len(mesh.axes) > 1
+        return tuple(sorted(strategy, key=_factor)) if self._equal_axes else strategy
 
     @property
     def _place(self) -> tuple[int, ...]:
@@ -123,12 +136,19 @@ class Prices:
             grad = spec.requires_grad and self.training
             values.append(emitter.placeholder(f"operand_{index}", TensorSpec(shape, spec.dtype, grad)))
         site = Site(
-            operation, dims=self.dims, strategy=strategy, coordinate=self._place, emitter=emitter, values=values
+            operation,
+            dims=self.dims,
+            strategy=strategy,
+            coordinate=self._place,
+            emitter=emitter,
+            values=values,
         )
         try:
             results = rule_of(operation).lower(site)
         except (AutoparError, RuntimeError, TypeError) as error:
-            error.add_note(f"while pricing {operation.name} ({operation.target}) as {[str(o) for o in strategy]}")
+            error.add_note(
+                f"while pricing {operation.name} ({operation.target}) as {[str(o) for o in strategy]}"
+            )
             raise
         local = tuple(item for item in emitter.calls if item.target.namespace == "aten") + _stand_ins(emitter)
         costs = [self.call(item) for item in emitter.calls if item.target.namespace != "aten"]
@@ -138,7 +158,9 @@ class Prices:
         talk = sum(self._inner(target, args, spec) for target, args, spec in emitter.collectives)
         work = sum(flops(item) for item in local)
         kept = _kept(emitter, values, results, self.device.kind)
-        return Price(compute, talk, missing, work, local, kept if self.training else Kept(aliases=kept.aliases))
+        return Price(
+            compute, talk, missing, work, local, kept if self.training else Kept(aliases=kept.aliases)
+        )
 
     def _seconds(self, item: OperatorCost) -> float:
         backward = item.backward_seconds if self.training else 0.0
@@ -151,7 +173,9 @@ class Prices:
         nbytes = 1
         for size in item.args[0]:
             nbytes *= size
-        return OperatorCost(self.device.launch_seconds + 4 * nbytes / self.device.bandwidth * 4, 0.0, measured=False)
+        return OperatorCost(
+            self.device.launch_seconds + 4 * nbytes / self.device.bandwidth * 4, 0.0, measured=False
+        )
 
     def _inner(self, target: str, args: Sequence[Any], spec: TensorSpec) -> float:
         """Communication inside an operator: halos, and sums of statistics."""
@@ -169,7 +193,13 @@ class Prices:
         return self._collective(Collective.ALL_REDUCE, spec.nbytes, axes) * (2 if both else 1)
 
     def _halo(
-        self, key: str, spec: TensorSpec, dim: int, owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+        self,
+        key: str,
+        spec: TensorSpec,
+        dim: int,
+        owned: Sequence[int],
+        starts: Sequence[int],
+        stops: Sequence[int],
     ) -> float:
         """The slowest rank's rows from others, one message from each side, and the copy of its own."""
         axes = parse_key(key)[1]
@@ -187,8 +217,17 @@ class Prices:
     def move(self, name: str, move: Move) -> float:
         """Seconds of a conversion, forward and backward."""
         spec = self.graph.specs[name]
-        shapes = tuple(self.dims.local_shape(name, layout, self._place) for layout in (move.source, move.target))
-        key = (shapes, spec.dtype, spec.requires_grad, move.axis, type(move.placements[0]), type(move.placements[1]))
+        shapes = tuple(
+            self.dims.local_shape(name, layout, self._place) for layout in (move.source, move.target)
+        )
+        key = (
+            shapes,
+            spec.dtype,
+            spec.requires_grad,
+            move.axis,
+            type(move.placements[0]),
+            type(move.placements[1]),
+        )
         if key not in self._moves:
             self._moves[key] = self._price_move(spec, move, shapes)
         return self._moves[key]
@@ -255,6 +294,10 @@ class Prices:
     def is_gathered(self, operation: Operator) -> bool:
         """Whether the operator has no rule and tensors that could have been sharded."""
         return rule_of(operation) is GATHER and bool(operation.operands)
+
+
+def _factor(option: Option) -> str:
+    return option.factor
 
 
 def _stand_ins(emitter: GraphEmitter) -> tuple[Call, ...]:

@@ -35,13 +35,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.convert.table import Action, canonical, effect, moves
-from autopar.core.graph import Graph, InputKind, Operator
+from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Broadcast, Layout, Placement, R
 from autopar.cost.prices import Prices
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
-from autopar.ops.rule import Regroup, Strategy, rule_of
+from autopar.ops.pointwise import Dropout, Pointwise
+from autopar.ops.rule import Strategy, rule_of
+from autopar.ops.views import Expand, Permute, Reshape, Split
 
 Marginal = dict[Layout, Terms]
 
@@ -145,7 +147,7 @@ class Problem:
             self.ends[key] = [self.lp.variable(upper=1.0) for _ in self.x[name]]
             self.lp.equal([(1.0, variable) for variable in self.ends[key]], 1.0, f"one {key}")
             count = float(len(self.members[name]))
-            if 0 <= repetition:
+            if repetition >= 0:
                 for whole, part in zip(self.x[name], self.ends[key], strict=True):
                     self.lp.at_least([(count, whole), (-1.0, part)], 0.0, "a repetition is part of the mean")
         return self.ends[key]
@@ -157,7 +159,9 @@ class Problem:
 
     def tensor_classes(self) -> list[TensorClass]:
         """Group tensors that have one producer class and the same uses."""
-        self.makers = {name: (item, i) for item in self.graph.operators for i, name in enumerate(item.results) if name}
+        self.makers = {
+            name: (item, i) for item in self.graph.operators for i, name in enumerate(item.results) if name
+        }
         self.uses = self.graph.consumers()
         self.kinds = {item.name: item for item in self.graph.inputs}
         self.written = {value: buffer for buffer, value in self.graph.writes}
@@ -179,15 +183,29 @@ class Problem:
             users = {use.name for use, _ in self.uses[name]}
             alone = len(users) > 1 and len({repetition.get(user, -1) for user in users}) > 1
             spans = alone or not all(user in repetition for user in users)
-            return name if spans else (item.kind, item.mutated, str(item.spec), self.prices.dims.atoms.of[name], uses)
+            return (
+                name
+                if spans
+                else (item.kind, item.mutated, str(item.spec), self.prices.dims.atoms.of[name], uses)
+            )
         operation, index = self.makers[name]
         if operation.name not in repetition:
             return name
         home = repetition[operation.name]
-        steps = tuple(
-            sorted((class_of[use.name], pos, repetition[use.name] - home if use.name in repetition else use.name)
-                   for use, pos in self.uses[name])
-        ) if all(use.name in repetition for use, _ in self.uses[name]) else name
+        steps = (
+            tuple(
+                sorted(
+                    (
+                        class_of[use.name],
+                        pos,
+                        repetition[use.name] - home if use.name in repetition else use.name,
+                    )
+                    for use, pos in self.uses[name]
+                )
+            )
+            if all(use.name in repetition for use, _ in self.uses[name])
+            else name
+        )
         return class_of[operation.name], index, steps
 
     def canonical(self, name: str, layout: Layout) -> Layout:
@@ -232,7 +250,9 @@ class Problem:
         for layout, terms in rows.items():
             constants = sum(coefficient for coefficient, variable in terms if variable < 0)
             self.lp.equal(
-                [(c, v) for c, v in terms if v >= 0], -constants, f"flow {tensor.name} {use.consumer} {layout}"
+                [(c, v) for c, v in terms if v >= 0],
+                -constants,
+                f"flow {tensor.name} {use.consumer} {layout}",
             )
 
     def sources(self, tensor: TensorClass) -> Marginal:
@@ -276,7 +296,9 @@ class Problem:
             name = self.folding.class_of[operation.name]
             repetitions = self.repetitions(uses[index][0].name for uses in members)
             needs: Marginal = {}
-            for strategy, terms in zip(self.space.strategies[name], self.mean(name, repetitions), strict=True):
+            for strategy, terms in zip(
+                self.space.strategies[name], self.mean(name, repetitions), strict=True
+            ):
                 layout = self.canonical(tensor.name, tuple(option.operands[position] for option in strategy))
                 needs.setdefault(layout, []).extend(terms)
             found.append(Use(name, position, needs))
@@ -294,18 +316,18 @@ class Problem:
         """Moves that a flow from `sources` to the use's needs can take.
 
         Targets are what the needs have on an axis, and R, through which illegal changes go. Into an
-        operator that computes next to nothing (a view, an elementwise operator with one operand) only
-        layouts that it cannot take are converted: any other conversion is as cheap behind it.
+        operator that computes next to nothing only layouts that it cannot take are converted: any other
+        conversion is as cheap behind it, or, before an elementwise operator, is a slice that spares work.
         """
         targets = self.targets(use)
-        through = alone and use.consumer is not None and self.is_transparent(self.operators[use.consumer])
+        through, view = self.passes(use) if alone else (False, False)
         waiting = list(sources)
         seen, found = set(waiting), []
         while waiting:
             layout = waiting.pop()
             settled = through and layout in use.needs
             for move in moves(layout, targets):
-                if settled and effect(move).forward not in (Action.NOTHING, Action.COPY):
+                if settled and (view or effect(move).forward is not Action.COPY):
                     continue
                 if not self.prices.dims.legal(name, move.target):
                     continue
@@ -319,12 +341,16 @@ class Problem:
         columns = zip(*use.needs, strict=True)
         return tuple(tuple(dict.fromkeys((R, *sorted(set(column), key=str)))) for column in columns)
 
-    def is_transparent(self, operation: Operator) -> bool:
-        if isinstance(rule_of(operation), Regroup):
-            return len(operation.operands) == 1
-        differentiable = [name for name in operation.operands if self.graph.specs[name].requires_grad]
-        elementwise = type(rule_of(operation)).__name__ in ("Pointwise", "Dropout", "Permute", "Expand")
-        return elementwise and len(operation.operands) == 1 == len(differentiable)
+    def passes(self, use: Use) -> tuple[bool, bool]:
+        """Whether the user computes next to nothing, and whether it is a mere view."""
+        if use.consumer is None:
+            return False, False
+        operation = self.operators[use.consumer]
+        rule = rule_of(operation)
+        if len(operation.operands) != 1:
+            return False, False
+        view = isinstance(rule, (Reshape, Split, Permute, Expand))
+        return view or isinstance(rule, (Pointwise, Dropout)), view
 
     # -- memory ---------------------------------------------------------------------------------------
 
@@ -382,4 +408,3 @@ def _leading_to(needs: set[Layout], found: list[Move]) -> list[Move]:
                 good.add(move.source)
                 waiting.append(move.source)
     return [move for move in found if move.target in good]
-

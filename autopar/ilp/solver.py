@@ -60,7 +60,12 @@ def _build(program: LinearProgram, *, relaxed: bool) -> tuple[pulp.LpProblem, li
 
 
 def _read(
-    model: highspy.Highs, variables: list[pulp.LpVariable], program: LinearProgram, *, relaxed: bool, gap: float
+    model: highspy.Highs,
+    variables: list[pulp.LpVariable],
+    program: LinearProgram,
+    *,
+    relaxed: bool,
+    gap: float,
 ) -> Answer:
     status, info = model.getModelStatus(), model.getInfo()
     kinds = highspy.HighsModelStatus
@@ -79,9 +84,7 @@ def _read(
     if not found:
         return Answer(None, math.inf, bound if whole else -math.inf, "time_limit")
     values = tuple(float(variable.varValue or 0.0) for variable in variables)
-    cost = sum(
-        coefficient * value for coefficient, value in zip(program.costs, values, strict=True)
-    )
+    cost = sum(coefficient * value for coefficient, value in zip(program.costs, values, strict=True))
     if status != kinds.kOptimal:
         return Answer(values, cost, bound if whole else -math.inf, "time_limit")
     proven = not whole or cost - bound <= 1e-6 * max(abs(cost), 1e-12)

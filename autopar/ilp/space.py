@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from autopar.convert.table import canonical
@@ -21,8 +21,8 @@ from autopar.ilp.fold import Folding
 from autopar.ilp.placement import Space
 from autopar.ops.analysis import options_of, strategies_of
 from autopar.ops.dims import Atom, Dims
-from autopar.ops.equation import Option
-from autopar.ops.rule import Strategy
+from autopar.ops.equation import UNSUMMED, Option
+from autopar.ops.rule import Regroup, Strategy, rule_of
 
 
 class Parallelism(Enum):
@@ -83,7 +83,7 @@ class Kinds:
         return any(isinstance(item, Shard) and name in self.weights for name, item in pairs)
 
     def _components(self, operation: Operator, option: Option) -> set[Atom]:
-        return {self.dims.component(name, item) for name, item in _shards(operation, option)}
+        return {self.dims.component(name, item) for name, item in _placed(operation, option)}
 
     def room(self, operation: Operator, wanted: Parallelism) -> int:
         """On how many axes of two or more devices (of one, if there are no others) the operator could
@@ -98,7 +98,8 @@ class Kinds:
             sum(factor is not None for factor in chosen)
             for chosen in itertools.product((None, *lengths), repeat=len(sizes))
             if all(
-                math.prod(size for size, factor in zip(sizes, chosen, strict=True) if factor == name) <= length
+                math.prod(size for size, factor in zip(sizes, chosen, strict=True) if factor == name)
+                <= length
                 for name, length in lengths.items()
             )
         )
@@ -110,22 +111,14 @@ class Kinds:
 
     def longest(self, operation: Operator, wanted: Parallelism) -> int:
         """The length of the operator's longest factor of that kind; 0 if it has none."""
-        found = (option for option in options_of(operation, self.dims) if self.of(operation, option) is wanted)
+        found = (
+            option for option in options_of(operation, self.dims) if self.of(operation, option) is wanted
+        )
         return max((self._length(operation, option) for option in found), default=0)
 
     def _length(self, operation: Operator, option: Option) -> int:
         """The factor's extent: that of the shortest dim that it runs through."""
-        return min(
-            self.dims.atoms.of[name][item.dim][item.atom] for name, item in _shards(operation, option)
-        )
-
-
-def _shards(operation: Operator, option: Option) -> Iterator[tuple[str, Shard]]:
-    """Every tensor that the option shards."""
-    operands = zip(operation.operands, option.operands, strict=True)
-    for name, item in (*operands, *zip(operation.results, option.results, strict=True)):
-        if name is not None and isinstance(item, Shard):
-            yield name, item
+        return min(self.dims.atoms.of[name][item.dim][item.atom] for name, item in _placed(operation, option))
 
 
 Pins = Mapping[str, Sequence[str | None]]  # layer or operator name -> a factor, or None, for each axis
@@ -144,16 +137,22 @@ def build_space(
 ) -> Space:
     """The space of plans; `stored` fixes where parameters and buffers (by target name) lie already."""
     kinds = Kinds(graph, prices.dims)
+    anchors = anchored(graph, prices.dims)
     strategies: dict[str, Sequence[Strategy]] = {}
     pins = dict(pins or {})
     used: set[str] = set()
     for item in graph.operators:
         if folding.class_of[item.name] != item.name and item.name not in pins and item.module not in pins:
             continue
-        offered = undominated(item, strategies_of(item, prices.dims), prices)
+        offered: Sequence[Strategy] = strategies_of(item, prices.dims)
+        pin = pins.get(item.name, pins.get(item.module))
+        if pin is None:
+            offered = useful(item, offered, prices, anchors)
+        if force is None and pin is None:
+            offered = idle(offered, prices.dims)
+        offered = undominated(item, offered, prices)
         if force is not None:
             offered = forced(item, offered, force, kinds, prices)
-        pin = pins.get(item.name, pins.get(item.module))
         if pin is not None:
             used |= {item.name, item.module} & pins.keys()
             offered = pinned(item, offered, pin)
@@ -174,12 +173,70 @@ def build_space(
     return Space(strategies, inputs, outputs)
 
 
+def anchored(graph: Graph, dims: Dims) -> set[Atom]:
+    """Components on which at least two operators that are no mere views can be sharded."""
+    users: dict[Atom, set[str]] = {}
+    for item in graph.operators:
+        if isinstance(rule_of(item), Regroup):
+            continue
+        for option in options_of(item, dims):
+            for name, place in _placed(item, option):
+                users.setdefault(dims.component(name, place), set()).add(item.name)
+    return {component for component, names in users.items() if len(names) > 1}
+
+
+def _placed(operation: Operator, option: Option) -> list[tuple[str, Shard]]:
+    pairs = [
+        *zip(operation.operands, option.operands, strict=True),
+        *((name, item) for name, item in zip(operation.results, option.results, strict=True) if name),
+    ]
+    return [(name, item) for name, item in pairs if isinstance(item, Shard)]
+
+
+def useful(
+    operation: Operator, offered: Sequence[Strategy], prices: Prices, anchors: set[Atom]
+) -> list[Strategy]:
+    """Leave out what could only lose: atoms of a product dim on which no other operator can run
+    (another atom of the dim shards it as well), and, for operators that do products and can be
+    sharded on an axis, an unsummed gradient there (sharded, they would do a part of the work)."""
+    dims = prices.dims
+
+    def lonely(option: Option) -> bool:
+        return any(
+            len(dims.atoms.of[name][place.dim]) > 1 and dims.component(name, place) not in anchors
+            for name, place in _placed(operation, option)
+        )
+
+    kept = [strategy for strategy in offered if not any(map(lonely, strategy))]
+    if not is_heavy(operation, prices):
+        return kept
+    axes = prices.dims.mesh.axes
+    shardable = [any(strategy[axis].shards for strategy in kept) for axis in axes]
+    return [
+        strategy
+        for strategy in kept
+        if not any(shardable[axis] and strategy[axis].factor == UNSUMMED for axis in axes)
+    ]
+
+
+def idle(offered: Sequence[Strategy], dims: Dims) -> Sequence[Strategy]:
+    """Strategies that do nothing on axes of one rank, where sharding is free and still copies."""
+    single = [axis for axis in dims.mesh.axes if dims.mesh.shape[axis] == 1]
+    return [
+        strategy
+        for strategy in offered
+        if all(place == R for axis in single for place in (*strategy[axis].operands, *strategy[axis].results))
+    ]
+
+
 def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices) -> list[Strategy]:
     """Of strategies with equal placements the cheapest; partial sums of integers are not offered."""
     specs, training = prices.graph.specs, prices.training
     best: dict[object, Strategy] = {}
 
-    def layouts(strategy: Strategy, of: Callable[[Option], tuple[Placement, ...]], names: Sequence[str | None]) -> object:
+    def layouts(
+        strategy: Strategy, of: Callable[[Option], tuple[Placement, ...]], names: Sequence[str | None]
+    ) -> object:
         return tuple(
             canonical(
                 tuple(of(option)[index] for option in strategy),
@@ -231,7 +288,10 @@ def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str |
         strategy
         for strategy in offered
         if len(pin) == len(strategy)
-        and all((option.factor if option.shards else None) == want for option, want in zip(strategy, pin, strict=True))
+        and all(
+            (option.factor if option.shards else None) == want
+            for option, want in zip(strategy, pin, strict=True)
+        )
     ]
     if not found:
         offers = sorted({option.factor for strategy in offered for option in strategy if option.shards})
@@ -275,9 +335,12 @@ def _layouts_of(
         return sorted(needs, key=str) or [whole]
     if item.kind is not InputKind.PARAMETER:
         return [whole]
-    columns = zip(*needs, strict=True) if needs else [[] for _ in whole]
-    choices = [
-        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item))) for column in columns
+    columns: list[tuple[Placement, ...]] = list(zip(*needs, strict=True)) if needs else [() for _ in whole]
+    choices: list[tuple[Placement, ...]] = [
+        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item)))
+        if size > 1
+        else (R,)
+        for column, size in zip(columns, prices.dims.mesh.shape, strict=True)
     ]
     return [layout for layout in itertools.product(*choices) if storable(item.name, layout, prices.dims)]
 

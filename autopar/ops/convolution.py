@@ -148,12 +148,19 @@ class Convolution(_AnyConvolution):
         yield Sample(aten.conv2d.default, (x, w, None, [2, 3], [1, 0]))
         yield Sample(aten.conv2d.default, (x, w, None, [2, 2], [2, 2], [2, 2]))
         yield Sample(aten.conv2d.default, (x, torch.randn(4, 4, 2, 5), None, [1, 2], [0, 3]))
-        yield Sample(aten.conv2d.default, (x, torch.randn(8, 1, 3, 3), torch.randn(8), [1, 1], [1, 1], [1, 1], 4))
+        yield Sample(
+            aten.conv2d.default, (x, torch.randn(8, 1, 3, 3), torch.randn(8), [1, 1], [1, 1], [1, 1], 4)
+        )
         yield Sample(aten.conv2d.default, (x, torch.randn(6, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], 2))
         yield Sample(aten.conv2d.padding, (x, w, None, [1, 1], "same"))
         yield Sample(aten.conv2d.padding, (x, torch.randn(6, 4, 2, 2), None, [1, 1], "same"))
-        yield Sample(aten.conv1d.default, (torch.randn(3, 4, 13), torch.randn(5, 4, 5), torch.randn(5), [3], [2]))
-        yield Sample(aten.conv3d.default, (torch.randn(2, 3, 6, 5, 7), torch.randn(4, 3, 3, 3, 3), None, [1, 1, 1], [1, 1, 1]))
+        yield Sample(
+            aten.conv1d.default, (torch.randn(3, 4, 13), torch.randn(5, 4, 5), torch.randn(5), [3], [2])
+        )
+        yield Sample(
+            aten.conv3d.default,
+            (torch.randn(2, 3, 6, 5, 7), torch.randn(4, 3, 3, 3, 3), None, [1, 1, 1], [1, 1, 1]),
+        )
         yield Sample(aten.conv2d.default, (torch.randn(4, 9, 11), w, torch.randn(6), [1, 1], [1, 1]))
 
 
@@ -203,7 +210,10 @@ class TransposedConvolution(_AnyConvolution):
         yield Sample(target, (x, torch.randn(4, 5, 2, 1), torch.randn(5), [3, 3], [0, 0], [2, 1]))
         yield Sample(target, (x, w, None, [1, 2], [1, 0], [0, 0], 1, [2, 1]))
         yield Sample(target, (x, torch.randn(4, 3, 3, 3), torch.randn(6), [2, 2], [1, 1], [0, 0], 2))
-        yield Sample(aten.conv_transpose1d.default, (torch.randn(2, 3, 8), torch.randn(3, 4, 4), None, [2], [1]))
         yield Sample(
-            aten.conv_transpose3d.input, (torch.randn(2, 3, 4, 5, 3), torch.randn(3, 2, 2, 2, 2), None, [2, 2, 2])
+            aten.conv_transpose1d.default, (torch.randn(2, 3, 8), torch.randn(3, 4, 4), None, [2], [1])
+        )
+        yield Sample(
+            aten.conv_transpose3d.input,
+            (torch.randn(2, 3, 4, 5, 3), torch.randn(3, 2, 2, 2, 2), None, [2, 2, 2]),
         )

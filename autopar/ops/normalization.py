@@ -9,6 +9,7 @@ A sharded statistic factor costs two small all-reduces (statistics.py); all else
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -111,11 +112,12 @@ class GroupNorm(Rule):
 
     def statistic(self, site: Site) -> list[int]:
         """The axes that shard what is normalised over."""
-        groups = {f"c.{atom}" if atom else "c" for atom in range(self.boundary(site))}
-        free = {"n", *groups}
-        return [
-            axis for axis, option in enumerate(site.strategy) if option.shards and option.factor not in free
-        ]
+        inside = (
+            f"c.{atom}" if atom else "c"
+            for atom in range(self.boundary(site), len(site.dims.atoms.of[site.operands[0]][1]))
+        )
+        space = (f"s{index}" for index in range(len(site.shape()) - 2))
+        return sorted({*site.sharding_axes(*space), *itertools.chain.from_iterable(map(site.axes, inside))})
 
     def lower(self, site: Site) -> Sequence[Any]:
         if not site.sharding_axes("c"):

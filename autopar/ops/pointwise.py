@@ -1,6 +1,6 @@
 """Elementwise operators with broadcasting: every dim of the result is a free factor.
 
-    add      "n c h w, c 1 1 -> n c h w"      a dim of size 1 that is broadcast lacks the factor
+add      "n c h w, c 1 1 -> n c h w"      a dim of size 1 that is broadcast lacks the factor
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from typing import Any
 import torch
 
 from autopar.ops.equation import Equation
-from autopar.ops.rule import Instance, Rule, Sample, Site, register
+from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 
 _UNARY = (
-    "relu gelu silu tanh sigmoid exp exp2 expm1 log log2 log10 log1p sqrt rsqrt abs neg clamp clamp_min clamp_max "
-    "leaky_relu elu softplus hardtanh hardswish hardsigmoid mish selu celu sin cos tan asin acos atan sinh cosh "
-    "asinh acosh atanh erf erfc reciprocal square sign sgn floor ceil round trunc frac logical_not bitwise_not "
-    "isnan isinf isfinite clone contiguous alias detach lift_fresh_copy relu6 log_sigmoid softshrink hardshrink "
-    "tanhshrink threshold positive zeros_like ones_like full_like empty_like to _to_copy type_as nan_to_num "
-    "deg2rad rad2deg sinc i0 digamma lgamma logit erfinv"
+    "relu gelu silu tanh sigmoid exp exp2 expm1 log log2 log10 log1p sqrt rsqrt abs neg clamp clamp_min "
+    "clamp_max leaky_relu elu softplus hardtanh hardswish hardsigmoid mish selu celu sin cos tan asin "
+    "acos atan sinh cosh asinh acosh atanh erf erfc reciprocal square sign sgn floor ceil round trunc "
+    "frac logical_not bitwise_not isnan isinf isfinite clone contiguous alias detach lift_fresh_copy "
+    "relu6 log_sigmoid softshrink hardshrink tanhshrink threshold positive zeros_like ones_like "
+    "full_like empty_like to _to_copy type_as nan_to_num deg2rad rad2deg sinc i0 digamma lgamma logit "
+    "erfinv "
 )
 _BINARY = (
-    "add sub mul div pow maximum minimum eq ne lt le gt ge where logical_and logical_or logical_xor bitwise_and "
-    "bitwise_or bitwise_xor masked_fill rsub addcmul addcdiv lerp atan2 fmod remainder fmax fmin hypot copysign "
-    "true_divide floor_divide xlogy logaddexp logaddexp2 __and__ __or__ __xor__"
+    "add sub mul div pow maximum minimum eq ne lt le gt ge where logical_and logical_or logical_xor "
+    "bitwise_and bitwise_or bitwise_xor masked_fill rsub addcmul addcdiv lerp atan2 fmod remainder fmax "
+    "fmin hypot copysign true_divide floor_divide xlogy logaddexp logaddexp2 __and__ __or__ __xor__ "
 )
 
 
@@ -59,7 +60,9 @@ class Pointwise(Rule):
         labels = tuple(
             tuple(
                 f"d{dim}" if size == result[dim] else None
-                for dim, size in enumerate(op.specs[name].shape, start=len(result) - len(op.specs[name].shape))
+                for dim, size in enumerate(
+                    op.specs[name].shape, start=len(result) - len(op.specs[name].shape)
+                )
             )
             for name in op.operands
         )
@@ -140,9 +143,18 @@ class Dropout(Rule):
             shape = list(site.emitter.shape(site.values[0]))
             mask = site.draw(torch.ops.autopar.shard_mask.default, shape, probability, spec.dtype, index)
         else:
-            mask = site.draw(torch.ops.autopar.dropout_mask.default, list(spec.shape), probability, spec.dtype)
+            mask = self.serial_mask(site, probability)
             mask = site.slice_to(mask, site.operands[0], site.operand_layout(0))
         return (site.call(aten.mul.Tensor, site.values[0], mask),)
+
+    def serial_mask(self, site: Site, probability: float) -> Handle:
+        """The whole mask, drawn in the memory order of the serial operand."""
+        spec, order = site.spec(), site.operator.order
+        shape = [spec.shape[dim] for dim in order] or list(spec.shape)
+        mask = site.draw(torch.ops.autopar.dropout_mask.default, shape, probability, spec.dtype)
+        if not order:
+            return mask
+        return site.call(aten.permute.default, mask, [order.index(dim) for dim in range(len(order))])
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(aten.dropout.default, (torch.randn(5, 7), 0.4, True))

@@ -23,10 +23,9 @@ import networkx as nx
 import torch
 
 from autopar.core.graph import Operator, Ref, TensorSpec, map_refs
-from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, R, Shard
 from autopar.errors import RuleError
-from autopar.ops.dims import Atom, Atoms, Dim, Dims, Relation, Scaling
+from autopar.ops.dims import Atoms, Dim, Dims, Relation, Scaling
 from autopar.ops.equation import Equation, Kind, Option, sharded_option, unsharded_options
 
 Handle: TypeAlias = Any  # a value in the program being written: an fx.Node
@@ -197,7 +196,9 @@ class Site(Instance):
         inner = atoms[shard.atom + 1 :]
         shape = list(self.emitter.shape(value))
         split = [*outer, atoms[shard.atom], *inner]
-        opened = self.call(aten.reshape.default, value, [*shape[: shard.dim], *split, *shape[shard.dim + 1 :]])
+        opened = self.call(
+            aten.reshape.default, value, [*shape[: shard.dim], *split, *shape[shard.dim + 1 :]]
+        )
         cut = self.call(aten.slice.Tensor, opened, shard.dim + shard.atom, start, stop)
         length = self.emitter.shape(cut)
         merged = 1
@@ -261,7 +262,7 @@ class Rule(ABC):
             Scaling(sources[label], (name, dim), equation.windows[label].scale)
             for name, labels in zip(op.operator.results, equation.results, strict=True)
             for dim, label in enumerate(labels)
-            if name and label in sources
+            if name and label and label in sources
         ]
 
     def options(self, op: Instance, atoms: Atoms) -> list[Option]:
@@ -304,7 +305,10 @@ class Regroup(Rule):
 
     def equation(self, op: Instance) -> Equation:
         raise RuleError(
-            where=str(op.operator.target), found="no equation", wanted="relations", remedy="use Rule.relations"
+            where=str(op.operator.target),
+            found="no equation",
+            wanted="relations",
+            remedy="use Rule.relations",
         )
 
     @abstractmethod

@@ -314,7 +314,7 @@ class Pad(Rule):
         return {rank - 1 - index: left for index, (left, right) in enumerate(pairs) if left or right}
 
     def constant(self, op: Instance) -> bool:
-        return op.arguments.get("mode", "constant") == "constant"
+        return bool(op.arguments.get("mode", "constant") == "constant")
 
     def fill(self, op: Instance) -> float:
         return float(op["value"] or 0.0)
@@ -324,7 +324,9 @@ class Pad(Rule):
         pads = self.pads(op)
         kind = Kind.WINDOWED if self.constant(op) else Kind.WHOLE
         kinds = {labels[dim]: kind for dim in pads}
-        windows = {labels[dim]: Window(padding=left) for dim, left in pads.items()} if self.constant(op) else {}
+        windows = (
+            {labels[dim]: Window(padding=left) for dim, left in pads.items()} if self.constant(op) else {}
+        )
         linear = () if self.constant(op) and self.fill(op) else (frozenset({0}),)
         return Equation((labels,), (labels,), kinds, linear=linear, windows=windows)
 
@@ -346,5 +348,3 @@ class Pad(Rule):
         yield Sample(aten.pad.default, (x, [2, -1], "constant", 1.5))
         yield Sample(aten.pad.default, (x, [2, 1], "reflect"))
         yield Sample(aten.constant_pad_nd.default, (x, [0, 0, -2, 3], 0.0))
-
-

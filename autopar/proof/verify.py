@@ -148,7 +148,7 @@ def backward(loss: Tensor | None, leaves: Sequence[Tensor]) -> None:
     """Backward from the loss, or from all outputs if there is none."""
     if loss is not None:
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         return
     seeds = seeds_of(None, leaves)
     if seeds:

@@ -88,7 +88,7 @@ class GraphEmitter:
         return fx.node.map_arg(tree, lambda node: self.meta[node])
 
     def _spec(self, tree: Any) -> Any:
-        def describe(node: fx.Node) -> TensorSpec:
+        def describe(node: fx.Node) -> Any:
             value = self.meta[node]
             return TensorSpec(tuple(value.shape), value.dtype, value.requires_grad)
 

@@ -78,7 +78,9 @@ class _Writer:
             layout = self.program.inputs[item.name]
             shape = self.dims.local_shape(item.name, layout, self.coordinate)
             spec = TensorSpec(shape, item.spec.dtype, item.spec.requires_grad)
-            self.values[item.name, self.canonical(item.name, layout)] = self.emitter.placeholder(item.name, spec)
+            self.values[item.name, self.canonical(item.name, layout)] = self.emitter.placeholder(
+                item.name, spec
+            )
         for operation in self.graph.operators:
             strategy = self.program.strategies[operation.name]
             written = len(self.emitter.graph.nodes)

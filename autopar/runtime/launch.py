@@ -124,7 +124,7 @@ def _launch(command: Sequence[str], num_processes: int, timeout: float | None) -
 
 def _config(num_processes: int, logs: str) -> LaunchConfig:
     """One node, no restarts, a rendezvous on a free port of the loopback device."""
-    others = {rank: Std.ALL for rank in range(1, num_processes)}
+    others = dict.fromkeys(range(1, num_processes), Std.ALL)
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,

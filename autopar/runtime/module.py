@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Protocol, cast, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist

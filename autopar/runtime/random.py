@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("autopar", "FRAGMENT")
 
 
 def _dropout_mask(shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -17,9 +17,13 @@ def _dropout_mask(shape: Sequence[int], p: float, dtype: torch.dtype, device: to
     return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p).div_(1 - p)
 
 
-def _shard_mask(shape: Sequence[int], p: float, dtype: torch.dtype, shard: int, device: torch.device) -> Tensor:
+def _shard_mask(
+    shape: Sequence[int], p: float, dtype: torch.dtype, shard: int, device: torch.device
+) -> Tensor:
     """A mask of one shard: the seed comes from the default generator, which stands alike on all
     ranks, and from the shard's number; replicas of a shard draw one mask."""
+    if device.type == "meta":  # has no generators, and a shape must not move the default one
+        return torch.empty(shape, dtype=dtype, device=device)
     seed = int(torch.randint(2**31, ()))
     generator = torch.Generator(device=device).manual_seed(seed * 65_537 + shard)
     if p >= 1.0:
@@ -29,9 +33,15 @@ def _shard_mask(shape: Sequence[int], p: float, dtype: torch.dtype, shard: int, 
 
 def _register(name: str, schema: str, kernel: object) -> None:
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
-    _library.define(f"{name}{schema}", tags=tags)  # type: ignore[no-untyped-call]
-    _library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.define(f"{name}{schema}", tags=tags)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
 
 
-_register("dropout_mask", "(SymInt[] shape, float p, ScalarType dtype, Device device) -> Tensor", _dropout_mask)
-_register("shard_mask", "(SymInt[] shape, float p, ScalarType dtype, int shard, Device device) -> Tensor", _shard_mask)
+_register(
+    "dropout_mask", "(SymInt[] shape, float p, ScalarType dtype, Device device) -> Tensor", _dropout_mask
+)
+_register(
+    "shard_mask",
+    "(SymInt[] shape, float p, ScalarType dtype, int shard, Device device) -> Tensor",
+    _shard_mask,
+)

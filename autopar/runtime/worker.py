@@ -148,4 +148,3 @@ def main() -> None:
             stream.reconfigure(line_buffering=True)  # a killed rank must not lose its last lines
     sys.argv = sys.argv[1:]
     record(run, _LastWords())(sys.argv[0])
-

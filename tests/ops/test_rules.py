@@ -19,7 +19,8 @@ def samples() -> list[pytest.param]:
     rules = dict.fromkeys(RULES.values())
     found = itertools.chain.from_iterable(((rule, sample) for sample in rule.samples()) for rule in rules)
     return [
-        pytest.param(sample, id=f"{type(rule).__name__}-{index}") for index, (rule, sample) in enumerate(found)
+        pytest.param(sample, id=f"{type(rule).__name__}-{index}")
+        for index, (rule, sample) in enumerate(found)
     ]
 
 

@@ -1,0 +1,92 @@
+"""One plan for all ranks: rank 0 plans, the others measure along until it has one.
+
+    rank 0   links ── search ── measure ── search ── measure ── search ── plan ┐
+    rank 1   links            ── measure           ── measure                  ┘ the same plan
+
+An operator is timed while every rank runs it, as in a step: the ranks of one machine share memory
+bandwidth and caches. A failure on rank 0 is sent too, so that nobody waits for a plan that will
+not come.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autopar.cluster import ClusterSpec
+from autopar.core.graph import Call
+from autopar.cost import links
+from autopar.cost.model import Company, measure_calls, setting_of
+from autopar.errors import AutoparError
+from costdb.database import Database
+
+Answer = TypeVar("Answer")
+
+
+def agree(find: Callable[[Company], Answer], cluster: ClusterSpec) -> Answer:
+    """`find(company)` on rank 0, its answer or its AutoparError on every rank; collective."""
+    answer = _lead(find) if dist.get_rank() == 0 else _follow(setting_of(cluster).threads)
+    if isinstance(answer, AutoparError):
+        raise answer
+    found: Answer = answer
+    return found
+
+
+def _lead(find: Callable[[Company], Answer]) -> Answer | AutoparError:
+    def company(calls: list[Call]) -> None:
+        _tell((True, [_packed(call) for call in calls]))
+
+    try:
+        answer: Answer | AutoparError = find(company)
+    except AutoparError as error:
+        answer = error
+    _tell((False, answer))
+    return answer
+
+
+def _follow(threads: int) -> Any:
+    while True:
+        measuring, value = _tell(None)
+        if not measuring:
+            return value
+        measure_calls([_unpacked(item) for item in value], threads)
+
+
+def _tell(message: Any) -> Any:
+    box = [message]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _packed(call: Call) -> bytes:
+    """Overloads don't pickle, their names do."""
+    packet, overload = call.target.overloadpacket.__name__, call.target._overloadname
+    return pickle.dumps((call.target.namespace, packet, overload, call.args, call.kwargs))
+
+
+def _unpacked(packed: bytes) -> Call:
+    namespace, packet, overload, args, kwargs = pickle.loads(packed)
+    return Call(getattr(getattr(getattr(torch.ops, namespace), packet), overload), args, kwargs)
+
+
+def measure_links(cluster: ClusterSpec, costdb: str | None, timeout: timedelta) -> None:
+    """Measure what the database lacks of this machine's collectives; collective."""
+    missing: list[links.Point] = []
+    if dist.get_rank() == 0:
+        with Database.open(costdb) as database:
+            known = {
+                (item.size, item.kind)
+                for item in database.collectives(setting_of(cluster))
+                if item.backend == dist.get_backend()
+            }
+        missing = [point for point in links.wanted(cluster) if point[:2] not in known]
+    missing = _tell(missing)
+    found = links.measure(missing, timeout)
+    if found and dist.get_rank() == 0:
+        with Database.open(costdb) as database:
+            database.write_collectives(setting_of(cluster), found)

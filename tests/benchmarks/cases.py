@@ -1,0 +1,168 @@
+"""What is compared: for each benchmark, training steps of ours and of theirs, made on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from autopar.ilp.space import Parallelism
+from autopar.runtime import worker
+from examples import characters, digits, photographs
+from tests.benchmarks.contest import Contestant, Timed, compete
+
+SEED = 0
+RATE = 1e-3  # small: the numbers stay finite whatever the net
+MOMENTUM = 0.9
+PURE = tuple(kind.value for kind in Parallelism)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A freshly made model with one global batch; without `loss_fn` the output is or holds the loss."""
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...] | dict[str, Tensor]
+    loss_fn: Callable[..., Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """`ours` against `theirs` (the fastest of several) on `make()`; the ratio of their times should be
+    at most `target`. Names of contestants: eager, ddp, auto, or a pure kind of parallelism."""
+
+    name: str
+    make: Callable[[], Subject]
+    ours: str
+    theirs: tuple[str, ...]
+    target: float
+    processes: int = 2
+
+
+def small_digits() -> Subject:
+    model, inputs, loss_fn = digits.digits()
+    return Subject(model, tuple(item[:64] for item in inputs), loss_fn)
+
+
+def digits_256() -> Subject:
+    return Subject(*digits.digits())
+
+
+def characters_16() -> Subject:
+    return Subject(*characters.characters())
+
+
+def crops(count: int = 8) -> Subject:
+    return Subject(photographs.unet(), photographs.noisy(photographs.crops()[:count]))
+
+
+def photograph() -> Subject:
+    return Subject(photographs.unet(width=32), photographs.noisy(photographs.photographs()[:1]))
+
+
+def vgg_64() -> Subject:
+    """16 pieces of 64 x 64 of the photographs; the first fully connected layer is 16,384 x 2,048."""
+    images = photographs.photographs().unfold(2, 64, 64).unfold(3, 64, 64)  # [2, 3, 6, 10, 64, 64]
+    pieces = images.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)[:16].contiguous()
+    labels = torch.arange(16) % digits.NUM_CLASSES
+    return Subject(digits.vgg(side=64, channels=3, width=32), (pieces, labels), F.cross_entropy)
+
+
+BENCHMARKS = (
+    Benchmark("one-device digits", small_digits, "auto", ("eager",), 1.03, processes=1),
+    Benchmark("one-device photographs", partial(crops, 2), "auto", ("eager",), 1.03, processes=1),
+    Benchmark("one-device characters", characters_16, "auto", ("eager",), 1.03, processes=1),
+    Benchmark("data-parallel", digits_256, "batch", ("ddp",), 1.05),
+    Benchmark("photographs", photograph, "domain", ("eager",), 1 / 1.6),
+    Benchmark("own-plan digits", digits_256, "auto", PURE, 1.05),
+    Benchmark("own-plan photographs", crops, "auto", PURE, 1.05),
+    Benchmark("own-plan characters", characters_16, "auto", PURE, 1.05),
+    Benchmark("large-linear", vgg_64, "auto", ("ddp",), 0.6),
+)
+
+
+def run(name: str, rounds: int, costdb: str) -> Timed:
+    """One benchmark, on every rank; rank 0's answer is everybody's."""
+    benchmark = next(item for item in BENCHMARKS if item.name == name)
+    worker.init("cpu")
+    contestants = {}
+    for who in (benchmark.ours, *benchmark.theirs):
+        made = _contestant(who, benchmark, costdb)
+        if made is not None:
+            contestants[who] = made
+    keep = (benchmark.ours, *benchmark.theirs) if len(benchmark.theirs) == 1 else (benchmark.ours,)
+    return compete(contestants, rounds=rounds, keep=keep)
+
+
+def _contestant(who: str, benchmark: Benchmark, costdb: str) -> Contestant | None:
+    torch.manual_seed(SEED)
+    subject = benchmark.make()
+    match who:
+        case "eager":
+            return Contestant(_step(subject.model, subject), alone=True)
+        case "ddp":
+            parallel = DistributedDataParallel(subject.model)
+            return Contestant(_step(parallel, _share(subject)))
+        case _:
+            return _planned(who, subject, benchmark.processes, costdb)
+
+
+def _planned(who: str, subject: Subject, processes: int, costdb: str) -> Contestant | None:
+    args, kwargs = _split(subject.inputs)
+    try:
+        parallel = autopar.parallelize(
+            subject.model,
+            autopar.ClusterSpec.local(processes),
+            args or None,
+            example_kwargs=kwargs or None,
+            loss_fn=subject.loss_fn,
+            force=None if who == "auto" else who,
+            optimizer="momentum",
+            costdb=costdb,
+        )
+    except autopar.errors.InfeasibleError:
+        return None  # no layer of this net has such a factor
+    step = _step(parallel, Subject(parallel, subject.inputs))
+    return Contestant(step, predicted=parallel.plan.step_seconds)
+
+
+def _split(inputs: tuple[Tensor, ...] | dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    return (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+
+
+def _share(subject: Subject) -> Subject:
+    """This rank's samples, for DistributedDataParallel."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def mine(items: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(item.tensor_split(size)[rank].contiguous() for item in items)
+
+    inputs: Any = subject.inputs
+    cut = mine(inputs) if isinstance(inputs, tuple) else dict(zip(inputs, mine(inputs.values()), strict=True))
+    return Subject(subject.model, cut, subject.loss_fn)
+
+
+def _step(model: nn.Module, subject: Subject) -> Callable[[], None]:
+    """Forward, backward and SGD with momentum."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    args, kwargs = _split(subject.inputs)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if subject.loss_fn is None:
+            output = model(*args, **kwargs)
+            loss = getattr(output, "loss", output)
+        else:
+            loss = subject.loss_fn(model(*args[:-1]), args[-1])
+        loss.backward()
+        optimizer.step()
+
+    return step

@@ -1,0 +1,71 @@
+"""Times the training steps of several contestants in turn, on all ranks in step.
+
+    rank 0   | ours ======    | theirs ====      | ours ======     | theirs ====
+    rank 1   | ours ========  | theirs =====     | ours =====      | theirs =======
+             barrier          barrier            barrier
+
+Each step starts at a barrier and its time is the slowest rank's, so that neither side profits from
+what the machine does elsewhere, nor from the step before.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+WARM_UPS = 3  # memory is mapped, gradients and momentum are made
+HOPELESS = 1.5  # a contestant that warms up this much slower than the fastest is not timed on
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """`step` takes one training step; `predicted` is its plan's seconds; `alone` runs it on rank 0 only."""
+
+    step: Callable[[], None]
+    predicted: float | None = None
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of every step, by contestant, all of one length; predictions; who was left out."""
+
+    seconds: dict[str, list[float]]
+    predicted: dict[str, float | None]
+    left_out: dict[str, float]
+
+
+def compete(contestants: dict[str, Contestant], *, rounds: int, keep: tuple[str, ...]) -> Timed:
+    """Time all in turn for `rounds` rounds; those in `keep` are never left out."""
+    warm = {name: _warm_up(each) for name, each in contestants.items()}
+    limit = HOPELESS * min(warm.values())
+    hopeless = {name: seconds for name, seconds in warm.items() if seconds > limit and name not in keep}
+    timed: dict[str, list[float]] = {name: [] for name in contestants if name not in hopeless}
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for name, seconds in timed.items():
+            seconds.append(_time(contestants[name]))
+    gc.enable()
+    return Timed(timed, {name: each.predicted for name, each in contestants.items()}, hopeless)
+
+
+def _warm_up(contestant: Contestant) -> float:
+    return median(_time(contestant) for _ in range(WARM_UPS))
+
+
+def _time(contestant: Contestant) -> float:
+    """Seconds of one step, the slowest rank's."""
+    dist.barrier()
+    start = time.perf_counter()
+    if not contestant.alone or dist.get_rank() == 0:
+        contestant.step()
+    slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()

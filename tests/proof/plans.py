@@ -1,0 +1,344 @@
+"""Random plans of a graph, not good ones: any strategy, any layout, any path between them.
+
+Then the proof: the rewritten programs on simulated ranks against the serial graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+from torch import Tensor
+
+import autopar.ops
+import autopar.runtime.collectives
+import autopar.runtime.random  # noqa: F401  (registers the operators that programs call)
+from autopar.convert.path import tree
+from autopar.convert.table import canonical, effect
+from autopar.core.graph import Graph, InputKind, Operator
+from autopar.core.mesh import Mesh
+from autopar.core.move import Move
+from autopar.core.placement import Layout, P, R, Shard
+from autopar.core.plan import Program
+from autopar.ilp.space import Kinds
+from autopar.ops.analysis import find_atoms, is_legal, options_of
+from autopar.ops.dims import Dims
+from autopar.ops.equation import GATHERED
+from autopar.ops.rule import Strategy
+from autopar.proof.ranks import Meaning, distribute, run, total_gradient
+from autopar.proof.simulated import simulate, simulate_typed
+from autopar.rewrite.program import RankProgram, rewrite
+from tests.proof.models import Model, serial
+
+MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
+TRIES = 8  # illegal draws of a strategy, after which the operator is gathered
+FLOOR = 1e-3  # of the largest magnitude of the kind: true gradients can be 0
+LEAST = 1e-6  # and of all that is compared: inputs and weights are of order 1
+
+ROWS = [
+    "p_to_r",
+    "r_to_b",
+    "p_to_b",
+    "p_to_r_to_b",
+    "s_to_r",
+    "s_to_b",
+    "p_to_s",
+    "r_to_s",
+    "b_to_s",
+    "s_to_p",
+    "r_to_p",
+    "b_to_r",
+    "b_to_p",
+    "s_to_s",
+    "exchange",
+]
+
+
+# -- drawing ----------------------------------------------------------------------------------------------
+
+
+def draw_program(random: Random, graph: Graph, dims: Dims) -> Program:
+    """Strategies, stored layouts and paths, all at random."""
+    strategies = {item.name: draw_strategy(random, item, dims) for item in graph.operators}
+    return program_of(random, graph, dims, strategies)
+
+
+def forced(graph: Graph, dims: Dims, factors: Mapping[str, str]) -> Program:
+    """The operators that make the named tensors run by these factors on every axis, the others gathered."""
+    strategies = {}
+    for item in graph.operators:
+        factor = next((factors[name] for name in item.results if name in factors), GATHERED)
+        (option,) = (option for option in options_of(item, dims) if option.factor == factor)
+        strategies[item.name] = (option,) * len(dims.mesh.shape)
+    return program_of(Random(0), graph, dims, strategies)
+
+
+def program_of(random: Random, graph: Graph, dims: Dims, strategies: Mapping[str, Strategy]) -> Program:
+    """The strategies with stored layouts and paths at random."""
+    needs: dict[str, list[Layout]] = {name: [] for name in graph.specs}
+    sources: dict[str, Layout] = {}
+    for operation in graph.operators:
+        strategy = strategies[operation.name]
+        for index, name in enumerate(operation.operands):
+            needs[name].append(tuple(option.operands[index] for option in strategy))
+        for index, result in enumerate(operation.results):
+            if result:
+                sources[result] = tuple(option.results[index] for option in strategy)
+    for item in graph.inputs:
+        if item.mutated:
+            sources[item.name] = canonical(needs[item.name][0], differentiable=False)
+        else:
+            sources[item.name] = draw_layout(random, item.name, needs[item.name], dims)
+    outputs = {name: draw_output(random, name, graph, dims) for name in graph.outputs}
+    for name, layout in outputs.items():
+        needs[name].append(layout)
+    for buffer, value in graph.writes:
+        needs[value].append(sources[buffer])
+    prices: dict[tuple[str, int], float] = {}
+
+    def price(move: Move) -> float:
+        return prices.setdefault((effect(move).name, move.axis), random.choice((0.01, 0.1, 1.0, 3.0)))
+
+    moves = {
+        name: tree(
+            sources[name],
+            wanted,
+            price,
+            legal=lambda layout, name=name: dims.legal(name, layout),
+            differentiable=graph.specs[name].requires_grad,
+        )
+        for name, wanted in needs.items()
+    }
+    return Program(dims.mesh, {i.name: sources[i.name] for i in graph.inputs}, strategies, moves, outputs)
+
+
+def draw_strategy(random: Random, operation: Operator, dims: Dims) -> Strategy:
+    """A legal strategy; sharded options are drawn more often than there are of them."""
+    options = options_of(operation, dims)
+    sharded = [option for option in options if option.shards]
+    others = [option for option in options if not option.shards]
+    for _ in range(TRIES):
+        strategy = tuple(
+            random.choice(sharded if sharded and random.random() < 0.65 else others) for _ in dims.mesh.shape
+        )
+        if is_legal(operation, strategy, dims):
+            return strategy
+    (gathered,) = (option for option in options if option.factor == GATHERED)
+    return (gathered,) * len(dims.mesh.shape)
+
+
+def draw_layout(random: Random, name: str, needs: Sequence[Layout], dims: Dims) -> Layout:
+    """How an input is kept: whole, or split on any atom, as somebody takes it or not."""
+    shards = [Shard(dim, atom) for dim, atoms in enumerate(dims.atoms.of[name]) for atom in range(len(atoms))]
+    wanted = [tuple(item if isinstance(item, Shard) else R for item in layout) for layout in needs]
+    for _ in range(TRIES):
+        layout = tuple(random.choice((R, R, *shards)) for _ in dims.mesh.shape)
+        if wanted and random.random() < 0.5:
+            layout = random.choice(wanted)
+        if dims.legal(name, layout):
+            return layout
+    return (R,) * len(dims.mesh.shape)
+
+
+def draw_output(random: Random, name: str, graph: Graph, dims: Dims) -> Layout:
+    """The loss leaves as R or P, whatever else leaves as R or S."""
+    if name != graph.loss:
+        return draw_layout(random, name, [], dims)
+    return tuple(random.choice((R, R, P)) for _ in dims.mesh.shape)
+
+
+# -- the proof --------------------------------------------------------------------------------------------
+
+
+def prove(model: Model, program: Program, dims: Dims) -> tuple[float, str]:
+    """The largest relative error of loss, outputs, gradients and buffers, and where it is."""
+    graph, mesh = model.graph, dims.mesh
+    programs = [rewrite(graph, program, dims, rank=rank) for rank in range(mesh.num_devices)]
+    wanted = serial(model)
+    cotangents = {
+        name: torch.full_like(wanted[name], 1.0) if name == graph.loss else wanted[name].detach().cos()
+        for name in graph.outputs
+        if wanted[name].requires_grad
+    }
+    if cotangents:
+        torch.autograd.backward([wanted[name] for name in cotangents], list(cotangents.values()))
+    worst: tuple[float, str] = (0.0, "-")
+    for meaning in (simulate, simulate_typed):
+        worst = max(worst, _prove(model, program, dims, programs, wanted, cotangents, meaning))
+    return worst
+
+
+def _prove(
+    model: Model,
+    program: Program,
+    dims: Dims,
+    programs: Sequence[RankProgram],
+    wanted: Mapping[str, Tensor],
+    cotangents: Mapping[str, Tensor],
+    meaning: Meaning,
+) -> tuple[float, str]:
+    graph = model.graph
+    full = {
+        item.name: model.tensors[item.name].requires_grad_(item.spec.requires_grad) for item in graph.inputs
+    }
+    locals_ = distribute(full, program.inputs, dims)
+    torch.manual_seed(model.seed)
+    outputs = run(programs, locals_, meaning=meaning)
+    errors = Errors(dims)
+    count = len(graph.outputs)
+    for place, name in enumerate(graph.outputs):
+        errors.values(
+            "output", name, program.outputs[name], [local[place] for local in outputs], wanted[name]
+        )
+    for place, (buffer, value) in enumerate(graph.writes, start=count):
+        errors.values(
+            "buffer", buffer, program.inputs[buffer], [local[place] for local in outputs], wanted[value]
+        )
+    for item in graph.inputs:
+        if item.mutated:
+            shares = [local[item.name] for local in locals_]
+            errors.values("buffer", item.name, program.inputs[item.name], shares, wanted[item.name])
+    roots, seeds = [], []
+    for place, name in enumerate(graph.outputs):
+        if name in cotangents:
+            layout = program.outputs[name]
+            copies = replicas(layout, dims.mesh) if meaning is simulate else 1
+            for rank, local in enumerate(outputs):
+                part = dims.part(name, layout, dims.mesh.coordinate(rank))
+                roots.append(local[place])
+                seeds.append(part.take(cotangents[name]) / copies)
+    connected = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
+    if connected:
+        torch.autograd.backward([root for root, _ in connected], [seed for _, seed in connected])
+    for item in graph.inputs:
+        if item.spec.requires_grad:
+            theirs = wanted[item.name].grad
+            shares = [local[item.name] for local in locals_]
+            layout = program.inputs[item.name]
+            errors.gradient(item.name, layout, shares, theirs, typed=meaning is simulate_typed)
+    return errors.worst(meaning.__name__)
+
+
+def replicas(layout: Layout, mesh: Mesh) -> int:
+    """How many ranks hold one and the same part."""
+    return torch.Size(size for size, item in zip(mesh.shape, layout, strict=True) if item == R).numel()
+
+
+@dataclass
+class Errors:
+    """Absolute gaps of every tensor, judged by the magnitude of the tensor and of its kind."""
+
+    dims: Dims
+    gaps: list[tuple[str, str, float, float]] = field(default_factory=list)
+
+    def values(self, kind: str, name: str, layout: Layout, locals_: Sequence[Tensor], wanted: Tensor) -> None:
+        """Every rank's part, summed over the axes on which it is partial, is the serial one's."""
+        mesh, tensor = self.dims.mesh, name if name in self.dims.atoms.of else ""
+        partial = [axis for axis, item in enumerate(layout) if item == P]
+        for rank in range(mesh.num_devices):
+            mine = torch.stack([locals_[other].detach() for other in mesh.group(partial, rank)]).sum(0)
+            theirs = self.dims.part(tensor, layout, mesh.coordinate(rank)).take(wanted.detach())
+            self.add(kind, name, mine, theirs)
+
+    def gradient(
+        self, name: str, layout: Layout, locals_: Sequence[Tensor], wanted: Tensor | None, *, typed: bool
+    ) -> None:
+        """Typed, every rank holds its part's gradient; else the sum over ranks is the gradient."""
+        whole = torch.zeros(self.dims.graph.specs[name].shape, dtype=locals_[0].dtype)
+        theirs = whole if wanted is None else wanted
+        if not typed:
+            self.add("gradient", name, total_gradient(name, locals_, layout, self.dims), theirs)
+            return
+        for rank, local in enumerate(locals_):
+            mine = torch.zeros_like(local) if local.grad is None else local.grad
+            part = self.dims.part(name, layout, self.dims.mesh.coordinate(rank))
+            self.add("gradient", name, mine, part.take(theirs))
+
+    def add(self, kind: str, name: str, mine: Tensor, theirs: Tensor) -> None:
+        if mine.shape != theirs.shape:
+            self.gaps.append((kind, name, float("inf"), 0.0))
+        elif mine.numel():
+            a, b = mine.to(torch.float64), theirs.to(torch.float64)
+            gap = float((a - b).abs().max())
+            self.gaps.append((kind, name, float("inf") if gap != gap else gap, float(b.abs().max())))
+
+    def worst(self, meaning: str) -> tuple[float, str]:
+        largest: Counter[str] = Counter()
+        for kind, _, _, size in self.gaps:
+            largest[kind] = max(largest[kind], size)  # type: ignore[assignment]
+        return max(
+            (
+                (gap / max(size, FLOOR * largest[kind], LEAST), f"{kind} {name} ({meaning})")
+                for kind, name, gap, size in self.gaps
+            ),
+            default=(0.0, "-"),
+        )
+
+
+# -- what was drawn ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Histogram:
+    """In how many examples each mesh, kind of parallelism and row of the move table was met."""
+
+    examples: int = 0
+    meshes: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)
+    operators: Counter[str] = field(default_factory=Counter)
+
+    def add(self, model: Model, program: Program, dims: Dims) -> None:
+        self.examples += 1
+        self.meshes[str(dims.mesh)] += 1
+        self.operators.update({item.target._schema.name[6:] for item in model.graph.operators})
+        kinds = Kinds(model.graph, dims)
+        used = {
+            kinds.of(item, option)
+            for item in model.graph.operators
+            for option, size in zip(program.strategies[item.name], dims.mesh.shape, strict=True)
+            if size > 1
+        }
+        self.kinds.update(kind.value for kind in used if kind)
+        self.kinds.update({"replicated"} if used == {None} else ())
+        self.rows.update(rows(model.graph, program, dims))
+
+    def __str__(self) -> str:
+        def line(name: str, found: Counter[str]) -> str:
+            return f"  {name:<12}" + "  ".join(f"{key} {count}" for key, count in found.most_common())
+
+        return "\n".join(
+            [
+                f"{self.examples} programs of random strategies equal their serial models; met in:",
+                line("meshes", self.meshes),
+                line("kinds", self.kinds),
+                line("conversions", self.rows),
+                line("operators", self.operators),
+            ]
+        )
+
+
+def rows(graph: Graph, program: Program, dims: Dims) -> set[str]:
+    """Rows of the move table that the program takes, on axes where they do something."""
+    found = set()
+    for moves in program.moves.values():
+        real = [move for move in moves if dims.mesh.shape[move.axis] > 1]
+        found |= {effect(move).name for move in real}
+        into = {(move.axis, move.target) for move in real if effect(move).name == "p_to_r"}
+        if any((move.axis, move.source) in into for move in real if effect(move).name == "r_to_b"):
+            found.add("p_to_r_to_b")
+    written = rewrite(graph, program, dims, rank=0).graph
+    if any("exchange" in str(node.target) for node in written.nodes):
+        found.add("exchange")
+    return found
+
+
+def dims_of(model: Model, mesh: Mesh) -> Dims:
+    return Dims(model.graph, find_atoms(model.graph), mesh)
+
+
+def weights(graph: Graph) -> list[str]:
+    return [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]

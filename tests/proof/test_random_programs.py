@@ -1,0 +1,60 @@
+"""Any strategies, any layouts, any paths: the parallel program computes what the serial graph does."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.proof.models import draw_model
+from tests.proof.plans import MESHES, ROWS, Histogram, dims_of, draw_program, prove
+
+TOLERANCE = 1e-7  # normalising what hardly varies magnifies rounding; faults are as large as the values
+WEIGHTS = (4, 3, 3, 5, 3, 2, 1, 1, 1)  # how often each of MESHES is drawn
+
+
+def prove_random_programs(count: int, *, repeat: bool) -> Histogram:
+    """Draw and prove `count` programs; the same ones each time with `repeat`."""
+    met = Histogram()
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=repeat,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.randoms(use_true_random=False, note_method_calls=False))
+    def check(random: Random) -> None:
+        model = draw_model(random)
+        (mesh,) = random.choices(MESHES, WEIGHTS)
+        dims = dims_of(model, mesh)
+        program = draw_program(random, model.graph, dims)
+        error, where = prove(model, program, dims)
+        text = f"{where}: {error:.3g} on {mesh}\n{model}\n"
+        assert error < TOLERANCE, text + "\n".join(
+            f"{name}: {[str(option) for option in strategy]}" for name, strategy in program.strategies.items()
+        )
+        met.add(model, program, dims)
+
+    check()
+    return met
+
+
+def test_random_programs_equal_serial(capsys: pytest.CaptureFixture[str]) -> None:
+    met = prove_random_programs(300, repeat=True)
+    with capsys.disabled():
+        print(f"\n{met}")
+    assert met.examples >= 300
+
+
+@pytest.mark.long
+def test_many_random_programs_equal_serial(capsys: pytest.CaptureFixture[str]) -> None:
+    met = prove_random_programs(2500, repeat=False)
+    with capsys.disabled():
+        print(f"\n{met}")
+    assert met.examples >= 2000
+    rare = {row: met.rows[row] for row in ROWS if met.rows[row] < 50}
+    assert not rare, f"rows of the move table that were hardly met: {rare}"
