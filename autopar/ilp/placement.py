@@ -31,13 +31,15 @@ lower bound for all plans.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.convert.table import Action, canonical, effect, moves
+from autopar.convert.path import interesting
+from autopar.convert.table import canonical, moves
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
-from autopar.core.placement import Broadcast, Layout, Placement, R
+from autopar.core.placement import B, Broadcast, Layout, Placement, R, Shard
 from autopar.cost.prices import Prices
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
@@ -223,7 +225,12 @@ class Problem:
             else (lambda move: self.prices.move(tensor.name, move))
         )
         shared = len(uses) > 1
-        arcs_of = [[] if fixed else self.arcs(tensor.name, sources, use, alone=not shared) for use in uses]
+        needs = itertools.chain(sources, *(use.needs for use in uses))
+        learns = self.canonical(tensor.name, (B,)) == (B,)
+        targets = interesting(needs, differentiable=learns)
+        arcs_of = [
+            [] if fixed else self.arcs(tensor.name, sources, use, targets, alone=not shared) for use in uses
+        ]
         paid: dict[Move, int] = {}
         for arcs in arcs_of:
             for move in arcs:
@@ -312,22 +319,26 @@ class Problem:
 
     # -- moves ----------------------------------------------------------------------------------------
 
-    def arcs(self, name: str, sources: Marginal, use: Use, *, alone: bool) -> list[Move]:
+    def arcs(
+        self, name: str, sources: Marginal, use: Use, targets: Sequence[tuple[Placement, ...]], *, alone: bool
+    ) -> list[Move]:
         """Moves that a flow from `sources` to the use's needs can take.
 
-        Targets are what the needs have on an axis, and R, through which illegal changes go. Into an
-        operator that computes next to nothing only layouts that it cannot take are converted: any other
-        conversion is as cheap behind it, or, before an elementwise operator, is a slice that spares work.
+        Targets are what anybody makes or needs on an axis, so that uses can share a way, and the hubs
+        R, P and B, through which changes lead that are illegal or, on some links, slower.
+
+        Into an operator that only hands the tensor on, layouts that it can take are not converted: that
+        is as cheap behind it. Before an elementwise operator those that end in shards stay, because they
+        spare it work.
         """
-        targets = self.targets(use)
-        through, view = self.passes(use) if alone else (False, False)
+        through, view = self.passes(name, use) if alone else (False, False)
         waiting = list(sources)
         seen, found = set(waiting), []
         while waiting:
             layout = waiting.pop()
             settled = through and layout in use.needs
-            for move in moves(layout, targets):
-                if settled and (view or effect(move).forward is not Action.COPY):
+            for move in moves(layout, tuple(targets)):
+                if settled and (view or not isinstance(move.placements[1], Shard)):
                     continue
                 if not self.prices.dims.legal(name, move.target):
                     continue
@@ -337,17 +348,18 @@ class Problem:
                     waiting.append(move.target)
         return _leading_to(set(use.needs), found)
 
-    def targets(self, use: Use) -> tuple[tuple[Placement, ...], ...]:
-        columns = zip(*use.needs, strict=True)
-        return tuple(tuple(dict.fromkeys((R, *sorted(set(column), key=str)))) for column in columns)
+    def passes(self, name: str, use: Use) -> tuple[bool, bool]:
+        """Whether the user only hands the tensor on, as one of equal size, and whether it is a mere view.
 
-    def passes(self, use: Use) -> tuple[bool, bool]:
-        """Whether the user computes next to nothing, and whether it is a mere view."""
-        if use.consumer is None:
+        A weight's conversions cost less than those of a view of it: gradients are summed in buckets.
+        """
+        if use.consumer is None or self.is_parameter(name):
             return False, False
         operation = self.operators[use.consumer]
-        rule = rule_of(operation)
-        if len(operation.operands) != 1:
+        rule, specs = rule_of(operation), self.graph.specs
+        if len(operation.operands) != 1 or len(operation.results) != 1:
+            return False, False
+        if specs[name].nbytes != specs[operation.results[0] or name].nbytes:
             return False, False
         view = isinstance(rule, (Reshape, Split, Permute, Expand))
         return view or isinstance(rule, (Pointwise, Dropout)), view
