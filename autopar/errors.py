@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 
 class AutoparError(Exception):
@@ -17,6 +18,11 @@ class AutoparError(Exception):
     def __init__(self, *, where: str, found: str, wanted: str, remedy: str) -> None:
         self.where, self.found, self.wanted, self.remedy = where, found, wanted, remedy
         super().__init__(f"{where}: found {found}, wanted {wanted}; {remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rank 0 sends its errors to the others."""
+        fields = {name: value for name, value in vars(self).items() if not name.startswith("__")}
+        return partial(type(self), **fields), ()
 
     def as_dict(self) -> dict[str, str]:
         """The error as the command line's JSON shows it."""

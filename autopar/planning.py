@@ -115,6 +115,7 @@ def measure_operators(
     *,
     database: Database,
     progress: Progress | None = None,
+    company: Company | None = None,
 ) -> int:
     """Measure the calls of the plan that estimates find best, and of every pure strategy, on every mesh.
 
@@ -132,7 +133,7 @@ def measure_operators(
         for force in (None, *Parallelism):
             with contextlib.suppress(InfeasibleError):
                 calls += _calls(graph, (problem, problem.solve(force, deadline, cap=None)))
-    model = model.measure(calls, database, progress)
+    model = model.measure(calls, database, progress, company)
     return len({call.key() for call in calls} & model.measured.keys())
 
 

@@ -1,39 +1,40 @@
 """`autopar profile`: measure this machine's collectives, and a target's operators, into the database.
 
-Collectives run on as many real processes as the cluster has, for every size of group that a mesh can
-have; all groups of one size talk at the same time, as they do in a program.
+    rank 0   collectives ── operators of its plans ── plan by the new numbers
+    rank 1   collectives ── the same operators
+
+Everything runs on as many real processes as the cluster has, at the same time, as in a step.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from autopar.agree import agree
 from autopar.cluster import ClusterSpec
-from autopar.core.costs import Collective
+from autopar.core.graph import Graph
 from autopar.core.plan import Plan
-from autopar.cost.model import setting_of
-from autopar.errors import InputError
+from autopar.cost import links
+from autopar.cost.model import Company, setting_of
+from autopar.errors import AutoparError, InputError
 from autopar.planning import Request, measure_operators, search
 from autopar.runtime import worker
 from autopar.runtime.launch import run_function
-from autopar.target import Target
+from autopar.target import Target, load_target
 from autopar.trace import trace
 from autopar.units import show_bytes, show_seconds
-from costdb.collective_profiler import measure_collective
 from costdb.database import Database
 from costdb.measurement import CollectiveMeasurement
 from costdb.setting import Setting
 
-SIZES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB: a straight line between each two
-BUDGET = 0.1  # seconds for one collective at one size, beside its warm-up
+SIZES = (1 << 10, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20, 64 << 20)  # bytes of the full tensor
+TIMEOUT = timedelta(minutes=10)
 
 
 class Bar(Protocol):
@@ -85,6 +86,18 @@ class Profile:
         return "\n".join(rows)
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank is told; `source` is the target's, None for collectives only."""
+
+    cluster: ClusterSpec
+    points: list[links.Point]
+    database: str
+    source: str | None
+    request: Request
+    bar: Bar
+
+
 def profile(
     cluster: ClusterSpec, database: Database, *, target: Target | None = None, request: Request, bar: Bar
 ) -> Profile:
@@ -97,53 +110,45 @@ def profile(
             wanted="processes on the CPU",
             remedy="GPUs are priced by their data sheets and the cluster's links",
         )
-    setting = setting_of(cluster)
-    found: tuple[CollectiveMeasurement, ...] = ()
-    if cluster.num_devices > 1:
-        found = tuple(
-            run_function(measure_rank, cluster.num_devices, group_sizes(cluster), setting.threads, bar)[0]
-        )
-        database.write_collectives(setting, found)
-    if target is None:
-        return Profile(str(database.path), setting, found, 0, None)
-    graph = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn).graph
-    with bar.shown():
-        count = measure_operators(graph, cluster, request, database=database, progress=bar)
-        plan = search(
-            graph, cluster, replace(request, alternatives=False), database=database, progress=bar
-        ).plan
-    return Profile(str(database.path), setting, found, count, plan)
-
-
-def group_sizes(cluster: ClusterSpec) -> tuple[int, ...]:
-    """Every number of ranks that one or more axes of some mesh have together."""
-    found = {
-        math.prod(chosen)
-        for mesh in cluster.meshes()
-        for count in range(1, len(mesh.shape) + 1)
-        for chosen in itertools.combinations(mesh.shape, count)
-    }
-    return tuple(sorted(found))
-
-
-def measure_rank(sizes: Iterable[int], threads: int, bar: Bar) -> list[CollectiveMeasurement]:
-    """One rank's part of measuring; the same numbers on every rank of a group."""
-    torch.set_num_threads(threads)
-    worker.init()
-    groups = [(size, _group(size)) for size in sizes]
-    jobs = [(size, group, kind, nbytes) for size, group in groups for kind in Collective for nbytes in SIZES]
-    found = []
-    with bar.shown() if dist.get_rank() == 0 else nullcontext():
-        for number, (size, group, kind, nbytes) in enumerate(jobs):
-            if dist.get_rank() == 0:
-                bar(number, len(jobs), f"{kind.value} of {show_bytes(nbytes)} over {size}")
-            found.append(measure_collective(kind, nbytes, group, budget=BUDGET))
-            dist.barrier()
+    if target is not None:
+        _graph(target)  # what cannot be traced is bad input, and no worker's failure
+    points = links.wanted(cluster, SIZES)
+    job = Job(cluster, points, str(database.path), target.source if target else None, request, bar)
+    found = run_function(profile_rank, cluster.num_devices, job)[0]
+    if isinstance(found, AutoparError):
+        raise found
     return found
 
 
-def _group(size: int) -> Any:
-    """This rank's group of `size` neighbours."""
-    starts = range(0, dist.get_world_size(), size)
-    mine, _ = dist.new_subgroups_by_enumeration([list(range(start, start + size)) for start in starts])
-    return mine
+def profile_rank(job: Job) -> Profile | AutoparError:
+    """One rank's part; the same profile, or error, on every rank."""
+    worker.init()
+    setting = setting_of(job.cluster)
+    torch.set_num_threads(setting.threads)
+    first = dist.get_rank() == 0
+    try:
+        with job.bar.shown() if first else nullcontext():
+            collectives = links.measure(job.points, TIMEOUT, job.bar)
+            return agree(lambda company: _store(job, setting, collectives, company), job.cluster)
+    except AutoparError as error:
+        return error
+
+
+def _store(job: Job, setting: Setting, collectives: list[CollectiveMeasurement], company: Company) -> Profile:
+    """On rank 0: write the collectives, measure operators in company, and plan."""
+    with Database.open(job.database) as database:
+        database.write_collectives(setting, collectives)
+        empty = Profile(job.database, setting, tuple(collectives), 0, None)
+        if job.source is None:
+            return empty
+        graph = _graph(load_target(job.source))
+        count = measure_operators(
+            graph, job.cluster, job.request, database=database, progress=job.bar, company=company
+        )
+        request = replace(job.request, alternatives=False)
+        found = search(graph, job.cluster, request, database=database, progress=job.bar, company=company)
+    return replace(empty, operators=count, plan=found.plan)
+
+
+def _graph(target: Target) -> Graph:
+    return trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn).graph

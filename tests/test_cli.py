@@ -17,6 +17,7 @@ import pytest
 
 import autopar
 from autopar.cli import finite, main
+from autopar.core.costs import Collective
 from autopar.errors import InputError
 from autopar.runtime import launch
 
@@ -213,6 +214,26 @@ def test_run_wants_a_script_and_a_cluster_of_this_machine(
     )
     code, found = command(capsys, "run", str(TARGETS), "--cluster", str(cluster))
     assert code == 2 and found["error"]["found"] == "2 nodes" and "torchrun" in found["error"]["remedy"]
+
+
+# profile
+
+
+def test_profile_measures_what_planning_then_reads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.profile.SIZES", (4096, 65536))
+    path = tmp_path / "costs.sqlite"
+    words = (f"{TARGETS}:mlp", *LOCAL, "--mesh", "2", "--costdb", str(path))
+    code, found = command(capsys, "profile", *words)
+    assert code == 0 and found["database"] == str(path)
+    assert {item["kind"] for item in found["collectives"]} == {kind.value for kind in Collective}
+    assert {(item["ranks"], item["bytes"]) for item in found["collectives"]} == {(2, 4096), (2, 65536)}
+    assert all(item["seconds"] > 0 for item in found["collectives"])
+    assert found["operators"] >= 4 and found["measured_share"] == 1.0
+    for force in ("batch", "filter", "channel"):  # the pure strategies are measured too
+        _, plan = command(capsys, "plan", *words, "--no-measure", "--force", force)
+        assert plan["measured_share"] > 0.99, force
 
 
 # Bad input

@@ -10,7 +10,7 @@ Groups smaller than the world are timed all at once, as the groups of one axis w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import combinations
 from typing import assert_never
@@ -23,6 +23,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.costs import Collective
 from autopar.core.mesh import Mesh
 from autopar.runtime import groups, transport
+from autopar.units import show_bytes
 from costdb.collective_profiler import measure_collective
 from costdb.measurement import CollectiveMeasurement
 
@@ -31,9 +32,10 @@ BUDGET = 0.03  # seconds for one kind, size and group, beside its warm-up
 ROWS = 8  # length of the dim before the split one
 
 Point = tuple[int, Collective, int]  # ranks, kind, bytes
+Progress = Callable[[int, int, str], None]  # done, all, what
 
 
-def wanted(cluster: ClusterSpec) -> list[Point]:
+def wanted(cluster: ClusterSpec, nbytes: Sequence[int] = SIZES) -> list[Point]:
     """What plans on one node need: every kind and size for every group that a mesh has."""
     sizes = {
         math.prod(mesh.shape[axis] for axis in axes)
@@ -41,19 +43,23 @@ def wanted(cluster: ClusterSpec) -> list[Point]:
         for count in range(1, len(mesh.shape) + 1)
         for axes in combinations(mesh.axes, count)
     }
-    return [(size, kind, nbytes) for size in sorted(sizes - {1}) for kind in Collective for nbytes in SIZES]
+    return [(size, kind, each) for size in sorted(sizes - {1}) for kind in Collective for each in nbytes]
 
 
-def measure(points: list[Point], timeout: timedelta) -> list[CollectiveMeasurement]:
+def measure(
+    points: list[Point], timeout: timedelta, progress: Progress | None = None
+) -> list[CollectiveMeasurement]:
     """Measure `points`; collective, with the same answer on every rank."""
     world = dist.get_world_size()
-    found = []
+    found: list[CollectiveMeasurement] = []
     for size in sorted({point[0] for point in points}):
         mesh = Mesh((world,) if size == world else (world // size, size))
         key = mesh.key((len(mesh.shape) - 1,))
         groups.setup(mesh, [key], timeout=timeout)
         group = groups.group(key)
         for _, kind, nbytes in (point for point in points if point[0] == size):
+            if progress:
+                progress(len(found), len(points), f"{kind.value} of {show_bytes(nbytes)} over {size}")
             run = _move(kind, nbytes, key)
             found.append(measure_collective(kind, nbytes, group, budget=BUDGET, run=run))
     return found

@@ -96,8 +96,6 @@ class CostModel:
         if company:
             company(list(missing.values()))
         found = measure_calls(missing.values(), self.setting.threads, progress)
-        if progress:
-            progress(len(missing), len(missing), "measured")
         if database:
             database.write_operators(self.setting, found.values())
         ratios: dict[str, list[tuple[float, float]]] = {}
@@ -132,6 +130,8 @@ def measure_calls(
                 progress(number, len(calls), str(call.target))
             with suppress(CostMissingError):
                 found[call.key()] = measure(call, "cpu", budget=OPERATOR_BUDGET)
+    if progress:
+        progress(len(calls), len(calls), "measured")
     return found
 
 

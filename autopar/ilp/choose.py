@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.convert.path import tree
 from autopar.convert.table import canonical
@@ -24,6 +24,7 @@ from autopar.units import show_bytes
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 MEMORY_ROUNDS = 8
+LEAST_SECONDS = 30.0  # for the plan of least memory, which an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +57,27 @@ def choose(
 
     Raises InfeasibleError if no plan meets the cap, SolverError if the time limit passed without an
     incumbent. The linear memory rows leave out short-lived tensors, so the exact replay of the answer
-    tightens them until it fits.
+    tightens them until it fits; the bound stays that of the rows before. Where they are tightened too
+    far, the plan of least memory is left.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    rows_cap = cap
-    for _ in range(MEMORY_ROUNDS):
-        solution = _solve_once(graph, prices, space, folding, cap=rows_cap, gap=gap, deadline=deadline)
-        if cap is None or solution.peak.nbytes <= cap:
-            return solution
-        assert rows_cap is not None
+    first = solution = _solve_once(graph, prices, space, folding, cap=cap, gap=gap, deadline=deadline)
+    rows_cap, rounds = cap or 0, 1
+    while solution and cap is not None and solution.peak.nbytes > cap:
         rows_cap -= max(solution.peak.nbytes - cap, cap // 200)
-        if rows_cap <= 0:
-            break
-    raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
+        rounds += 1
+        solution = (
+            _solve_once(graph, prices, space, folding, cap=rows_cap, gap=gap, deadline=deadline)
+            if rows_cap > 0 and rounds <= MEMORY_ROUNDS
+            else None
+        )
+    if solution is first and first is not None:
+        return first
+    thrifty = solution or least(graph, prices, space, folding)
+    if first is None or thrifty is None or thrifty.peak.nbytes > (cap or 0):
+        raise infeasible(graph, prices, cap or 0, thrifty.peak.nbytes if thrifty else -1)
+    found = replace(thrifty, bound=min(first.bound, thrifty.seconds))
+    return replace(found, status="gap_limit") if found.status == "optimal" and found.gap > gap else found
 
 
 def _solve_once(
@@ -80,20 +89,22 @@ def _solve_once(
     cap: int | None,
     gap: float,
     deadline: float | None,
-) -> Solution:
+) -> Solution | None:
+    """The answer of one program, None if it is infeasible."""
+
     def left() -> float | None:
         return None if deadline is None else max(0.1, deadline - time.monotonic())
 
     problem = Problem(graph, prices, space, folding, cap=cap)
     answer = solve(problem.lp, relaxed=True, time_limit=left())
     if answer.status == "infeasible":
-        raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
+        return None
     bound = answer.bound
     if not _is_integral(problem, answer):
         answer = solve(problem.lp, gap=gap, time_limit=left())
         bound = max(bound, answer.bound)
     if answer.status == "infeasible":
-        raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
+        return None
     if answer.values is None:
         raise SolverError(
             where="solver",
@@ -126,17 +137,19 @@ def _is_integral(problem: Problem, answer: Answer) -> bool:
     return all(min(value, abs(1 - value)) < INTEGRAL for value in whole)
 
 
-def least(graph: Graph, prices: Prices, space: Space, folding: Folding) -> int:
-    """The least peak memory of any plan in `space`, by its linear rows and an exact replay."""
+def least(graph: Graph, prices: Prices, space: Space, folding: Folding) -> Solution | None:
+    """The plan of least memory in `space`, by its linear rows; None if the solver finds none in time."""
     problem = Problem(graph, prices, space, folding, cap=1 << 60)
     problem.lp.rows.pop()
     problem.lp.costs = [0.0] * len(problem.lp.costs)
     for nbytes, variable in problem.memory:
         problem.lp.costs[variable] += nbytes / 2**30
-    answer = solve(problem.lp, gap=1e-3, time_limit=30.0)
+    answer = solve(problem.lp, gap=1e-3, time_limit=LEAST_SECONDS)
     if answer.values is None:
-        return -1
-    return peak_memory(graph, prices, read(problem, answer)).nbytes
+        return None
+    program = read(problem, answer)
+    seconds = total_seconds(graph, prices, program)
+    return Solution(program, seconds, 0.0, "gap_limit", peak_memory(graph, prices, program))
 
 
 def infeasible(graph: Graph, prices: Prices, cap: int, minimum: int) -> InfeasibleError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from autopar.convert.table import canonical
@@ -83,7 +83,7 @@ class Kinds:
         return any(isinstance(item, Shard) and name in self.weights for name, item in pairs)
 
     def _components(self, operation: Operator, option: Option) -> set[Atom]:
-        return {self.dims.component(name, item) for name, item in _shards(operation, option)}
+        return {self.dims.component(name, item) for name, item in _placed(operation, option)}
 
     def room(self, operation: Operator, wanted: Parallelism) -> int:
         """On how many axes of two or more devices (of one, if there are no others) the operator could
@@ -118,15 +118,7 @@ class Kinds:
 
     def _length(self, operation: Operator, option: Option) -> int:
         """The factor's extent: that of the shortest dim that it runs through."""
-        return min(self.dims.atoms.of[name][item.dim][item.atom] for name, item in _shards(operation, option))
-
-
-def _shards(operation: Operator, option: Option) -> Iterator[tuple[str, Shard]]:
-    """Every tensor that the option shards."""
-    operands = zip(operation.operands, option.operands, strict=True)
-    for name, item in (*operands, *zip(operation.results, option.results, strict=True)):
-        if name is not None and isinstance(item, Shard):
-            yield name, item
+        return min(self.dims.atoms.of[name][item.dim][item.atom] for name, item in _placed(operation, option))
 
 
 Pins = Mapping[str, Sequence[str | None]]  # layer or operator name -> a factor, or None, for each axis
