@@ -176,7 +176,7 @@ def profile(
 
 # -- streams and exit codes -----------------------------------------------------------------------------
 
-(UsageError,) = typer.BadParameter.__bases__  # of the click that this typer carries or imports
+UsageError: Any = typer.BadParameter.__bases__[0]  # of the click that this typer carries or imports
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

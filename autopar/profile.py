@@ -46,7 +46,7 @@ class Bar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured: collectives, and how many operator calls; `plan` is the target's by these numbers."""
+    """What was measured; `operators` are calls, and `plan` is the target's by these numbers."""
 
     database: str
     setting: Setting
@@ -73,13 +73,14 @@ class Profile:
     def __str__(self) -> str:
         rows = [f"{self.database}: {self.setting.fingerprint}, {self.setting.threads} threads a process"]
         rows += [
-            f"{item.kind.value:<14} over {item.size} ranks {show_bytes(item.nbytes):>9} {show_seconds(item.seconds):>9}"
+            f"{item.kind.value:<14} over {item.size} ranks  "
+            f"{show_bytes(item.nbytes):>9}  {show_seconds(item.seconds):>9}"
             for item in self.collectives
         ]
         if self.plan:
             rows.append(
-                f"{self.operators} operator calls; by them a step takes {show_seconds(self.plan.step_seconds)}, "
-                f"{self.plan.measured_share:.0%} of its compute is measured"
+                f"{self.operators} operator calls; a step will take {show_seconds(self.plan.step_seconds)}, "
+                f"{self.plan.measured_share:.0%} of its compute measured"
             )
         return "\n".join(rows)
 

@@ -32,7 +32,7 @@ class ProgressBar:
             yield
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
             self._shown = (progress, progress.add_task("measuring", total=None))
             try:
                 yield

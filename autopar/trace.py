@@ -27,7 +27,6 @@ from autopar.core.graph import (
     Operator,
     Ref,
     TensorSpec,
-    map_refs,
     memory_order,
     refs,
 )
@@ -41,6 +40,7 @@ from autopar.signature import (
     flatten_results,
     split_for_loss,
 )
+from autopar.simplify import without_dead_code, without_identities
 
 aten = torch.ops.aten
 
@@ -153,7 +153,7 @@ class _Builder:
             loss=None if loss_index is None else names[loss_index],
             notes=tuple(self.notes),
         )
-        return _without_dead_code(_without_identities(graph))
+        return without_dead_code(without_identities(graph))
 
     # -- inputs ---------------------------------------------------------------------------------
 
@@ -379,72 +379,6 @@ def _input_name(kind: InputKind, target: str, *, taken: dict[str, TensorSpec]) -
     return name
 
 
-# Operators that give their operand back when shape, dtype and gradient stay as they are.
-_IDENTITIES = {
-    "alias", "broadcast_tensors", "clone", "contiguous", "detach", "dropout", "expand", "flatten",
-    "lift_fresh_copy", "positive", "reshape", "slice", "squeeze", "to", "_to_copy", "type_as", "view",
-}  # fmt: skip
-
-
-def _without_identities(graph: Graph) -> Graph:
-    """Drop operators that change nothing, and empty operands of cat."""
-    same: dict[str, str] = {}
-    kept: list[Operator] = []
-    for item in graph.operators:
-        renamed = map_refs((item.args, item.kwargs), lambda ref: Ref(same.get(ref.name, ref.name)))
-        args, kwargs = _nonempty_cat(item, renamed[0], graph.specs), renamed[1]
-        operation = replace(item, args=args, kwargs=kwargs)
-        if _changes_nothing(operation, graph.specs):
-            pairs = zip(operation.results, operation.operands, strict=False)
-            same.update((result, operand) for result, operand in pairs if result)
-        else:
-            kept.append(operation)
-    return replace(
-        graph,
-        operators=tuple(kept),
-        outputs=tuple(same.get(name, name) for name in graph.outputs),
-        writes=tuple((buffer, same.get(name, name)) for buffer, name in graph.writes),
-        loss=same.get(graph.loss, graph.loss) if graph.loss else None,
-    )
-
-
-def _changes_nothing(item: Operator, specs: dict[str, TensorSpec]) -> bool:
-    name = item.target._schema.name.split("::")[1]
-    if name == "cat" and len(item.operands) == 1 and item.results[0]:
-        return specs[item.operands[0]] == specs[item.results[0]]
-    if name not in _IDENTITIES or not item.operands:
-        return False
-    if name == "dropout" and item.args[2] and item.args[1]:
-        return False
-    pairs = list(zip(item.results, item.operands, strict=False))
-    if name == "broadcast_tensors":  # each result is its own operand's view, with its gradient or none
-        return all(result and specs[result].shape == specs[operand].shape for result, operand in pairs)
-    alike = all(result and specs[result] == specs[operand] for result, operand in pairs)
-    return alike and len(pairs) == len(item.results)
-
-
-def _nonempty_cat(item: Operator, args: tuple[Any, ...], specs: dict[str, TensorSpec]) -> tuple[Any, ...]:
-    if item.target is not aten.cat.default:
-        return args
-    full = [ref for ref in args[0] if specs[ref.name].shape != (0,)]
-    return (full or args[0], *args[1:])
-
-
-def _without_dead_code(graph: Graph) -> Graph:
-    """Operators whose results nobody needs, except those that write running statistics."""
-    needed = set(graph.outputs) | {value for _, value in graph.writes}
-    mutated = {item.name for item in graph.inputs if item.mutated}
-    kept: list[Operator] = []
-    for operation in reversed(graph.operators):
-        if needed.intersection(operation.results) or mutated.intersection(operation.operands):
-            kept.append(operation)
-            needed.update(operation.operands)
-    inputs = tuple(i for i in graph.inputs if i.kind is not InputKind.CONSTANT or i.name in needed)
-    live = needed | {name for item in kept for name in item.results if name} | {i.name for i in inputs}
-    specs = {name: spec for name, spec in graph.specs.items() if name in live}
-    return replace(graph, inputs=inputs, operators=tuple(reversed(kept)), specs=specs)
-
-
 # -- the user's own words -----------------------------------------------------------------------------
 
 
@@ -454,14 +388,15 @@ def _module_of(node: fx.Node) -> str:
     return re.sub(r"^model(\.|$)", "", re.sub(r"@\d+$", "", str(path)))
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a source file is autopar's, torch's or Python's own: not the user's."""
     ours = file.startswith((__file__.rsplit("/", 1)[0] + "/", sysconfig.get_path("stdlib") + "/"))
     return ours or "site-packages" in file or "/torch/" in file or file.startswith("<")
 
 
 def _frames(text: str) -> Iterator[str]:
     for file, line, code in re.findall(r'File "([^"]+)", line (\d+), in \S+\s*\n\s*([^\n]*)', text):
-        if not _is_library(file):
+        if not is_library(file):
             yield f"{file}:{line}: {code.strip()}"
 
 
@@ -472,7 +407,7 @@ def _source_of(node: fx.Node) -> str:
 def user_line(error: BaseException) -> str:
     """The innermost line of the user's own code in the traceback of `error`."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not _is_library(frame.filename):
+        if not is_library(frame.filename):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return next(reversed(list(_frames(str(error)))), "the model's forward")
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from autopar.core.graph import InputKind, TensorSpec
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
 from autopar.core.placement import Layout
+
+if TYPE_CHECKING:
+    from torch import fx
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,11 @@ Layout: TypeAlias = tuple[Placement, ...]
 R, P, B = Replicate(), Partial(), Broadcast()
 
 
+def replicated(num_axes: int) -> Layout:
+    """The layout of a tensor that nothing shards."""
+    return (R,) * num_axes
+
+
 def show(layout: Layout) -> str:
     """A layout as the plan prints it: `S(0)·R`."""
     return "·".join(map(str, layout))

@@ -96,6 +96,8 @@ class CostModel:
         if company:
             company(list(missing.values()))
         found = measure_calls(missing.values(), self.setting.threads, progress)
+        if progress:
+            progress(len(missing), len(missing), "measured")
         if database:
             database.write_operators(self.setting, found.values())
         ratios: dict[str, list[tuple[float, float]]] = {}

@@ -18,7 +18,7 @@ import autopar.runtime.random  # noqa: F401  (registers the operators that rules
 from autopar.cluster import ClusterSpec
 from autopar.convert.table import Action, effect
 from autopar.core.costs import Collective, DeviceModel, OperatorCost
-from autopar.core.graph import Call, Graph, Operator, TensorSpec, map_refs
+from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec, map_refs
 from autopar.core.mesh import parse_key
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
@@ -37,6 +37,7 @@ _COLLECTIVE = {
     Action.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
     Action.ALL_TO_ALL: Collective.ALL_TO_ALL,
 }
+TIE = 1e-3  # of the time to write what is kept: too little to change which plan is fastest
 BUCKET_BYTES = 25 << 20  # gradients summed together share one latency; DistributedDataParallel's default
 
 
@@ -65,10 +66,11 @@ class Price:
     flops: int
     calls: tuple[Call, ...]
     kept: Kept
+    tie: float = 0.0  # seconds that only break ties: of equally fast plans the one that keeps less
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.communication
+        return self.compute + self.communication + self.tie
 
 
 @dataclass(slots=True)
@@ -88,6 +90,11 @@ class Prices:
     _moves: dict[Any, float] = field(default_factory=dict)
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
+    _parameters: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        parameters = (item.name for item in self.graph.inputs if item.kind is InputKind.PARAMETER)
+        self._parameters = frozenset(parameters)
 
     @property
     def device(self) -> DeviceModel:
@@ -142,6 +149,7 @@ class Prices:
             coordinate=self._place,
             emitter=emitter,
             values=values,
+            exact_random=False,
         )
         try:
             results = rule_of(operation).lower(site)
@@ -158,9 +166,15 @@ class Prices:
         talk = sum(self._inner(target, args, spec) for target, args, spec in emitter.collectives)
         work = sum(flops(item) for item in local)
         kept = _kept(emitter, values, results, self.device.kind)
-        return Price(
-            compute, talk, missing, work, local, kept if self.training else Kept(aliases=kept.aliases)
+        if not self.training:
+            return Price(compute, talk, missing, work, local, Kept(aliases=kept.aliases))
+        sizes = (
+            emitter.meta[values[index]].numel() * emitter.meta[values[index]].element_size()
+            for index in kept.operands
+            if operation.operands[index] not in self._parameters
         )
+        tie = TIE * (sum(sizes) + kept.extra_bytes) / self.device.bandwidth
+        return Price(compute, talk, missing, work, local, kept, tie)
 
     def _seconds(self, item: OperatorCost) -> float:
         backward = item.backward_seconds if self.training else 0.0

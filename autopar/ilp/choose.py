@@ -11,7 +11,7 @@ from autopar.convert.path import tree
 from autopar.convert.table import canonical
 from autopar.core.graph import Graph
 from autopar.core.move import Move
-from autopar.core.placement import Layout
+from autopar.core.placement import Layout, replicated
 from autopar.core.plan import Program
 from autopar.cost.memory import Peak, peak_memory
 from autopar.cost.prices import Prices
@@ -141,23 +141,19 @@ def least(graph: Graph, prices: Prices, space: Space, folding: Folding) -> int:
 
 def infeasible(graph: Graph, prices: Prices, cap: int, minimum: int) -> InfeasibleError:
     """Says the least that would do and which inputs and layers hold it."""
-    sizes = {item.target: prices.state_bytes(item.name, prices_layout(prices)) for item in graph.inputs}
+    sizes = {
+        item.target: prices.state_bytes(item.name, replicated(len(prices.dims.mesh.shape)))
+        for item in graph.inputs
+    }
     largest = sorted(sizes.items(), key=lambda pair: -pair[1])[:3]
     return InfeasibleError(
         where="memory cap",
         found=f"{show_bytes(cap)} per device",
-        wanted=f"at least {show_bytes(minimum)}" if minimum >= 0 else "more",
+        wanted=f"at least {show_bytes(minimum)} ({minimum} bytes)" if minimum >= 0 else "more",
         remedy="raise --memory or use more devices; the largest are "
         + ", ".join(f"{name} ({show_bytes(nbytes)} unsharded)" for name, nbytes in largest),
         least=minimum if minimum >= 0 else None,
     )
-
-
-def prices_layout(prices: Prices) -> Layout:
-    """The layout of a tensor that nothing shards."""
-    from autopar.core.placement import R
-
-    return (R,) * len(prices.dims.mesh.shape)
 
 
 # -- reading the answer -------------------------------------------------------------------------------------
@@ -173,14 +169,12 @@ def read(problem: Problem, answer: Answer) -> Program:
         for name, x in problem.x.items()
     }
     strategies = {item.name: picked[folding.class_of[item.name]] for item in graph.operators}
-    whole = prices_layout(problem.prices)
     inputs: dict[str, Layout] = {item.name: problem.space.inputs[item.name][0] for item in graph.inputs}
     for tensor in problem.tensors:
         choices = problem.input_layouts.get(tensor.name)
         if choices:
             layout = max(choices, key=lambda item: values[choices[item]])
             inputs |= dict.fromkeys(tensor.members, layout)
-    del whole
     outputs = dict(problem.space.outputs)
     moves: dict[str, tuple[Move, ...]] = {}
     for tensor in problem.tensors:

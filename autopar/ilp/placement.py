@@ -27,17 +27,22 @@ over the N repetitions, and a use that the first or last repetition lacks takes 
 others, (N x - x_first) / (N - 1), with x_first and x_last free. Averaging any plan of the unfolded
 program over its repetitions gives a point of this relaxation of equal cost, so its optimum is a
 lower bound for all plans.
+
+**Axes alike.** With `alike` the program forgets which of several equal axes is which: layouts are
+multisets of placements there (symmetry.py). That relaxes it, to a quarter of its size on three axes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.convert.table import Action, canonical, effect, moves
+from autopar.convert.path import interesting
+from autopar.convert.table import canonical, exists, moves
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
-from autopar.core.placement import Broadcast, Layout, Placement, R
+from autopar.core.placement import Broadcast, Layout, Placement, R, Shard
 from autopar.cost.prices import Prices
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
@@ -87,9 +92,11 @@ class Problem:
         *,
         cap: int | None,
         relaxed: bool = False,
+        alike: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
-        self.cap, self.relaxed = cap, relaxed
+        self.cap, self.relaxed, self.alike = cap, relaxed, alike
+        self.named: dict[Move, Move] = {}  # a move between unnamed layouts -> one that it stands for
         self.lp = LinearProgram()
         self.operators = {item.name: item for item in graph.operators}
         self.x: dict[str, list[int]] = {}
@@ -209,7 +216,8 @@ class Problem:
         return class_of[operation.name], index, steps
 
     def canonical(self, name: str, layout: Layout) -> Layout:
-        return canonical(layout, differentiable=self.prices.training and self.graph.specs[name].requires_grad)
+        differentiable = self.prices.training and self.graph.specs[name].requires_grad
+        return unnamed(canonical(layout, differentiable=differentiable), self.alike)
 
     def add_tensor(self, tensor: TensorClass) -> None:
         sources = self.sources(tensor)
@@ -222,8 +230,15 @@ class Problem:
             if weight
             else (lambda move: self.prices.move(tensor.name, move))
         )
+        if self.alike:
+            name_axes, price = price, lambda move: name_axes(self.named[move])
         shared = len(uses) > 1
-        arcs_of = [[] if fixed else self.arcs(tensor.name, sources, use, alone=not shared) for use in uses]
+        needs = itertools.chain(sources, *(use.needs for use in uses))
+        learns = self.prices.training and self.graph.specs[tensor.name].requires_grad
+        targets = interesting(needs, differentiable=learns)
+        arcs_of = [
+            [] if fixed else self.arcs(tensor.name, sources, use, targets, alone=not shared) for use in uses
+        ]
         paid: dict[Move, int] = {}
         for arcs in arcs_of:
             for move in arcs:
@@ -312,22 +327,27 @@ class Problem:
 
     # -- moves ----------------------------------------------------------------------------------------
 
-    def arcs(self, name: str, sources: Marginal, use: Use, *, alone: bool) -> list[Move]:
+    def arcs(
+        self, name: str, sources: Marginal, use: Use, targets: Sequence[tuple[Placement, ...]], *, alone: bool
+    ) -> list[Move]:
         """Moves that a flow from `sources` to the use's needs can take.
 
-        Targets are what the needs have on an axis, and R, through which illegal changes go. Into an
-        operator that computes next to nothing only layouts that it cannot take are converted: any other
-        conversion is as cheap behind it, or, before an elementwise operator, is a slice that spares work.
+        Targets are what anybody makes or needs on an axis, so that uses can share a way, and the hubs
+        R, P and B, through which changes lead that are illegal or, on some links, slower.
+
+        Into an operator that only hands the tensor on, layouts that it can take are not converted: that
+        is as cheap behind it. Before an elementwise operator those that end in shards stay, because they
+        spare it work.
         """
-        targets = self.targets(use)
-        through, view = self.passes(use) if alone else (False, False)
+        through, view = self.passes(name, use) if alone else (False, False)
         waiting = list(sources)
         seen, found = set(waiting), []
         while waiting:
             layout = waiting.pop()
             settled = through and layout in use.needs
-            for move in moves(layout, targets):
-                if settled and (view or effect(move).forward is not Action.COPY):
+            for move in self.moves(layout, tuple(targets)):
+                after = self.named.get(move, move).placements[1]
+                if settled and (view or not isinstance(after, Shard)):
                     continue
                 if not self.prices.dims.legal(name, move.target):
                     continue
@@ -337,17 +357,34 @@ class Problem:
                     waiting.append(move.target)
         return _leading_to(set(use.needs), found)
 
-    def targets(self, use: Use) -> tuple[tuple[Placement, ...], ...]:
-        columns = zip(*use.needs, strict=True)
-        return tuple(tuple(dict.fromkeys((R, *sorted(set(column), key=str)))) for column in columns)
+    def moves(self, layout: Layout, targets: tuple[tuple[Placement, ...], ...]) -> Iterable[Move]:
+        """The legal moves from `layout`; between unnamed layouts every move that some naming allows."""
+        if not self.alike:
+            yield from moves(layout, targets)
+            return
+        for axis, choices in enumerate(targets):
+            for target in choices:
+                if exists(layout[axis], target):
+                    named = Move(axis, layout, (*layout[:axis], target, *layout[axis + 1 :]))
+                    move = Move(axis, layout, unnamed(named.target, self.alike))
+                    if move not in self.named:
+                        self.named[move] = named
+                        yield move
+                    elif self.named[move] == named:
+                        yield move
 
-    def passes(self, use: Use) -> tuple[bool, bool]:
-        """Whether the user computes next to nothing, and whether it is a mere view."""
-        if use.consumer is None:
+    def passes(self, name: str, use: Use) -> tuple[bool, bool]:
+        """Whether the user only hands the tensor on, as one of equal size, and whether it is a mere view.
+
+        A weight's conversions cost less than those of a view of it: gradients are summed in buckets.
+        """
+        if use.consumer is None or self.is_parameter(name):
             return False, False
         operation = self.operators[use.consumer]
-        rule = rule_of(operation)
-        if len(operation.operands) != 1:
+        rule, specs = rule_of(operation), self.graph.specs
+        if len(operation.operands) != 1 or len(operation.results) != 1:
+            return False, False
+        if specs[name].nbytes != specs[operation.results[0] or name].nbytes:
             return False, False
         view = isinstance(rule, (Reshape, Split, Permute, Expand))
         return view or isinstance(rule, (Pointwise, Dropout)), view
@@ -365,7 +402,7 @@ class Problem:
         if tensor.name in self.makers:
             operation, index = self.makers[tensor.name]
             sums.append(self.keepers(self.folding.class_of[operation.name], index, of="results"))
-        at_rest = {_value(layout): v for layout, v in self.input_layouts.get(tensor.name, {}).items()}
+        at_rest = {self.value(layout): v for layout, v in self.input_layouts.get(tensor.name, {}).items()}
         y: dict[Layout, int] = {}
         for by_layout in sums:
             for layout, terms in by_layout.items():
@@ -384,16 +421,30 @@ class Problem:
             kept = self.prices.operator(operation, strategy).kept
             if position in (kept.operands if of == "operands" else kept.results):
                 places = (getattr(option, of)[position] for option in strategy)
-                found.setdefault(_value(tuple(places)), []).append((1.0, variable))
+                found.setdefault(self.value(tuple(places)), []).append((1.0, variable))
         return found
+
+
+    def value(self, layout: Layout) -> Layout:
+        """R and B hold the same value: one copy serves both."""
+        return unnamed(tuple(R if isinstance(item, Broadcast) else item for item in layout), self.alike)
 
 
 _ONE = -1  # stands for the constant 1 among variables
 
 
-def _value(layout: Layout) -> Layout:
-    """R and B hold the same value: one copy serves both."""
-    return tuple(R if isinstance(item, Broadcast) else item for item in layout)
+def unnamed(layout: Layout, alike: tuple[tuple[int, ...], ...]) -> Layout:
+    """`layout` in an order that forgets which of the axes alike is which, shards first."""
+    placed = list(layout)
+    for axes in alike:
+        items = sorted((placed[axis] for axis in axes), key=_order)
+        for axis, item in zip(axes, items, strict=True):
+            placed[axis] = item
+    return tuple(placed)
+
+
+def _order(item: Placement) -> tuple[int, str]:
+    return (0 if isinstance(item, Shard) else 1), str(item)
 
 
 def _leading_to(needs: set[Layout], found: list[Move]) -> list[Move]:

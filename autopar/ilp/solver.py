@@ -6,6 +6,7 @@ Status and bound are read from HiGHS itself: pulp says "Optimal" for an incumben
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import highspy
@@ -22,7 +23,9 @@ def solve(
 
     `gap` is relative, `time_limit` in seconds. Raises SolverError if the solver fails.
     """
-    problem, variables = _build(program, relaxed=relaxed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces PuLP 4 at every variable
+        problem, variables = _build(program, relaxed=relaxed)
     options: dict[str, Any] = {"msg": False, "gapRel": gap, "threads": 1}
     if time_limit is not None:
         options["timeLimit"] = max(0.1, time_limit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 
 from autopar.convert.table import canonical
@@ -35,10 +35,12 @@ class Parallelism(Enum):
 
 
 class Kinds:
-    """Which kind of parallelism an option is, told from the dims that its factor runs through.
+    """Which kind of parallelism an option is.
 
-    A factor that some parameter has is model parallelism: filter if a result has it, channel if it
-    is summed over. One that reaches the first dim of a user input is batch, any other domain.
+    Model parallelism shards a weight's factor: filter if a result has it, channel if it is summed
+    over. Any other factor is batch if it reaches the first dim of a user input, else domain. An
+    operator without weights goes with its neighbours: by domain if an operator with weights could go
+    on so, although a weight may have that dim elsewhere (an image's rows, flattened into a linear layer).
     """
 
     def __init__(self, graph: Graph, dims: Dims) -> None:
@@ -48,15 +50,40 @@ class Kinds:
             for item in graph.inputs
             if item.kind is InputKind.USER and item.spec.shape
         }
+        self.weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
+        for item in graph.operators:  # what is made of weights only is one too: a transposed one
+            if item.operands and self.weights.issuperset(item.operands):
+                self.weights.update(name for name in item.results if name)
+        self.free: set[Atom] = {
+            component
+            for item in graph.operators
+            if self.weights.intersection(item.operands) and not self.weights.issuperset(item.operands)
+            for option in options_of(item, dims)
+            if option.shards and not self._own(item, option)
+            for component in self._components(item, option)
+        }
 
     def of(self, operation: Operator, option: Option) -> Parallelism | None:
         """The kind of a one-axis option; None if it shards nothing."""
         if not option.shards:
             return None
-        components = {self.dims.component(name, item) for name, item in _placed(operation, option)}
-        if any(self.dims.is_weight(component) for component in components):
+        components = self._components(operation, option)
+        weighted = bool(self.weights.intersection(operation.operands))
+        if weighted:
+            model = self._own(operation, option)
+        else:
+            model = not components & self.free and any(map(self.dims.is_weight, components))
+        if model:
             return Parallelism.CHANNEL if P in option.results else Parallelism.FILTER
         return Parallelism.BATCH if components & self.batch else Parallelism.DOMAIN
+
+    def _own(self, operation: Operator, option: Option) -> bool:
+        """Whether a weight of the operator's own has the factor."""
+        pairs = zip(operation.operands, option.operands, strict=True)
+        return any(isinstance(item, Shard) and name in self.weights for name, item in pairs)
+
+    def _components(self, operation: Operator, option: Option) -> set[Atom]:
+        return {self.dims.component(name, item) for name, item in _shards(operation, option)}
 
     def room(self, operation: Operator, wanted: Parallelism) -> int:
         """On how many axes of two or more devices (of one, if there are no others) the operator could
@@ -91,13 +118,15 @@ class Kinds:
 
     def _length(self, operation: Operator, option: Option) -> int:
         """The factor's extent: that of the shortest dim that it runs through."""
-        pairs = [
-            *zip(operation.operands, option.operands, strict=True),
-            *((name, item) for name, item in zip(operation.results, option.results, strict=True) if name),
-        ]
-        return min(
-            self.dims.atoms.of[name][item.dim][item.atom] for name, item in pairs if isinstance(item, Shard)
-        )
+        return min(self.dims.atoms.of[name][item.dim][item.atom] for name, item in _shards(operation, option))
+
+
+def _shards(operation: Operator, option: Option) -> Iterator[tuple[str, Shard]]:
+    """Every tensor that the option shards."""
+    operands = zip(operation.operands, option.operands, strict=True)
+    for name, item in (*operands, *zip(operation.results, option.results, strict=True)):
+        if name is not None and isinstance(item, Shard):
+            yield name, item
 
 
 Pins = Mapping[str, Sequence[str | None]]  # layer or operator name -> a factor, or None, for each axis

@@ -6,6 +6,7 @@ soon as sums are reordered, which would hide real faults.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Graph, TensorSpec
+from autopar.trace import is_library
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -65,17 +67,34 @@ def _lift_tree(tree: Any, lift: Any) -> Any:
 
 
 class _RaiseCasts(TorchFunctionMode):
-    """Eager code's own dtype arguments, raised where Python makes the call."""
+    """Eager code's own dtype arguments, raised where Python makes the call, and noted."""
+
+    def __init__(self, casts: dict[str, None]) -> None:
+        super().__init__()
+        self.casts = casts
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {
-            key: raised(value) if isinstance(value, torch.dtype) else value
-            for key, value in (kwargs or {}).items()
-        }
+        kwargs = kwargs or {}
         if function in _NAMED_CASTS:
+            self.note(function)
             return args[0].to(torch.float64)
-        args = tuple(raised(item) if isinstance(item, torch.dtype) else item for item in args)
+        if any(isinstance(item, torch.dtype) and item in LOW for item in (*args, *kwargs.values())):
+            self.note(function)
+            args = tuple(_raised_leaf(item) for item in args)
+            kwargs = {key: _raised_leaf(value) for key, value in kwargs.items()}
         return function(*args, **kwargs)
+
+    def note(self, function: Any) -> None:
+        line = next(reversed([line for line in map(_user_frame, traceback.extract_stack()) if line]), "")
+        self.casts[f"{function.__name__} at {line}" if line else function.__name__] = None
+
+
+def _raised_leaf(item: Any) -> Any:
+    return raised(item) if isinstance(item, torch.dtype) else item
+
+
+def _user_frame(frame: traceback.FrameSummary) -> str:
+    return "" if is_library(frame.filename) else f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
 _NAMED_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
@@ -84,20 +103,25 @@ _NAMED_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 class _RaiseBelow(TorchDispatchMode):
     """Casts that torch's own code makes below Python."""
 
+    def __init__(self, casts: dict[str, None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.casts = casts
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in LOW:
+            self.casts[str(function)] = None
             kwargs["dtype"] = torch.float64
         return function(*args, **kwargs)
 
 
 @contextmanager
-def raised_eager() -> Iterator[None]:
-    """Run eager code with every cast to a lower float raised to float64."""
+def raised_eager(casts: dict[str, None]) -> Iterator[None]:
+    """Run eager code with every cast to a lower float raised to float64, and noted in `casts`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _RaiseCasts(), _RaiseBelow():  # type: ignore[no-untyped-call]
+        with _RaiseCasts(casts), _RaiseBelow(casts):
             yield
     finally:
         torch.set_default_dtype(before)

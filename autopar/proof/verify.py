@@ -46,13 +46,17 @@ Tensors = dict[str, Tensor]
 
 @dataclass(slots=True)
 class Record:
-    """What a side computed: one entry per step for outputs, loss and gradients."""
+    """What a side computed: one entry per step for outputs, loss and gradients.
+
+    `casts` are those that were raised to float64 on the way.
+    """
 
     outputs: Tensors = field(default_factory=dict)
     loss: Tensors = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)
     parameters: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
+    casts: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ def train_eagerly(
     for step in range(steps):
         torch.manual_seed(SEED + step)
         model.zero_grad()
-        with raised_eager():
+        with raised_eager(record.casts):
             output = model(*args, **kwargs)
             loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
         leaves, _ = flatten_results(output)
@@ -278,7 +282,7 @@ def compare(ours: Record, theirs: Record, casts: tuple[str, ...] = ()) -> Verdic
             errors[kind] = max(errors[kind], found)
             if found > worst:
                 worst, name_of_worst = found, f"{kind} {name}"
-    return Verdict(errors, name_of_worst, casts)
+    return Verdict(errors, name_of_worst, (*casts, *theirs.casts))
 
 
 def floor_of(wanted: Tensors) -> float:

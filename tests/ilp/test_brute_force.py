@@ -6,18 +6,42 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+import torch
 
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
+from autopar.core.placement import R
+from autopar.errors import InfeasibleError, SolverError
 from autopar.ilp.choose import choose
-from tests.ilp.brute_force import GRAPHS, BruteForce, random_prices, small_space, unfolded
+from autopar.ilp.fold import fold
+from autopar.ilp.placement import Space
+from autopar.ilp.space import build_space
+from autopar.ops.analysis import options_of
+from autopar.rewrite.program import rewrite
+from tests.ilp.brute_force import (
+    GRAPHS,
+    BruteForce,
+    blocks,
+    chain,
+    parts,
+    random_prices,
+    scores,
+    small_space,
+    twice,
+    unfolded,
+)
+from tests.proof.models import Script
+
+aten = torch.ops.aten
 
 CLOSE = 1e-6  # relative
 
 
 @pytest.mark.parametrize("mesh", [Mesh((3,)), Mesh((2, 2))], ids=str)
 @pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))]
+)
 def test_the_optimum_is_the_best_of_all_plans(make: Callable[[], Graph], mesh: Mesh, seed: int) -> None:
     graph, random = make(), Random(seed)
     prices = random_prices(graph, mesh, random)
@@ -27,3 +51,86 @@ def test_the_optimum_is_the_best_of_all_plans(make: Callable[[], Graph], mesh: M
     assert found.bound <= best * (1 + CLOSE)
     assert found.seconds == pytest.approx(best, rel=CLOSE)
     assert found.status == "optimal"
+
+
+@pytest.mark.parametrize("make", [chain, twice, scores, parts], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))]
+)
+def test_under_a_cap_the_optimum_is_the_best_of_the_plans_that_fit(
+    make: Callable[[], Graph], seed: int
+) -> None:
+    graph, random = make(), Random(seed)
+    prices = random_prices(graph, Mesh((2,)), random)
+    space = small_space(graph, prices, random, most=4, layouts=2)
+    force = BruteForce(graph, prices, space)
+    plans = sorted(force.plans())
+    peaks = sorted({peak for _, peak in plans})
+    for cap in (peaks[0], peaks[len(peaks) // 3], peaks[len(peaks) // 2], peaks[-1]):
+        best = min(seconds for seconds, peak in plans if peak <= cap)
+        found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9)
+        assert found.peak.nbytes <= cap
+        assert found.bound <= best * (1 + CLOSE)
+        assert found.seconds >= best * (1 - CLOSE)
+        assert best >= found.seconds * (1 - found.gap) * (1 - CLOSE)
+        if found.status == "optimal":
+            assert found.seconds == pytest.approx(best, rel=CLOSE)
+    with pytest.raises(InfeasibleError):
+        choose(graph, prices, space, unfolded(graph), cap=peaks[0] - 1, gap=1e-9)
+
+
+def test_folding_finds_the_optimum_and_bounds_it_from_below() -> None:
+    graph = blocks(4)
+    for seed in range(3):
+        prices = random_prices(graph, Mesh((2,)), Random(seed))
+        folding = fold(graph, prices.dims)
+        assert folding.count == 4
+        free = choose(graph, prices, build_space(graph, prices, unfolded(graph)), unfolded(graph), gap=1e-9)
+        folded = choose(graph, prices, build_space(graph, prices, folding), folding, gap=1e-9)
+        assert folded.seconds == pytest.approx(free.seconds, rel=CLOSE)
+        assert folded.bound <= free.seconds * (1 + CLOSE)
+
+
+def test_the_status_is_true_however_short_the_time() -> None:
+    """With no time there is no plan, or one whose bound holds and whose status says what is known."""
+    graph = blocks(3)
+    prices = random_prices(graph, Mesh((2, 2)), Random(0))
+    space = build_space(graph, prices, unfolded(graph))
+    best = choose(graph, prices, space, unfolded(graph), gap=1e-9).seconds
+    for limit in (1e-3, 0.2, 1.0):
+        try:
+            found = choose(graph, prices, space, unfolded(graph), gap=1e-9, time_limit=limit)
+        except SolverError:
+            continue
+        assert found.bound <= best * (1 + CLOSE) <= found.seconds * (1 + 2 * CLOSE)
+        if found.status == "optimal":
+            assert found.seconds == pytest.approx(best, rel=CLOSE)
+
+
+def test_a_shared_conversion_is_paid_once_and_written_once() -> None:
+    """Two consumers take a sharded tensor whole."""
+    s = Script()
+    x = s.user(8, 6, grad=True)
+    h = s.call(aten.neg.default, Ref(x))
+    first, second = s.call(aten.gelu.default, Ref(h)), s.call(aten.tanh.default, Ref(h))
+    graph = s.graph(s.call(aten.sum.default, Ref(s.call(aten.add.Tensor, Ref(first), Ref(second)))))
+    prices = random_prices(graph, Mesh((2,)), Random(0))
+    factors = {h: "d0", first: "-", second: "-"}
+    space = Space(
+        {
+            item.name: [
+                (option,)
+                for option in options_of(item, prices.dims)
+                if option.factor == factors.get(str(item.results[0]), "-")
+            ]
+            for item in graph.operators
+        },
+        {item.name: [(R,)] for item in graph.inputs},
+        dict.fromkeys(graph.outputs, (R,)),
+    )
+    found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    assert found.seconds == pytest.approx(BruteForce(graph, prices, space).best(), rel=CLOSE)
+    assert len({move.target for move in found.program.moves[h]}) == len(found.program.moves[h])
+    written = [str(node.target) for node in rewrite(graph, found.program, prices.dims, rank=0).graph.nodes]
+    gathers = [name for name in written if "autopar.s_to" in name or "autopar.p_to" in name]
+    assert len(gathers) == len(found.program.moves[h])

@@ -34,6 +34,8 @@ from autopar.rewrite.program import RankProgram, rewrite
 from tests.proof.models import Model, serial
 
 MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
+RATES = (0.01, 0.1, 1.0, 3.0)  # of moves, drawn for each kind and axis
+DEAR = (0.01, 1.0, 6.0, 6.0)  # of P -> B, so that P -> R -> B is met as well
 TRIES = 8  # illegal draws of a strategy, after which the operator is gathered
 FLOOR = 1e-3  # of the largest magnitude of the kind: true gradients can be 0
 LEAST = 1e-6  # and of all that is compared: inputs and weights are of order 1
@@ -66,18 +68,29 @@ def draw_program(random: Random, graph: Graph, dims: Dims) -> Program:
     return program_of(random, graph, dims, strategies)
 
 
-def forced(graph: Graph, dims: Dims, factors: Mapping[str, str]) -> Program:
-    """The operators that make the named tensors run by these factors on every axis, the others gathered."""
-    strategies = {}
+def forced(
+    graph: Graph, dims: Dims, factors: Mapping[str, str], stored: Mapping[str, Layout] | None = None
+) -> Program:
+    """The operators that make the named tensors run by a factor for each axis ("n o"), or by one for
+    all axes; the others are gathered. Inputs are whole unless `stored` says how they lie."""
+    strategies: dict[str, Strategy] = {}
     for item in graph.operators:
-        factor = next((factors[name] for name in item.results if name in factors), GATHERED)
-        (option,) = (option for option in options_of(item, dims) if option.factor == factor)
-        strategies[item.name] = (option,) * len(dims.mesh.shape)
-    return program_of(Random(0), graph, dims, strategies)
+        words = next((factors[name] for name in item.results if name in factors), GATHERED).split()
+        named = {option.factor: option for option in options_of(item, dims)}
+        axes = words * len(dims.mesh.shape) if len(words) == 1 else words
+        strategies[item.name] = tuple(named[word] for word in axes)
+    return program_of(None, graph, dims, strategies, stored)
 
 
-def program_of(random: Random, graph: Graph, dims: Dims, strategies: Mapping[str, Strategy]) -> Program:
-    """The strategies with stored layouts and paths at random."""
+def program_of(
+    random: Random | None,
+    graph: Graph,
+    dims: Dims,
+    strategies: Mapping[str, Strategy],
+    stored: Mapping[str, Layout] | None = None,
+) -> Program:
+    """The strategies with stored layouts and paths at random; without `random`, whole and shortest."""
+    whole: Layout = (R,) * len(dims.mesh.shape)
     needs: dict[str, list[Layout]] = {name: [] for name in graph.specs}
     sources: dict[str, Layout] = {}
     for operation in graph.operators:
@@ -90,9 +103,11 @@ def program_of(random: Random, graph: Graph, dims: Dims, strategies: Mapping[str
     for item in graph.inputs:
         if item.mutated:
             sources[item.name] = canonical(needs[item.name][0], differentiable=False)
+        elif random is None:
+            sources[item.name] = (stored or {}).get(item.name, whole)
         else:
             sources[item.name] = draw_layout(random, item.name, needs[item.name], dims)
-    outputs = {name: draw_output(random, name, graph, dims) for name in graph.outputs}
+    outputs = {name: draw_output(random, name, graph, dims) if random else whole for name in graph.outputs}
     for name, layout in outputs.items():
         needs[name].append(layout)
     for buffer, value in graph.writes:
@@ -100,7 +115,10 @@ def program_of(random: Random, graph: Graph, dims: Dims, strategies: Mapping[str
     prices: dict[tuple[str, int], float] = {}
 
     def price(move: Move) -> float:
-        return prices.setdefault((effect(move).name, move.axis), random.choice((0.01, 0.1, 1.0, 3.0)))
+        if random is None:
+            return 1.0
+        rates = DEAR if effect(move).name == "p_to_b" else RATES
+        return prices.setdefault((effect(move).name, move.axis), random.choice(rates))
 
     moves = {
         name: tree(

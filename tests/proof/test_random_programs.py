@@ -8,11 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autopar.core.mesh import Mesh
 from tests.proof.models import draw_model
 from tests.proof.plans import MESHES, ROWS, Histogram, dims_of, draw_program, prove
 
 TOLERANCE = 1e-7  # normalising what hardly varies magnifies rounding; faults are as large as the values
-WEIGHTS = (4, 3, 3, 5, 3, 2, 1, 1, 1)  # how often each of MESHES is drawn
+WEIGHTED = [
+    mesh for mesh, weight in zip(MESHES, (4, 3, 3, 5, 3, 2, 1, 1, 1), strict=True) for _ in range(weight)
+]
 
 
 def prove_random_programs(count: int, *, repeat: bool) -> Histogram:
@@ -26,10 +29,9 @@ def prove_random_programs(count: int, *, repeat: bool) -> Histogram:
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.randoms(use_true_random=False, note_method_calls=False))
-    def check(random: Random) -> None:
+    @given(st.randoms(use_true_random=False, note_method_calls=False), st.sampled_from(WEIGHTED))
+    def check(random: Random, mesh: Mesh) -> None:
         model = draw_model(random)
-        (mesh,) = random.choices(MESHES, WEIGHTS)
         dims = dims_of(model, mesh)
         program = draw_program(random, model.graph, dims)
         error, where = prove(model, program, dims)

@@ -1,0 +1,77 @@
+"""Graph -> smaller graph: what changes nothing, and what nobody needs, is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, map_refs
+
+aten = torch.ops.aten
+
+# Operators that give their operand back when shape, dtype and gradient stay as they are.
+_IDENTITIES = {
+    "alias", "broadcast_tensors", "clone", "contiguous", "detach", "dropout", "expand", "flatten",
+    "lift_fresh_copy", "positive", "reshape", "slice", "squeeze", "to", "_to_copy", "type_as", "view",
+}  # fmt: skip
+
+
+def without_identities(graph: Graph) -> Graph:
+    """Drop operators that change nothing, and empty operands of cat."""
+    same: dict[str, str] = {}
+    kept: list[Operator] = []
+    for item in graph.operators:
+        renamed = map_refs((item.args, item.kwargs), lambda ref: Ref(same.get(ref.name, ref.name)))
+        args, kwargs = _nonempty_cat(item, renamed[0], graph.specs), renamed[1]
+        operation = replace(item, args=args, kwargs=kwargs)
+        if _changes_nothing(operation, graph.specs):
+            pairs = zip(operation.results, operation.operands, strict=False)
+            same.update((result, operand) for result, operand in pairs if result)
+        else:
+            kept.append(operation)
+    return replace(
+        graph,
+        operators=tuple(kept),
+        outputs=tuple(same.get(name, name) for name in graph.outputs),
+        writes=tuple((buffer, same.get(name, name)) for buffer, name in graph.writes),
+        loss=same.get(graph.loss, graph.loss) if graph.loss else None,
+    )
+
+
+def _changes_nothing(item: Operator, specs: dict[str, TensorSpec]) -> bool:
+    name = item.target._schema.name.split("::")[1]
+    if name == "cat" and len(item.operands) == 1 and item.results[0]:
+        return specs[item.operands[0]] == specs[item.results[0]]
+    if name not in _IDENTITIES or not item.operands:
+        return False
+    if name == "dropout" and item.args[2] and item.args[1]:
+        return False
+    pairs = list(zip(item.results, item.operands, strict=False))
+    if name == "broadcast_tensors":  # each result is its own operand's view, with its gradient or none
+        return all(result and specs[result].shape == specs[operand].shape for result, operand in pairs)
+    alike = all(result and specs[result] == specs[operand] for result, operand in pairs)
+    return alike and len(pairs) == len(item.results)
+
+
+def _nonempty_cat(item: Operator, args: tuple[Any, ...], specs: dict[str, TensorSpec]) -> tuple[Any, ...]:
+    if item.target is not aten.cat.default:
+        return args
+    full = [ref for ref in args[0] if specs[ref.name].shape != (0,)]
+    return (full or args[0], *args[1:])
+
+
+def without_dead_code(graph: Graph) -> Graph:
+    """Operators whose results nobody needs, except those that write running statistics."""
+    needed = set(graph.outputs) | {value for _, value in graph.writes}
+    mutated = {item.name for item in graph.inputs if item.mutated}
+    kept: list[Operator] = []
+    for operation in reversed(graph.operators):
+        if needed.intersection(operation.results) or mutated.intersection(operation.operands):
+            kept.append(operation)
+            needed.update(operation.operands)
+    inputs = tuple(i for i in graph.inputs if i.kind is not InputKind.CONSTANT or i.name in needed)
+    live = needed | {name for item in kept for name in item.results if name} | {i.name for i in inputs}
+    specs = {name: spec for name, spec in graph.specs.items() if name in live}
+    return replace(graph, inputs=inputs, operators=tuple(reversed(kept)), specs=specs)

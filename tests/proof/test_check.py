@@ -1,0 +1,159 @@
+"""`check` finds what differs from serial training, and what was not sharded at all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.cluster import ClusterSpec
+from autopar.core.mesh import Mesh
+from autopar.errors import InfeasibleError, InputError
+from autopar.ilp.space import Parallelism
+from autopar.planning import Request
+from autopar.proof import check as check_module
+from autopar.proof import processes
+from autopar.proof import verify as verify_module
+from autopar.proof.check import Report, check
+from autopar.target import Target, load_target
+
+TARGETS = Path(__file__).parents[1] / "targets.py"
+
+
+def target(name: str) -> Target:
+    return load_target(f"{TARGETS}:{name}")
+
+
+def checked(
+    name: str, ranks: int, *, force: str | None = None, mesh: str | None = None, **more: Any
+) -> Report:
+    request = Request(
+        force=Parallelism(force) if force else None, mesh=Mesh.parse(mesh) if mesh else None, measure=False
+    )
+    return check(target(name), ClusterSpec.local(ranks), request, **{"steps": 2, **more})
+
+
+# Simulated ranks
+
+
+@pytest.mark.parametrize("force", [None, "batch", "domain", "filter", "channel"])
+def test_every_kind_equals_serial_training_and_is_sharded(force: str | None) -> None:
+    report = checked("net", 4, force=force, mesh="2x2")
+    assert report.passed, report
+    assert not force or report.plan.sharded_flops_share >= 0.9
+
+
+def test_dropout_equals_its_serial_mask_and_casts_are_named() -> None:
+    report = checked("net", 2, force="batch")
+    assert report.passed
+    assert report.verdict.max_error["outputs"] < 1e-12
+    assert any("targets.py" in cast and ".float()" in cast for cast in report.verdict.raised_casts)
+
+
+@pytest.mark.parametrize("name", ["frozen", "mlp"])
+def test_a_named_loss_and_no_loss_at_all(name: str) -> None:
+    assert checked(name, 3).passed
+
+
+def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = verify_module.total_gradient
+
+    def halved(name: str, *rest: Any) -> Tensor:
+        return true(name, *rest) / (2 if name == "last_bias" else 1)
+
+    monkeypatch.setattr(verify_module, "total_gradient", halved)
+    report = checked("net", 2, force="batch")
+    assert not report.passed and not report.vacuous
+    assert report.verdict.max_error["gradients"] > 1e-3
+    assert report.verdict.max_error["outputs"] > 1e-9, "a later step sees it"
+
+
+# Vacuous proofs
+
+
+def test_a_kind_that_is_forced_but_not_used_is_vacuous() -> None:
+    report = checked("net", 2, force="filter")
+    assert report.passed
+    gathered = replace(
+        report,
+        plan=replace(report.plan, sharded_flops_share=0.89),
+    )
+    assert gathered.vacuous and not gathered.passed and "vacuous" in str(gathered)
+
+
+def test_only_operators_with_a_long_enough_factor_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = checked("net", 2, force="domain")  # the linear layers have no domain factor
+    linear = [layer for layer in report.plan.layers if "linear" in layer.op]
+    assert linear and all(layer.kinds == (None,) for layer in linear)
+    assert report.plan.sharded_flops_share == 1.0
+
+
+def test_no_factor_or_none_long_enough_is_infeasible() -> None:
+    with pytest.raises(InfeasibleError, match="no domain factor"):
+        checked("mlp", 2, force="domain")
+    with pytest.raises(InfeasibleError, match="no batch factor longer than 2.*at least 4"):
+        checked("pair", 4, force="batch", mesh="4")
+    assert checked("pair", 4, force="batch", mesh="2x2").passed, "one of two axes of 2"
+
+
+def test_a_dimension_that_both_axes_could_take_must_take_both() -> None:
+    report = checked("net", 4, force="batch", mesh="2x2")
+    assert all(layer.kinds == ("batch", "batch") for layer in report.plan.layers if layer.flops)
+
+
+# Real processes
+
+
+def test_real_processes_agree_with_serial_training() -> None:
+    report = checked("net", 4, force="channel", mesh="2x2", processes=True)
+    assert report.passed, report
+
+
+def test_a_rank_that_drifts_from_rank_0_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = verify_module.train_eagerly(
+        target("mlp").model.double(),
+        check_module.trace(target("mlp").model, target("mlp").args).arguments,
+        None,
+        steps=1,
+    )
+    monkeypatch.setattr(
+        check_module, "train_on_processes", lambda job: (record, {"buffers": (0.5, "x on rank 1")})
+    )
+    report = checked("mlp", 2, processes=True, steps=1)
+    assert not report.passed
+    assert report.verdict.worst == "x on rank 1"
+    assert max(report.verdict.max_error[kind] for kind in ("outputs", "gradients")) < 1e-12
+
+
+def test_disagreement_is_measured_against_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = verify_module.Record(parameters={"w": torch.tensor([1.0, 4.0])})
+    monkeypatch.setattr(processes.dist, "broadcast", lambda tensor, src: tensor[0].fill_(2.0))
+    found = processes.disagreement(record, torch.device("cpu"))
+    assert found["parameters"] == (pytest.approx(1 / 4), "w")
+
+
+# Bad input
+
+
+def test_models_without_values_and_with_hooks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = target("mlp")
+    hooked.model.register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match="hook"):
+        check(hooked, ClusterSpec.local(2), Request(measure=False), steps=1)
+    empty = target("mlp")
+    empty.model.to("meta")
+    with pytest.raises(InputError, match="meta"):
+        check(empty, ClusterSpec.local(2), Request(measure=False), steps=1)
+    with pytest.raises(InputError, match="at least 1"):
+        checked("mlp", 2, steps=0)
+
+
+def test_nan_is_an_error_and_null_in_json() -> None:
+    record = verify_module.Record(outputs={"y": torch.tensor([math.nan])})
+    other = verify_module.Record(outputs={"y": torch.tensor([1.0])})
+    assert verify_module.compare(record, other).max_error["outputs"] == math.inf

@@ -1,0 +1,83 @@
+"""Small targets for the command line's tests: quick, but with every kind of state."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    """Convolution, batch norm, dropout and two linear layers; a buffer that no state dict holds."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.dropout = nn.Dropout(0.3)
+        self.hidden = nn.Linear(8 * 6 * 6, 12)
+        self.last = nn.Linear(12, 4)
+        self.register_buffer("scale", torch.full((4,), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(F.relu(self.norm(self.conv(x))))
+        out: Tensor = self.last(torch.tanh(self.hidden(x.flatten(1)))).float() * self.scale
+        return out
+
+
+def net() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Net(), (torch.randn(6, 3, 6, 6), torch.arange(6) % 4), nn.CrossEntropyLoss()
+
+
+def pair() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    """A batch of two."""
+    return Net(), (torch.randn(2, 3, 6, 6), torch.arange(2)), nn.CrossEntropyLoss()
+
+
+class Frozen(nn.Module):
+    """Trained, but for its batch norm, which stays in eval mode; the output is a named loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.norm.eval()
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        y = self.norm(self.conv(image))
+        return {"loss": y.square().mean(), "features": y}
+
+
+def frozen() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Frozen(), {"image": torch.randn(4, 3, 6, 6)}
+
+
+class Mlp(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    """Without a loss."""
+    return Mlp(), torch.randn(6, 6)
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+def branches() -> tuple[nn.Module, Tensor]:
+    return Branches(), torch.ones(4)
+
+
+def talks() -> tuple[nn.Module, Tensor]:
+    import os
+
+    print("a line of the target")
+    os.write(1, b"and one past Python\n")
+    return mlp()

@@ -1,0 +1,324 @@
+"""The command line: what goes to which stream, the exit codes, and every bad input's own words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.cli import finite, main
+from autopar.errors import InputError
+from autopar.runtime import launch
+
+ROOT = Path(__file__).parents[1]
+TARGETS = ROOT / "tests" / "targets.py"
+LOCAL = ("--cluster", "local:2")
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder of its own, so that nobody's measurements are read or written."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+    """Exit code and the object on stdout of `autopar WORDS --json`, in this process."""
+    capsys.readouterr()
+    code = main([*words, "--json"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1, lines
+    return code, json.loads(lines[0], parse_constant=lambda text: pytest.fail(f"{text} in JSON"))
+
+
+def started(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m autopar WORDS` as a process."""
+    return subprocess.run(
+        [sys.executable, "-m", "autopar", *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+# plan
+
+
+def test_plan_prints_every_key_that_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = command(
+        capsys, "plan", f"{TARGETS}:net", "--cluster", "local:4", "--mesh", "2x2", "--no-measure"
+    )
+    assert code == 0
+    assert {"status", "gap", "step_seconds", "peak_bytes", "measured_share"} <= found.keys()
+    assert {"sharded_flops_share", "gathered_ops", "layers", "alternatives"} <= found.keys()
+    assert found["status"] == "optimal" and found["measured_share"] == 0
+    conv = next(layer for layer in found["layers"] if layer["name"] == "conv2d")
+    assert conv["op"] == "aten.conv2d.default" and conv["strategy"].keys() == {"a", "b"}
+    assert [item["name"] for item in found["alternatives"]] == ["batch", "domain", "filter", "channel"]
+    assert all(
+        item.keys() == {"name", "step_seconds", "peak_bytes", "feasible"} for item in found["alternatives"]
+    )
+
+
+def test_a_kind_that_a_model_lacks_is_an_alternative_without_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, found = command(capsys, "plan", f"{TARGETS}:mlp", *LOCAL, "--no-measure")
+    domain = next(item for item in found["alternatives"] if item["name"] == "domain")
+    assert domain == {"name": "domain", "step_seconds": None, "peak_bytes": None, "feasible": False}
+
+
+def test_the_table_goes_to_stdout_and_measuring_fills_the_database(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "costs.sqlite"
+    assert main(["plan", f"{TARGETS}:mlp", *LOCAL, "--costdb", str(path), "--force", "batch"]) == 0
+    out, err = capsys.readouterr()
+    assert "mesh 2" in out and "batch d0" in out and "100% of compute is measured" in out
+    assert not err
+    with sqlite3.connect(path) as database:
+        assert database.execute("SELECT count(*) FROM operators").fetchone()[0] > 0
+
+
+def test_the_progress_bar_is_shown_on_stderr_if_wanted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["plan", f"{TARGETS}:mlp", *LOCAL, "--costdb", str(tmp_path / "c.sqlite"), "--progress"]
+    assert main(words) == 0
+    err = capsys.readouterr().err
+    done, total = re.findall(r"(\d+)/(\d+)", err)[-1]
+    assert done == total != "0"
+
+
+# verify
+
+
+def test_verify_reports_errors_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = command(capsys, "verify", f"{TARGETS}:net", *LOCAL, "--force", "filter", "--steps", "2")
+    assert code == 0
+    assert found["passed"] is True and found["vacuous"] is False and found["sharded_flops_share"] >= 0.9
+    assert found["max_error"].keys() == {"outputs", "loss", "gradients", "parameters", "buffers"}
+    assert 0 < max(found["max_error"].values()) < 1e-9
+    assert isinstance(found["worst"], str) and found["gathered_ops"] == []
+
+
+def test_a_failed_check_exits_with_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.proof.verify.TOLERANCE", 1e-30)
+    code, found = command(capsys, "verify", f"{TARGETS}:net", *LOCAL, "--force", "channel", "--steps", "1")
+    assert code == 1 and found["passed"] is False and found["vacuous"] is False
+
+
+def test_a_vacuous_proof_exits_with_1_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.proof.check.FORCED_SHARE", 1.1)
+    words = ["verify", f"{TARGETS}:mlp", *LOCAL, "--force", "batch", "--steps", "1"]
+    code, found = command(capsys, *words)
+    assert code == 1 and found["vacuous"] is True and found["passed"] is False
+    assert main(words) == 1
+    assert "vacuous" in capsys.readouterr().out
+
+
+# streams
+
+
+def test_what_a_target_prints_goes_to_stderr_also_past_python() -> None:
+    done = started("plan", f"{TARGETS}:talks", *LOCAL, "--no-measure", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == "optimal"
+    assert "a line of the target" in done.stderr and "one past Python" in done.stderr
+
+
+def test_an_interrupt_exits_with_130_and_still_gives_an_object(tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text("import sys, time\n\ndef net():\n    print('ready', flush=True)\n    time.sleep(60)\n")
+    words = [sys.executable, "-m", "autopar", "plan", f"{slow}:net", *LOCAL, "--json"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "ready" in line:
+            break
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert json.loads(out)["error"]["kind"] == "Interrupted"
+
+
+def test_nan_and_infinity_are_null() -> None:
+    assert finite({"a": [float("nan"), 1.5, (float("-inf"),)], "b": None}) == {
+        "a": [None, 1.5, [None]],
+        "b": None,
+    }
+
+
+# run
+
+
+def test_run_starts_the_script_and_maps_exit_codes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import sys
+if "--fail" in sys.argv:
+    raise ValueError("not today")
+
+import autopar
+from autopar.target import load_target
+
+target = load_target({str(TARGETS)!r} + ":frozen")
+parallel = autopar.parallelize(
+    target.model, autopar.ClusterSpec.detect(), example_kwargs=target.kwargs, measure=False, mesh="2"
+)
+parallel(**target.kwargs)["loss"].backward()
+print("modes", parallel.training, parallel.norm.training, sys.argv[1:])
+"""
+    )
+    done = started("run", str(script), "--rate", "0.1", *LOCAL, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"script": str(script), "processes": 2, "exit_code": 0}
+    assert "modes True False ['--rate', '0.1']" in done.stderr, "a frozen batch norm stays in eval mode"
+    failed = started("run", str(script), *LOCAL, "--json", "--", "--fail")
+    assert failed.returncode == 4
+    error = json.loads(failed.stdout)["error"]
+    assert error["kind"] == "WorkerError" and "ValueError: not today" in error["found"]
+    assert "rank 0" in error["where"] or "rank 1" in error["where"]
+    assert "train.py" in failed.stderr
+
+
+def test_run_wants_a_script_and_a_cluster_of_this_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_launch", lambda *_: pytest.fail("launched"))
+    code, found = command(capsys, "run", str(tmp_path / "none.py"), *LOCAL)
+    assert code == 2 and "none.py" in found["error"]["found"]
+    cluster = tmp_path / "two.toml"
+    cluster.write_text(
+        '[cluster]\nnodes = 2\ndevices_per_node = 2\n[links.inter]\nbandwidth = "1GB/s"\nlatency = "50us"\n'
+    )
+    code, found = command(capsys, "run", str(TARGETS), "--cluster", str(cluster))
+    assert code == 2 and found["error"]["found"] == "2 nodes" and "torchrun" in found["error"]["remedy"]
+
+
+# Bad input
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+    code, found = command(capsys, *words)
+    assert code == 2
+    assert found.keys() == {"error"} and found["error"].keys() == {
+        "kind",
+        "where",
+        "found",
+        "wanted",
+        "remedy",
+    }
+    error: dict[str, str] = found["error"]
+    assert all(error.values())
+    return error
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("plan",), "TARGET"),
+        (("plan", "nets.py:net"), "--cluster"),
+        (("plan", "nets.py:net", *LOCAL, "--colour", "red"), "--colour"),
+        (("plan", "nets.py:net", *LOCAL, "--gap", "small"), "--gap"),
+        (("fly",), "fly"),
+        (("plan", "nets.py:net", *LOCAL), "nets.py"),
+        (("plan", f"{TARGETS}:nett", *LOCAL), "nett"),
+        (("plan", f"{TARGETS}:mlp", "--cluster", "local:two"), "local:two"),
+        (("plan", f"{TARGETS}:mlp", "--cluster", "local:0"), "0"),
+        (("plan", f"{TARGETS}:mlp", "--cluster", "none.toml"), "No such file"),
+        (("plan", f"{TARGETS}:mlp", *LOCAL, "--mesh", "3"), "3 devices"),
+        (("plan", f"{TARGETS}:mlp", *LOCAL, "--mesh", "axb"), "axb"),
+        (("plan", f"{TARGETS}:mlp", *LOCAL, "--memory", "2 cups"), "2 cups"),
+        (("plan", f"{TARGETS}:mlp", *LOCAL, "--force", "everything"), "everything"),
+        (("plan", f"{TARGETS}:mlp", *LOCAL, "--optimizer", "muon"), "muon"),
+        (("plan", f"{TARGETS}:mlp", *LOCAL, "--time-limit", "0"), "0 s"),
+        (("plan", f"{TARGETS}:mlp", *LOCAL, "--gap", "2"), "2"),
+        (("verify", f"{TARGETS}:mlp", *LOCAL, "--force", "domain"), "no domain factor"),
+        (("verify", f"{TARGETS}:mlp", *LOCAL, "--steps", "0"), "0"),
+    ],
+)
+def test_bad_options_exit_with_2_and_say_what_was_found(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], found: str
+) -> None:
+    assert found in error_of(capsys, *words)["found"]
+
+
+def test_without_json_errors_are_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "nets.py:net", *LOCAL]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("autopar: TARGET nets.py:net: found no file") and err.count("\n") == 1
+
+
+def test_broken_toml_names_the_file_and_the_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("[cluster]\nnodes = = 2\n")
+    error = error_of(capsys, "plan", f"{TARGETS}:mlp", "--cluster", str(path))
+    assert str(path) in error["where"] and "line 2" in error["found"]
+
+
+def test_a_branch_on_values_names_the_users_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_of(capsys, "plan", f"{TARGETS}:branches", *LOCAL)
+    assert error["kind"] == "TraceError"
+    assert "targets.py" in error["where"] and "if x.sum() > 0:" in error["where"]
+
+
+def test_a_cap_that_nothing_meets_says_the_least_that_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", f"{TARGETS}:net", "--cluster", "local:4", "--no-measure", "--memory")
+    error = error_of(capsys, *words, "2kB")
+    assert error["kind"] == "InfeasibleError" and error["found"] == "2 kB per device"
+    assert "hidden.weight" in error["remedy"]
+    least = re.search(r"\((\d+) bytes\)", error["wanted"])
+    assert least is not None
+    code, found = command(capsys, *words, f"{least[1]}B")
+    assert code == 0 and found["peak_bytes"] <= int(least[1])
+
+
+def test_another_versions_database_and_bad_costs_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "costs.sqlite"
+    words = ("plan", f"{TARGETS}:mlp", *LOCAL, "--costdb", str(path))
+    assert command(capsys, *words)[0] == 0
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA ignore_check_constraints = 1")
+        database.execute("UPDATE operators SET forward_seconds = 9e999")
+    assert "inf" in error_of(capsys, *words)["found"]
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 99")
+    error = error_of(capsys, *words)
+    assert error["found"] == "version 99" and str(path) in error["where"]
+    path.write_text("not a database, but a text of more than a hundred bytes, as a header would be " * 3)
+    assert "not a database" in error_of(capsys, *words)["found"]
+
+
+def test_parallelize_outside_a_launcher_says_how_to_launch() -> None:
+    from autopar.target import load_target
+
+    assert "RANK" not in os.environ
+    target = load_target(f"{TARGETS}:mlp")
+    with pytest.raises(InputError, match="autopar run SCRIPT --cluster local:4"):
+        autopar.parallelize(target.model, autopar.ClusterSpec.local(2), target.args)
+    assert (
+        autopar.plan(target.model, autopar.ClusterSpec.local(2), target.args, measure=False).status
+        == "optimal"
+    )

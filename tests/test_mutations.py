@@ -1,0 +1,281 @@
+"""Break autopar in the ways in which such programs are broken, and see the proofs fail.
+
+Each case is proved as it is, then with one mutation: a proof that cannot fail proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import autopar.convert.table
+import autopar.ops.equation
+import autopar.proof.ranks
+from autopar.core.graph import InputKind, Ref
+from autopar.core.mesh import Mesh
+from autopar.core.placement import Layout, R, Shard
+from autopar.errors import AutoparError
+from autopar.ilp.choose import choose
+from autopar.ilp.linear_program import LinearProgram
+from autopar.ops.batch_norm import BatchNorm
+from autopar.ops.dims import Dims
+from autopar.ops.loss import CrossEntropy
+from autopar.ops.rule import Rule, Site
+from autopar.ops.window import Window
+from autopar.proof import simulated
+from autopar.runtime import gradient_sync, groups
+from autopar.runtime.gradient_sync import GradientSync, Member
+from tests.ilp.brute_force import BruteForce, random_prices, small_space, twice, unfolded
+from tests.pool import Pool
+from tests.proof.models import Model, Script
+from tests.proof.plans import dims_of, forced, prove
+from tests.runtime.cases import TIMEOUT
+
+aten = torch.ops.aten
+Patch = pytest.MonkeyPatch
+TWO, GRID = Mesh((2,)), Mesh((2, 2))
+
+
+# -- what is proved ---------------------------------------------------------------------------------------
+
+
+def holds(
+    model: Model, mesh: Mesh, factors: Mapping[str, str], stored: Mapping[str, Layout] | None = None
+) -> bool:
+    """Whether the proof of the forced program passes: equal numbers, and no law broken on the way."""
+    try:
+        dims = dims_of(model, mesh)
+        return prove(model, forced(model.graph, dims, factors, stored), dims)[0] < 1e-9
+    except (AutoparError, RuntimeError):
+        return False
+
+
+Case = Callable[[], bool]
+
+
+def convolution() -> bool:
+    s = Script()
+    x = s.call(aten.conv2d.default, Ref(s.user(2, 3, 9, 5)), Ref(s.weight(4, 3, 3, 3)), None, [1, 1], [1, 1])
+    return holds(s.model(x), TWO, {x: "h"})
+
+
+def column_then_row() -> bool:
+    """Batch on one axis, filter and then channel on the other; samples and weights lie in shards."""
+    s = Script()
+    x, first = s.user(6, 5), s.weight(8, 5)
+    hidden = s.call(aten.linear.default, Ref(x), Ref(first))
+    result = s.linear(hidden, 7)
+    stored = {x: (Shard(0), R), first: (R, Shard(0))}
+    return holds(s.model(result), GRID, {hidden: "n0 o", result: "n0 i"}, stored)
+
+
+def data_parallel() -> bool:
+    s = Script()
+    x = s.linear(s.user(6, 5), 4)
+    return holds(s.model(x), TWO, {x: "n0"})
+
+
+def batch_norm() -> bool:
+    s = Script()
+    running = [s.buffer(torch.zeros(3).double()), s.buffer(torch.ones(3).double())]
+    affine = [s.weight(3), s.weight(3)]
+    operands = map(Ref, [s.user(5, 3, 4, 2), *affine, *running])
+    x = s.call(aten.batch_norm.default, *operands, True, 0.1, 1e-5, False)
+    return holds(s.model(x), TWO, {x: "n"})
+
+
+def cross_entropy() -> bool:
+    """More labels count on one rank than on the other."""
+    s = Script()
+    x = s.linear(s.user(6, 5), 4)
+    labels = s.input(InputKind.USER, torch.tensor([0, -100, -100, 3, 1, 2]))
+    loss = s.call(aten.cross_entropy_loss.default, Ref(x), Ref(labels), None, 1, -100)
+    return holds(Model(s.graph(loss), s.tensors, s.seed), TWO, {loss: "d0"})
+
+
+def dropout() -> bool:
+    s = Script()
+    x = s.call(aten.dropout.default, Ref(s.linear(s.user(6, 5), 4)), 0.5, True)
+    return holds(s.model(x), TWO, {x: "-"})
+
+
+def both_axes_on_one_dim() -> bool:
+    """Eight rows over both axes, then the major axis alone moves to the columns."""
+    s = Script()
+    rows = s.user(8, 6, grad=True)
+    x = s.call(aten.neg.default, Ref(rows))
+    y = s.call(aten.gelu.default, Ref(x))
+    return holds(s.model(y), GRID, {x: "d0 d0", y: "d1 d0"}, {rows: (Shard(0), Shard(0))})
+
+
+def optimum() -> bool:
+    """A tensor that leaves the graph beside its consumer: their conversions are shared."""
+    for seed in range(4):
+        graph, random = twice(), Random(seed)
+        prices = random_prices(graph, TWO, random)
+        space = small_space(graph, prices, random, most=4, layouts=2)
+        best = BruteForce(graph, prices, space).best()
+        found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+        if found.bound > best * (1 + 1e-6) or found.seconds > best * (1 + 1e-6):
+            return False
+    return True
+
+
+# -- how it is broken -------------------------------------------------------------------------------------
+
+
+def drop_a_halo_row(patch: Patch) -> None:
+    needs = Window.needs
+    patch.setattr(Window, "needs", lambda self, *rows: (needs(self, *rows)[0] + 1, needs(self, *rows)[1]))
+
+
+def shift_the_halo(patch: Patch) -> None:
+    needs = Window.needs
+    patch.setattr(Window, "needs", lambda self, *rows: tuple(row + 1 for row in needs(self, *rows)))
+
+
+def swap_axes_of_groups(patch: Patch) -> None:
+    key = Mesh.key
+    patch.setattr(Mesh, "key", lambda self, axes: key(self, [len(self.shape) - 1 - axis for axis in axes]))
+
+
+def swap_coordinates(patch: Patch) -> None:
+    coordinate = Mesh.coordinate
+    patch.setattr(Mesh, "coordinate", lambda self, rank: coordinate(self, rank)[::-1])
+
+
+def average_weight_gradients(patch: Patch) -> None:
+    """R -> B whose gradient is the mean over ranks: the classic 1/P."""
+    total = simulated.MEANINGS["r_to_b"]
+
+    def mean(ranks: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        return [x / len(ranks) + (x - x / len(ranks)).detach() for x in total(ranks)]
+
+    patch.setitem(simulated.MEANINGS, "r_to_b", mean)
+
+
+def forget_gradient_sums(patch: Patch) -> None:
+    """Operands that lack the sharded factor stay R: nobody sums their gradients."""
+    patch.setattr(autopar.ops.equation, "B", R)
+
+
+def omit_all_reduces(patch: Patch) -> None:
+    patch.setitem(simulated.MEANINGS, "p_to_r", simulated.MEANINGS["b_to_r"])
+
+
+def use_local_moments(patch: Patch) -> None:
+    patch.setattr(BatchNorm, "lower", Rule.lower)
+
+
+def average_local_means(patch: Patch) -> None:
+    """The mean over the rank's own labels, and then the mean over ranks."""
+
+    def lower(self: CrossEntropy, site: Site) -> Sequence[Any]:
+        return (site.call(aten.div.Scalar, site.local_call(), site.mesh.num_devices),)
+
+    patch.setattr(CrossEntropy, "lower", lower)
+
+
+def draw_masks_apart(patch: Patch) -> None:
+    patch.setattr(
+        autopar.proof.ranks,
+        "_each",
+        lambda target, calls: [target(*args, **kwargs) for args, kwargs in calls],
+    )
+
+
+def ignore_minor_axes(patch: Patch) -> None:
+    """Moves of a major axis although a minor one shards the same dim."""
+    patch.setattr(autopar.convert.table, "legal", lambda move: True)
+
+
+def reverse_major_and_minor(patch: Patch) -> None:
+    """Ranks own parts in minor-major order, collectives join them in major-minor order."""
+    rows = Dims.rows
+    patch.setattr(
+        Dims, "rows", lambda self, name, shard, layout, at: rows(self, name, shard, layout, at[::-1])
+    )
+
+
+def charge_shared_moves_twice(patch: Patch) -> None:
+    at_least = LinearProgram.at_least
+
+    def twice_paid(self: LinearProgram, terms: Any, value: float, why: str) -> None:
+        terms = list(terms)
+        if why == "share":
+            (_, paid), (_, flow) = terms
+            self.costs[flow] = self.costs[paid]
+        at_least(self, terms, value, why)
+
+    patch.setattr(LinearProgram, "at_least", twice_paid)
+
+
+@pytest.mark.parametrize(
+    ("case", "mutation"),
+    [
+        (convolution, drop_a_halo_row),
+        (convolution, shift_the_halo),
+        (column_then_row, swap_axes_of_groups),
+        (column_then_row, swap_coordinates),
+        (column_then_row, omit_all_reduces),
+        (column_then_row, forget_gradient_sums),
+        (data_parallel, average_weight_gradients),
+        (data_parallel, forget_gradient_sums),
+        (batch_norm, use_local_moments),
+        (cross_entropy, average_local_means),
+        (dropout, draw_masks_apart),
+        (both_axes_on_one_dim, ignore_minor_axes),
+        (both_axes_on_one_dim, reverse_major_and_minor),
+        (optimum, charge_shared_moves_twice),
+    ],
+    ids=lambda item: item.__name__,
+)
+def test_the_proof_fails(case: Case, mutation: Callable[[Patch], None]) -> None:
+    assert case()
+    with pytest.MonkeyPatch.context() as patch:
+        mutation(patch)
+        assert not case()
+    assert case()
+
+
+# -- the gradient sum that programs run with -----------------------------------------------------------------
+
+
+def _sums(*, mean: bool) -> bool:
+    """On a worker: whether the buckets deliver the sum of both ranks' gradients."""
+    groups.setup(TWO, ["a@2"], timeout=TIMEOUT)
+    totals: dict[int, Tensor] = {}
+    all_reduce = dist.all_reduce
+
+    def averaged(flat: Tensor, **rest: Any) -> Any:
+        flat.div_(2)
+        return all_reduce(flat, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if mean:
+            patch.setattr(gradient_sync.dist, "all_reduce", averaged)
+        member = Member(0, "weight", "a@2", torch.float32, 8)
+        sync = GradientSync([member], lambda index, total: totals.update({index: total.clone()}))
+        root = torch.ones(2, requires_grad=True)
+        root.register_hook(lambda gradient: sync.add(0, gradient * (1 + dist.get_rank())))
+        root.sum().backward()
+    return torch.equal(totals[0], torch.full((2,), 3.0))
+
+
+def _mean_of_gradients() -> bool:
+    return _sums(mean=True)
+
+
+def _sum_of_gradients() -> bool:
+    return _sums(mean=False)
+
+
+def test_the_bucket_that_averages_is_caught(pools: Callable[[int], Pool]) -> None:
+    assert pools(2).run(_sum_of_gradients) == [True, True]
+    assert pools(2).run(_mean_of_gradients) == [False, False]

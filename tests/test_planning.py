@@ -1,0 +1,88 @@
+"""Plans of models too big for this machine: made without a process group, on the meta device."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+import autopar
+from autopar.cluster import ClusterSpec, Link
+from autopar.compiler import build
+from autopar.core.graph import InputKind
+from autopar.core.plan import Plan
+from autopar.trace import Traced, trace
+from examples.characters import gpt
+
+NODE = ClusterSpec(devices_per_node=8, device="h100", memory="80GB", intra=Link(2e-6, 450e9))
+TWO_NODES = ClusterSpec(
+    nodes=2,
+    devices_per_node=4,
+    device="h100",
+    memory="80GB",
+    intra=Link(2e-6, 450e9),
+    inter=Link(5e-6, 50e9),
+)
+
+
+def planned(
+    cluster: ClusterSpec, mesh: str, *, blocks: int, hidden: int, shape: tuple[int, int]
+) -> tuple[Plan, Traced]:
+    batch, sequence = shape
+    with torch.device("meta"):
+        model = gpt(blocks, hidden, hidden // 128, 256, sequence)
+        tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    plan = autopar.plan(model, cluster, (tokens, tokens), mesh=mesh)
+    return plan, trace(model, (tokens, tokens))
+
+
+def test_a_wide_transformer_on_one_node_is_split_as_an_expert_would() -> None:
+    plan, traced = planned(NODE, "8", blocks=2, hidden=8192, shape=(1, 2048))
+    kinds = {layer.name: layer.kinds[0] for layer in plan.layers}
+    factors = {(layer.module, layer.op): (layer.strategy[0], layer.kinds[0]) for layer in plan.layers}
+    linear, attention = "aten.linear.default", "aten.scaled_dot_product_attention.default"
+    for block in ("blocks.0", "blocks.1"):
+        assert factors[f"{block}.attention.qkv", linear] == ("o.1", "filter")  # by heads
+        assert factors[f"{block}.attention", attention][1] == "filter"
+        assert factors[f"{block}.attention.project", linear] == ("i", "channel")  # by rows
+        assert factors[f"{block}.mlp.0", linear] == ("o", "filter")  # by columns
+        assert factors[f"{block}.mlp.2", linear] == ("i", "channel")  # by rows
+    assert "domain" in kinds.values()  # what lies between runs on a part of the sequence
+    others = {item.name: item.step_seconds for item in plan.alternatives}
+    assert others["batch"] is None  # a batch of 1
+    assert all(seconds >= plan.step_seconds for seconds in others.values() if seconds is not None)
+    calls = Counter(_name(node) for node in build(traced, plan, rank=0).module.graph.nodes)
+    assert calls["s_to_b"] >= 4  # the sequence is gathered before each column split ...
+    assert calls["p_to_s"] >= 4  # ... and scattered after each row split
+
+
+def _name(node: torch.fx.Node) -> str:
+    return str(node.target).removeprefix("autopar.").partition(".")[0]
+
+
+def test_parameter_bytes_of_the_programs_are_the_plans() -> None:
+    plan, traced = planned(NODE, "8", blocks=1, hidden=1024, shape=(8, 128))
+    for rank in (0, 7):
+        inputs = build(traced, plan, rank=rank).inputs
+        weights = [item for item in inputs if item.kind is InputKind.PARAMETER]
+        nbytes = sum(math.prod(item.part.shape) * item.spec.dtype.itemsize for item in weights)
+        assert nbytes == plan.parameter_bytes[rank]
+
+
+def test_equal_blocks_are_planned_once_and_the_gap_is_proved() -> None:
+    plan, _ = planned(TWO_NODES, "2x4", blocks=6, hidden=1024, shape=(8, 256))
+    assert plan.gap <= 0.01
+    linears = [layer.strategy for layer in plan.layers if layer.module.endswith("mlp.0")]
+    assert len(linears) == 6
+    assert len(set(linears)) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("cluster", "mesh", "blocks"), [(TWO_NODES, "2x4", 24), (NODE, "2x2x2", 4)])
+def test_a_deep_or_three_dimensional_plan_has_a_small_gap(
+    cluster: ClusterSpec, mesh: str, blocks: int
+) -> None:
+    plan, _ = planned(cluster, mesh, blocks=blocks, hidden=1024, shape=(8, 512))
+    assert plan.gap <= 0.01
