@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime import groups, registry
+from autopar.runtime.memory import dense, memory_format
 
 Moments = tuple[Tensor, Tensor]  # mean and biased variance of each channel
 
@@ -35,7 +36,7 @@ def _local_moments(x: Tensor) -> Moments:
     if not x.numel():  # a rank without samples has no share
         return x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
     if x.is_cpu:
-        return torch.batch_norm_update_stats(x.contiguous(), None, None, 0.0)
+        return torch.batch_norm_update_stats(x, None, None, 0.0)
     var, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
     return mean, var
 
@@ -61,7 +62,7 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tenso
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, group: str, count: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = x.contiguous()
+    x = dense(x)
     mean, var = _moments(x, group, count)
     scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
     shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
@@ -91,7 +92,8 @@ def _backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias; the last two are local sums."""
-    gradient, x = gradient.contiguous(), x.contiguous()
+    x = dense(x)
+    gradient = dense(gradient, memory_format(x))
     scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
     invstd = torch.rsqrt(var + eps)
     weight_sum, bias_sum = _local_sums(gradient, x, scale, mean, var, invstd, eps)
@@ -108,7 +110,7 @@ def _shape(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Of both directions: one tensor like x and two of one number for each channel."""
     wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
     channel = x.new_empty(x.shape[1], dtype=wide)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), channel, torch.empty_like(channel)
+    return torch.empty_like(x, memory_format=memory_format(x)), channel, torch.empty_like(channel)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

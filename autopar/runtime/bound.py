@@ -20,6 +20,7 @@ from autopar.core.placement import R
 from autopar.errors import InputError
 from autopar.runtime import groups
 from autopar.runtime.gradient_sync import GradientSync, Member
+from autopar.runtime.memory import dense
 from autopar.runtime.parameters import Leaves, local
 
 
@@ -107,15 +108,14 @@ class Bound:
 
 
 def _cut(full: Tensor, item: InputPart, executable: Executable) -> Tensor:
-    """The rank's part, a view where it is contiguous in a contiguous tensor.
+    """The rank's part in the memory format of the whole, a view where it has no gaps.
 
     The gradient of an input is summed over the axes that hold different parts of it.
     """
     axes = [axis for axis, placement in enumerate(item.layout) if placement != R]
     if full.requires_grad and axes:
         full = torch.ops.autopar.r_to_b(full, executable.mesh.key(axes))
-    part = item.part.take(full)
-    return part.contiguous() if full.is_contiguous() else part
+    return dense(item.part.take(full))
 
 
 def _sync_key(item: InputPart) -> str | None:

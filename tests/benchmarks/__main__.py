@@ -43,6 +43,7 @@ class Row:
     ours: str
     theirs: str
     ratio: Ratio
+    cpu_ratio: Ratio
     target: float
     rounds: int
     seconds: dict[str, float]
@@ -79,6 +80,7 @@ def evaluate(benchmark: Benchmark, allocator: str, timed: Timed) -> Row:
         ours=benchmark.ours,
         theirs=theirs,
         ratio=ratio(seconds[benchmark.ours], seconds[theirs]),
+        cpu_ratio=ratio(timed.cpu_seconds[benchmark.ours], timed.cpu_seconds[theirs]),
         target=benchmark.target,
         rounds=len(seconds[theirs]),
         seconds=medians,
@@ -105,7 +107,7 @@ def table(rows: list[Row]) -> Table:
         found.add_row(
             row.name,
             row.allocator,
-            f"{figure}\n{row.ours} / {row.theirs}",
+            f"{figure}\nprocessor time {row.cpu_ratio.median:.3f}\n{row.ours} / {row.theirs}",
             f"{row.target:.3f}",
             met,
             steps + slow,

@@ -5,7 +5,8 @@
              barrier          barrier            barrier
 
 Each step starts at a barrier and its time is the slowest rank's, so that neither side profits from
-what the machine does elsewhere, nor from the step before.
+what the machine does elsewhere, nor from the step before. The processor time beside it leaves out
+waiting: on a busy machine it says what the step itself costs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Timed:
     """Seconds of every step, by contestant, all of one length; predictions; who was left out."""
 
     seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
     predicted: dict[str, float | None]
     left_out: dict[str, float]
 
@@ -47,25 +49,30 @@ def compete(contestants: dict[str, Contestant], *, rounds: int, keep: tuple[str,
     limit = HOPELESS * min(warm.values())
     hopeless = {name: seconds for name, seconds in warm.items() if seconds > limit and name not in keep}
     timed: dict[str, list[float]] = {name: [] for name in contestants if name not in hopeless}
+    worked: dict[str, list[float]] = {name: [] for name in timed}
     gc.collect()
     gc.disable()
     for _ in range(rounds):
-        for name, seconds in timed.items():
-            seconds.append(_time(contestants[name]))
+        for name in timed:
+            wall, cpu = _time(contestants[name])
+            timed[name].append(wall)
+            worked[name].append(cpu)
     gc.enable()
-    return Timed(timed, {name: each.predicted for name, each in contestants.items()}, hopeless)
+    return Timed(timed, worked, {name: each.predicted for name, each in contestants.items()}, hopeless)
 
 
 def _warm_up(contestant: Contestant) -> float:
-    return median(_time(contestant) for _ in range(WARM_UPS))
+    return median(_time(contestant)[0] for _ in range(WARM_UPS))
 
 
-def _time(contestant: Contestant) -> float:
-    """Seconds of one step, the slowest rank's."""
+def _time(contestant: Contestant) -> tuple[float, float]:
+    """Wall and processor seconds of one step, each the slowest rank's."""
     dist.barrier()
-    start = time.perf_counter()
+    start, worked = time.perf_counter(), time.process_time()
     if not contestant.alone or dist.get_rank() == 0:
         contestant.step()
-    slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    laps = [time.perf_counter() - start, time.process_time() - worked]
+    slowest = torch.tensor(laps, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
+    wall, cpu = slowest.tolist()
+    return wall, cpu
