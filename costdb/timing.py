@@ -4,6 +4,10 @@ A run marks its moments; the time between two marks is taken on the device's own
 GPU is not waited for between runs:
 
     mark --- forward --- mark --- backward --- mark
+
+On a CPU with one thread that is the thread's own clock, which stands still while other processes
+have the core: on a busy machine it gives the same numbers, where a wall clock gave half a batch
+2.3 x the time of the whole one.
 """
 
 from __future__ import annotations
@@ -75,7 +79,7 @@ def synchronize(device: torch.device) -> None:
 
 def _mark(device: torch.device) -> Mark:
     if device.type != "cuda":
-        return time.perf_counter()
+        return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event

@@ -24,6 +24,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 from typing import TypeAlias, assert_never
 
@@ -89,14 +90,17 @@ class CollectiveTable:
 
     @staticmethod
     def of(measurements: Iterable[CollectiveMeasurement], backend: str) -> CollectiveTable:
-        """The table of one backend's measurements; points of one size become their median."""
+        """The table of one backend's measurements; points of one size become their median.
+
+        No message takes longer than a larger one: where it was measured so, the machine was busy.
+        """
         found: dict[Series, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for each in measurements:
             if each.backend == backend:
                 found[each.kind, each.size, each.nodes][each.nbytes].append(each.seconds)
         return CollectiveTable(
             {
-                series: tuple((nbytes, median(times)) for nbytes, times in sorted(by_size.items()))
+                series: _rising([(nbytes, median(times)) for nbytes, times in sorted(by_size.items())])
                 for series, by_size in found.items()
             }
         )
@@ -118,6 +122,12 @@ class CollectiveTable:
         if nbytes > most:
             return CollectiveCost(slowest * nbytes / most, measured=False)
         return CollectiveCost(_interpolate(points, nbytes), measured=True)
+
+
+def _rising(points: list[Point]) -> tuple[Point, ...]:
+    """Each time at most that of the next larger size."""
+    least = list(accumulate((seconds for _, seconds in reversed(points)), min))
+    return tuple((nbytes, time) for (nbytes, _), time in zip(points, reversed(least), strict=True))
 
 
 def _interpolate(points: tuple[Point, ...], nbytes: int) -> float:

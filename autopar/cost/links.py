@@ -28,7 +28,7 @@ from costdb.collective_profiler import measure_collective
 from costdb.measurement import CollectiveMeasurement
 
 SIZES = (4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)  # bytes; between and beyond by interpolation
-BUDGET = 0.03  # seconds for one kind, size and group, beside its warm-up
+BUDGET = 0.1  # seconds for one kind, size and group, beside its warm-up
 ROWS = 8  # length of the dim before the split one
 
 Point = tuple[int, Collective, int]  # ranks, kind, bytes
