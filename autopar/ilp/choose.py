@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.convert.path import tree
 from autopar.convert.table import canonical
@@ -24,6 +24,7 @@ from autopar.units import show_bytes
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 MEMORY_ROUNDS = 8
+TIE = 1e-6  # GiB that a second is worth where only memory counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +55,35 @@ def choose(
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
 
-    Raises InfeasibleError if no plan meets the cap, SolverError if the time limit passed without an
-    incumbent. The linear memory rows leave out short-lived tensors, so the exact replay of the answer
-    tightens them until it fits.
+    Raises InfeasibleError if no plan that meets the cap is found, SolverError if the time limit passed
+    without an incumbent. The linear memory rows leave out short-lived tensors, so the exact replay of
+    an answer tightens them until it fits; failing that, the plan that needs least memory is taken. Only
+    the first bound, under the cap itself, holds for all plans.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    rows_cap = cap
+    first = _solve_once(graph, prices, space, folding, cap=cap, gap=gap, deadline=deadline)
+    if cap is None or first.peak.nbytes <= cap:
+        return first
+    solution, rows_cap = first, cap
     for _ in range(MEMORY_ROUNDS):
-        solution = _solve_once(graph, prices, space, folding, cap=rows_cap, gap=gap, deadline=deadline)
-        if cap is None or solution.peak.nbytes <= cap:
-            return solution
-        assert rows_cap is not None
         rows_cap -= max(solution.peak.nbytes - cap, cap // 200)
-        if rows_cap <= 0:
+        try:
+            solution = _solve_once(graph, prices, space, folding, cap=rows_cap, gap=gap, deadline=deadline)
+        except InfeasibleError:
             break
-    raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
+        if solution.peak.nbytes <= cap:
+            return _judged(solution, first.bound, gap)
+    found = least(graph, prices, space, folding)
+    if found is None or found.peak.nbytes > cap:
+        raise infeasible(graph, prices, cap, found)
+    return _judged(found, first.bound, gap)
+
+
+def _judged(solution: Solution, bound: float, gap: float) -> Solution:
+    """With a bound on all plans; "optimal" only if that proves it."""
+    far = solution.seconds - bound > max(gap, 1e-6) * solution.seconds
+    status = "gap_limit" if solution.status == "optimal" and far else solution.status
+    return replace(solution, bound=min(bound, solution.seconds), status=status)
 
 
 def _solve_once(
@@ -81,6 +96,8 @@ def _solve_once(
     gap: float,
     deadline: float | None,
 ) -> Solution:
+    """The best plan by the linear rows."""
+
     def left() -> float | None:
         return None if deadline is None else max(0.1, deadline - time.monotonic())
 
@@ -113,10 +130,8 @@ def _solve_once(
             wanted=f"at most the solver's {answer.cost:.6g} s",
             remedy="report this model",
         )
-    status = answer.status
-    if status == "optimal" and seconds - bound > max(gap, 1e-6) * seconds:
-        status = "gap_limit"
-    return Solution(program, seconds, min(bound, seconds), status, peak_memory(graph, prices, program))
+    peak = peak_memory(graph, prices, program)
+    return _judged(Solution(program, seconds, bound, answer.status, peak), bound, gap)
 
 
 def _is_integral(problem: Problem, answer: Answer) -> bool:
@@ -126,21 +141,25 @@ def _is_integral(problem: Problem, answer: Answer) -> bool:
     return all(min(value, abs(1 - value)) < INTEGRAL for value in whole)
 
 
-def least(graph: Graph, prices: Prices, space: Space, folding: Folding) -> int:
-    """The least peak memory of any plan in `space`, by its linear rows and an exact replay."""
+def least(graph: Graph, prices: Prices, space: Space, folding: Folding) -> Solution | None:
+    """The plan in `space` that needs least memory by its linear rows, of several a fast one; None if
+    it is not found in time."""
     problem = Problem(graph, prices, space, folding, cap=1 << 60)
     problem.lp.rows.pop()
-    problem.lp.costs = [0.0] * len(problem.lp.costs)
+    problem.lp.costs = [TIE * cost for cost in problem.lp.costs]
     for nbytes, variable in problem.memory:
         problem.lp.costs[variable] += nbytes / 2**30
     answer = solve(problem.lp, gap=1e-3, time_limit=30.0)
     if answer.values is None:
-        return -1
-    return peak_memory(graph, prices, read(problem, answer)).nbytes
+        return None
+    program = read(problem, answer)
+    seconds = total_seconds(graph, prices, program)
+    return Solution(program, seconds, -math.inf, answer.status, peak_memory(graph, prices, program))
 
 
-def infeasible(graph: Graph, prices: Prices, cap: int, minimum: int) -> InfeasibleError:
+def infeasible(graph: Graph, prices: Prices, cap: int, found: Solution | None) -> InfeasibleError:
     """Says the least that would do and which inputs and layers hold it."""
+    minimum = found.peak.nbytes if found else -1
     sizes = {
         item.target: prices.state_bytes(item.name, replicated(len(prices.dims.mesh.shape)))
         for item in graph.inputs
