@@ -24,7 +24,11 @@ from autopar.units import show_bytes
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 MEMORY_ROUNDS = 8
+<<<<<<< HEAD
 LEAST_SECONDS = 30.0  # for the plan of least memory, which an error names
+=======
+TIE = 1e-6  # GiB that a second is worth where only memory counts
+>>>>>>> laws
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ def choose(
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
 
+<<<<<<< HEAD
     Raises InfeasibleError if no plan meets the cap, SolverError if the time limit passed without an
     incumbent. The linear memory rows leave out short-lived tensors, so the exact replay of the answer
     tightens them until it fits; the bound stays that of the rows before. Where they are tightened too
@@ -78,6 +83,37 @@ def choose(
         raise infeasible(graph, prices, cap or 0, thrifty.peak.nbytes if thrifty else -1)
     found = replace(thrifty, bound=min(first.bound, thrifty.seconds))
     return replace(found, status="gap_limit") if found.status == "optimal" and found.gap > gap else found
+=======
+    Raises InfeasibleError if no plan that meets the cap is found, SolverError if the time limit passed
+    without an incumbent. The linear memory rows leave out short-lived tensors, so the exact replay of
+    an answer tightens them until it fits; failing that, the plan that needs least memory is taken. Only
+    the first bound, under the cap itself, holds for all plans.
+    """
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    first = _solve_once(graph, prices, space, folding, cap=cap, gap=gap, deadline=deadline)
+    if cap is None or first.peak.nbytes <= cap:
+        return first
+    solution, rows_cap = first, cap
+    for _ in range(MEMORY_ROUNDS):
+        rows_cap -= max(solution.peak.nbytes - cap, cap // 200)
+        try:
+            solution = _solve_once(graph, prices, space, folding, cap=rows_cap, gap=gap, deadline=deadline)
+        except InfeasibleError:
+            break
+        if solution.peak.nbytes <= cap:
+            return _judged(solution, first.bound, gap)
+    found = least(graph, prices, space, folding)
+    if found is None or found.peak.nbytes > cap:
+        raise infeasible(graph, prices, cap, found)
+    return _judged(found, first.bound, gap)
+
+
+def _judged(solution: Solution, bound: float, gap: float) -> Solution:
+    """With a bound on all plans; "optimal" only if that proves it."""
+    far = solution.seconds - bound > max(gap, 1e-6) * solution.seconds
+    status = "gap_limit" if solution.status == "optimal" and far else solution.status
+    return replace(solution, bound=min(bound, solution.seconds), status=status)
+>>>>>>> laws
 
 
 def _solve_once(
@@ -89,8 +125,13 @@ def _solve_once(
     cap: int | None,
     gap: float,
     deadline: float | None,
+<<<<<<< HEAD
 ) -> Solution | None:
     """The answer of one program, None if it is infeasible."""
+=======
+) -> Solution:
+    """The best plan by the linear rows."""
+>>>>>>> laws
 
     def left() -> float | None:
         return None if deadline is None else max(0.1, deadline - time.monotonic())
@@ -124,10 +165,8 @@ def _solve_once(
             wanted=f"at most the solver's {answer.cost:.6g} s",
             remedy="report this model",
         )
-    status = answer.status
-    if status == "optimal" and seconds - bound > max(gap, 1e-6) * seconds:
-        status = "gap_limit"
-    return Solution(program, seconds, min(bound, seconds), status, peak_memory(graph, prices, program))
+    peak = peak_memory(graph, prices, program)
+    return _judged(Solution(program, seconds, bound, answer.status, peak), bound, gap)
 
 
 def _is_integral(problem: Problem, answer: Answer) -> bool:
@@ -138,10 +177,15 @@ def _is_integral(problem: Problem, answer: Answer) -> bool:
 
 
 def least(graph: Graph, prices: Prices, space: Space, folding: Folding) -> Solution | None:
+<<<<<<< HEAD
     """The plan of least memory in `space`, by its linear rows; None if the solver finds none in time."""
+=======
+    """The plan in `space` that needs least memory by its linear rows, of several a fast one; None if
+    it is not found in time."""
+>>>>>>> laws
     problem = Problem(graph, prices, space, folding, cap=1 << 60)
     problem.lp.rows.pop()
-    problem.lp.costs = [0.0] * len(problem.lp.costs)
+    problem.lp.costs = [TIE * cost for cost in problem.lp.costs]
     for nbytes, variable in problem.memory:
         problem.lp.costs[variable] += nbytes / 2**30
     answer = solve(problem.lp, gap=1e-3, time_limit=LEAST_SECONDS)
@@ -149,11 +193,16 @@ def least(graph: Graph, prices: Prices, space: Space, folding: Folding) -> Solut
         return None
     program = read(problem, answer)
     seconds = total_seconds(graph, prices, program)
+<<<<<<< HEAD
     return Solution(program, seconds, 0.0, "gap_limit", peak_memory(graph, prices, program))
+=======
+    return Solution(program, seconds, -math.inf, answer.status, peak_memory(graph, prices, program))
+>>>>>>> laws
 
 
-def infeasible(graph: Graph, prices: Prices, cap: int, minimum: int) -> InfeasibleError:
+def infeasible(graph: Graph, prices: Prices, cap: int, found: Solution | None) -> InfeasibleError:
     """Says the least that would do and which inputs and layers hold it."""
+    minimum = found.peak.nbytes if found else -1
     sizes = {
         item.target: prices.state_bytes(item.name, replicated(len(prices.dims.mesh.shape)))
         for item in graph.inputs

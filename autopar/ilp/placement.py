@@ -291,14 +291,19 @@ class Problem:
         for layout in layouts:
             cost = self.prices.update(tensor.name, layout) if self.is_parameter(tensor.name) else 0.0
             variables[layout] = self.lp.variable(cost * count, integer=True, upper=1.0)
-            nbytes = self.prices.state_bytes(tensor.name, layout) * count
-            self.memory.append((float(nbytes), variables[layout]))
+            if self.at_rest(tensor.name):
+                nbytes = self.prices.state_bytes(tensor.name, layout) * count
+                self.memory.append((float(nbytes), variables[layout]))
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0, f"one {tensor.name}")
         self.input_layouts[tensor.name] = variables
         found: Marginal = {}
         for layout, variable in variables.items():
             found.setdefault(self.canonical(tensor.name, layout), []).append((1.0, variable))
         return found
+
+    def at_rest(self, name: str) -> bool:
+        """Whether the tensor is on the device all the time: what the user passes comes and goes."""
+        return name in self.kinds and self.kinds[name].kind is not InputKind.USER
 
     def is_parameter(self, name: str) -> bool:
         return name in self.kinds and self.kinds[name].kind is InputKind.PARAMETER
@@ -402,7 +407,12 @@ class Problem:
         if tensor.name in self.makers:
             operation, index = self.makers[tensor.name]
             sums.append(self.keepers(self.folding.class_of[operation.name], index, of="results"))
+<<<<<<< HEAD
         at_rest = {self.value(layout): v for layout, v in self.input_layouts.get(tensor.name, {}).items()}
+=======
+        stored = self.input_layouts.get(tensor.name, {}) if self.at_rest(tensor.name) else {}
+        at_rest = {_value(layout): v for layout, v in stored.items()}
+>>>>>>> laws
         y: dict[Layout, int] = {}
         for by_layout in sums:
             for layout, terms in by_layout.items():
