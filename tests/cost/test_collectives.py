@@ -101,3 +101,8 @@ def test_interpolation_stays_between_its_points(points: dict[int, float], nbytes
         assert min(points.values()) * 0.999 <= cost.seconds <= max(points.values()) * 1.001
     else:
         assert not min(points) <= nbytes <= max(points)
+
+
+def test_no_message_takes_longer_than_a_larger_one() -> None:
+    table = CollectiveTable.of([measured(1, 9.0), measured(10, 2.0), measured(100, 4.0)], "gloo")
+    assert [table.cost(AG, nbytes, 2, UNIT).seconds for nbytes in (1, 10, 100)] == [2.0, 2.0, 4.0]

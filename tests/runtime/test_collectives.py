@@ -262,6 +262,27 @@ def test_strides_do_not_matter(pools: Pools) -> None:
     assert not any(difference.any() for results in pools(2).run(_laid_out_oddly) for difference in results)
 
 
+def _channels_last(last: bool) -> list[Tensor]:
+    groups.setup(Mesh((2,)), ["a@2"], timeout=TIMEOUT)
+    generator = torch.Generator().manual_seed(3 + groups.index("a@2"))
+    x, weight = torch.randn(2, 2, 4, 5, 6, dtype=torch.float64, generator=generator).unbind()
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    x.requires_grad_()
+    ops = torch.ops.autopar
+    y = ops.exchange(ops.b_to_s(x, "a@2", 3, 1, [2, 4]), "a@2", 3, 1, [0, 2, 6], [-1, 1], [3, 7], 0.0)
+    z = ops.batch_norm(y, None, None, None, None, "a@2", 100, MOMENTUM, EPS)
+    assert all(item.is_contiguous(memory_format=torch.channels_last) for item in (y, z)) or not last
+    (z * weight[..., : z.shape[3]]).sum().backward()
+    assert x.grad is not None
+    return [y.detach().contiguous(), z.detach().contiguous(), x.grad.contiguous()]
+
+
+def test_channels_last_stays_and_gives_the_same_numbers(pools: Pools) -> None:
+    pool = pools(2)
+    for ours, theirs in zip(pool.run(_channels_last, True), pool.run(_channels_last, False), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 # -- batch norm ---------------------------------------------------------------------------------
 
 MOMENTUM, EPS = 0.3, 1e-3
