@@ -24,11 +24,7 @@ from autopar.units import show_bytes
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 MEMORY_ROUNDS = 8
-<<<<<<< HEAD
-LEAST_SECONDS = 30.0  # for the plan of least memory, which an error names
-=======
 TIE = 1e-6  # GiB that a second is worth where only memory counts
->>>>>>> laws
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +55,6 @@ def choose(
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
 
-<<<<<<< HEAD
-    Raises InfeasibleError if no plan meets the cap, SolverError if the time limit passed without an
-    incumbent. The linear memory rows leave out short-lived tensors, so the exact replay of the answer
-    tightens them until it fits; the bound stays that of the rows before. Where they are tightened too
-    far, the plan of least memory is left.
-    """
-    deadline = None if time_limit is None else time.monotonic() + time_limit
-    first = solution = _solve_once(graph, prices, space, folding, cap=cap, gap=gap, deadline=deadline)
-    rows_cap, rounds = cap or 0, 1
-    while solution and cap is not None and solution.peak.nbytes > cap:
-        rows_cap -= max(solution.peak.nbytes - cap, cap // 200)
-        rounds += 1
-        solution = (
-            _solve_once(graph, prices, space, folding, cap=rows_cap, gap=gap, deadline=deadline)
-            if rows_cap > 0 and rounds <= MEMORY_ROUNDS
-            else None
-        )
-    if solution is first and first is not None:
-        return first
-    thrifty = solution or least(graph, prices, space, folding)
-    if first is None or thrifty is None or thrifty.peak.nbytes > (cap or 0):
-        raise infeasible(graph, prices, cap or 0, thrifty.peak.nbytes if thrifty else -1)
-    found = replace(thrifty, bound=min(first.bound, thrifty.seconds))
-    return replace(found, status="gap_limit") if found.status == "optimal" and found.gap > gap else found
-=======
     Raises InfeasibleError if no plan that meets the cap is found, SolverError if the time limit passed
     without an incumbent. The linear memory rows leave out short-lived tensors, so the exact replay of
     an answer tightens them until it fits; failing that, the plan that needs least memory is taken. Only
@@ -113,7 +84,6 @@ def _judged(solution: Solution, bound: float, gap: float) -> Solution:
     far = solution.seconds - bound > max(gap, 1e-6) * solution.seconds
     status = "gap_limit" if solution.status == "optimal" and far else solution.status
     return replace(solution, bound=min(bound, solution.seconds), status=status)
->>>>>>> laws
 
 
 def _solve_once(
@@ -125,13 +95,8 @@ def _solve_once(
     cap: int | None,
     gap: float,
     deadline: float | None,
-<<<<<<< HEAD
-) -> Solution | None:
-    """The answer of one program, None if it is infeasible."""
-=======
 ) -> Solution:
     """The best plan by the linear rows."""
->>>>>>> laws
 
     def left() -> float | None:
         return None if deadline is None else max(0.1, deadline - time.monotonic())
@@ -139,13 +104,13 @@ def _solve_once(
     problem = Problem(graph, prices, space, folding, cap=cap)
     answer = solve(problem.lp, relaxed=True, time_limit=left())
     if answer.status == "infeasible":
-        return None
+        raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
     bound = answer.bound
     if not _is_integral(problem, answer):
         answer = solve(problem.lp, gap=gap, time_limit=left())
         bound = max(bound, answer.bound)
     if answer.status == "infeasible":
-        return None
+        raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
     if answer.values is None:
         raise SolverError(
             where="solver",
@@ -177,27 +142,19 @@ def _is_integral(problem: Problem, answer: Answer) -> bool:
 
 
 def least(graph: Graph, prices: Prices, space: Space, folding: Folding) -> Solution | None:
-<<<<<<< HEAD
-    """The plan of least memory in `space`, by its linear rows; None if the solver finds none in time."""
-=======
     """The plan in `space` that needs least memory by its linear rows, of several a fast one; None if
     it is not found in time."""
->>>>>>> laws
     problem = Problem(graph, prices, space, folding, cap=1 << 60)
     problem.lp.rows.pop()
     problem.lp.costs = [TIE * cost for cost in problem.lp.costs]
     for nbytes, variable in problem.memory:
         problem.lp.costs[variable] += nbytes / 2**30
-    answer = solve(problem.lp, gap=1e-3, time_limit=LEAST_SECONDS)
+    answer = solve(problem.lp, gap=1e-3, time_limit=30.0)
     if answer.values is None:
         return None
     program = read(problem, answer)
     seconds = total_seconds(graph, prices, program)
-<<<<<<< HEAD
-    return Solution(program, seconds, 0.0, "gap_limit", peak_memory(graph, prices, program))
-=======
     return Solution(program, seconds, -math.inf, answer.status, peak_memory(graph, prices, program))
->>>>>>> laws
 
 
 def infeasible(graph: Graph, prices: Prices, cap: int, found: Solution | None) -> InfeasibleError:

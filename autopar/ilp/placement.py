@@ -407,12 +407,8 @@ class Problem:
         if tensor.name in self.makers:
             operation, index = self.makers[tensor.name]
             sums.append(self.keepers(self.folding.class_of[operation.name], index, of="results"))
-<<<<<<< HEAD
-        at_rest = {self.value(layout): v for layout, v in self.input_layouts.get(tensor.name, {}).items()}
-=======
         stored = self.input_layouts.get(tensor.name, {}) if self.at_rest(tensor.name) else {}
-        at_rest = {_value(layout): v for layout, v in stored.items()}
->>>>>>> laws
+        at_rest = {self.value(layout): v for layout, v in stored.items()}
         y: dict[Layout, int] = {}
         for by_layout in sums:
             for layout, terms in by_layout.items():
