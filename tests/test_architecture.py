@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "ops"},
     "agree": BASE | {"cluster", "cost", "costdb"},
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "planning"},
-    "profile": BASE | PASSES | {"planning", "target"},
+    "profile": BASE | PASSES | {"agree", "planning", "target"},
     "proof": BASE | PASSES | {"compiler", "planning", "target"},
     "api": BASE | PASSES | ABOVE,
     "cli": BASE | {"api", "show", "progress", "target", "cluster", "planning", "runtime"},
