@@ -238,8 +238,11 @@ def _rivals(problem: _Mesh, deadline: float | None) -> list[tuple[_Mesh, Solutio
 
 
 def _alternatives(problem: _Mesh, deadline: float | None) -> list[tuple[Alternative, Solution | None]]:
-    """Every pure strategy of the chosen mesh, solved without the cap so that its need is known."""
+    """Every pure strategy of the chosen mesh, solved without the cap so that its need is known; none
+    on one device, which has nothing to share."""
     found: list[tuple[Alternative, Solution | None]] = []
+    if problem.mesh.num_devices == 1:
+        return found
     for kind in Parallelism:
         try:
             solution = problem.solve(kind, deadline, cap=None)
