@@ -142,11 +142,11 @@ class Leaves:
     def deliver(self, index: int, total: Tensor) -> None:
         """Add the final local gradient of a leaf to its outer parameter's `.grad`."""
         outer: Any = self._find[index]()
+        if outer.grad is None:
+            outer.grad = DTensor(total, outer._spec, requires_grad=False)
+            return
         with torch.no_grad():
-            if outer.grad is None:
-                outer.grad = DTensor(total, outer._spec, requires_grad=False)
-            else:
-                local(outer.grad).add_(total)
+            local(outer.grad).add_(total)
 
     def _tie(self, index: int, outer: nn.Parameter) -> tuple[nn.Parameter, Tensor, Tensor]:
         self._check(self._parts[index], outer)
