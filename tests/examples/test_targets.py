@@ -126,7 +126,8 @@ def test_an_untrained_gpt_guesses_and_shares_its_embedding_with_its_head() -> No
     model, _ = characters.characters()
     assert model.head.weight is model.token.weight
     vocabulary = len(model.token.weight)
-    assert loss_of(*characters.characters()).item() == pytest.approx(math.log(vocabulary), abs=0.1)
+    torch.manual_seed(0)  # of the dropout masks
+    assert loss_of(*characters.characters()).item() == pytest.approx(math.log(vocabulary), abs=0.2)
 
 
 def test_attention_is_causal() -> None:
