@@ -189,6 +189,34 @@ class ClusterSpec:
         crosses = any(len({rank // self.devices_per_node for rank in group}) > 1 for group in groups)
         return self.inter if crosses and self.inter else self.intra
 
+    def stage(self, count: int) -> ClusterSpec:
+        """The part that one of `count` pipeline ranks has: equally many devices, of one node or of whole
+        nodes. Raises `InputError` if the cluster can't be cut so.
+        """
+        devices, rest = divmod(self.num_devices, max(count, 1))
+        inside = devices and self.devices_per_node % devices == 0
+        if count < 1 or rest or not (inside or devices % self.devices_per_node == 0):
+            raise InputError(
+                where="--stages",
+                found=f"{count} for {self.nodes} nodes of {self.devices_per_node} devices",
+                wanted="a number that cuts the cluster into equal parts of a node, or of whole nodes",
+                remedy=f"choose a divisor of {self.num_devices}",
+            )
+        return ClusterSpec(
+            nodes=1 if inside else devices // self.devices_per_node,
+            devices_per_node=devices if inside else self.devices_per_node,
+            device=self.device,
+            memory=self.memory,
+            intra=self.intra,
+            inter=None if inside else self.inter,
+        )
+
+    def hop(self, count: int) -> Link:
+        """The slowest link between neighbours of `count` pipeline ranks."""
+        devices = self.num_devices // count
+        crosses = self.nodes > 1 and devices * count > self.devices_per_node
+        return self.inter if crosses and self.inter else self.intra
+
     def check_world(self, world_size: int) -> None:
         """Raise `InputError` unless the cluster has `world_size` devices."""
         if world_size != self.num_devices:

@@ -19,14 +19,18 @@ from autopar.cluster import ClusterSpec
 from autopar.convert.table import effect
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
+from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.placement import Layout
-from autopar.core.plan import Alternative, Layer, Plan
+from autopar.core.plan import Alternative, Layer, Plan, Program
+from autopar.core.schedule import ScheduleKind
+from autopar.cost.collectives import send_recv
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
 from autopar.ilp.space import Kinds, Parallelism, Pins, build_space, is_heavy
+from autopar.ilp.stages import cut
 from autopar.ilp.symmetry import choose_named
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
@@ -57,6 +61,13 @@ class Request:
     optimizer_states: int = 2
     stored: Mapping[str, Layout] | None = None
     user_layouts: Mapping[str, Layout] | None = None
+    stages: int = 1  # pipeline ranks
+    micro_batches: int = 1
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+
+    @property
+    def num_stages(self) -> int:
+        return self.stages * stages_per_rank(self.schedule) if self.stages > 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +95,10 @@ def search(
     an estimate of theirs.
     """
     atoms = find_atoms(graph)
+    model = CostModel.of(cluster, database)
+    whole, cluster = cluster, cluster.stage(request.stages)
     meshes = [request.mesh] if request.mesh else list(cluster.meshes())
     _check_mesh(meshes, cluster)
-    model = CostModel.of(cluster, database)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
     for _ in range(MEASURING_ROUNDS if request.measure and model.here else 1):
@@ -105,7 +117,7 @@ def search(
         best = _best(problems, deadline)
     alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
     found = _prefer_simpler(best, alternatives, cap)
-    return _report(found[0], found[1], cluster, [item for item, _ in alternatives], cap, request)
+    return _report(found[0], found[1], whole, [item for item, _ in alternatives], cap, request)
 
 
 def measure_operators(
@@ -337,8 +349,38 @@ def _report(
         alternatives=tuple(alternatives),
         parameter_bytes=_parameter_bytes(problem, solution),
         notes=graph.notes,
+        pipeline=_pipeline(problem, solution, cluster, request),
     )
     return Found(plan, problem.dims, prices, solution)
+
+
+def _pipeline(problem: _Mesh, solution: Solution, cluster: ClusterSpec, request: Request) -> Pipeline:
+    if request.stages == 1:
+        return Pipeline(micro_batches=request.micro_batches)
+    graph, prices, program = problem.graph, problem.prices, solution.program
+    link = cluster.hop(request.stages)
+    seconds = [prices.operator(item, program.strategies[item.name]).seconds for item in graph.operators]
+    hops = [2 * send_recv(nbytes, link) for nbytes in _crossing_bytes(graph, prices, program)]
+    starts = cut(seconds, hops, request.num_stages)
+    return Pipeline(request.stages, request.micro_batches, request.schedule, starts)
+
+
+def _crossing_bytes(graph: Graph, prices: Prices, program: Program) -> list[int]:
+    """For each operator the local bytes of what earlier ones made that it or later ones use."""
+    made: dict[str, tuple[int, int]] = {}
+    for index, item in enumerate(graph.operators):
+        strategy = program.strategies[item.name]
+        for place, name in enumerate(item.results):
+            if name and graph.specs[name].requires_grad:
+                layout = tuple(option.results[place] for option in strategy)
+                made[name] = index, prices.local_bytes(name, layout)
+    last = {name: index for index, item in enumerate(graph.operators) for name in item.operands}
+    change = [0] * (len(graph.operators) + 1)
+    for name, (index, nbytes) in made.items():
+        if name in last:
+            change[index + 1] += nbytes
+            change[last[name] + 1] -= nbytes
+    return list(itertools.accumulate(change))[:-1]
 
 
 def _update(problem: _Mesh, solution: Solution) -> float:

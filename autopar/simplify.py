@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, map_refs
+from autopar.errors import InputError
 
 aten = torch.ops.aten
 
@@ -75,3 +76,15 @@ def without_dead_code(graph: Graph) -> Graph:
     live = needed | {name for item in kept for name in item.results if name} | {i.name for i in inputs}
     specs = {name: spec for name, spec in graph.specs.items() if name in live}
     return replace(graph, inputs=inputs, operators=tuple(reversed(kept)), specs=specs)
+
+
+def only_loss(graph: Graph) -> Graph:
+    """The graph without outputs beside the loss; raises InputError if it has none."""
+    if graph.loss is None:
+        raise InputError(
+            where="loss",
+            found="none in the output of the model",
+            wanted="a scalar that is the output or its .loss: stages and micro-batches start backward inside",
+            remedy="pass loss_fn",
+        )
+    return without_dead_code(replace(graph, outputs=(graph.loss,)))

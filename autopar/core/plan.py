@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
+from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout
 
 
@@ -81,6 +82,7 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     parameter_bytes: tuple[int, ...]  # of each rank
     notes: tuple[str, ...] = ()
+    pipeline: Pipeline = Pipeline()
 
     @property
     def mesh(self) -> Mesh:

@@ -20,11 +20,24 @@ from autopar.compiler import graph_digest
 from autopar.core.plan import Plan
 from autopar.errors import InputError
 from autopar.ilp.space import Parallelism
+from autopar.micro_batches import loss_weight, split_batch
+from autopar.ops.analysis import find_atoms
+from autopar.ops.dims import Dims
 from autopar.planning import Request, search
-from autopar.proof.precision import raise_graph
+from autopar.proof.pipeline import simulate_pipeline
+from autopar.proof.precision import raise_graph, raise_tensor
 from autopar.proof.processes import Job, train_on_processes
-from autopar.proof.verify import TOLERANCE, Verdict, compare, train_eagerly, verify_simulated
+from autopar.proof.verify import (
+    TOLERANCE,
+    Verdict,
+    accumulate_eagerly,
+    compare,
+    train_eagerly,
+    verify_simulated,
+)
 from autopar.runtime import serial
+from autopar.signature import flatten_arguments
+from autopar.simplify import only_loss
 from autopar.target import Target
 from autopar.trace import Traced, trace
 from costdb.database import Database
@@ -99,6 +112,8 @@ def check(
     for a model that cannot be run in parallel, and what planning raises.
     """
     _check_input(target, cluster, steps=steps, processes=processes)
+    if request.stages > 1 or request.micro_batches > 1:
+        return _check_pipeline(target, cluster, request, steps=steps, processes=processes, database=database)
     traced = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn, loss_only=False)
     plan = search(traced.graph, cluster, replace(request, alternatives=False), database=database).plan
     if processes:
@@ -106,6 +121,41 @@ def check(
     else:
         verdict = verify_simulated(target.model, traced, plan.program, loss_fn=target.loss_fn, steps=steps)
     return Report(plan, verdict, request.force)
+
+
+def _check_pipeline(
+    target: Target,
+    cluster: ClusterSpec,
+    request: Request,
+    *,
+    steps: int,
+    processes: bool,
+    database: Database | None,
+) -> Report:
+    """The same for stages and micro-batches, against the serial model that accumulates gradients."""
+    arguments = flatten_arguments(target.args, target.kwargs)
+    batch = split_batch(arguments.tensors, request.micro_batches, equal=True)
+    args, kwargs = arguments.rebuild(batch[0].tensors)
+    traced = trace(target.model, args, kwargs, loss_fn=target.loss_fn)
+    traced = replace(traced, graph=only_loss(traced.graph))
+    plan = search(traced.graph, cluster, replace(request, alternatives=False), database=database).plan
+    graph, casts = raise_graph(traced.graph)
+    dims = Dims(graph, find_atoms(graph), plan.mesh)
+    model = copy.deepcopy(target.model).double()
+    batch = [replace(micro, tensors=tuple(map(raise_tensor, micro.tensors))) for micro in batch]
+    ours = simulate_pipeline(
+        model,
+        batch,
+        traced.arguments.paths,
+        graph,
+        plan.program,
+        plan.pipeline,
+        dims,
+        steps=steps,
+    )
+    weights = [loss_weight(graph, micro.share) for micro in batch]
+    theirs = accumulate_eagerly(model, arguments, batch, weights, target.loss_fn, steps=steps)
+    return Report(plan, compare(ours, theirs, casts), request.force)
 
 
 def _check_input(target: Target, cluster: ClusterSpec, *, steps: int, processes: bool) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Layout
 from autopar.core.plan import Program
 from autopar.errors import CheckError
+from autopar.micro_batches import MicroBatch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.proof.precision import raise_graph, raise_tensor, raised_eager
@@ -97,13 +99,11 @@ def train_eagerly(
 ) -> Record:
     """SGD on the eager model, in place."""
     record = Record()
-    tensors = tuple(raise_tensor(tensor) for tensor in arguments.tensors)
-    args, kwargs = arguments.rebuild(tensors)
-    args, kwargs, loss_args, loss_kwargs = split_for_loss(model, loss_fn, args, kwargs)
+    args, kwargs, loss_args, loss_kwargs = eager_call(model, arguments, arguments.tensors, loss_fn)
     learned = [item for item in model.parameters() if item.requires_grad]
     optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
     for step in range(steps):
-        torch.manual_seed(SEED + step)
+        torch.manual_seed(seed(step))
         model.zero_grad()
         with raised_eager(record.casts):
             output = model(*args, **kwargs)
@@ -111,17 +111,73 @@ def train_eagerly(
         leaves, _ = flatten_results(output)
         note_outputs(record, leaves, loss, step)
         backward(loss, leaves)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                gradient = parameter.grad
-                record.gradients[f"{step}:{name}"] = (
-                    torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
-                )
+        note_gradients(record, model, step)
         if optimizer:
             optimizer.step()
+    note_state(record, model)
+    return record
+
+
+def accumulate_eagerly(
+    model: nn.Module,
+    arguments: Arguments,
+    batch: Sequence[MicroBatch],
+    weights: Sequence[float],
+    loss_fn: LossFunction | None,
+    *,
+    steps: int,
+) -> Record:
+    """SGD on the eager model, in place, each step's gradients added up over weighted micro-batches."""
+    record = Record()
+    calls = [eager_call(model, arguments, micro.tensors, loss_fn) for micro in batch]
+    learned = [item for item in model.parameters() if item.requires_grad]
+    optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
+    for step in range(steps):
+        model.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for number, (args, kwargs, loss_args, loss_kwargs) in enumerate(calls):
+            torch.manual_seed(seed(step, number))
+            with raised_eager(record.casts):
+                output = model(*args, **kwargs)
+                loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
+            assert loss is not None
+            backward(loss * weights[number], ())
+            total += weights[number] * loss.detach()
+        record.loss[f"{step}:loss"] = total
+        note_gradients(record, model, step)
+        if optimizer:
+            optimizer.step()
+    note_state(record, model)
+    return record
+
+
+def eager_call(
+    model: nn.Module, arguments: Arguments, tensors: Sequence[Tensor], loss_fn: LossFunction | None
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the model and those of its loss, in float64."""
+    args, kwargs = arguments.rebuild(tuple(raise_tensor(tensor) for tensor in tensors))
+    return split_for_loss(model, loss_fn, args, kwargs)
+
+
+def seed(step: int, micro_batch: int = 0) -> int:
+    """What both sides draw the random masks of a micro-batch from."""
+    return SEED + step + 1_000 * micro_batch
+
+
+def note_gradients(record: Record, model: nn.Module, step: int) -> None:
+    """All gradients of one step; zeros where a parameter has none."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            record.gradients[f"{step}:{name}"] = (
+                torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
+            )
+
+
+def note_state(record: Record, model: nn.Module) -> None:
+    """Parameters and buffers after the last step."""
     record.parameters = {name: item.detach().clone() for name, item in model.named_parameters()}
     record.buffers = {name: item.detach().clone() for name, item in model.named_buffers()}
-    return record
 
 
 def note_outputs(record: Record, leaves: Sequence[Tensor], loss: Tensor | None, step: int) -> None:
@@ -173,7 +229,7 @@ def simulate_training(
         torch.optim.SGD([full[name] for name in learned], lr=RATE, momentum=MOMENTUM) if learned else None
     )
     for step in range(steps):
-        torch.manual_seed(SEED + step)
+        torch.manual_seed(seed(step))
         locals_ = distribute(full, program.inputs, dims)
         outputs = run(programs, locals_)
         count = len(graph.outputs)
@@ -200,16 +256,23 @@ def simulate_training(
 
 def start_tensors(model: nn.Module, arguments: Arguments, graph: Graph) -> Tensors:
     """Every input of the graph, whole, as fresh float64 leaves."""
+    users = dict(zip(arguments.paths, arguments.tensors, strict=True))
+    return start_state(model, graph) | {
+        item.name: raise_tensor(users[item.target]) for item in graph.inputs if item.kind is InputKind.USER
+    }
+
+
+def start_state(model: nn.Module, graph: Graph) -> Tensors:
+    """Every input of the graph that is not the user's, whole, as fresh float64 leaves."""
     state: Mapping[str, Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    users = dict(zip(arguments.paths, arguments.tensors, strict=True))
     found: Tensors = {}
     for item in graph.inputs:
         match item.kind:
             case InputKind.USER:
-                found[item.name] = raise_tensor(users[item.target])
+                continue
             case InputKind.CONSTANT:
                 assert item.value is not None
                 found[item.name] = raise_tensor(item.value)

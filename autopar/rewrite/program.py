@@ -7,7 +7,7 @@ first, so a weight converted at the top would have its gradient reduced at the v
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +28,14 @@ from autopar.rewrite.emit import GraphEmitter
 class RankProgram:
     """One rank's program: placeholders in the order of the graph's inputs; it returns the graph's
     outputs followed by the new values of the buffers in `graph.writes`. `layers` says which module
-    of the model each call (by node name) belongs to."""
+    of the model each call (by node name) belongs to, `steps` for which of the graph's operators (by
+    number) it was written, those after the last one for the outputs."""
 
     rank: int
     graph: fx.Graph
     emitter: GraphEmitter
     layers: dict[str, str]
+    steps: dict[str, int]
 
     def module(self) -> fx.GraphModule:
         return fx.GraphModule(torch.nn.Module(), self.graph, class_name="ParallelProgram")
@@ -51,7 +53,7 @@ def rewrite(
     """Write the program of `rank`; raises CheckError where a local shape is not what the layout says."""
     writer = _Writer(graph, program, dims, dims.mesh.coordinate(rank), device, exact_random)
     writer.write()
-    return RankProgram(rank, writer.emitter.graph, writer.emitter, writer.layers)
+    return RankProgram(rank, writer.emitter.graph, writer.emitter, writer.layers, writer.steps)
 
 
 class _Writer:
@@ -69,6 +71,7 @@ class _Writer:
         self.emitter = GraphEmitter(device=device)
         self.values: dict[tuple[str, Layout], fx.Node] = {}
         self.layers: dict[str, str] = {}
+        self.steps: dict[str, int] = {}
         self.parents: dict[tuple[str, Layout], Move] = {
             (name, move.target): move for name, moves in program.moves.items() for move in moves
         }
@@ -81,7 +84,7 @@ class _Writer:
             self.values[item.name, self.canonical(item.name, layout)] = self.emitter.placeholder(
                 item.name, spec
             )
-        for operation in self.graph.operators:
+        for step, operation in enumerate(self.graph.operators):
             strategy = self.program.strategies[operation.name]
             written = len(self.emitter.graph.nodes)
             values = [
@@ -101,15 +104,21 @@ class _Writer:
             for index, (name, value) in enumerate(zip(operation.results, results, strict=True)):
                 if name is not None:
                     self.define(name, site.result_layout(index), value)
-            new = len(self.emitter.graph.nodes) - written
-            calls = itertools.islice(reversed(self.emitter.graph.nodes), new)
-            self.layers.update((node.name, operation.module) for node in calls)
+            for node in self.latest(len(self.emitter.graph.nodes) - written):
+                self.layers[node.name], self.steps[node.name] = operation.module, step
+        written = len(self.emitter.graph.nodes)
         outputs = [self.value(name, self.program.outputs[name]) for name in self.graph.outputs]
         layouts = {item.name: self.program.inputs[item.name] for item in self.graph.inputs}
         writes = [self.value(value, layouts[buffer]) for buffer, value in self.graph.writes]
+        for node in self.latest(len(self.emitter.graph.nodes) - written):
+            self.steps[node.name] = len(self.graph.operators)
         self.emitter.graph.output(tuple(outputs + writes))
         self.emitter.graph.eliminate_dead_code(is_impure_node=_is_impure)
         self.emitter.graph.lint()
+
+    def latest(self, count: int) -> Iterator[fx.Node]:
+        """The `count` nodes that were written last."""
+        return itertools.islice(reversed(self.emitter.graph.nodes), count)
 
     def canonical(self, name: str, layout: Layout) -> Layout:
         return canonical(layout, differentiable=self.graph.specs[name].requires_grad)

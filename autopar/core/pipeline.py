@@ -1,0 +1,46 @@
+"""How one training step is cut: in time into micro-batches, over the graph into pipeline stages.
+
+    world    rank 0  1 | 2  3 | 4  5        3 pipeline ranks of a 1 x 2 mesh: the mesh is the minor part
+    stages        0    |  1   |  2          loop placement, one stage each
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.core.schedule import ScheduleKind, rank_of_stage
+
+
+VIRTUAL = (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
+
+
+def stages_per_rank(schedule: ScheduleKind) -> int:
+    """How many stages each pipeline rank holds: the V schedules need two, interleaving begins there."""
+    return 2 if schedule in VIRTUAL else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """`ranks` groups of devices, each a mesh of its own, hold the stages; `starts[s]` is the number of
+    the first operator of stage s. Without stages `ranks` is 1 and `starts` is (0,)."""
+
+    ranks: int = 1
+    micro_batches: int = 1
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    starts: tuple[int, ...] = (0,)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.starts)
+
+    @property
+    def is_staged(self) -> bool:
+        return self.ranks > 1
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds `stage`."""
+        return rank_of_stage(self.schedule, stage, self.ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, in order."""
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)

@@ -1,0 +1,199 @@
+"""Training by stages and micro-batches on simulated ranks: what a pipeline computes, in any schedule.
+
+    micro-batch m      stage 0 -> stage 1 -> ... -> loss, weighted
+                       stage 0 <- stage 1 <- ... <- 1
+
+Stages are cut apart as on real ranks: each starts from detached tensors, and hands back the gradients
+of what it was given. A tied weight has one copy for each stage that uses it; its gradient is the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autopar.core.graph import Graph, InputKind
+from autopar.core.pipeline import Pipeline
+from autopar.core.plan import Program
+from autopar.errors import CheckError
+from autopar.micro_batches import MicroBatch, loss_weight
+from autopar.ops.dims import Dims
+from autopar.proof.ranks import assemble, distribute, run, total_gradient
+from autopar.proof.verify import MOMENTUM, RATE, Record, Tensors, seed, start_state
+from autopar.rewrite.program import rewrite
+from autopar.rewrite.stages import StageProgram, split
+
+Values = list[tuple[Tensor, ...]]  # of each rank
+
+
+@dataclass(slots=True)
+class _Stage:
+    """The programs of one stage on all ranks of its mesh, and their own copies of its inputs."""
+
+    programs: Sequence[StageProgram]
+    locals_: list[dict[str, Tensor]]
+
+    @property
+    def any(self) -> StageProgram:
+        return self.programs[0]
+
+
+def simulate_pipeline(
+    model: nn.Module,
+    batch: Sequence[MicroBatch],
+    paths: Sequence[str],
+    graph: Graph,
+    program: Program,
+    pipeline: Pipeline,
+    dims: Dims,
+    *,
+    steps: int,
+) -> Record:
+    """SGD by the programs of all ranks of all stages; `model` gives the first parameters.
+
+    `batch` holds float64 tensors in the order of `paths`; `graph` is that of one micro-batch, and its
+    loss the only output.
+    """
+    ranks = range(dims.mesh.num_devices)
+    programs = [rewrite(graph, program, dims, rank=rank) for rank in ranks]
+    cuts = [split(each, graph, pipeline.starts) for each in programs]
+    full = start_state(model, graph)
+    learned = [
+        item.name
+        for item in graph.inputs
+        if item.kind is InputKind.PARAMETER and full[item.name].requires_grad
+    ]
+    optimizer = (
+        torch.optim.SGD([full[name] for name in learned], lr=RATE, momentum=MOMENTUM) if learned else None
+    )
+    record, targets = Record(), {item.name: item.target for item in graph.inputs}
+    for step in range(steps):
+        stages = [_stage([cut[index] for cut in cuts], full, program, dims) for index in range(len(cuts[0]))]
+        total = torch.zeros((), dtype=torch.float64)
+        for number, micro in enumerate(batch):
+            users = _users(graph, paths, micro)
+            weight = loss_weight(graph, micro.share)
+            total += weight * _micro_batch(stages, users, graph, program, dims, weight, seed(step, number))
+        record.loss[f"{step}:loss"] = total
+        for name in learned:
+            full[name].grad = _gradient(name, stages, program, dims)
+            record.gradients[f"{step}:{targets[name]}"] = full[name].grad.clone()
+        if optimizer:
+            optimizer.step()
+        _read_buffers(stages, graph, program, dims, full)
+    for item in graph.inputs:
+        if item.kind is InputKind.PARAMETER:
+            record.parameters[item.target] = full[item.name].detach()
+        elif item.kind is InputKind.BUFFER:
+            record.buffers[item.target] = full[item.name].detach()
+    return record
+
+
+def _stage(programs: Sequence[StageProgram], full: Tensors, program: Program, dims: Dims) -> _Stage:
+    names = [name for name in programs[0].inputs if name in full]
+    return _Stage(programs, distribute(full, {name: program.inputs[name] for name in names}, dims))
+
+
+def _users(graph: Graph, paths: Sequence[str], micro: MicroBatch) -> Tensors:
+    named = dict(zip(paths, micro.tensors, strict=True))
+    return {item.name: named[item.target] for item in graph.inputs if item.kind is InputKind.USER}
+
+
+def _micro_batch(
+    stages: Sequence[_Stage],
+    users: Tensors,
+    graph: Graph,
+    program: Program,
+    dims: Dims,
+    weight: float,
+    number: int,
+) -> Tensor:
+    """Forward and backward of one micro-batch; its loss."""
+    given: list[Values] = []
+    made: list[Values] = []
+    for stage in stages:
+        names = [name for name in stage.any.inputs if name in users]
+        cut = distribute(users, {name: program.inputs[name] for name in names}, dims)
+        received = [_leaves(values, stage.any) for values in (made[-1] if made else [()] * len(cut))]
+        places = [node.name for node in stage.any.graph.nodes if node.op == "placeholder"]
+        inputs = [
+            dict(zip(places, mine, strict=False)) | state | batch
+            for mine, state, batch in zip(received, stage.locals_, cut, strict=True)
+        ]
+        torch.manual_seed(number)
+        results = run(stage.programs, inputs)
+        given.append(received)
+        made.append([tuple(values[: len(stage.any.sent)]) for values in results])
+        _write_buffers(stage, results)
+        losses = [values[len(stage.any.sent)] for values in results] if stage.any.outputs else []
+    _check_replicas(losses)
+    _backward(given, made, [loss * (weight / len(losses)) for loss in losses])
+    return losses[0].detach()
+
+
+def _leaves(values: tuple[Tensor, ...], stage: StageProgram) -> tuple[Tensor, ...]:
+    return tuple(
+        value.detach().requires_grad_(spec.requires_grad)
+        for value, spec in zip(values, stage.received, strict=True)
+    )
+
+
+def _backward(given: Sequence[Values], made: Sequence[Values], losses: Sequence[Tensor]) -> None:
+    roots = [loss for loss in losses if loss.requires_grad]
+    if roots:
+        torch.autograd.backward(roots)
+    for received, sent in zip(reversed(given[1:]), reversed(made[:-1]), strict=True):
+        pairs = [
+            (value, leaf.grad)
+            for values, leaves in zip(sent, received, strict=True)
+            for value, leaf in zip(values, leaves, strict=True)
+            if leaf.grad is not None and value.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+
+
+def _check_replicas(losses: Sequence[Tensor]) -> None:
+    for rank, loss in enumerate(losses):
+        if not torch.allclose(loss, losses[0], rtol=1e-9, atol=1e-12, equal_nan=True):
+            raise CheckError(
+                where=f"the loss on rank {rank} of the last stage",
+                found="a value that differs from rank 0's",
+                wanted="the global value on every rank",
+                remedy="report this model",
+            )
+
+
+def _write_buffers(stage: _Stage, results: Sequence[tuple[Tensor, ...]]) -> None:
+    """New values of the buffers that the program returns, for the next micro-batch."""
+    for place, name in enumerate(stage.any.writes):
+        offset = len(stage.any.sent) + len(stage.any.outputs) + place
+        for state, values in zip(stage.locals_, results, strict=True):
+            state[name] = values[offset].detach()
+
+
+def _gradient(name: str, stages: Sequence[_Stage], program: Program, dims: Dims) -> Tensor:
+    shares = [
+        total_gradient(name, [state[name] for state in stage.locals_], program.inputs[name], dims)
+        for stage in stages
+        if name in stage.any.inputs
+    ]
+    return torch.stack(shares).sum(0)
+
+
+def _read_buffers(
+    stages: Sequence[_Stage], graph: Graph, program: Program, dims: Dims, full: Tensors
+) -> None:
+    written = {buffer for buffer, _ in graph.writes} | {item.name for item in graph.inputs if item.mutated}
+    for stage in stages:
+        for name in written.intersection(stage.any.inputs):
+            if name in stage.any.writes or _is_mutated(name, graph):
+                local = [state[name] for state in stage.locals_]
+                full[name] = assemble(name, local, program.inputs[name], dims)
+
+
+def _is_mutated(name: str, graph: Graph) -> bool:
+    return any(item.name == name and item.mutated for item in graph.inputs)
