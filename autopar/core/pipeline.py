@@ -1,7 +1,7 @@
 """How one training step is cut: in time into micro-batches, over the graph into pipeline stages.
 
-    world    rank 0  1 | 2  3 | 4  5        3 pipeline ranks of a 1 x 2 mesh: the mesh is the minor part
-    stages        0    |  1   |  2          loop placement, one stage each
+world    rank 0  1 | 2  3 | 4  5        3 pipeline ranks of a 1 x 2 mesh: the mesh is the minor part
+stages        0    |  1   |  2          loop placement, one stage each
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.core.schedule import ScheduleKind, rank_of_stage
-
 
 VIRTUAL = (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
 

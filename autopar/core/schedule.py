@@ -213,9 +213,12 @@ def _check_orders(schedule: Schedule) -> None:
             if kind is not ActionKind.BACKWARD
         )
         if done != wanted:
-            faults = [f"{name} too often" for name in done - wanted] + [f"no {name}" for name in wanted - done]
+            faults = [f"{name} too often" for name in done - wanted] + [
+                f"no {name}" for name in wanted - done
+            ]
             raise _wrong(
-                f"on rank {rank} " + ", ".join(faults), "each action once, on its stage's rank (B counts as I, W)"
+                f"on rank {rank} " + ", ".join(faults),
+                "each action once, on its stage's rank (B counts as I, W)",
             )
 
 

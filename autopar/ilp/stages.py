@@ -1,10 +1,10 @@
 """Where a chain of operators is cut into stages: so that the slowest stage is as fast as can be.
 
-    t_i            seconds of operator i, forward and backward of one micro-batch
-    c_p            seconds to hand on what crosses the cut before operator p, and its gradient back
-    T(s, p)        the least slowest-stage time of the first p operators on s stages
+t_i            seconds of operator i, forward and backward of one micro-batch
+c_p            seconds to hand on what crosses the cut before operator p, and its gradient back
+T(s, p)        the least slowest-stage time of the first p operators on s stages
 
-    T(s, p) = min over q < p of  max(T(s - 1, q), c_q + t_q + ... + t_(p-1))
+T(s, p) = min over q < p of  max(T(s - 1, q), c_q + t_q + ... + t_(p-1))
 """
 
 from __future__ import annotations

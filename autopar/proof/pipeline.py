@@ -9,7 +9,7 @@ of what it was given. A tied weight has one copy for each stage that uses it; it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
