@@ -6,6 +6,7 @@ Rank 0 plans and sends the plan; every rank rewrites its own program from it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -16,18 +17,21 @@ from torch import fx, nn
 
 from autopar.agree import agree, measure_links
 from autopar.cluster import ClusterSpec
-from autopar.core.executable import Executable, InputPart
+from autopar.core.executable import Executable, InputPart, StagedExecutable
 from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.cost.model import Company, Progress
 from autopar.errors import CheckError
+from autopar.micro_batches import is_sum, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.planning import Request, search
 from autopar.rewrite.program import rewrite
+from autopar.rewrite.stages import StageProgram, split
 from autopar.rewrite.sync import defer
-from autopar.signature import LossFunction
+from autopar.signature import LossFunction, flatten_arguments
+from autopar.simplify import only_loss
 from autopar.trace import Traced, trace
 from costdb.database import Database
 
@@ -60,12 +64,30 @@ class Compiler:
         *,
         training: bool,
         pinned: dict[str, Layout] | None,
-    ) -> Executable:
+        step: bool = False,
+        homes: Mapping[str, int] | None = None,
+    ) -> Executable | StagedExecutable:
         """This rank's program for one kind of call; collective."""
-        traced = self.traced or trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
-        request = replace(self.request, training=training, stored=pinned)
+        request = replace(self.request, training=training, stored=pinned, homes=homes)
+        if step:
+            traced = self.traced or self.trace_step(model, args, kwargs)
+        else:
+            request = replace(request, stages=1, micro_batches=1)
+            traced = self.traced or trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request, pinned)
-        return build(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)
+        make = build_stages if plan.pipeline.is_staged else build
+        return make(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)
+
+    def trace_step(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The graph of the first micro-batch of a global batch, with its loss as the only output."""
+        call = flatten_arguments(args, kwargs)
+        equal = self.request.stages > 1
+        micro = split_batch(call.tensors, self.request.micro_batches, equal=equal)[0]
+        args, kwargs = call.rebuild(micro.tensors)
+        traced = trace(model, args, kwargs, loss_fn=self.loss_fn)
+        if equal:
+            traced = replace(traced, graph=only_loss(traced.graph))
+        return traced
 
     def device(self) -> torch.device:
         if self.cluster.device_type == "cuda":
@@ -110,32 +132,16 @@ def graph_digest(graph: Graph) -> str:
 def build(
     traced: Traced, plan: Plan, *, rank: int, device: torch.device | None = None, exact_random: bool = False
 ) -> Executable:
-    """One rank's executable under `plan`; needs no process group."""
+    """One rank's executable under `plan`, which has no stages; needs no process group."""
     graph, program = traced.graph, plan.program
     dims = Dims(graph, find_atoms(graph), plan.mesh)
     mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, sums = defer(mine.graph, parameters)
-    users = list(traced.arguments.paths)
-    inputs = tuple(
-        InputPart(
-            name=item.name,
-            kind=item.kind,
-            target=item.target,
-            spec=item.spec,
-            layout=program.inputs[item.name],
-            part=dims.part(item.name, program.inputs[item.name], plan.mesh.coordinate(rank)),
-            aliases=item.aliases,
-            mutated=item.mutated,
-            sync=sums.get(item.name),
-            position=users.index(item.target) if item.kind is InputKind.USER else -1,
-        )
-        for item in graph.inputs
-    )
     return Executable(
         mesh=plan.mesh,
         module=fx.GraphModule(nn.Module(), body, class_name="ParallelProgram"),
-        inputs=inputs,
+        inputs=_parts(traced, plan, dims, rank, sums),
         num_outputs=len(graph.outputs),
         writes=tuple(buffer for buffer, _ in graph.writes),
         rebuild=traced.results.rebuild,
@@ -143,6 +149,87 @@ def build(
         constants={item.target: item.value for item in graph.inputs if item.value is not None},
         plan=plan,
         layers=mine.layers,
+        loss_is_sum=is_sum(graph),
+    )
+
+
+def build_stages(
+    traced: Traced, plan: Plan, *, rank: int, device: torch.device | None = None, exact_random: bool = False
+) -> StagedExecutable:
+    """The executables of the stages of one rank of the world, whose graph has the loss as its output."""
+    graph, pipeline = traced.graph, plan.pipeline
+    mine, place = divmod(rank, plan.mesh.num_devices)
+    dims = Dims(graph, find_atoms(graph), plan.mesh)
+    whole = rewrite(graph, plan.program, dims, rank=place, device=device, exact_random=exact_random)
+    cut = split(whole, graph, pipeline.starts)
+    stages = tuple(
+        _stage(traced, plan, dims, place, cut[index], stage=index) for index in pipeline.stages_of(mine)
+    )
+    users: dict[str, list[int]] = {
+        item.target: [index for index, each in enumerate(cut) if item.name in each.inputs] or [0]
+        for item in graph.inputs
+        if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+    }
+    return StagedExecutable(
+        mesh=plan.mesh,
+        pipeline=pipeline,
+        stages=stages,
+        inputs=_parts(traced, plan, dims, place, {}),
+        holders={
+            target: tuple(sorted(set(map(pipeline.rank_of, stages)))) for target, stages in users.items()
+        },
+        homes={target: stages[0] for target, stages in users.items()},
+        groups=tuple(sorted({key for each in stages for key in each.groups})),
+        loss=graph.specs[graph.outputs[0]],
+        loss_is_sum=is_sum(graph),
+        plan=plan,
+    )
+
+
+def _stage(
+    traced: Traced, plan: Plan, dims: Dims, place: int, program: StageProgram, *, stage: int
+) -> Executable:
+    graph = traced.graph
+    parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
+    body, sums = defer(program.graph, parameters)
+    inputs = [item for item in _parts(traced, plan, dims, place, sums) if item.name in program.inputs]
+    constants = {item.target: item.value for item in graph.inputs if item.value is not None}
+    return Executable(
+        mesh=plan.mesh,
+        module=fx.GraphModule(nn.Module(), body, class_name=f"Stage{stage}"),
+        inputs=tuple(inputs),
+        num_outputs=len(program.outputs),
+        writes=program.writes,
+        rebuild=traced.results.rebuild,
+        groups=tuple(sorted(_group_keys(body) | set(sums.values()))),
+        constants=constants,
+        plan=plan,
+        stage=stage,
+        received=program.received,
+        sent=program.sent,
+    )
+
+
+def _parts(
+    traced: Traced, plan: Plan, dims: Dims, rank: int, sums: Mapping[str, str]
+) -> tuple[InputPart, ...]:
+    """How a rank of the mesh takes each input of the graph."""
+    users = list(traced.arguments.paths)
+    layouts = plan.program.inputs
+    return tuple(
+        InputPart(
+            name=item.name,
+            kind=item.kind,
+            target=item.target,
+            spec=item.spec,
+            layout=layouts[item.name],
+            part=dims.part(item.name, layouts[item.name], plan.mesh.coordinate(rank)),
+            aliases=item.aliases,
+            mutated=item.mutated,
+            sync=sums.get(item.name),
+            position=users.index(item.target) if item.kind is InputKind.USER else -1,
+        )
+        for item in traced.graph.inputs
     )
 
 

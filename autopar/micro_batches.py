@@ -68,6 +68,11 @@ def _is_batched(tensor: Tensor, length: int) -> bool:
     return tensor.dim() > 0 and len(tensor) == length
 
 
+def mask_seed(seed: int, number: int) -> int:
+    """What proofs draw the random masks of micro-batch `number` from, in every stage and serially."""
+    return seed + 1_000 * number
+
+
 # -- the loss ---------------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,7 @@ class Request:
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
 
     @property
     def num_stages(self) -> int:
@@ -361,8 +362,31 @@ def _pipeline(problem: _Mesh, solution: Solution, cluster: ClusterSpec, request:
     link = cluster.hop(request.stages)
     seconds = [prices.operator(item, program.strategies[item.name]).seconds for item in graph.operators]
     hops = [2 * send_recv(nbytes, link) for nbytes in _crossing_bytes(graph, prices, program)]
-    starts = cut(seconds, hops, request.num_stages)
+    starts = (
+        cut(seconds, hops, request.num_stages)
+        if request.homes is None
+        else _kept_starts(graph, request.homes, request.num_stages)
+    )
     return Pipeline(request.stages, request.micro_batches, request.schedule, starts)
+
+
+def _kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
+    """The cut that leaves every parameter and buffer on its stage: before the first operator that uses
+    one of a later stage."""
+    targets = {item.name: item.target for item in graph.inputs}
+    starts = [0]
+    for stage in range(1, stages):
+        starts.append(
+            next(
+                (
+                    index
+                    for index, item in enumerate(graph.operators)
+                    if any(homes.get(targets.get(name, ""), 0) >= stage for name in item.operands)
+                ),
+                len(graph.operators),
+            )
+        )
+    return tuple(starts)
 
 
 def _crossing_bytes(graph: Graph, prices: Prices, program: Program) -> list[int]:

@@ -81,10 +81,15 @@ def without_dead_code(graph: Graph) -> Graph:
 def only_loss(graph: Graph) -> Graph:
     """The graph without outputs beside the loss; raises InputError if it has none."""
     if graph.loss is None:
-        raise InputError(
-            where="loss",
-            found="none in the output of the model",
-            wanted="a scalar that is the output or its .loss: stages and micro-batches start backward inside",
-            remedy="pass loss_fn",
-        )
+        raise no_loss()
     return without_dead_code(replace(graph, outputs=(graph.loss,)))
+
+
+def no_loss() -> InputError:
+    """Why a model without a loss can't be trained by steps."""
+    return InputError(
+        where="loss",
+        found="none in the output of the model",
+        wanted="a scalar that is the output or its .loss: a step starts backward inside",
+        remedy="pass loss_fn",
+    )

@@ -11,6 +11,7 @@ from torch import Tensor
 from autopar.core.graph import InputKind, TensorSpec
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
+from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class Executable:
     which are global values, followed by the new values of the inputs named in `writes`.
     `rebuild` makes the model's output from the outputs; `plan` prints the decision. `layers` says
     which module of the model each node of the program (by name) belongs to, for printing.
+
+    The program of a pipeline stage takes the tensors `received` from the stage before, ahead of its
+    `inputs`, and returns those `sent` to the next one, ahead of its outputs.
     """
 
     mesh: Mesh
@@ -59,3 +63,28 @@ class Executable:
     constants: dict[str, Tensor]
     plan: Any
     layers: Mapping[str, str] = field(default_factory=dict)
+    loss_is_sum: bool = False
+    stage: int = 0
+    received: tuple[TensorSpec, ...] = ()
+    sent: tuple[TensorSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StagedExecutable:
+    """One rank's programs of the stages that it holds.
+
+    `inputs` are those of the whole graph; `holders` says which pipeline ranks have each parameter and
+    buffer, by target (several have a tied weight), and `homes` its first stage. `loss_is_sum` says how
+    micro-batches' losses add up.
+    """
+
+    mesh: Mesh  # of one stage
+    pipeline: Pipeline
+    stages: tuple[Executable, ...]
+    inputs: tuple[InputPart, ...]
+    holders: Mapping[str, tuple[int, ...]]
+    homes: Mapping[str, int]
+    groups: tuple[str, ...]
+    loss: TensorSpec
+    loss_is_sum: bool
+    plan: Any

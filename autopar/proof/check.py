@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from autopar.cluster import ClusterSpec
 from autopar.compiler import graph_digest
@@ -26,7 +29,7 @@ from autopar.ops.dims import Dims
 from autopar.planning import Request, search
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import raise_graph, raise_tensor
-from autopar.proof.processes import Job, train_on_processes
+from autopar.proof.processes import Disagreement, Job, train_on_processes
 from autopar.proof.verify import (
     TOLERANCE,
     Verdict,
@@ -140,22 +143,18 @@ def _check_pipeline(
     traced = replace(traced, graph=only_loss(traced.graph))
     plan = search(traced.graph, cluster, replace(request, alternatives=False), database=database).plan
     graph, casts = raise_graph(traced.graph)
-    dims = Dims(graph, find_atoms(graph), plan.mesh)
     model = copy.deepcopy(target.model).double()
     batch = [replace(micro, tensors=tuple(map(raise_tensor, micro.tensors))) for micro in batch]
-    ours = simulate_pipeline(
-        model,
-        batch,
-        traced.arguments.paths,
-        graph,
-        plan.program,
-        plan.pipeline,
-        dims,
-        steps=steps,
-    )
+    disagreement: Disagreement = {}
+    if processes:
+        ours, disagreement = train_on_processes(_job(target, traced, plan, cluster, arguments.tensors, steps))
+    else:
+        dims = Dims(graph, find_atoms(graph), plan.mesh)
+        paths = traced.arguments.paths
+        ours = simulate_pipeline(model, batch, paths, graph, plan.program, plan.pipeline, dims, steps=steps)
     weights = [loss_weight(graph, micro.share) for micro in batch]
     theirs = accumulate_eagerly(model, arguments, batch, weights, target.loss_fn, steps=steps)
-    return Report(plan, compare(ours, theirs, casts), request.force)
+    return Report(plan, _worse(compare(ours, theirs, casts), disagreement), request.force)
 
 
 def _check_input(target: Target, cluster: ClusterSpec, *, steps: int, processes: bool) -> None:
@@ -176,23 +175,33 @@ def _check_input(target: Target, cluster: ClusterSpec, *, steps: int, processes:
 def _verify_processes(
     target: Target, traced: Traced, plan: Plan, cluster: ClusterSpec, steps: int
 ) -> Verdict:
-    graph, casts = raise_graph(traced.graph)
+    _, casts = raise_graph(traced.graph)
+    job = _job(target, traced, plan, cluster, traced.arguments.tensors, steps)
+    ours, disagreement = train_on_processes(job)
+    model = copy.deepcopy(target.model).double()
+    theirs = train_eagerly(model, traced.arguments, target.loss_fn, steps=steps)
+    return _worse(compare(ours, theirs, casts), disagreement)
+
+
+def _job(
+    target: Target,
+    traced: Traced,
+    plan: Plan,
+    cluster: ClusterSpec,
+    tensors: Sequence[Tensor],
+    steps: int,
+) -> Job:
     model = target.model
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    job = Job(
+    return Job(
         source=target.source,
         digest=graph_digest(traced.graph),
         plan=plan,
         cluster=cluster,
-        tensors=tuple(
-            tensor.detach().requires_grad_(tensor.requires_grad) for tensor in traced.arguments.tensors
-        ),
+        tensors=tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors),
         state={name: tensor.detach() for name, tensor in state.items()},
         steps=steps,
     )
-    ours, disagreement = train_on_processes(job)
-    theirs = train_eagerly(copy.deepcopy(model).double(), traced.arguments, target.loss_fn, steps=steps)
-    return _worse(compare(ours, theirs, casts), disagreement)
 
 
 def _worse(verdict: Verdict, disagreement: dict[str, tuple[float, str]]) -> Verdict:

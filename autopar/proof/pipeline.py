@@ -79,8 +79,9 @@ def simulate_pipeline(
             total += weight * _micro_batch(stages, users, graph, program, dims, weight, seed(step, number))
         record.loss[f"{step}:loss"] = total
         for name in learned:
-            full[name].grad = _gradient(name, stages, program, dims)
-            record.gradients[f"{step}:{targets[name]}"] = full[name].grad.clone()
+            gradient = _gradient(name, stages, program, dims)
+            full[name].grad = gradient
+            record.gradients[f"{step}:{targets[name]}"] = gradient.clone()
         if optimizer:
             optimizer.step()
         _read_buffers(stages, graph, program, dims, full)

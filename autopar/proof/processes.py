@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,27 +16,30 @@ from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.compiler import Compiler, graph_digest
+from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan
 from autopar.errors import CheckError
+from autopar.micro_batches import split_batch
 from autopar.planning import Request
 from autopar.proof.precision import raise_graph, raise_tensor
 from autopar.proof.verify import (
     KINDS,
     MOMENTUM,
     RATE,
-    SEED,
     Record,
     Tensors,
     backward,
     difference,
     floor_of,
     note_outputs,
+    seed,
 )
 from autopar.rewrite.render import describe
 from autopar.runtime import worker
 from autopar.runtime.launch import run_function
 from autopar.runtime.module import ParallelModule
 from autopar.signature import find_loss, flatten_arguments, flatten_results
+from autopar.simplify import only_loss
 from autopar.target import Target, load_target
 from autopar.trace import Traced, trace
 
@@ -55,6 +57,11 @@ class Job:
     tensors: tuple[Tensor, ...]
     state: Mapping[str, Tensor]
     steps: int
+
+    @property
+    def by_steps(self) -> bool:
+        """Whether the plan is one for `train_step`."""
+        return self.plan.pipeline.is_staged or self.plan.pipeline.micro_batches > 1
 
 
 def train_on_processes(job: Job) -> tuple[Record, Disagreement]:
@@ -85,7 +92,14 @@ def train_rank(job: Job) -> tuple[Record | None, Disagreement]:
         plan=job.plan,
         traced=traced,
     )
-    parallel = ParallelModule(target.model.double(), compiler, describe=describe, device=compiler.device())
+    parallel = ParallelModule(
+        target.model.double(),
+        compiler,
+        describe=describe,
+        device=compiler.device(),
+        by_steps=job.by_steps,
+        exact_random=True,
+    )
     record = train(parallel, traced, job)
     found = disagreement(record, compiler.device())
     return (record if dist.get_rank() == 0 else None), found
@@ -100,8 +114,11 @@ def _copy_state(state: Mapping[str, Tensor], model: nn.Module) -> None:
 def _raised(target: Target, job: Job) -> Traced:
     """The target's graph in float64, traced as the parent did: from the model as it is."""
     arguments = flatten_arguments(target.args, target.kwargs)
-    args, kwargs = arguments.rebuild(job.tensors)
-    traced = trace(target.model, args, kwargs, loss_fn=target.loss_fn, loss_only=False)
+    count = job.plan.pipeline.micro_batches
+    args, kwargs = arguments.rebuild(split_batch(job.tensors, count)[0].tensors)
+    traced = trace(target.model, args, kwargs, loss_fn=target.loss_fn, loss_only=job.by_steps)
+    if job.by_steps:
+        traced = replace(traced, graph=only_loss(traced.graph))
     if graph_digest(traced.graph) != job.digest:
         raise CheckError(
             where=f"rank {dist.get_rank()}",
@@ -121,34 +138,47 @@ def train(parallel: ParallelModule, traced: Traced, job: Job) -> Record:
     learned = [item for item in parallel.parameters() if item.requires_grad]
     optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
     for step in range(job.steps):
-        torch.manual_seed(SEED + step)
+        torch.manual_seed(seed(step))
         parallel.zero_grad()
-        output = parallel(*args, **kwargs)
-        leaves, _ = flatten_results(output)
-        loss = find_loss(output)
-        note_outputs(record, leaves, loss, step)
-        backward(loss, leaves)
-        record.gradients |= {f"{step}:{name}": value for name, value in _gradients(parallel).items()}
+        if job.by_steps:
+            record.loss[f"{step}:loss"] = parallel.train_step(*args, **kwargs).clone()
+        else:
+            output = parallel(*args, **kwargs)
+            leaves, _ = flatten_results(output)
+            loss = find_loss(output)
+            note_outputs(record, leaves, loss, step)
+            backward(loss, leaves)
+        gradients = _gradients(parallel, traced.graph)
+        record.gradients |= {f"{step}:{name}": value for name, value in gradients.items()}
         if optimizer:
             optimizer.step()
-    record.parameters = _full(parallel, dict(parallel.named_parameters()))
-    record.buffers = _full(parallel, dict(parallel.named_buffers()))
+    held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers())}
+    for kind, full in ((InputKind.PARAMETER, record.parameters), (InputKind.BUFFER, record.buffers)):
+        names = [item.target for item in traced.graph.inputs if item.kind is kind]
+        full |= _full(parallel, {name: held.get(name) for name in names})
     return _on_cpu(record)
 
 
-def _gradients(parallel: ParallelModule) -> Tensors:
-    parameters = {name: item for name, item in parallel.named_parameters() if item.requires_grad}
-    return _full(
-        parallel,
-        {
-            name: torch.zeros_like(item) if item.grad is None else item.grad
-            for name, item in parameters.items()
-        },
-    )
+def _gradients(parallel: ParallelModule, graph: Graph) -> Tensors:
+    held = dict(parallel.named_parameters())
+    learned = [
+        item.target for item in graph.inputs if item.kind is InputKind.PARAMETER and item.spec.requires_grad
+    ]
+    return _full(parallel, {name: _gradient(held.get(name)) for name in learned})
 
 
-def _full(parallel: ParallelModule, tensors: Mapping[str, Any]) -> Tensors:
-    return {name: parallel.gather(name, tensor.detach()).clone() for name, tensor in tensors.items()}
+def _gradient(parameter: Tensor | None) -> Tensor | None:
+    """Its gradient, zeros if it has none; None if the parameter is another stage's."""
+    if parameter is None:
+        return None
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _full(parallel: ParallelModule, tensors: Mapping[str, Tensor | None]) -> Tensors:
+    return {
+        name: parallel.gather(name, None if tensor is None else tensor.detach()).clone()
+        for name, tensor in tensors.items()
+    }
 
 
 def _on_cpu(record: Record) -> Record:

@@ -11,7 +11,7 @@ seeded with 1/n of its gradient on each of n ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -21,13 +21,19 @@ from autopar.core.placement import Layout
 from autopar.errors import CheckError
 from autopar.ops.dims import Dims
 from autopar.proof.simulated import Call, simulate
-from autopar.rewrite.program import RankProgram
 
 Meaning = Callable[[Any, Sequence[Call]], list[Tensor]]
 
 
+class HasGraph(Protocol):
+    """A rank's program, or its program of one stage."""
+
+    @property
+    def graph(self) -> fx.Graph: ...
+
+
 def run(
-    programs: Sequence[RankProgram], inputs: Sequence[Mapping[str, Tensor]], *, meaning: Meaning = simulate
+    programs: Sequence[HasGraph], inputs: Sequence[Mapping[str, Tensor]], *, meaning: Meaning = simulate
 ) -> list[tuple[Tensor, ...]]:
     """The outputs of all ranks; `inputs[rank]` are its local tensors by name.
 

@@ -22,7 +22,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Layout
 from autopar.core.plan import Program
 from autopar.errors import CheckError
-from autopar.micro_batches import MicroBatch
+from autopar.micro_batches import MicroBatch, mask_seed
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.proof.precision import raise_graph, raise_tensor, raised_eager
@@ -161,7 +161,7 @@ def eager_call(
 
 def seed(step: int, micro_batch: int = 0) -> int:
     """What both sides draw the random masks of a micro-batch from."""
-    return SEED + step + 1_000 * micro_batch
+    return mask_seed(SEED + step, micro_batch)
 
 
 def note_gradients(record: Record, model: nn.Module, step: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.core.executable import Executable, InputPart
+from autopar.core.executable import Executable, InputPart, StagedExecutable
 from autopar.core.placement import show
 
 WIDTH = 100  # columns, after which a call's arguments are wrapped
@@ -48,10 +48,18 @@ def render(
     return "\n".join(lines) + "\n"
 
 
-def describe(made: Executable) -> str:
-    """The plan and the rank's program, each input with its local part, its layout and its sum."""
+def describe(made: Executable | StagedExecutable) -> str:
+    """The plan and the rank's program, or those of its stages: each input with its local part, its
+    layout and its sum."""
+    if isinstance(made, Executable):
+        return f"{made.plan}\n\n{_program(made)}"
+    stages = (f"# stage {each.stage}\n{_program(each)}" for each in made.stages)
+    return "\n\n".join([str(made.plan), *stages])
+
+
+def _program(made: Executable) -> str:
     notes = {item.name: _note(item) for item in made.inputs}
-    return f"{made.plan}\n\n{render(made.module.graph, layers=made.layers, notes=notes)}"
+    return render(made.module.graph, layers=made.layers, notes=notes)
 
 
 def _note(item: InputPart) -> str:

@@ -46,13 +46,13 @@ class Bound:
             item.name: find(item.target) for item in executable.inputs if item.kind is InputKind.BUFFER
         }
         self._constants = {
-            item.name: _cut(executable.constants[item.target], item, executable).to(device)
+            item.name: cut_input(executable.constants[item.target], item, executable).to(device)
             for item in executable.inputs
             if item.kind is InputKind.CONSTANT
         }
-        parameters = _by_first_use(executable)
+        parameters = by_first_use(executable)
         self._names = [item.name for item in parameters]
-        self._unsynced = {index for index, item in enumerate(parameters) if _sync_key(item) is None}
+        self._unsynced = {index for index, item in enumerate(parameters) if sync_key(item) is None}
         self._leaves = Leaves(parameters, [find(item.target) for item in parameters], self._receive, mesh)
         self._sync = GradientSync(
             [
@@ -64,7 +64,7 @@ class Bound:
                     math.prod(item.part.shape) * item.spec.dtype.itemsize,
                 )
                 for index, item in reversed(list(enumerate(parameters)))
-                if (key := _sync_key(item)) is not None
+                if (key := sync_key(item)) is not None
             ],
             self._leaves.deliver,
             bucket_bytes=bucket_bytes,
@@ -104,10 +104,10 @@ class Bound:
                 wanted=f"{item.spec.dtype} of shape {item.spec.shape}, the global batch",
                 remedy="pass every rank the whole batch",
             )
-        return _cut(full, item, self.executable).to(self._device, non_blocking=True)
+        return cut_input(full, item, self.executable).to(self._device, non_blocking=True)
 
 
-def _cut(full: Tensor, item: InputPart, executable: Executable) -> Tensor:
+def cut_input(full: Tensor, item: InputPart, executable: Executable) -> Tensor:
     """The rank's part in the memory format of the whole, a view where it has no gaps.
 
     The gradient of an input is summed over the axes that hold different parts of it.
@@ -118,17 +118,18 @@ def _cut(full: Tensor, item: InputPart, executable: Executable) -> Tensor:
     return dense(item.part.take(full))
 
 
-def _sync_key(item: InputPart) -> str | None:
+def sync_key(item: InputPart) -> str | None:
     """Where a gradient is summed; a group of one rank has nothing to sum."""
     return item.sync if item.sync is not None and groups.size(item.sync) > 1 else None
 
 
-def _by_first_use(executable: Executable) -> list[InputPart]:
+def by_first_use(executable: Executable) -> list[InputPart]:
+    """The program's parameters in the order in which it uses them."""
     order = {node: place for place, node in enumerate(executable.module.graph.nodes)}
-    places = [node for node in order if node.op == "placeholder"]
     first = {
-        item.name: min((order[user] for user in node.users), default=len(order))
-        for item, node in zip(executable.inputs, places, strict=True)
+        str(node.target): min((order[user] for user in node.users), default=len(order))
+        for node in order
+        if node.op == "placeholder"
     }
     parameters = [item for item in executable.inputs if item.kind is InputKind.PARAMETER]
     return sorted(parameters, key=lambda item: first[item.name])

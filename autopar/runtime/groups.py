@@ -8,7 +8,8 @@ need no process group, and shapes can be computed on meta tensors for any rank (
             a = 0     r0  r1  r2         "b@2x3" -> {3, 4, 5}, index 1
             a = 1     r3 [r4] r5         "a@2x3" -> {1, 4},    index 1
 
-The groups belong to the world that they were set up in: when `destroy_process_group` ends it,
+A pipeline's ranks each hold a copy of the mesh, one after the other: a key names its groups in every
+copy. The groups belong to the world that they were set up in: when `destroy_process_group` ends it,
 nothing here keeps them alive.
 """
 
@@ -36,17 +37,18 @@ class GroupError(AutoparError):
     """A process group is used that was not set up."""
 
 
-def setup(mesh: Mesh, keys: Iterable[str], *, timeout: timedelta) -> None:
+def setup(mesh: Mesh, keys: Iterable[str], *, timeout: timedelta, copies: int = 1) -> None:
     """Create the process groups of `keys`, all keys of `mesh`; every rank of the world calls this.
 
-    Groups that exist are kept, and "everybody" is the world group itself (with its own timeout).
+    Groups that exist are kept, and "everybody" is the world group itself (with its own timeout). A
+    pipeline has several `copies` of the mesh, one after the other: one for each of its ranks.
     """
     world = dist.group.WORLD
-    if world is None or dist.get_world_size() != mesh.num_devices:
+    if world is None or dist.get_world_size() != mesh.num_devices * copies:
         raise InputError(
             where=f"mesh {mesh}",
             found="no process group" if world is None else f"{dist.get_world_size()} ranks",
-            wanted=f"a world of {mesh.num_devices} ranks",
+            wanted=f"a world of {mesh.num_devices * copies} ranks",
             remedy="start one process for each device, e.g. with torchrun, and initialise torch.distributed",
         )
     known = _groups.setdefault(world, WeakValueDictionary())
@@ -60,10 +62,9 @@ def setup(mesh: Mesh, keys: Iterable[str], *, timeout: timedelta) -> None:
 
 def _create(key: str, world: ProcessGroup, timeout: timedelta) -> ProcessGroup:
     """Every rank creates every group of the key, in the same order: new_group is collective."""
-    mesh, axes = parse_key(key)
     mine = world
-    for ranks in sorted({mesh.group(axes, rank) for rank in range(mesh.num_devices)}):
-        if len(ranks) == mesh.num_devices:
+    for ranks in sorted({_ranks(key, rank) for rank in range(dist.get_world_size())}):
+        if len(ranks) == dist.get_world_size():
             break
         group = dist.new_group(list(ranks), timeout=timeout)
         if dist.get_rank() in ranks:
@@ -119,5 +120,7 @@ def _rank() -> int:
 
 @functools.cache
 def _ranks(key: str, rank: int) -> tuple[int, ...]:
+    """The ranks of the world that meet `rank` in `key`: all of its own copy of the mesh."""
     mesh, axes = parse_key(key)
-    return mesh.group(axes, rank)
+    copy, place = divmod(rank, mesh.num_devices)
+    return tuple(copy * mesh.num_devices + each for each in mesh.group(axes, place))

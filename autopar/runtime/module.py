@@ -11,7 +11,7 @@ the launcher, or the timeout of the process groups, ends the others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -20,18 +20,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.core.executable import Executable, InputPart
+from autopar.core.executable import Executable, InputPart, StagedExecutable
 from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
+from autopar.micro_batches import MicroBatch, split_batch
 from autopar.runtime import groups, serial
 from autopar.runtime.bound import Bound, find_in
 from autopar.runtime.gradient_sync import BUCKET_BYTES
 from autopar.runtime.optimizers import refuse_whole_tensor, work_on_lists
-from autopar.runtime.parameters import device_mesh, distribute, gather, sharding_key
+from autopar.runtime.parameters import device_mesh, distribute, sharding_key
+from autopar.runtime.pipeline import StagedProgram, refuse_call
+from autopar.runtime.random import differ_by_stage
 from autopar.runtime.tree import Container, Stored
-from autopar.signature import Arguments, flatten_arguments
+from autopar.signature import Arguments, find_loss, flatten_arguments
+from autopar.simplify import no_loss
 
 TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits for one that has died
 
@@ -40,7 +44,9 @@ class Compile(Protocol):
     """Plans and rewrites one kind of call of `model`, for this rank.
 
     `pinned` are the layouts that parameters and buffers already have, by their names in the model;
-    None before they are placed. Must give the same plan on every rank.
+    None before they are placed; `homes` the first stage of each, with stages. For a `step` the
+    arguments are those of the whole batch, and the program is that of one micro-batch, or of this
+    rank's stages. Must give the same plan on every rank.
     """
 
     def __call__(
@@ -51,7 +57,9 @@ class Compile(Protocol):
         *,
         training: bool,
         pinned: dict[str, Layout] | None,
-    ) -> Executable: ...
+        step: bool = False,
+        homes: Mapping[str, int] | None = None,
+    ) -> Executable | StagedExecutable: ...
 
 
 class ParallelModule(Container):
@@ -72,11 +80,13 @@ class ParallelModule(Container):
         model: nn.Module,
         compile: Compile,
         *,
-        describe: Callable[[Executable], str],
+        describe: Callable[[Executable | StagedExecutable], str],
         device: torch.device,
         timeout: timedelta = TIMEOUT,
         broadcast_parameters: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
+        by_steps: bool = False,
+        exact_random: bool = False,
     ) -> None:
         super().__init__()
         serial.check(model)
@@ -84,12 +94,15 @@ class ParallelModule(Container):
         self._compile, self._describe = compile, describe
         self._device, self._timeout = device, timeout
         self._broadcast, self._bucket_bytes = broadcast_parameters, bucket_bytes
+        self._by_steps, self._exact_random = by_steps, exact_random
         self._model = (model,)  # in a tuple, so that nn.Module does not take it for a child
         self._containers = tuple(cast(Container, module) for module in self.modules())
         self._mesh: tuple[Mesh, DeviceMesh] | None = None  # set when parameters are placed
         self._pinned: dict[str, InputPart] = {}
-        self._programs: dict[tuple[Any, ...], Bound] = {}
-        self._current: Bound | None = None  # the program that ran last, or the first one planned
+        self._holders: Mapping[str, tuple[int, ...]] = {}  # pipeline ranks of each tensor, with stages
+        self._homes: Mapping[str, int] = {}  # the first stage of each
+        self._programs: dict[tuple[Any, ...], Bound | StagedProgram] = {}
+        self._current: Bound | StagedProgram | None = None  # that ran last, or was planned first
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -102,9 +115,57 @@ class ParallelModule(Container):
                 wanted="no autocast around it",
                 remedy="convert the model's dtype instead",
             )
+        if self._holders:
+            raise refuse_call()
         call = flatten_arguments(args, kwargs)
-        self._current = self._program(call, args, kwargs)
-        return self._current(call.tensors)
+        program = self._program(call, args, kwargs)
+        if isinstance(program, StagedProgram):
+            raise refuse_call()
+        self._current = program
+        return program(call.tensors)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of one global batch, micro-batch by micro-batch; returns its loss.
+
+        Gradients are added to the parameters' `.grad`, and the optimizer's step stays the user's. The
+        loss is that of the batch, on every rank: a mean over samples weighs each micro-batch by its
+        share of them, a sum adds up. Every rank passes the global batch.
+        """
+        return self._step(args, kwargs, learn=True)
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
+        return self._step(args, kwargs, learn=False)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, learn: bool) -> Tensor:
+        call = flatten_arguments(args, kwargs)
+        program = self._current = self._program(call, args, kwargs, step=True)
+        count = program.executable.plan.pipeline.micro_batches
+        batch = split_batch(call.tensors, count, equal=isinstance(program, StagedProgram))
+        if isinstance(program, StagedProgram):
+            return program.train(batch) if learn else program.evaluate(batch)
+        with torch.set_grad_enabled(learn):
+            return self._accumulate(call, batch, program, learn=learn)
+
+    def _accumulate(
+        self, call: Arguments, batch: Sequence[MicroBatch], first: Bound, *, learn: bool
+    ) -> Tensor:
+        """One micro-batch after the other; a longer one's program may not fit the shorter."""
+        total: Tensor | None = None
+        for micro in batch:
+            args, kwargs = call.rebuild(micro.tensors)
+            same = micro.share == batch[0].share
+            program = first if same else self._program(flatten_arguments(args, kwargs), args, kwargs)
+            assert isinstance(program, Bound)
+            loss = find_loss(program(micro.tensors))
+            if loss is None:
+                raise no_loss()
+            loss = loss * (1.0 if first.executable.loss_is_sum else micro.share)
+            if learn:
+                loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
 
     @property
     def plan(self) -> Any:
@@ -116,10 +177,12 @@ class ParallelModule(Container):
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Plan and compile for such a call, without running it; the first time, place the parameters."""
-        self._current = self._program(flatten_arguments(args, kwargs), args, kwargs)
+        self._current = self._program(flatten_arguments(args, kwargs), args, kwargs, step=self._by_steps)
 
-    def _program(self, call: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-        key = self._key(call)
+    def _program(
+        self, call: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
+    ) -> Bound | StagedProgram:
+        key = self._key(call, step=step)
         if key not in self._programs:
             if self._mesh is not None:
                 self._update_copy()
@@ -127,27 +190,46 @@ class ParallelModule(Container):
             for ours, theirs in zip(self._containers, model.modules(), strict=True):
                 theirs.training = ours.training
             pinned = {name: item.layout for name, item in self._pinned.items()} if self._mesh else None
-            made = self._compile(model, args, kwargs, training=self.training, pinned=pinned)
-            groups.setup(made.mesh, self._keys(made), timeout=self._timeout)
-            mesh = self._place(made) if self._mesh is None else self._check(made)
-            bound = Bound(
-                made,
-                lambda target: find_in(self, target),
-                mesh=mesh,
-                device=self._device,
-                bucket_bytes=self._bucket_bytes,
+            made = self._compile(
+                model,
+                args,
+                kwargs,
+                training=self.training,
+                pinned=pinned,
+                step=step,
+                homes=self._homes or None,
             )
-            self._programs[self._key(call)] = bound
-            return bound
+            copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
+            groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
+            mesh = self._place(made) if self._mesh is None else self._check(made)
+            program = self._programs[self._key(call, step=step)] = self._bind(made, mesh)
+            return program
         return self._programs[key]
 
-    def _key(self, call: Arguments) -> tuple[Any, ...]:
+    def _bind(self, made: Executable | StagedExecutable, mesh: DeviceMesh) -> Bound | StagedProgram:
+        def find(target: str) -> Callable[[], Any]:
+            return find_in(self, target)
+
+        if isinstance(made, Executable):
+            return Bound(made, find, mesh=mesh, device=self._device, bucket_bytes=self._bucket_bytes)
+        return StagedProgram(
+            made,
+            find,
+            mesh=mesh,
+            device=self._device,
+            bucket_bytes=self._bucket_bytes,
+            timeout=self._timeout,
+            exact_random=self._exact_random,
+        )
+
+    def _key(self, call: Arguments, *, step: bool) -> tuple[Any, ...]:
         if self._mesh is None:
             return ()
         held = itertools.chain.from_iterable(
             (*item._parameters.values(), *item._buffers.values()) for item in self._containers
         )
         return (
+            step,
             call.key,
             tuple(tensor.requires_grad for tensor in call.tensors),
             tuple(container.training for container in self._containers),
@@ -157,23 +239,24 @@ class ParallelModule(Container):
     def _update_copy(self) -> None:
         """Give the copy that is traced the parameters' present dtypes and need of gradients."""
         model = self._model[0]
-        outer = itertools.chain(self.parameters(), self.buffers())
-        traced = itertools.chain(model.parameters(), model.buffers())
-        for ours, theirs in zip(outer, traced, strict=True):
+        outer = dict(itertools.chain(self.named_parameters(), self.named_buffers()))
+        traced = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+        for name, ours in outer.items():  # all of them, but on a pipeline's ranks
+            theirs = traced[name]
             if theirs.dtype != ours.dtype:
                 theirs.data = serial.without_memory(theirs.detach(), ours.dtype)
             theirs.requires_grad_(ours.requires_grad)
 
     # -- placing --------------------------------------------------------------------------------
 
-    def _keys(self, made: Executable) -> set[str]:
+    def _keys(self, made: Executable | StagedExecutable) -> set[str]:
         """The program's groups, and those of every axis and of everything that is sharded."""
         stored = [item.layout for item in made.inputs if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
         joint = {key for layout in stored if (key := sharding_key(made.mesh, layout)) is not None}
         sums = {item.sync for item in made.inputs if item.sync is not None}
         return {*made.groups, *joint, *sums, *(made.mesh.key((axis,)) for axis in made.mesh.axes)}
 
-    def _place(self, made: Executable) -> DeviceMesh:
+    def _place(self, made: Executable | StagedExecutable) -> DeviceMesh:
         """Cut the serial model's tensors to this rank's parts, and let go of the model."""
         mesh = device_mesh(made.mesh, self._device)
         self._pinned = {
@@ -183,6 +266,9 @@ class ParallelModule(Container):
             for name in (item.target, *item.aliases)
         }
         self._mesh = (made.mesh, mesh)
+        if isinstance(made, StagedExecutable):
+            self._holders, self._homes = made.holders, made.homes
+            differ_by_stage(dist.get_rank() // made.mesh.num_devices)
         model = self._model[0]
         self.fill(model, self._store)
         self._model = (serial.hollow(model),)
@@ -190,7 +276,7 @@ class ParallelModule(Container):
         work_on_lists(self, mesh)
         return mesh
 
-    def _store(self, name: str, full: Tensor) -> tuple[Tensor, Stored]:
+    def _store(self, name: str, full: Tensor) -> tuple[Tensor | None, Stored]:
         assert self._mesh is not None
         part = self._pinned.get(name)
         if part is None:
@@ -201,11 +287,17 @@ class ParallelModule(Container):
                 remedy="report this model",
             )
         key = sharding_key(self._mesh[0], part.layout)
-        mine = part.part.take(self._values(full)).contiguous().to(self._device)
+        devices = self._mesh[0].num_devices
+        holders = self._holders.get(part.target, ())
+        stored = Stored(part, key, self._device, holders[0] * devices if holders else None)
+        values = self._values(full)
+        if holders and dist.get_rank() // devices not in holders:
+            return None, stored
+        mine = part.part.take(values).contiguous().to(self._device)
         if isinstance(full, nn.Parameter):
             outer = distribute(part, mine, self._mesh[1])
-            return nn.Parameter(outer, requires_grad=full.requires_grad), Stored(part, key)
-        return (mine if key is None else distribute(part, mine, self._mesh[1])), Stored(part, key)
+            return nn.Parameter(outer, requires_grad=full.requires_grad), stored
+        return (mine if key is None else distribute(part, mine, self._mesh[1])), stored
 
     def _values(self, full: Tensor) -> Tensor:
         """A copy of the tensor's values, rank 0's if asked for."""
@@ -218,7 +310,7 @@ class ParallelModule(Container):
             dist.broadcast(values, src=0)
         return values
 
-    def _check(self, made: Executable) -> DeviceMesh:
+    def _check(self, made: Executable | StagedExecutable) -> DeviceMesh:
         """A later program must take the parameters as they lie."""
         assert self._mesh is not None
         moved = [
@@ -227,6 +319,10 @@ class ParallelModule(Container):
             if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
             and item.part != self._pinned[item.target].part
         ]
+        if isinstance(made, StagedExecutable):
+            moved += [
+                f"{name} on {ranks}" for name, ranks in made.holders.items() if self._holders[name] != ranks
+            ]
         if moved or made.mesh != self._mesh[0]:
             raise CheckError(
                 where="a second program of the parallel module",
@@ -261,13 +357,12 @@ class ParallelModule(Container):
         self._require_placed()
         return super().load_state_dict(state_dict, *args, **kwargs)
 
-    def gather(self, name: str, tensor: Tensor) -> Tensor:
+    def gather(self, name: str, tensor: Tensor | None) -> Tensor:
         """The full tensor, in serial order, of what lies as parameter or buffer `name` does: itself,
-        its gradient, an optimizer's state; a collective."""
+        its gradient, an optimizer's state; a collective. Ranks of other stages pass None."""
         path, _, last = name.rpartition(".")
         containers = dict(self.named_modules(remove_duplicate=False))
-        stored = cast(Container, containers[path])._stored[last]
-        return gather(tensor, stored.part, stored.key)
+        return cast(Container, containers[path])._stored[last].gather(tensor)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._require_placed()

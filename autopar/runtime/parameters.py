@@ -35,8 +35,9 @@ from autopar.runtime import groups
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """`mesh` as torch's, on the groups of its single axes (which must be set up)."""
-    ranks = torch.arange(mesh.num_devices).view(mesh.shape)
+    """`mesh` as torch's, on the groups of its single axes (which must be set up); this rank's copy of it."""
+    first = dist.get_rank() // mesh.num_devices * mesh.num_devices
+    ranks = first + torch.arange(mesh.num_devices).view(mesh.shape)
     axes = [groups.group(mesh.key((axis,))) for axis in mesh.axes]
     names = tuple(AXIS_NAMES[: len(mesh.shape)])
     return DeviceMesh.from_group(axes, device.type, mesh=ranks, mesh_dim_names=names)
@@ -110,14 +111,15 @@ class Leaves:
     """The plain local tensors that one program reads, tied to the outer parameters' storage.
 
     `find[i]()` is the outer parameter of `parts[i]`; `receive(i, gradient)` is called inside backward
-    with the local gradient of that leaf, which no longer holds it then.
+    with the local gradient of that leaf, which no longer holds it then; without `receive` gradients
+    add up in the leaves until `take`.
     """
 
     def __init__(
         self,
         parts: Sequence[InputPart],
         find: Sequence[Callable[[], nn.Parameter]],
-        receive: Callable[[int, Tensor], None],
+        receive: Callable[[int, Tensor], None] | None,
         mesh: DeviceMesh,
     ) -> None:
         self._parts, self._find, self._receive, self._mesh = tuple(parts), tuple(find), receive, mesh
@@ -152,14 +154,22 @@ class Leaves:
         self._check(self._parts[index], outer)
         values = local(outer)
         leaf = values.detach().requires_grad_(outer.requires_grad)
-        if outer.requires_grad:
+        if outer.requires_grad and self._receive is not None:
             leaf.register_post_accumulate_grad_hook(lambda leaf: self._accumulated(index, leaf))
         return outer, values, leaf
 
     def _accumulated(self, index: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
+        assert gradient is not None and self._receive is not None
         self._receive(index, gradient.detach())
+
+    def take(self) -> dict[int, Tensor]:
+        """The gradients that have added up in the leaves, which no longer hold them then."""
+        taken: dict[int, Tensor] = {}
+        for index, tied in enumerate(self._tied):
+            if tied is not None and tied[2].grad is not None:
+                taken[index], tied[2].grad = tied[2].grad.detach(), None
+        return taken
 
     def _check(self, part: InputPart, outer: nn.Parameter) -> None:
         if not isinstance(outer, DTensor):

@@ -31,6 +31,12 @@ def _shard_mask(
     return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
+def differ_by_stage(stage: int) -> None:
+    """Move the default generator to another place for each pipeline rank: alike within a stage, as the
+    masks of its replicas must be, and different from the masks of the others."""
+    torch.manual_seed((torch.initial_seed() + 1_000_003 * stage) % 2**63)
+
+
 def _register(name: str, schema: str, kernel: object) -> None:
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
     _library.define(f"{name}{schema}", tags=tags)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,10 +23,29 @@ from autopar.runtime.parameters import gather, local
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a tensor of a container is stored: its part, and the key that gathers it."""
+    """How a tensor of a container is stored: its part, and the key that gathers it.
+
+    With pipeline stages only some ranks hold it: `holder` is the rank of the world that the others
+    get it from, None if all hold it.
+    """
 
     part: InputPart
     key: str | None
+    device: torch.device
+    holder: int | None = None
+
+    def gather(self, tensor: Tensor | None) -> Tensor:
+        """The full tensor, in serial order, on all ranks; a collective. None where it is not held."""
+        full = None if tensor is None else gather(tensor, self.part, self.key)
+        if self.holder is None:
+            assert full is not None
+            return full
+        dtype = [None if full is None else full.dtype]  # it may have been changed where it is held
+        dist.broadcast_object_list(dtype, src=self.holder, device=self.device)
+        if full is None:
+            full = torch.empty(self.part.spec.shape, dtype=dtype[0], device=self.device)
+        dist.broadcast(full.contiguous(), src=self.holder)
+        return full
 
 
 class Container(nn.Module):
@@ -50,10 +70,11 @@ class Container(nn.Module):
     def fill(
         self,
         module: nn.Module,
-        store: Callable[[str, Tensor], tuple[Tensor, Stored]],
+        store: Callable[[str, Tensor], tuple[Tensor | None, Stored]],
     ) -> None:
-        """Hold what `store(name, tensor)` makes of every tensor of `module`, each tensor once."""
-        made: dict[int, tuple[Tensor, Stored]] = {}
+        """Hold what `store(name, tensor)` makes of every tensor of `module`, each tensor once; None is
+        what another stage holds."""
+        made: dict[int, tuple[Tensor | None, Stored]] = {}
         containers: dict[str, Any] = dict(self.named_modules())
         for prefix, source in module.named_modules():
             container = containers[prefix]
@@ -72,10 +93,11 @@ class Container(nn.Module):
         `keep_vars` gives the live parameters, which are DTensors.
         """
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
-            for name, stored in self._stored.items():
-                if prefix + name in destination:
-                    destination[prefix + name] = gather(destination[prefix + name], stored.part, stored.key)
+        if keep_vars:
+            return
+        for name, stored in self._stored.items():
+            if name not in self._non_persistent_buffers_set:
+                destination[prefix + name] = stored.gather(destination.pop(prefix + name, None))
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """As nn.Module's, with each full tensor cut to this rank's part first."""
@@ -83,7 +105,9 @@ class Container(nn.Module):
         for name, stored in self._stored.items():
             full = cut.get(prefix + name)
             held = self._parameters.get(name, self._buffers.get(name))
-            if isinstance(full, Tensor) and isinstance(held, DTensor) and _is_full(full, stored):
+            if held is None:
+                cut.pop(prefix + name, None)  # another stage's
+            elif isinstance(full, Tensor) and isinstance(held, DTensor) and _is_full(full, stored):
                 cut[prefix + name] = _cut(full, stored, held)
         super()._load_from_state_dict(cut, prefix, *rest)
 

@@ -1,0 +1,118 @@
+"""One pipeline stage as torch.distributed.pipelining runs it: a module over one micro-batch at a time.
+
+    received --.
+    samples  --+--> the stage's program --> sent to the next stage, or the loss
+    leaves   --'
+
+Gradients add up in the leaves over all micro-batches; `take` hands them over once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.core.executable import Executable, InputPart
+from autopar.core.graph import InputKind
+from autopar.micro_batches import MicroBatch, mask_seed
+from autopar.runtime.bound import by_first_use, cut_input, sync_key
+from autopar.runtime.gradient_sync import Member
+from autopar.runtime.parameters import Leaves, local
+
+
+class Stage(nn.Module):
+    """`find(target)()` is the outer parameter or buffer of that name."""
+
+    def __init__(
+        self,
+        executable: Executable,
+        find: Callable[[str], Callable[[], Any]],
+        *,
+        mesh: Any,
+        device: torch.device,
+        exact_random: bool,
+    ) -> None:
+        super().__init__()
+        self.executable = executable
+        self._device, self._exact_random = device, exact_random
+        self._program = (executable.module,)  # in a tuple: it is no child with parameters
+        self._users = [item for item in executable.inputs if item.kind is InputKind.USER]
+        self._held = {
+            item.name: find(item.target) for item in executable.inputs if item.kind is InputKind.BUFFER
+        }
+        self._constants = {
+            item.name: cut_input(executable.constants[item.target], item, executable).to(device)
+            for item in executable.inputs
+            if item.kind is InputKind.CONSTANT
+        }
+        self.learned = by_first_use(executable)
+        self._leaves = Leaves(self.learned, [find(item.target) for item in self.learned], None, mesh)
+        self._batch: Sequence[MicroBatch] = ()
+        self._seed = 0
+        self._values: dict[str, Tensor] = {}
+
+    def begin(self, batch: Sequence[MicroBatch], seed: int) -> None:
+        """Take the micro-batches of a step; with exact masks each is drawn from `seed` and its number."""
+        self._batch, self._seed = batch, seed
+        leaves = self._leaves.read()
+        self._values = {item.name: leaf for item, leaf in zip(self.learned, leaves, strict=True)}
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The leaves that learn, which a split backward looks for."""
+        leaves: Any = [leaf for leaf in self._values.values() if leaf.requires_grad]
+        return iter(leaves)
+
+    def forward(self, *received: Tensor, micro_batch: Tensor) -> Any:
+        """What the program makes of micro-batch number `micro_batch`."""
+        number = int(micro_batch)
+        if self._exact_random:
+            torch.manual_seed(mask_seed(self._seed, number))
+        values = dict(self._values) | self._constants
+        values |= {name: local(find()) for name, find in self._held.items()}
+        values |= {item.name: self._take(item, self._batch[number].tensors) for item in self._users}
+        inputs = (values[item.name] for item in self.executable.inputs)
+        results = self._program[0](*map(_guarded, received), *inputs)
+        count = len(results) - len(self.executable.writes)
+        with torch.no_grad():
+            for name, value in zip(self.executable.writes, results[count:], strict=True):
+                values[name].copy_(value)
+        return results[0] if self.executable.num_outputs else tuple(results[:count])
+
+    def take(self) -> dict[int, Tensor]:
+        """The gradients of `learned`, by number, as they have added up."""
+        return self._leaves.take()
+
+    def untie(self) -> None:
+        """Let go of the parameters' storage."""
+        self._leaves.untie()
+        self._values = {}
+
+    def members(self) -> list[Member]:
+        """The parameters whose gradients are to be summed over ranks, in the order of backward."""
+        return [
+            Member(
+                index,
+                item.target,
+                key,
+                item.spec.dtype,
+                math.prod(item.part.shape) * item.spec.dtype.itemsize,
+            )
+            for index, item in reversed(list(enumerate(self.learned)))
+            if (key := sync_key(item)) is not None
+        ]
+
+    def _take(self, item: InputPart, tensors: Sequence[Tensor]) -> Tensor:
+        return cut_input(tensors[item.position], item, self.executable).to(self._device, non_blocking=True)
+
+
+def _guarded(value: Tensor) -> Tensor:
+    """What was received, whose gradient will be sent: it must lie in memory as the receiver expects it."""
+    if not value.requires_grad:
+        return value
+    guarded = value.view_as(value)
+    guarded.register_hook(lambda gradient: gradient.contiguous())
+    return guarded
