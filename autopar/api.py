@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,9 @@ import autopar.runtime.random  # noqa: F401  (register the rules and the operato
 from autopar.cluster import ClusterSpec
 from autopar.compiler import Compiler
 from autopar.core.mesh import Mesh
+from autopar.core.pipeline import stages_per_rank
 from autopar.core.plan import Plan
+from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.cost.model import Progress
 from autopar.errors import InputError
 from autopar.ilp.space import Parallelism, Pins
@@ -38,12 +41,13 @@ from autopar.runtime import worker
 from autopar.runtime.module import ParallelModule
 from autopar.signature import LossFunction, split_inputs
 from autopar.target import Target
-from autopar.trace import trace
 from autopar.units import parse_bytes
 from costdb.database import Database
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of the weight's size
 TIMEOUT = timedelta(minutes=10)
+DEFAULT_SCHEDULE = ScheduleKind.ONE_F_ONE_B.value
+PIPELINE = "pipeline"  # the kind of parallelism that no operator has
 
 
 def plan(
@@ -59,6 +63,9 @@ def plan(
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
     optimizer: str = "adam",
+    stages: int = 1,
+    micro_batches: int = 1,
+    schedule: str = DEFAULT_SCHEDULE,
     costdb: str | None = None,
     measure: bool = True,
     progress: Progress | None = None,
@@ -67,14 +74,19 @@ def plan(
 
     `example_inputs` is the global batch: a tuple of positional arguments, a dict of keyword
     arguments, or one tensor; with `loss_fn` the arguments that it takes after the output come last.
-    `force` is a pure kind ("batch", "domain", "filter", "channel") or pins of single layers, by name,
-    to a factor for each axis. `memory` caps bytes per device; `optimizer` ("sgd", "momentum", "adam")
-    sizes its state. Raises InfeasibleError, SolverError, TraceError or InputError.
+    `force` is a pure kind ("batch", "domain", "filter", "channel", or "pipeline": one device for each
+    stage) or pins of single layers, by name, to a factor for each axis. `memory` caps bytes per device;
+    `optimizer` ("sgd", "momentum", "adam") sizes its state. With `stages` the devices form so many
+    pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
+    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev.
+
+    Raises InfeasibleError, SolverError, TraceError or InputError.
     """
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
+    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
-    traced = trace(model, args, kwargs, loss_fn=loss_fn)
     compiler = Compiler(cluster, request, loss_fn, costdb=costdb, progress=progress)
+    traced = compiler.trace_step(model, args, kwargs)
     return compiler.find(traced.graph, request)
 
 
@@ -91,6 +103,9 @@ def parallelize(
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
     optimizer: str = "adam",
+    stages: int = 1,
+    micro_batches: int = 1,
+    schedule: str = DEFAULT_SCHEDULE,
     costdb: str | None = None,
     measure: bool = True,
     exact_random: bool = False,
@@ -110,11 +125,20 @@ def parallelize(
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
+    request = with_pipeline(request, cluster_spec, force, stages, micro_batches, schedule)
     compiler = Compiler(
         cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
     )
     share_random_state()
-    parallel = ParallelModule(model, compiler, describe=describe, device=compiler.device(), timeout=timeout)
+    parallel = ParallelModule(
+        model,
+        compiler,
+        describe=describe,
+        device=compiler.device(),
+        timeout=timeout,
+        by_steps=request.stages > 1 or request.micro_batches > 1,
+        exact_random=exact_random,
+    )
     if example_inputs is not None or example_kwargs is not None:
         args, kwargs = split_inputs(example_inputs, example_kwargs)
         parallel.prepare(*args, **kwargs)
@@ -130,6 +154,9 @@ def verify(
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
+    stages: int = 1,
+    micro_batches: int = 1,
+    schedule: str = DEFAULT_SCHEDULE,
     costdb: str | None = None,
     steps: int = 3,
     processes: bool = False,
@@ -140,6 +167,7 @@ def verify(
     measured. The other options are those of `plan`.
     """
     request = make_request(mesh, force, memory, time_limit, gap, "momentum", measure=False)
+    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule)
     with Database.open(costdb) as database:
         return check(target, cluster, request, steps=steps, processes=processes, database=database)
 
@@ -187,11 +215,14 @@ def make_request(
             where="gap", found=f"{gap:g}", wanted="at least 0 and less than 1", remedy="write 0.01 for 1 %"
         )
     kinds = {kind.value: kind for kind in Parallelism}
-    if isinstance(force, str) and force not in kinds:
+    if isinstance(force, str) and force not in (*kinds, PIPELINE):
         raise InputError(
-            where="force", found=repr(force), wanted=", ".join(kinds), remedy="choose one kind of parallelism"
+            where="force",
+            found=repr(force),
+            wanted=", ".join((*kinds, PIPELINE)),
+            remedy="choose one kind of parallelism",
         )
-    kind = kinds[force] if isinstance(force, str) else force if isinstance(force, Parallelism) else None
+    kind = kinds.get(force) if isinstance(force, str) else force if isinstance(force, Parallelism) else None
     return Request(
         mesh=Mesh.parse(mesh) if isinstance(mesh, str) else mesh,
         force=kind,
@@ -202,6 +233,35 @@ def make_request(
         measure=measure,
         optimizer_states=OPTIMIZER_STATES[optimizer],
     )
+
+
+def with_pipeline(
+    request: Request,
+    cluster: ClusterSpec,
+    force: Parallelism | Pins | str | None,
+    stages: int,
+    micro_batches: int,
+    schedule: str,
+) -> Request:
+    """The request with its pipeline; raises InputError for what torch's schedules can't run."""
+    kinds = {kind.value: kind for kind in ScheduleKind}
+    if schedule not in kinds:
+        raise InputError(
+            where="--schedule", found=repr(schedule), wanted=", ".join(kinds), remedy="choose one of these"
+        )
+    kind = kinds[schedule]
+    if force == PIPELINE:
+        if stages not in (1, cluster.num_devices):
+            raise InputError(
+                where="--stages",
+                found=str(stages),
+                wanted=f"{cluster.num_devices}: pure pipelining has one device for each stage",
+                remedy="leave out --stages or --force pipeline",
+            )
+        stages = cluster.num_devices
+    if stages != 1:
+        check_schedule(kind, ranks=stages, stages_per_rank=stages_per_rank(kind), micro_batches=micro_batches)
+    return replace(request, stages=stages, micro_batches=micro_batches, schedule=kind)
 
 
 def require_launcher() -> None:

@@ -48,7 +48,15 @@ MeshOption = Annotated[
 ]
 Force = Annotated[
     str | None,
-    typer.Option("--force", metavar="KIND", help="One pure kind: batch, domain, filter or channel."),
+    typer.Option("--force", metavar="KIND", help="One pure kind: batch, domain, filter, channel, pipeline."),
+]
+Stages = Annotated[int, typer.Option("--stages", metavar="K", help="Pipeline ranks.")]
+MicroBatches = Annotated[
+    int, typer.Option("--micro-batches", metavar="M", help="Parts of the batch that follow each other.")
+]
+ScheduleName = Annotated[
+    str,
+    typer.Option("--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv or dualpipev."),
 ]
 Memory = Annotated[str | None, typer.Option("--memory", metavar="2GiB", help="Cap per device.")]
 TimeLimit = Annotated[float | None, typer.Option("--time-limit", metavar="S", help="Seconds for the solver.")]
@@ -78,6 +86,9 @@ def plan(
     force: Force = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
+    stages: Stages = 1,
+    micro_batches: MicroBatches = 1,
+    schedule: ScheduleName = api.DEFAULT_SCHEDULE,
     optimizer: Annotated[str, typer.Option(help="Whose state counts: sgd, momentum or adam.")] = "adam",
     costdb: CostDB = None,
     no_measure: Annotated[
@@ -101,6 +112,9 @@ def plan(
             time_limit=time_limit,
             gap=gap,
             optimizer=optimizer,
+            stages=stages,
+            micro_batches=micro_batches,
+            schedule=schedule,
             costdb=costdb,
             measure=not no_measure,
             progress=bar,
@@ -118,6 +132,9 @@ def verify(
     processes: Annotated[
         bool, typer.Option("--processes", help="Real processes, not simulated ranks.")
     ] = False,
+    stages: Stages = 1,
+    micro_batches: MicroBatches = 1,
+    schedule: ScheduleName = api.DEFAULT_SCHEDULE,
     memory: Memory = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
@@ -133,6 +150,9 @@ def verify(
         memory=memory,
         time_limit=time_limit,
         gap=gap,
+        stages=stages,
+        micro_batches=micro_batches,
+        schedule=schedule,
         costdb=costdb,
         steps=steps,
         processes=processes,

@@ -79,12 +79,12 @@ class Compiler:
         return make(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)
 
     def trace_step(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """The graph of the first micro-batch of a global batch, with its loss as the only output."""
+        """The graph of the first micro-batch of a global batch; with stages its loss is the only output."""
         call = flatten_arguments(args, kwargs)
         equal = self.request.stages > 1
         micro = split_batch(call.tensors, self.request.micro_batches, equal=equal)[0]
         args, kwargs = call.rebuild(micro.tensors)
-        traced = trace(model, args, kwargs, loss_fn=self.loss_fn)
+        traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
         if equal:
             traced = replace(traced, graph=only_loss(traced.graph))
         return traced
