@@ -31,7 +31,7 @@ from autopar.rewrite.program import rewrite
 from autopar.rewrite.stages import StageProgram, split
 from autopar.rewrite.sync import defer
 from autopar.signature import LossFunction, flatten_arguments
-from autopar.simplify import only_loss
+from autopar.simplify import only_loss, without_gradients
 from autopar.trace import Traced, trace
 from costdb.database import Database
 
@@ -74,6 +74,8 @@ class Compiler:
         else:
             request = replace(request, stages=1, micro_batches=1)
             traced = self.traced or trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        if not training:
+            traced = replace(traced, graph=without_gradients(traced.graph))
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request, pinned)
         make = build_stages if plan.pipeline.is_staged else build
         return make(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)

@@ -28,6 +28,7 @@ from autopar.errors import CheckError, InputError
 from autopar.micro_batches import MicroBatch, split_batch
 from autopar.runtime import groups, serial
 from autopar.runtime.bound import Bound, find_in
+from autopar.runtime.clipping import refuse_torch_clipping, scale, total_norm
 from autopar.runtime.gradient_sync import BUCKET_BYTES
 from autopar.runtime.optimizers import refuse_whole_tensor, work_on_lists
 from autopar.runtime.parameters import device_mesh, distribute, sharding_key
@@ -43,10 +44,10 @@ TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits f
 class Compile(Protocol):
     """Plans and rewrites one kind of call of `model`, for this rank.
 
-    `pinned` are the layouts that parameters and buffers already have, by their names in the model;
-    None before they are placed; `homes` the first stage of each, with stages. For a `step` the
-    arguments are those of the whole batch, and the program is that of one micro-batch, or of this
-    rank's stages. Must give the same plan on every rank.
+    `training` says whether gradients are wanted. `pinned` are the layouts that parameters and buffers
+    already have, by their names in the model; None before they are placed; `homes` the first stage of
+    each, with stages. For a `step` the arguments are those of the whole batch, and the program is that
+    of one micro-batch, or of this rank's stages. Must give the same plan on every rank.
     """
 
     def __call__(
@@ -139,13 +140,39 @@ class ParallelModule(Container):
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, learn: bool) -> Tensor:
         call = flatten_arguments(args, kwargs)
-        program = self._current = self._program(call, args, kwargs, step=True)
-        count = program.executable.plan.pipeline.micro_batches
-        batch = split_batch(call.tensors, count, equal=isinstance(program, StagedProgram))
-        if isinstance(program, StagedProgram):
-            return program.train(batch) if learn else program.evaluate(batch)
         with torch.set_grad_enabled(learn):
+            program = self._current = self._program(call, args, kwargs, step=True)
+            count = program.executable.plan.pipeline.micro_batches
+            batch = split_batch(call.tensors, count, equal=isinstance(program, StagedProgram))
+            if isinstance(program, StagedProgram):
+                return program.train(batch) if learn else program.evaluate(batch)
             return self._accumulate(call, batch, program, learn=learn)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients in place so that their norm, over all ranks and stages, is at most
+        `max_norm`; returns the norm before. As torch.nn.utils.clip_grad_norm_; a collective."""
+        self._require_placed()
+        held = {name: item for name, item in self.named_parameters() if item.grad is not None}
+        mine = [item.grad for name, item in held.items() if item.grad is not None and self._counts(name)]
+        group = self._current.group if isinstance(self._current, StagedProgram) else None
+        norm = total_norm(mine, float(norm_type), group=group, device=self._device)
+        if error_if_nonfinite and not norm.isfinite():
+            raise InputError(
+                where="clip_grad_norm_",
+                found=f"a gradient norm of {float(norm)}",
+                wanted="a finite norm",
+                remedy="lower the rate, or leave out error_if_nonfinite",
+            )
+        scale((item.grad for item in held.values() if item.grad is not None), norm, max_norm)
+        return norm
+
+    def _counts(self, name: str) -> bool:
+        """Whether this pipeline rank is the one that counts the parameter, of several that hold it."""
+        if not self._holders or self._mesh is None:
+            return True
+        return self._holders[name][0] == dist.get_rank() // self._mesh[0].num_devices
 
     def _accumulate(
         self, call: Arguments, batch: Sequence[MicroBatch], first: Bound, *, learn: bool
@@ -194,7 +221,7 @@ class ParallelModule(Container):
                 model,
                 args,
                 kwargs,
-                training=self.training,
+                training=torch.is_grad_enabled(),
                 pinned=pinned,
                 step=step,
                 homes=self._homes or None,
@@ -230,6 +257,7 @@ class ParallelModule(Container):
         )
         return (
             step,
+            torch.is_grad_enabled(),
             call.key,
             tuple(tensor.requires_grad for tensor in call.tensors),
             tuple(container.training for container in self._containers),
@@ -269,6 +297,7 @@ class ParallelModule(Container):
         if isinstance(made, StagedExecutable):
             self._holders, self._homes = made.holders, made.homes
             differ_by_stage(dist.get_rank() // made.mesh.num_devices)
+            refuse_torch_clipping(mesh)
         model = self._model[0]
         self.fill(model, self._store)
         self._model = (serial.hollow(model),)
