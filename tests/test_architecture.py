@@ -45,6 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     "units": {"errors"},
     "core": {"errors", "units", "show"},
     "show": BASE,
+    "schedules": BASE,
+    "simulate": BASE,
     "progress": BASE,
     "signature": BASE,
     "cluster": BASE,
