@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "show": BASE,
     "schedules": BASE,
     "simulate": BASE,
+    "draw": BASE,
     "progress": BASE,
     "signature": BASE,
     "cluster": BASE,
