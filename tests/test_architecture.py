@@ -29,6 +29,8 @@ BASE = {"errors", "units", "core"}
 PASSES = {
     "cluster",
     "signature",
+    "simplify",
+    "micro_batches",
     "convert",
     "ops",
     "emit",
@@ -55,7 +57,8 @@ ALLOWED: dict[str, set[str]] = {
     "ops": BASE,
     "emit": BASE,
     "costdb": BASE,
-    "runtime": BASE | {"signature"},
+    "micro_batches": BASE,
+    "runtime": BASE | {"signature", "simplify", "micro_batches"},
     "simplify": BASE,
     "trace": BASE | {"signature", "simplify"},
     "rewrite": BASE | {"emit", "convert", "ops"},
