@@ -47,6 +47,8 @@ from costdb.database import Database
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of the weight's size
 TIMEOUT = timedelta(minutes=10)
 DEFAULT_SCHEDULE = ScheduleKind.ONE_F_ONE_B.value
+RECOMPUTE = ("none", "all")
+SPLIT_BACKWARD = (ScheduleKind.ZB1P, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
 
 
@@ -66,6 +68,7 @@ def plan(
     stages: int = 1,
     micro_batches: int = 1,
     schedule: str = DEFAULT_SCHEDULE,
+    recompute: str = "none",
     costdb: str | None = None,
     measure: bool = True,
     progress: Progress | None = None,
@@ -78,12 +81,13 @@ def plan(
     stage) or pins of single layers, by name, to a factor for each axis. `memory` caps bytes per device;
     `optimizer` ("sgd", "momentum", "adam") sizes its state. With `stages` the devices form so many
     pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
-    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev.
+    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. With `recompute` "all" little is kept for
+    backward, and the rest is computed again.
 
     Raises InfeasibleError, SolverError, TraceError or InputError.
     """
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule)
+    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     compiler = Compiler(cluster, request, loss_fn, costdb=costdb, progress=progress)
     traced = compiler.trace_step(model, args, kwargs)
@@ -106,6 +110,7 @@ def parallelize(
     stages: int = 1,
     micro_batches: int = 1,
     schedule: str = DEFAULT_SCHEDULE,
+    recompute: str = "none",
     costdb: str | None = None,
     measure: bool = True,
     exact_random: bool = False,
@@ -125,7 +130,7 @@ def parallelize(
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    request = with_pipeline(request, cluster_spec, force, stages, micro_batches, schedule)
+    request = with_pipeline(request, cluster_spec, force, stages, micro_batches, schedule, recompute)
     compiler = Compiler(
         cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
     )
@@ -157,6 +162,7 @@ def verify(
     stages: int = 1,
     micro_batches: int = 1,
     schedule: str = DEFAULT_SCHEDULE,
+    recompute: str = "none",
     costdb: str | None = None,
     steps: int = 3,
     processes: bool = False,
@@ -167,7 +173,7 @@ def verify(
     measured. The other options are those of `plan`.
     """
     request = make_request(mesh, force, memory, time_limit, gap, "momentum", measure=False)
-    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule)
+    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     with Database.open(costdb) as database:
         return check(target, cluster, request, steps=steps, processes=processes, database=database)
 
@@ -242,12 +248,20 @@ def with_pipeline(
     stages: int,
     micro_batches: int,
     schedule: str,
+    recompute: str,
 ) -> Request:
     """The request with its pipeline; raises InputError for what torch's schedules can't run."""
     kinds = {kind.value: kind for kind in ScheduleKind}
     if schedule not in kinds:
         raise InputError(
             where="--schedule", found=repr(schedule), wanted=", ".join(kinds), remedy="choose one of these"
+        )
+    if recompute not in RECOMPUTE:
+        raise InputError(
+            where="--recompute",
+            found=repr(recompute),
+            wanted=", ".join(RECOMPUTE),
+            remedy="choose one of these",
         )
     kind = kinds[schedule]
     if force == PIPELINE:
@@ -261,7 +275,20 @@ def with_pipeline(
         stages = cluster.num_devices
     if stages != 1:
         check_schedule(kind, ranks=stages, stages_per_rank=stages_per_rank(kind), micro_batches=micro_batches)
-    return replace(request, stages=stages, micro_batches=micro_batches, schedule=kind)
+    if stages != 1 and kind in SPLIT_BACKWARD and recompute != "none":
+        raise InputError(
+            where="--recompute",
+            found=f"{recompute} with schedule {schedule}, which splits backward in two",
+            wanted="gpipe, 1f1b or interleaved: torch recomputes only for one whole backward",
+            remedy="choose one of these schedules, or --recompute none",
+        )
+    return replace(
+        request,
+        stages=stages,
+        micro_batches=micro_batches,
+        schedule=kind,
+        recompute=recompute == "all",
+    )
 
 
 def require_launcher() -> None:

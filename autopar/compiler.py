@@ -27,7 +27,8 @@ from autopar.micro_batches import is_sum, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.planning import Request, search
-from autopar.rewrite.program import rewrite
+from autopar.rewrite.program import RankProgram, rewrite
+from autopar.rewrite.recompute import wrap
 from autopar.rewrite.stages import StageProgram, split
 from autopar.rewrite.sync import defer
 from autopar.signature import LossFunction, flatten_arguments
@@ -142,7 +143,7 @@ def build(
     body, sums = defer(mine.graph, parameters)
     return Executable(
         mesh=plan.mesh,
-        module=fx.GraphModule(nn.Module(), body, class_name="ParallelProgram"),
+        module=_module(body, mine, traced.graph, plan, name="ParallelProgram"),
         inputs=_parts(traced, plan, dims, rank, sums),
         num_outputs=len(graph.outputs),
         writes=tuple(buffer for buffer, _ in graph.writes),
@@ -165,7 +166,8 @@ def build_stages(
     whole = rewrite(graph, plan.program, dims, rank=place, device=device, exact_random=exact_random)
     cut = split(whole, graph, pipeline.starts)
     stages = tuple(
-        _stage(traced, plan, dims, place, cut[index], stage=index) for index in pipeline.stages_of(mine)
+        _stage(traced, plan, dims, place, whole, cut[index], stage=index)
+        for index in pipeline.stages_of(mine)
     )
     users: dict[str, list[int]] = {
         item.target: [index for index, each in enumerate(cut) if item.name in each.inputs] or [0]
@@ -189,7 +191,14 @@ def build_stages(
 
 
 def _stage(
-    traced: Traced, plan: Plan, dims: Dims, place: int, program: StageProgram, *, stage: int
+    traced: Traced,
+    plan: Plan,
+    dims: Dims,
+    place: int,
+    whole: RankProgram,
+    program: StageProgram,
+    *,
+    stage: int,
 ) -> Executable:
     graph = traced.graph
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
@@ -198,7 +207,7 @@ def _stage(
     constants = {item.target: item.value for item in graph.inputs if item.value is not None}
     return Executable(
         mesh=plan.mesh,
-        module=fx.GraphModule(nn.Module(), body, class_name=f"Stage{stage}"),
+        module=_module(body, whole, graph, plan, name=f"Stage{stage}"),
         inputs=tuple(inputs),
         num_outputs=len(program.outputs),
         writes=program.writes,
@@ -209,7 +218,14 @@ def _stage(
         stage=stage,
         received=program.received,
         sent=program.sent,
+        layers=whole.layers,
     )
+
+
+def _module(body: fx.Graph, program: RankProgram, graph: Graph, plan: Plan, *, name: str) -> fx.GraphModule:
+    mutated = [item.name for item in graph.inputs if item.mutated]
+    mutated += [buffer for buffer, _ in graph.writes]
+    return wrap(body, program.steps, plan.program.recompute, mutated=mutated, name=name)
 
 
 def _parts(

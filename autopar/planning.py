@@ -29,6 +29,7 @@ from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
+from autopar.ilp.recompute import segments
 from autopar.ilp.space import Kinds, Parallelism, Pins, build_space, is_heavy
 from autopar.ilp.stages import cut
 from autopar.ilp.symmetry import choose_named
@@ -64,6 +65,7 @@ class Request:
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    recompute: bool = False  # all parts of the graph, in backward
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
 
     @property
@@ -118,6 +120,8 @@ def search(
         best = _best(problems, deadline)
     alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
     found = _prefer_simpler(best, alternatives, cap)
+    if request.recompute:
+        found = found[0], _recomputed(found[0], found[1])
     return _report(found[0], found[1], whole, [item for item, _ in alternatives], cap, request)
 
 
@@ -368,6 +372,13 @@ def _pipeline(problem: _Mesh, solution: Solution, cluster: ClusterSpec, request:
         else _kept_starts(graph, request.homes, request.num_stages)
     )
     return Pipeline(request.stages, request.micro_batches, request.schedule, starts)
+
+
+def _recomputed(problem: _Mesh, solution: Solution) -> Solution:
+    graph, program = problem.graph, solution.program
+    kept = [solution.peak.by_operator[item.name] for item in graph.operators]
+    found = segments(kept, _crossing_bytes(graph, problem.prices, program))
+    return dataclasses.replace(solution, program=dataclasses.replace(program, recompute=found))
 
 
 def _kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
