@@ -104,7 +104,8 @@ def search(
         problems = [_Mesh(graph, atoms, mesh, cluster, model, request, cap) for mesh in meshes]
         best = _best(problems, deadline)
     alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
-    found = _prefer_simpler(best, alternatives, cap)
+    # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
+    found = best if request.pins else _prefer_simpler(best, alternatives, cap)
     return _report(found[0], found[1], cluster, [item for item, _ in alternatives], cap, request)
 
 
