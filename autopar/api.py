@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from costdb.database import Database
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of the weight's size
 TIMEOUT = timedelta(minutes=10)
+Reach = Literal["global", "local"]  # the whole batch on every rank, or each rank's own part
 
 
 def plan(
@@ -95,6 +97,7 @@ def parallelize(
     measure: bool = True,
     exact_random: bool = False,
     timeout: timedelta = TIMEOUT,
+    inputs: Reach = "global",
 ) -> ParallelModule:
     """The model as a module that runs on the whole cluster; call it on every rank alike.
 
@@ -104,17 +107,37 @@ def parallelize(
     `exact_random` draws the serial dropout masks, whole, on every rank: for proofs. The other options
     are those of `plan`.
 
+    Every rank passes the global batch, or with `inputs="local"` the samples that it needs alone:
+    `parallel.samples` says which, `parallel.sampler(dataset)` gives a DataLoader their indices. The
+    examples are of the global batch all the same; other global batches are prepared by `prepare`.
+
     Raises InputError outside a launcher, or where the world is not the cluster.
     """
+    local_inputs = is_local("inputs", inputs)
+    if local_inputs and example_inputs is None and example_kwargs is None:
+        raise InputError(
+            where='parallelize with inputs="local"',
+            found="no example inputs",
+            wanted="an example of the global batch, from which each rank's samples follow",
+            remedy="pass example_inputs, on every rank those of a whole batch",
+        )
     require_launcher()
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
+    request = replace(request, local_inputs=local_inputs)
     compiler = Compiler(
         cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
     )
     share_random_state()
-    parallel = ParallelModule(model, compiler, describe=describe, device=compiler.device(), timeout=timeout)
+    parallel = ParallelModule(
+        model,
+        compiler,
+        describe=describe,
+        device=compiler.device(),
+        timeout=timeout,
+        local_inputs=local_inputs,
+    )
     if example_inputs is not None or example_kwargs is not None:
         args, kwargs = split_inputs(example_inputs, example_kwargs)
         parallel.prepare(*args, **kwargs)
@@ -201,6 +224,18 @@ def make_request(
         gap=gap,
         measure=measure,
         optimizer_states=OPTIMIZER_STATES[optimizer],
+    )
+
+
+def is_local(option: str, value: str) -> bool:
+    """Whether `value` of an option is "local"; raises InputError unless it is "global" then."""
+    if value in ("global", "local"):
+        return value == "local"
+    raise InputError(
+        where=option,
+        found=repr(value),
+        wanted="'global' or 'local'",
+        remedy="say whether every rank holds the whole batch or its own part",
     )
 
 

@@ -16,9 +16,8 @@ from torch import fx, nn
 
 from autopar.agree import agree, measure_links
 from autopar.cluster import ClusterSpec
-from autopar.core.executable import Executable, InputPart
+from autopar.core.executable import Executable, InputPart, Pinned
 from autopar.core.graph import Graph, InputKind
-from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.cost.model import Company, Progress
 from autopar.errors import CheckError
@@ -26,6 +25,7 @@ from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.planning import Request, search
 from autopar.rewrite.program import rewrite
+from autopar.rewrite.samples import find_samples
 from autopar.rewrite.sync import defer
 from autopar.signature import LossFunction
 from autopar.trace import Traced, trace
@@ -58,13 +58,14 @@ class Compiler:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        training: bool,
-        pinned: dict[str, Layout] | None,
+        pinned: Pinned | None,
     ) -> Executable:
         """This rank's program for one kind of call; collective."""
         traced = self.traced or trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
-        request = replace(self.request, training=training, stored=pinned)
-        plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request, pinned)
+        request = self.request  # for training: backward may follow in eval mode as well
+        if pinned is not None:
+            request = replace(request, mesh=pinned.mesh, stored=pinned.stored, user_layouts=pinned.users)
+        plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request)
         return build(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)
 
     def device(self) -> torch.device:
@@ -72,10 +73,8 @@ class Compiler:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def agree(self, traced: Traced, request: Request, pinned: dict[str, Layout] | None) -> Plan:
+    def agree(self, traced: Traced, request: Request) -> Plan:
         """Rank 0's plan on every rank; its error on every rank if it has none."""
-        if pinned is not None and self.plan is not None:
-            request = replace(request, mesh=self.plan.mesh)
         if request.measure and self.cluster.device_type == "cpu" and self.cluster.nodes == 1:
             measure_links(self.cluster, self.costdb, self.timeout)
 
@@ -116,7 +115,7 @@ def build(
     mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, sums = defer(mine.graph, parameters)
-    users = list(traced.arguments.paths)
+    users, coordinate = list(traced.arguments.paths), plan.mesh.coordinate(rank)
     inputs = tuple(
         InputPart(
             name=item.name,
@@ -124,7 +123,7 @@ def build(
             target=item.target,
             spec=item.spec,
             layout=program.inputs[item.name],
-            part=dims.part(item.name, program.inputs[item.name], plan.mesh.coordinate(rank)),
+            part=dims.part(item.name, program.inputs[item.name], coordinate),
             aliases=item.aliases,
             mutated=item.mutated,
             sync=sums.get(item.name),
@@ -136,13 +135,14 @@ def build(
         mesh=plan.mesh,
         module=fx.GraphModule(nn.Module(), body, class_name="ParallelProgram"),
         inputs=inputs,
-        num_outputs=len(graph.outputs),
+        outputs=tuple(dims.part(name, program.outputs[name], coordinate) for name in graph.outputs),
         writes=tuple(buffer for buffer, _ in graph.writes),
         rebuild=traced.results.rebuild,
         groups=tuple(sorted(_group_keys(body) | set(sums.values()))),
         constants={item.target: item.value for item in graph.inputs if item.value is not None},
         plan=plan,
         layers=mine.layers,
+        samples=find_samples(graph, program.inputs, dims),
     )
 
 

@@ -42,7 +42,8 @@ DEFAULT_GAP = 1e-3
 class Request:
     """What the user asks of the search; every field has the command line's default.
 
-    `memory` is bytes per device, `stored` fixes parameters that lie on the devices already.
+    `memory` is bytes per device, `stored` fixes parameters that lie on the devices already. With
+    `local_inputs` user inputs may be passed in parts, as `user_layouts` (by path) says where it can.
     """
 
     mesh: Mesh | None = None
@@ -56,6 +57,7 @@ class Request:
     alternatives: bool = True
     optimizer_states: int = 2
     stored: Mapping[str, Layout] | None = None
+    local_inputs: bool = False
     user_layouts: Mapping[str, Layout] | None = None
 
 
@@ -181,6 +183,7 @@ class _Mesh:
             force=force,
             pins=self.request.pins if force is self.request.force else None,
             stored=self.request.stored,
+            local_inputs=self.request.local_inputs,
             user_layouts=self.request.user_layouts,
         )
         left = None if deadline is None else max(0.1, deadline - time.monotonic())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import Enum
 
 from autopar.convert.table import canonical
@@ -132,10 +132,16 @@ def build_space(
     force: Parallelism | None = None,
     pins: Pins | None = None,
     stored: Mapping[str, Layout] | None = None,
+    local_inputs: bool = False,
     user_layouts: Mapping[str, Layout] | None = None,
     keep_outputs: Mapping[str, Layout] | None = None,
 ) -> Space:
-    """The space of plans; `stored` fixes where parameters and buffers (by target name) lie already."""
+    """The space of plans.
+
+    `stored` fixes where parameters and buffers (by target name) lie already. With `local_inputs` a user
+    input may come in parts, as its operators take it; `user_layouts` (by path) fixes how, where the
+    input is long enough for that.
+    """
     kinds = Kinds(graph, prices.dims)
     anchors = anchored(graph, prices.dims)
     strategies: dict[str, Sequence[Strategy]] = {}
@@ -164,8 +170,18 @@ def build_space(
             wanted="names of layers or operators of the graph",
             remedy="take the names from the plan's table",
         )
+    fixed = {item.name: layout for item in graph.inputs if (layout := (stored or {}).get(item.target))}
+    fixed |= {
+        item.name: layout
+        for item in graph.inputs
+        if item.kind is InputKind.USER
+        and (layout := (user_layouts or {}).get(item.target))
+        and prices.dims.legal(item.name, layout)
+    }
     inputs = {
-        item.name: _layouts_of(item, graph, prices, strategies, folding, stored or {}, user_layouts or {})
+        item.name: [fixed[item.name]]
+        if item.name in fixed
+        else _layouts_of(item, graph, prices, strategies, folding, local=local_inputs)
         for item in graph.inputs
     }
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
@@ -313,14 +329,10 @@ def _layouts_of(
     prices: Prices,
     strategies: Mapping[str, Sequence[Strategy]],
     folding: Folding,
-    stored: Mapping[str, Layout],
-    user_layouts: Mapping[str, Layout],
+    *,
+    local: bool,
 ) -> Sequence[Layout]:
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
-    if item.target in stored:
-        return [stored[item.target]]
-    if item.name in user_layouts:
-        return [user_layouts[item.name]]
     needs = {
         canonical(
             tuple(option.operands[index] for option in strategy),
@@ -333,16 +345,23 @@ def _layouts_of(
     }
     if item.mutated:
         return sorted(needs, key=str) or [whole]
-    if item.kind is not InputKind.PARAMETER:
-        return [whole]
-    columns: list[tuple[Placement, ...]] = list(zip(*needs, strict=True)) if needs else [() for _ in whole]
+    if item.kind is InputKind.PARAMETER:
+        found = _in_parts(needs, prices.dims, extra=_whole_dim(item))
+        return [layout for layout in found if storable(item.name, layout, prices.dims)]
+    if item.kind is InputKind.USER and local:
+        found = _in_parts(needs, prices.dims)
+        return [layout for layout in found if prices.dims.legal(item.name, layout)]
+    return [whole]
+
+
+def _in_parts(needs: Iterable[Layout], dims: Dims, extra: Set[Shard] = frozenset()) -> list[Layout]:
+    """On each axis whole, in shards as `needs` have there, or in `extra` ones; not all are legal."""
+    columns = list(zip(*needs, strict=True)) or [() for _ in dims.mesh.shape]
     choices: list[tuple[Placement, ...]] = [
-        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item)))
-        if size > 1
-        else (R,)
-        for column, size in zip(columns, prices.dims.mesh.shape, strict=True)
+        (R, *sorted({place for place in column if isinstance(place, Shard)} | extra)) if size > 1 else (R,)
+        for column, size in zip(columns, dims.mesh.shape, strict=True)
     ]
-    return [layout for layout in itertools.product(*choices) if storable(item.name, layout, prices.dims)]
+    return list(itertools.product(*choices))
 
 
 def _whole_dim(item: GraphInput) -> set[Shard]:

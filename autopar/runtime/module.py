@@ -11,7 +11,7 @@ the launcher, or the timeout of the process groups, ends the others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -20,16 +20,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.core.executable import Executable, InputPart
+from autopar.core.executable import Executable, InputPart, Pinned
 from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
 from autopar.runtime import groups, serial
-from autopar.runtime.bound import Bound, find_in
+from autopar.runtime.bound import Bound, find_in, gradient_key
 from autopar.runtime.gradient_sync import BUCKET_BYTES
+from autopar.runtime.local_inputs import LocalInputs
 from autopar.runtime.optimizers import refuse_whole_tensor, work_on_lists
 from autopar.runtime.parameters import device_mesh, distribute, gather, sharding_key
+from autopar.runtime.sampler import BatchSampler
 from autopar.runtime.tree import Container, Stored
 from autopar.signature import Arguments, flatten_arguments
 
@@ -39,8 +41,8 @@ TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits f
 class Compile(Protocol):
     """Plans and rewrites one kind of call of `model`, for this rank.
 
-    `pinned` are the layouts that parameters and buffers already have, by their names in the model;
-    None before they are placed. Must give the same plan on every rank.
+    `pinned` is what the program must keep to; None before parameters and buffers are placed. Must
+    give the same plan on every rank.
     """
 
     def __call__(
@@ -49,8 +51,7 @@ class Compile(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        training: bool,
-        pinned: dict[str, Layout] | None,
+        pinned: Pinned | None,
     ) -> Executable: ...
 
 
@@ -61,6 +62,9 @@ class ParallelModule(Container):
     module; which parameters need gradients; dtypes of parameters and buffers. Outputs and losses are
     the serial model's, global, on every rank. `state_dict` and `load_state_dict` speak serial names
     and full tensors.
+
+    Every rank passes the global batch, or with `local_inputs` its own `samples` of it. The gradient
+    of an input is then that of the rows that the rank passed.
 
     With `broadcast_parameters` all ranks start from rank 0's values. Values of a model on the meta
     device are NaN until `load_state_dict`. Raises InputError for a model whose hooks or wrappers a
@@ -77,6 +81,7 @@ class ParallelModule(Container):
         timeout: timedelta = TIMEOUT,
         broadcast_parameters: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
+        local_inputs: bool = False,
     ) -> None:
         super().__init__()
         serial.check(model)
@@ -90,11 +95,14 @@ class ParallelModule(Container):
         self._pinned: dict[str, InputPart] = {}
         self._programs: dict[tuple[Any, ...], Bound] = {}
         self._current: Bound | None = None  # the program that ran last, or the first one planned
+        self._local = LocalInputs(dist.get_rank()) if local_inputs else None
+        self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
+        self._batch: int | None = None  # samples of the first global batch
 
     # -- calls ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The serial model's output; every rank passes the global batch."""
+        """The serial model's output; every rank passes the global batch, or its samples of it."""
         if torch.is_autocast_enabled(self._device.type):
             raise InputError(
                 where="call of the parallel module",
@@ -103,7 +111,7 @@ class ParallelModule(Container):
                 remedy="convert the model's dtype instead",
             )
         call = flatten_arguments(args, kwargs)
-        self._current = self._program(call, args, kwargs)
+        self._current = self._program(self._local.whole(call) if self._local else call)
         return self._current(call.tensors)
 
     @property
@@ -115,10 +123,15 @@ class ParallelModule(Container):
         return self._current.executable.plan
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Plan and compile for such a call, without running it; the first time, place the parameters."""
-        self._current = self._program(flatten_arguments(args, kwargs), args, kwargs)
+        """Plan and compile for a call with such a global batch, without running it; the first time,
+        place the parameters. With local inputs, calls are known by the batches that were prepared."""
+        call = flatten_arguments(args, kwargs)
+        self._current = self._program(call)
+        if self._local:
+            self._local.learn(call, self._current.samples)
 
-    def _program(self, call: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+    def _program(self, call: Arguments) -> Bound:
+        """The program for the global `call`."""
         key = self._key(call)
         if key not in self._programs:
             if self._mesh is not None:
@@ -126,8 +139,9 @@ class ParallelModule(Container):
             model = self._model[0]
             for ours, theirs in zip(self._containers, model.modules(), strict=True):
                 theirs.training = ours.training
-            pinned = {name: item.layout for name, item in self._pinned.items()} if self._mesh else None
-            made = self._compile(model, args, kwargs, training=self.training, pinned=pinned)
+            args, kwargs = call.rebuild(call.tensors)
+            made = self._compile(model, args, kwargs, pinned=self._keep())
+            samples = self._local.settle(made.samples) if self._local and made.samples else None
             groups.setup(made.mesh, self._keys(made), timeout=self._timeout)
             mesh = self._place(made) if self._mesh is None else self._check(made)
             bound = Bound(
@@ -136,10 +150,22 @@ class ParallelModule(Container):
                 mesh=mesh,
                 device=self._device,
                 bucket_bytes=self._bucket_bytes,
+                samples=samples,
             )
             self._programs[self._key(call)] = bound
+            if self._local:
+                self._users = {item.target: item.layout for item in bound.users} | self._users
+            if self._batch is None and made.samples:
+                self._batch = made.samples.size
             return bound
         return self._programs[key]
+
+    def _keep(self) -> Pinned | None:
+        """What the first program has settled."""
+        if self._mesh is None:
+            return None
+        stored = {name: item.layout for name, item in self._pinned.items()}
+        return Pinned(self._mesh[0], stored, self._users)
 
     def _key(self, call: Arguments) -> tuple[Any, ...]:
         if self._mesh is None:
@@ -164,6 +190,50 @@ class ParallelModule(Container):
                 theirs.data = serial.without_memory(theirs.detach(), ours.dtype)
             theirs.requires_grad_(ours.requires_grad)
 
+    # -- samples --------------------------------------------------------------------------------
+
+    @property
+    def samples(self) -> range:
+        """The rows of the global batch that this rank passes; of the batch that was planned first."""
+        return self._loads(None)[1]
+
+    def sampler(
+        self,
+        dataset: Sized,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        batch_size: int | None = None,
+    ) -> BatchSampler:
+        """For `DataLoader(dataset, batch_sampler=...)`: this rank's rows of each global batch.
+
+        All ranks draw one order from `seed` and the epoch (`set_epoch`). `batch_size` is the global
+        batch's, one that is prepared; that of the first plan by default. See `BatchSampler`.
+        """
+        size, rows = self._loads(batch_size)
+        return BatchSampler(
+            dataset,
+            batch_size=size,
+            rows=rows,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
+
+    def _loads(self, size: int | None) -> tuple[int, range]:
+        """The number of samples of a global batch, and the rows that this rank loads of it."""
+        self._require_placed()
+        if self._batch is None:
+            raise InputError(
+                where="samples of the parallel module",
+                found="a call without tensors that have dims",
+                wanted="a batch, dim 0 of the first tensor of a call",
+                remedy="cut the work between ranks by hand",
+            )
+        size = self._batch if size is None else size
+        return size, self._local.rows(size) if self._local else range(size)
+
     # -- placing --------------------------------------------------------------------------------
 
     def _keys(self, made: Executable) -> set[str]:
@@ -171,6 +241,12 @@ class ParallelModule(Container):
         stored = [item.layout for item in made.inputs if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
         joint = {key for layout in stored if (key := sharding_key(made.mesh, layout)) is not None}
         sums = {item.sync for item in made.inputs if item.sync is not None}
+        sums |= {
+            key
+            for item in made.inputs
+            if item.kind is InputKind.USER and item.spec.requires_grad
+            if (key := gradient_key(item, made.mesh)) is not None
+        }
         return {*made.groups, *joint, *sums, *(made.mesh.key((axis,)) for axis in made.mesh.axes)}
 
     def _place(self, made: Executable) -> DeviceMesh:
