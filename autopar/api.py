@@ -98,6 +98,7 @@ def parallelize(
     exact_random: bool = False,
     timeout: timedelta = TIMEOUT,
     inputs: Reach = "global",
+    outputs: Reach = "global",
 ) -> ParallelModule:
     """The model as a module that runs on the whole cluster; call it on every rank alike.
 
@@ -111,9 +112,19 @@ def parallelize(
     `parallel.samples` says which, `parallel.sampler(dataset)` gives a DataLoader their indices. The
     examples are of the global batch all the same; other global batches are prepared by `prepare`.
 
+    Outputs and losses are global on every rank. With `outputs="local"` the plan leaves each output,
+    but a scalar loss, as it lies: replicated over an axis, or in parts, of which the module returns
+    this rank's; `parallel.output_parts` says which. A loss that is computed from a part is a part
+    itself: the global loss is the sum of the local ones over the ranks that hold different parts. So
+    divide by the global number of samples where the loss is a mean,
+
+        loss = F.cross_entropy(parallel(x), y, reduction="sum") / global_batch_size
+
+    and run backward from it on every rank; ranks that hold the same part must compute the same.
+
     Raises InputError outside a launcher, or where the world is not the cluster.
     """
-    local_inputs = is_local("inputs", inputs)
+    local_inputs, local_outputs = is_local("inputs", inputs), is_local("outputs", outputs)
     if local_inputs and example_inputs is None and example_kwargs is None:
         raise InputError(
             where='parallelize with inputs="local"',
@@ -125,7 +136,7 @@ def parallelize(
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    request = replace(request, local_inputs=local_inputs)
+    request = replace(request, local_inputs=local_inputs, local_outputs=local_outputs)
     compiler = Compiler(
         cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
     )

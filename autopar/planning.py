@@ -43,7 +43,8 @@ class Request:
     """What the user asks of the search; every field has the command line's default.
 
     `memory` is bytes per device, `stored` fixes parameters that lie on the devices already. With
-    `local_inputs` user inputs may be passed in parts, as `user_layouts` (by path) says where it can.
+    `local_inputs` user inputs may be passed in parts, as `user_layouts` (by path) says where it can;
+    with `local_outputs` all outputs but the loss may leave in parts.
     """
 
     mesh: Mesh | None = None
@@ -58,6 +59,7 @@ class Request:
     optimizer_states: int = 2
     stored: Mapping[str, Layout] | None = None
     local_inputs: bool = False
+    local_outputs: bool = False
     user_layouts: Mapping[str, Layout] | None = None
 
 
@@ -185,6 +187,7 @@ class _Mesh:
             stored=self.request.stored,
             local_inputs=self.request.local_inputs,
             user_layouts=self.request.user_layouts,
+            local_outputs=self.request.local_outputs,
         )
         left = None if deadline is None else max(0.1, deadline - time.monotonic())
         return choose_named(

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
-from autopar.core.placement import Layout
+from autopar.core.placement import Layout, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,7 @@ class Plan:
                 for layer in self.layers
             ],
             "conversions": list(self.conversions),
+            "outputs": {name: show(layout) for name, layout in self.program.outputs.items()},
             "alternatives": [
                 {
                     "name": item.name,

@@ -134,13 +134,13 @@ def build_space(
     stored: Mapping[str, Layout] | None = None,
     local_inputs: bool = False,
     user_layouts: Mapping[str, Layout] | None = None,
-    keep_outputs: Mapping[str, Layout] | None = None,
+    local_outputs: bool = False,
 ) -> Space:
     """The space of plans.
 
     `stored` fixes where parameters and buffers (by target name) lie already. With `local_inputs` a user
     input may come in parts, as its operators take it; `user_layouts` (by path) fixes how, where the
-    input is long enough for that.
+    input is long enough for that. With `local_outputs` every output but the loss may leave in parts.
     """
     kinds = Kinds(graph, prices.dims)
     anchors = anchored(graph, prices.dims)
@@ -185,7 +185,12 @@ def build_space(
         for item in graph.inputs
     }
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
-    outputs = dict.fromkeys(graph.outputs, whole) | dict(keep_outputs or {})
+    outputs: dict[str, Sequence[Layout]] = {
+        name: _layouts_of_output(name, graph, prices.dims, strategies, folding, inputs)
+        if local_outputs and name != graph.loss
+        else [whole]
+        for name in graph.outputs
+    }
     return Space(strategies, inputs, outputs)
 
 
@@ -320,7 +325,7 @@ def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str |
     return found
 
 
-# -- inputs -----------------------------------------------------------------------------------------------
+# -- inputs and outputs ----------------------------------------------------------------------------------
 
 
 def _layouts_of(
@@ -352,6 +357,26 @@ def _layouts_of(
         found = _in_parts(needs, prices.dims)
         return [layout for layout in found if prices.dims.legal(item.name, layout)]
     return [whole]
+
+
+def _layouts_of_output(
+    name: str,
+    graph: Graph,
+    dims: Dims,
+    strategies: Mapping[str, Sequence[Strategy]],
+    folding: Folding,
+    inputs: Mapping[str, Sequence[Layout]],
+) -> Sequence[Layout]:
+    """Whole, or in parts as its operator makes it, on each axis."""
+    made = {
+        tuple(option.results[index] for option in strategy)
+        for operation in graph.operators
+        for index, result in enumerate(operation.results)
+        if result == name
+        for strategy in strategies[folding.class_of[operation.name]]
+    }
+    found = _in_parts([*made, *inputs.get(name, ())], dims)
+    return [layout for layout in found if dims.legal(name, layout)]
 
 
 def _in_parts(needs: Iterable[Layout], dims: Dims, extra: Set[Shard] = frozenset()) -> list[Layout]:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.core.executable import Executable, InputPart, Pinned
 from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
+from autopar.core.part import Part
 from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
 from autopar.runtime import groups, serial
@@ -60,8 +61,8 @@ class ParallelModule(Container):
 
     A kind of call is: shapes, dtypes and constants of the arguments; train or eval mode of every
     module; which parameters need gradients; dtypes of parameters and buffers. Outputs and losses are
-    the serial model's, global, on every rank. `state_dict` and `load_state_dict` speak serial names
-    and full tensors.
+    the serial model's, on every rank the whole, or the part that the program leaves there. `state_dict`
+    and `load_state_dict` speak serial names and full tensors.
 
     Every rank passes the global batch, or with `local_inputs` its own `samples` of it. The gradient
     of an input is then that of the rows that the rank passed.
@@ -121,6 +122,14 @@ class ParallelModule(Container):
             self._require_placed()
         assert self._current is not None
         return self._current.executable.plan
+
+    @property
+    def output_parts(self) -> tuple[Part, ...]:
+        """Which box of each global output this rank returns, by the program that ran last; the tensors
+        of the output in their order."""
+        self._require_placed()
+        assert self._current is not None
+        return self._current.executable.outputs
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Plan and compile for a call with such a global batch, without running it; the first time,
