@@ -110,7 +110,9 @@ def parallelize(
 
     Every rank passes the global batch, or with `inputs="local"` the samples that it needs alone:
     `parallel.samples` says which, `parallel.sampler(dataset)` gives a DataLoader their indices. The
-    examples are of the global batch all the same; other global batches are prepared by `prepare`.
+    examples are of the global batch all the same; other global batches are prepared by `prepare`. A rank
+    loads the rows that its program takes of any input: where the plan gathers the output for the loss,
+    that takes all targets, and every rank loads all samples.
 
     Outputs and losses are global on every rank. With `outputs="local"` the plan leaves each output,
     but a scalar loss, as it lies: replicated over an axis, or in parts, of which the module returns

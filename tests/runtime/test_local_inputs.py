@@ -244,6 +244,45 @@ def test_local_inputs_want_examples_and_options_their_words() -> None:
         autopar.parallelize(make(), cluster, data(4), inputs="mine")  # type: ignore[arg-type]
 
 
+def _global(plan: str) -> None:
+    shape, wanted = PLANS[plan]
+    ours = ParallelModule(make_net(), Compiler(Mesh(shape), wanted), describe=describe, device=CPU)
+    with pytest.raises(InputError, match="pass example_inputs"):
+        _ = ours.samples
+    ours.prepare(*images(6))
+    assert ours.samples == range(6)
+    assert list(ours.sampler(TensorDataset(torch.arange(4)), shuffle=False)) == [[0, 1, 2, 3, 0, 1]]
+
+
+def test_with_global_inputs_every_rank_loads_the_whole_batch(pools: Pools) -> None:
+    pools(2).run(_global, "batch")
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, times: int) -> Tensor:
+        return (self.weight * times).sum()
+
+
+def _no_batch(mesh: str) -> None:
+    ours = ParallelModule(
+        Counter(), Compiler(Mesh.parse(mesh), ["batch"]), describe=describe, device=CPU, local_inputs=True
+    )
+    ours.prepare(3)
+    assert ours(3) == 12
+    with pytest.raises(InputError, match="a call without tensors that have dims"):
+        _ = ours.samples
+    with pytest.raises(InputError, match="found no tensors"):
+        ours(4)
+
+
+def test_a_call_without_a_batch_runs_and_has_no_samples(pools: Pools) -> None:
+    on_ranks(pools, _no_batch, "2")
+
+
 # -- gradients of inputs ------------------------------------------------------------------------
 
 
