@@ -170,17 +170,9 @@ def build_space(
             wanted="names of layers or operators of the graph",
             remedy="take the names from the plan's table",
         )
-    fixed = {item.name: layout for item in graph.inputs if (layout := (stored or {}).get(item.target))}
-    fixed |= {
-        item.name: layout
-        for item in graph.inputs
-        if item.kind is InputKind.USER
-        and (layout := (user_layouts or {}).get(item.target))
-        and prices.dims.legal(item.name, layout)
-    }
     inputs = {
-        item.name: [fixed[item.name]]
-        if item.name in fixed
+        item.name: [layout]
+        if (layout := _fixed(item, prices.dims, stored or {}, user_layouts or {}))
         else _layouts_of(item, graph, prices, strategies, folding, local=local_inputs)
         for item in graph.inputs
     }
@@ -326,6 +318,16 @@ def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str |
 
 
 # -- inputs and outputs ----------------------------------------------------------------------------------
+
+
+def _fixed(
+    item: GraphInput, dims: Dims, stored: Mapping[str, Layout], user_layouts: Mapping[str, Layout]
+) -> Layout | None:
+    """The layout that an input has already; None if it may be chosen."""
+    if item.kind is not InputKind.USER:
+        return stored.get(item.target)
+    layout = user_layouts.get(item.target)
+    return layout if layout is not None and dims.legal(item.name, layout) else None
 
 
 def _layouts_of(
