@@ -47,7 +47,9 @@ DEFAULT_GAP = 1e-3
 class Request:
     """What the user asks of the search; every field has the command line's default.
 
-    `memory` is bytes per device, `stored` fixes parameters that lie on the devices already.
+    `memory` is bytes per device, `stored` fixes parameters that lie on the devices already. With
+    `local_inputs` user inputs may be passed in parts, as `user_layouts` (by path) says where it can;
+    with `local_outputs` all outputs but the loss may leave in parts.
     """
 
     mesh: Mesh | None = None
@@ -61,6 +63,8 @@ class Request:
     alternatives: bool = True
     optimizer_states: int = 2
     stored: Mapping[str, Layout] | None = None
+    local_inputs: bool = False
+    local_outputs: bool = False
     user_layouts: Mapping[str, Layout] | None = None
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
@@ -119,7 +123,8 @@ def search(
         problems = [_Mesh(graph, atoms, mesh, cluster, model, request, cap) for mesh in meshes]
         best = _best(problems, deadline)
     alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
-    found = _prefer_simpler(best, alternatives, cap)
+    # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
+    found = best if request.pins else _prefer_simpler(best, alternatives, cap)
     if request.recompute:
         found = found[0], _recomputed(found[0], found[1])
     return _report(found[0], found[1], whole, [item for item, _ in alternatives], cap, request)
@@ -197,7 +202,9 @@ class _Mesh:
             force=force,
             pins=self.request.pins if force is self.request.force else None,
             stored=self.request.stored,
+            local_inputs=self.request.local_inputs,
             user_layouts=self.request.user_layouts,
+            local_outputs=self.request.local_outputs,
         )
         left = None if deadline is None else max(0.1, deadline - time.monotonic())
         return choose_named(

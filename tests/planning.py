@@ -17,7 +17,7 @@ import autopar.ops
 import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (registers the operators that programs call)
 from autopar.convert.path import tree
-from autopar.core.executable import Executable, InputPart
+from autopar.core.executable import Executable, InputPart, Pinned
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import B, Layout, P, Partial, R, Shard
@@ -27,6 +27,7 @@ from autopar.ops.dims import Dims
 from autopar.ops.equation import GATHERED, Option
 from autopar.ops.rule import Strategy
 from autopar.rewrite.program import rewrite
+from autopar.rewrite.samples import find_samples
 from autopar.rewrite.sync import defer
 from autopar.trace import trace
 
@@ -50,7 +51,10 @@ def kinds(graph: Graph, operation: Operator, option: Option) -> str:
 
 
 def force(
-    graph: Graph, dims: Dims, wanted: Mapping[str, Sequence[str]] | Sequence[str], pinned: Any = None
+    graph: Graph,
+    dims: Dims,
+    wanted: Mapping[str, Sequence[str]] | Sequence[str],
+    pinned: Pinned | None = None,
 ) -> Program:
     """For each axis a kind of parallelism (`wanted`), for single operators other ones, by module name.
 
@@ -62,7 +66,7 @@ def force(
     strategies: dict[str, Strategy] = {}
     for operation in graph.operators:
         strategies[operation.name] = _choose(graph, operation, dims, single.get(operation.module, default))
-    return _convert(graph, dims, strategies, pinned or {})
+    return _convert(graph, dims, strategies, pinned)
 
 
 def _choose(graph: Graph, operation: Operator, dims: Dims, kinds_wanted: Sequence[str]) -> Strategy:
@@ -74,9 +78,7 @@ def _choose(graph: Graph, operation: Operator, dims: Dims, kinds_wanted: Sequenc
     return max(strategies_of(operation, dims), key=score)
 
 
-def _convert(
-    graph: Graph, dims: Dims, strategies: Mapping[str, Strategy], pinned: Mapping[str, Layout]
-) -> Program:
+def _convert(graph: Graph, dims: Dims, strategies: Mapping[str, Strategy], pinned: Pinned | None) -> Program:
     whole: Layout = (R,) * len(dims.mesh.shape)
     needs: dict[str, list[Layout]] = {name: [] for name in graph.specs}
     sources: dict[str, Layout] = {}
@@ -90,7 +92,10 @@ def _convert(
     for item in graph.inputs:
         first = needs[item.name][0] if needs[item.name] else whole
         stored = tuple(R if placement in (B, P) else placement for placement in first)
-        sources[item.name] = pinned.get(item.target, stored)
+        fixed: Mapping[str, Layout] = {}
+        if pinned:
+            fixed = pinned.users if item.kind is InputKind.USER else pinned.stored
+        sources[item.name] = fixed.get(item.target, stored)
     for name in graph.outputs:
         needs[name].append(whole)
     for buffer, value in graph.writes:
@@ -123,12 +128,11 @@ class Compiler:
         kwargs: Any,
         *,
         training: bool,
-        pinned: dict[str, Layout] | None,
+        pinned: Pinned | None,
         step: bool = False,
-        homes: Any = None,
     ) -> Executable:
         self.count += 1
-        assert not step and homes is None  # the real compiler's
+        assert not step  # the real compiler's
         traced = trace(model, args, kwargs, loss_fn=self.loss_fn)
         graph = traced.graph
         dims = Dims(graph, find_atoms(graph), self.mesh)
@@ -157,13 +161,16 @@ class Compiler:
             mesh=self.mesh,
             module=fx.GraphModule(nn.Module(), plain, class_name="ParallelProgram"),
             inputs=inputs,
-            num_outputs=len(graph.outputs),
+            outputs=tuple(
+                dims.part(name, program.outputs[name], self.mesh.coordinate(rank)) for name in graph.outputs
+            ),
             writes=tuple(buffer for buffer, _ in graph.writes),
             rebuild=traced.results.rebuild,
             groups=tuple(group_keys(plain)),
             constants={},
             plan=f"forced: {self.wanted}",
             layers=mine.layers,
+            samples=find_samples(graph, program.inputs, dims),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.pipeline import Pipeline
-from autopar.core.placement import Layout
+from autopar.core.placement import Layout, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,7 @@ class Plan:
                 for layer in self.layers
             ],
             "conversions": list(self.conversions),
+            "outputs": {name: show(layout) for name, layout in self.program.outputs.items()},
             "alternatives": [
                 {
                     "name": item.name,
