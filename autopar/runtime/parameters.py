@@ -159,7 +159,7 @@ class Leaves:
     def _accumulated(self, index: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
-        self._receive(index, gradient.detach())
+        self._receive(index, gradient.detach() if gradient.requires_grad else gradient)
 
     def _check(self, part: InputPart, outer: nn.Parameter) -> None:
         if not isinstance(outer, DTensor):
