@@ -28,7 +28,7 @@ from autopar.errors import CheckError, InputError
 from autopar.runtime import groups, serial
 from autopar.runtime.bound import Bound, find_in
 from autopar.runtime.gradient_sync import BUCKET_BYTES
-from autopar.runtime.optimizers import refuse_whole_tensor, work_on_lists
+from autopar.runtime.optimizers import refuse_whole_tensor, step_fast
 from autopar.runtime.parameters import device_mesh, distribute, gather, sharding_key
 from autopar.runtime.tree import Container, Stored
 from autopar.signature import Arguments, flatten_arguments
@@ -187,7 +187,7 @@ class ParallelModule(Container):
         self.fill(model, self._store)
         self._model = (serial.hollow(model),)
         refuse_whole_tensor(self, mesh)
-        work_on_lists(self, mesh)
+        step_fast(self, mesh)
         return mesh
 
     def _store(self, name: str, full: Tensor) -> tuple[Tensor, Stored]:
