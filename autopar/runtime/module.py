@@ -33,7 +33,7 @@ from autopar.runtime.bound import Bound, find_in, gradient_key
 from autopar.runtime.clipping import refuse_torch_clipping, scale, total_norm
 from autopar.runtime.gradient_sync import BUCKET_BYTES
 from autopar.runtime.local_inputs import LocalInputs
-from autopar.runtime.optimizers import refuse_whole_tensor, work_on_lists
+from autopar.runtime.optimizers import refuse_whole_tensor, step_fast
 from autopar.runtime.parameters import device_mesh, distribute, sharding_key
 from autopar.runtime.pipeline import StagedProgram, refuse_call
 from autopar.runtime.random import differ_by_stage
@@ -394,7 +394,7 @@ class ParallelModule(Container):
         self.fill(model, self._store)
         self._model = (serial.hollow(model),)
         refuse_whole_tensor(self, mesh)
-        work_on_lists(self, mesh)
+        step_fast(self, mesh)
         return mesh
 
     def _store(self, name: str, full: Tensor) -> tuple[Tensor | None, Stored]:
