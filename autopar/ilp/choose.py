@@ -296,7 +296,8 @@ def total_seconds(graph: Graph, prices: Prices, program: Program) -> float:
     for name, moves in program.moves.items():
         price = prices.gradient_sync if name in parameters else prices.move
         total += sum(price(name, move) for move in moves)
-    total += sum(prices.update(name, program.inputs[name]) for name in parameters)
+    used = {name for item in graph.operators for name in item.operands}  # others get no gradient, no update
+    total += sum(prices.update(name, program.inputs[name]) for name in parameters & used)
     if not math.isfinite(total):
         raise CheckError(where="plan", found=f"{total} s", wanted="a finite time", remedy="profile again")
     return total
