@@ -8,7 +8,8 @@
 - `rewrite/emit.py` is that interface's one implementation. It knows `core` alone, and it stands below
   `cost`, because a strategy's price is the price of the calls that its rule writes. Nothing else of
   `rewrite` is known to `cost`.
-- `runtime` knows `core`; programs name its operators, so that `cost` and `proof` import it.
+- `runtime` knows `core`, what a call and a micro-batch of it are; programs name its operators, so that
+  `cost` and `proof` import it.
 - Only `ilp/solver.py` talks to the solver.
 - A plan is printed by `show`, which it imports when it is printed.
 
@@ -35,7 +36,9 @@ PASSES = {
     "costdb",
     "cost",
     "runtime",
+    "simplify",
     "trace",
+    "micro_batches",
     "rewrite",
     "ilp",
 }
@@ -52,8 +55,9 @@ ALLOWED: dict[str, set[str]] = {
     "ops": BASE,
     "emit": BASE,
     "costdb": BASE,
-    "runtime": BASE | {"signature"},
+    "runtime": BASE | {"signature", "simplify", "micro_batches"},
     "simplify": BASE,
+    "micro_batches": BASE,
     "trace": BASE | {"signature", "simplify"},
     "rewrite": BASE | {"emit", "convert", "ops"},
     "cost": BASE | {"cluster", "convert", "costdb", "ops", "emit", "runtime"},
