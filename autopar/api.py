@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,10 @@ from costdb.database import Database
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of the weight's size
 TIMEOUT = timedelta(minutes=10)
 DEFAULT_SCHEDULE = ScheduleKind.ONE_F_ONE_B.value
+RECOMPUTE = ("none", "all")
+SPLIT_BACKWARD = (ScheduleKind.ZB1P, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
+Reach = Literal["global", "local"]  # the whole batch on every rank, or each rank's own part
 
 
 def plan(
@@ -66,6 +69,7 @@ def plan(
     stages: int = 1,
     micro_batches: int = 1,
     schedule: str = DEFAULT_SCHEDULE,
+    recompute: str = "none",
     costdb: str | None = None,
     measure: bool = True,
     progress: Progress | None = None,
@@ -78,12 +82,13 @@ def plan(
     stage) or pins of single layers, by name, to a factor for each axis. `memory` caps bytes per device;
     `optimizer` ("sgd", "momentum", "adam") sizes its state. With `stages` the devices form so many
     pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
-    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev.
+    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. With `recompute` "all" little is kept for
+    backward, and the rest is computed again.
 
     Raises InfeasibleError, SolverError, TraceError or InputError.
     """
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule)
+    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     compiler = Compiler(cluster, request, loss_fn, costdb=costdb, progress=progress)
     traced = compiler.trace_step(model, args, kwargs)
@@ -106,10 +111,13 @@ def parallelize(
     stages: int = 1,
     micro_batches: int = 1,
     schedule: str = DEFAULT_SCHEDULE,
+    recompute: str = "none",
     costdb: str | None = None,
     measure: bool = True,
     exact_random: bool = False,
     timeout: timedelta = TIMEOUT,
+    inputs: Reach = "global",
+    outputs: Reach = "global",
 ) -> ParallelModule:
     """The model as a module that runs on the whole cluster; call it on every rank alike.
 
@@ -119,13 +127,38 @@ def parallelize(
     `exact_random` draws the serial dropout masks, whole, on every rank: for proofs. The other options
     are those of `plan`.
 
+    Every rank passes the global batch, or with `inputs="local"` the samples that it needs alone:
+    `parallel.samples` says which, `parallel.sampler(dataset)` gives a DataLoader their indices. The
+    examples are of the global batch all the same; other global batches are prepared by `prepare`. A rank
+    loads the rows that its program takes of any input: where the plan gathers the output for the loss,
+    that takes all targets, and every rank loads all samples.
+
+    Outputs and losses are global on every rank. With `outputs="local"` the plan leaves each output,
+    but a scalar loss, as it lies: replicated over an axis, or in parts, of which the module returns
+    this rank's; `parallel.output_parts` says which. A loss that is computed from a part is a part
+    itself: the global loss is the sum of the local ones over the ranks that hold different parts. So
+    divide by the global number of samples where the loss is a mean,
+
+        loss = F.cross_entropy(parallel(x), y, reduction="sum") / global_batch_size
+
+    and run backward from it on every rank; ranks that hold the same part must compute the same.
+
     Raises InputError outside a launcher, or where the world is not the cluster.
     """
+    local_inputs, local_outputs = is_local("inputs", inputs), is_local("outputs", outputs)
+    if local_inputs and example_inputs is None and example_kwargs is None:
+        raise InputError(
+            where='parallelize with inputs="local"',
+            found="no example inputs",
+            wanted="an example of the global batch, from which each rank's samples follow",
+            remedy="pass example_inputs, on every rank those of a whole batch",
+        )
     require_launcher()
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    request = with_pipeline(request, cluster_spec, force, stages, micro_batches, schedule)
+    request = with_pipeline(request, cluster_spec, force, stages, micro_batches, schedule, recompute)
+    request = replace(request, local_inputs=local_inputs, local_outputs=local_outputs)
     compiler = Compiler(
         cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
     )
@@ -138,6 +171,7 @@ def parallelize(
         timeout=timeout,
         by_steps=request.stages > 1 or request.micro_batches > 1,
         exact_random=exact_random,
+        local_inputs=local_inputs,
     )
     if example_inputs is not None or example_kwargs is not None:
         args, kwargs = split_inputs(example_inputs, example_kwargs)
@@ -157,6 +191,7 @@ def verify(
     stages: int = 1,
     micro_batches: int = 1,
     schedule: str = DEFAULT_SCHEDULE,
+    recompute: str = "none",
     costdb: str | None = None,
     steps: int = 3,
     processes: bool = False,
@@ -167,7 +202,7 @@ def verify(
     measured. The other options are those of `plan`.
     """
     request = make_request(mesh, force, memory, time_limit, gap, "momentum", measure=False)
-    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule)
+    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     with Database.open(costdb) as database:
         return check(target, cluster, request, steps=steps, processes=processes, database=database)
 
@@ -242,12 +277,20 @@ def with_pipeline(
     stages: int,
     micro_batches: int,
     schedule: str,
+    recompute: str,
 ) -> Request:
     """The request with its pipeline; raises InputError for what torch's schedules can't run."""
     kinds = {kind.value: kind for kind in ScheduleKind}
     if schedule not in kinds:
         raise InputError(
             where="--schedule", found=repr(schedule), wanted=", ".join(kinds), remedy="choose one of these"
+        )
+    if recompute not in RECOMPUTE:
+        raise InputError(
+            where="--recompute",
+            found=repr(recompute),
+            wanted=", ".join(RECOMPUTE),
+            remedy="choose one of these",
         )
     kind = kinds[schedule]
     if force == PIPELINE:
@@ -261,7 +304,32 @@ def with_pipeline(
         stages = cluster.num_devices
     if stages != 1:
         check_schedule(kind, ranks=stages, stages_per_rank=stages_per_rank(kind), micro_batches=micro_batches)
-    return replace(request, stages=stages, micro_batches=micro_batches, schedule=kind)
+    if stages != 1 and kind in SPLIT_BACKWARD and recompute != "none":
+        raise InputError(
+            where="--recompute",
+            found=f"{recompute} with schedule {schedule}, which splits backward in two",
+            wanted="gpipe, 1f1b or interleaved: torch recomputes only for one whole backward",
+            remedy="choose one of these schedules, or --recompute none",
+        )
+    return replace(
+        request,
+        stages=stages,
+        micro_batches=micro_batches,
+        schedule=kind,
+        recompute=recompute == "all",
+    )
+
+
+def is_local(option: str, value: str) -> bool:
+    """Whether `value` of an option is "local"; raises InputError unless it is "global" then."""
+    if value in ("global", "local"):
+        return value == "local"
+    raise InputError(
+        where=option,
+        found=repr(value),
+        wanted="'global' or 'local'",
+        remedy="say whether every rank holds the whole batch or its own part",
+    )
 
 
 def require_launcher() -> None:

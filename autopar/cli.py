@@ -54,6 +54,9 @@ Stages = Annotated[int, typer.Option("--stages", metavar="K", help="Pipeline ran
 MicroBatches = Annotated[
     int, typer.Option("--micro-batches", metavar="M", help="Parts of the batch that follow each other.")
 ]
+Recompute = Annotated[
+    str, typer.Option("--recompute", metavar="none|all", help="What to compute again in backward.")
+]
 ScheduleName = Annotated[
     str,
     typer.Option("--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv or dualpipev."),
@@ -89,6 +92,7 @@ def plan(
     stages: Stages = 1,
     micro_batches: MicroBatches = 1,
     schedule: ScheduleName = api.DEFAULT_SCHEDULE,
+    recompute: Recompute = "none",
     optimizer: Annotated[str, typer.Option(help="Whose state counts: sgd, momentum or adam.")] = "adam",
     costdb: CostDB = None,
     no_measure: Annotated[
@@ -115,6 +119,7 @@ def plan(
             stages=stages,
             micro_batches=micro_batches,
             schedule=schedule,
+            recompute=recompute,
             costdb=costdb,
             measure=not no_measure,
             progress=bar,
@@ -135,6 +140,7 @@ def verify(
     stages: Stages = 1,
     micro_batches: MicroBatches = 1,
     schedule: ScheduleName = api.DEFAULT_SCHEDULE,
+    recompute: Recompute = "none",
     memory: Memory = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
@@ -153,6 +159,7 @@ def verify(
         stages=stages,
         micro_batches=micro_batches,
         schedule=schedule,
+        recompute=recompute,
         costdb=costdb,
         steps=steps,
         processes=processes,

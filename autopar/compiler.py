@@ -17,9 +17,8 @@ from torch import fx, nn
 
 from autopar.agree import agree, measure_links
 from autopar.cluster import ClusterSpec
-from autopar.core.executable import Executable, InputPart, StagedExecutable
+from autopar.core.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.core.graph import Graph, InputKind
-from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.cost.model import Company, Progress
 from autopar.errors import CheckError
@@ -27,11 +26,13 @@ from autopar.micro_batches import is_sum, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.planning import Request, search
-from autopar.rewrite.program import rewrite
+from autopar.rewrite.program import RankProgram, rewrite
+from autopar.rewrite.recompute import wrap
+from autopar.rewrite.samples import find_samples
 from autopar.rewrite.stages import StageProgram, split
 from autopar.rewrite.sync import defer
 from autopar.signature import LossFunction, flatten_arguments
-from autopar.simplify import only_loss
+from autopar.simplify import only_loss, without_gradients
 from autopar.trace import Traced, trace
 from costdb.database import Database
 
@@ -63,18 +64,27 @@ class Compiler:
         kwargs: dict[str, Any],
         *,
         training: bool,
-        pinned: dict[str, Layout] | None,
+        pinned: Pinned | None,
         step: bool = False,
-        homes: Mapping[str, int] | None = None,
     ) -> Executable | StagedExecutable:
         """This rank's program for one kind of call; collective."""
-        request = replace(self.request, training=training, stored=pinned, homes=homes)
+        request = replace(self.request, training=training)
+        if pinned is not None:
+            request = replace(
+                request,
+                mesh=pinned.mesh,
+                stored=pinned.stored,
+                user_layouts=pinned.users,
+                homes=pinned.homes or None,
+            )
         if step:
             traced = self.traced or self.trace_step(model, args, kwargs)
         else:
             request = replace(request, stages=1, micro_batches=1)
             traced = self.traced or trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
-        plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request, pinned)
+        if not training:
+            traced = replace(traced, graph=without_gradients(traced.graph))
+        plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request)
         make = build_stages if plan.pipeline.is_staged else build
         return make(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)
 
@@ -94,10 +104,8 @@ class Compiler:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def agree(self, traced: Traced, request: Request, pinned: dict[str, Layout] | None) -> Plan:
+    def agree(self, traced: Traced, request: Request) -> Plan:
         """Rank 0's plan on every rank; its error on every rank if it has none."""
-        if pinned is not None and self.plan is not None:
-            request = replace(request, mesh=self.plan.mesh)
         if request.measure and self.cluster.device_type == "cpu" and self.cluster.nodes == 1:
             measure_links(self.cluster, self.costdb, self.timeout)
 
@@ -138,17 +146,19 @@ def build(
     mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, sums = defer(mine.graph, parameters)
+    coordinate = plan.mesh.coordinate(rank)
     return Executable(
         mesh=plan.mesh,
-        module=fx.GraphModule(nn.Module(), body, class_name="ParallelProgram"),
+        module=_module(body, mine, traced.graph, plan, name="ParallelProgram"),
         inputs=_parts(traced, plan, dims, rank, sums),
-        num_outputs=len(graph.outputs),
+        outputs=tuple(dims.part(name, program.outputs[name], coordinate) for name in graph.outputs),
         writes=tuple(buffer for buffer, _ in graph.writes),
         rebuild=traced.results.rebuild,
         groups=tuple(sorted(_group_keys(body) | set(sums.values()))),
         constants={item.target: item.value for item in graph.inputs if item.value is not None},
         plan=plan,
         layers=mine.layers,
+        samples=find_samples(graph, program.inputs, dims),
         loss_is_sum=is_sum(graph),
     )
 
@@ -163,7 +173,8 @@ def build_stages(
     whole = rewrite(graph, plan.program, dims, rank=place, device=device, exact_random=exact_random)
     cut = split(whole, graph, pipeline.starts)
     stages = tuple(
-        _stage(traced, plan, dims, place, cut[index], stage=index) for index in pipeline.stages_of(mine)
+        _stage(traced, plan, dims, place, whole, cut[index], stage=index)
+        for index in pipeline.stages_of(mine)
     )
     users: dict[str, list[int]] = {
         item.target: [index for index, each in enumerate(cut) if item.name in each.inputs] or [0]
@@ -187,18 +198,25 @@ def build_stages(
 
 
 def _stage(
-    traced: Traced, plan: Plan, dims: Dims, place: int, program: StageProgram, *, stage: int
+    traced: Traced,
+    plan: Plan,
+    dims: Dims,
+    place: int,
+    whole: RankProgram,
+    program: StageProgram,
+    *,
+    stage: int,
 ) -> Executable:
-    graph = traced.graph
+    graph, coordinate = traced.graph, plan.mesh.coordinate(place)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, sums = defer(program.graph, parameters)
     inputs = [item for item in _parts(traced, plan, dims, place, sums) if item.name in program.inputs]
     constants = {item.target: item.value for item in graph.inputs if item.value is not None}
     return Executable(
         mesh=plan.mesh,
-        module=fx.GraphModule(nn.Module(), body, class_name=f"Stage{stage}"),
+        module=_module(body, whole, graph, plan, name=f"Stage{stage}"),
         inputs=tuple(inputs),
-        num_outputs=len(program.outputs),
+        outputs=tuple(dims.part(name, plan.program.outputs[name], coordinate) for name in program.outputs),
         writes=program.writes,
         rebuild=traced.results.rebuild,
         groups=tuple(sorted(_group_keys(body) | set(sums.values()))),
@@ -207,7 +225,14 @@ def _stage(
         stage=stage,
         received=program.received,
         sent=program.sent,
+        layers=whole.layers,
     )
+
+
+def _module(body: fx.Graph, program: RankProgram, graph: Graph, plan: Plan, *, name: str) -> fx.GraphModule:
+    mutated = [item.name for item in graph.inputs if item.mutated]
+    mutated += [buffer for buffer, _ in graph.writes]
+    return wrap(body, program.steps, plan.program.recompute, mutated=mutated, name=name)
 
 
 def _parts(

@@ -29,6 +29,7 @@ from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
+from autopar.ilp.recompute import segments
 from autopar.ilp.space import Kinds, Parallelism, Pins, build_space, is_heavy
 from autopar.ilp.stages import cut
 from autopar.ilp.symmetry import choose_named
@@ -46,7 +47,9 @@ DEFAULT_GAP = 1e-3
 class Request:
     """What the user asks of the search; every field has the command line's default.
 
-    `memory` is bytes per device, `stored` fixes parameters that lie on the devices already.
+    `memory` is bytes per device, `stored` fixes parameters that lie on the devices already. With
+    `local_inputs` user inputs may be passed in parts, as `user_layouts` (by path) says where it can;
+    with `local_outputs` all outputs but the loss may leave in parts.
     """
 
     mesh: Mesh | None = None
@@ -60,10 +63,13 @@ class Request:
     alternatives: bool = True
     optimizer_states: int = 2
     stored: Mapping[str, Layout] | None = None
+    local_inputs: bool = False
+    local_outputs: bool = False
     user_layouts: Mapping[str, Layout] | None = None
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    recompute: bool = False  # all parts of the graph, in backward
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
 
     @property
@@ -117,7 +123,10 @@ def search(
         problems = [_Mesh(graph, atoms, mesh, cluster, model, request, cap) for mesh in meshes]
         best = _best(problems, deadline)
     alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
-    found = _prefer_simpler(best, alternatives, cap)
+    # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
+    found = best if request.pins else _prefer_simpler(best, alternatives, cap)
+    if request.recompute:
+        found = found[0], _recomputed(found[0], found[1])
     return _report(found[0], found[1], whole, [item for item, _ in alternatives], cap, request)
 
 
@@ -193,7 +202,9 @@ class _Mesh:
             force=force,
             pins=self.request.pins if force is self.request.force else None,
             stored=self.request.stored,
+            local_inputs=self.request.local_inputs,
             user_layouts=self.request.user_layouts,
+            local_outputs=self.request.local_outputs,
         )
         left = None if deadline is None else max(0.1, deadline - time.monotonic())
         return choose_named(
@@ -368,6 +379,13 @@ def _pipeline(problem: _Mesh, solution: Solution, cluster: ClusterSpec, request:
         else _kept_starts(graph, request.homes, request.num_stages)
     )
     return Pipeline(request.stages, request.micro_batches, request.schedule, starts)
+
+
+def _recomputed(problem: _Mesh, solution: Solution) -> Solution:
+    graph, program = problem.graph, solution.program
+    kept = [solution.peak.by_operator[item.name] for item in graph.operators]
+    found = segments(kept, _crossing_bytes(graph, problem.prices, program))
+    return dataclasses.replace(solution, program=dataclasses.replace(program, recompute=found))
 
 
 def _kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from autopar.core.placement import replicated, show
 from autopar.core.plan import Alternative, Layer, Plan
 from autopar.units import show_bytes, show_seconds
 
@@ -97,6 +98,9 @@ def _alternative(item: Alternative) -> list[str]:
 
 def _remarks(plan: Plan) -> list[str]:
     found = [f"note      {note}" for note in plan.notes]
+    if any(layout != replicated(len(layout)) for layout in plan.program.outputs.values()):
+        rows = (f"{name} {show(layout)}" for name, layout in plan.program.outputs.items())
+        found.append("outputs   " + ", ".join(rows))
     if plan.gathered_ops:
         found.append("gathered  " + ", ".join(plan.gathered_ops))
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,11 @@ class Arguments:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal keys share a traced graph."""
-        specs = tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.tensors)
+        return self.key_for([tuple(tensor.shape) for tensor in self.tensors])
+
+    def key_for(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+        """The key of such a call with tensors of these shapes."""
+        specs = tuple((shape, tensor.dtype) for shape, tensor in zip(shapes, self.tensors, strict=True))
         return (str(self.structure), tuple(map(repr, self.constants)), specs)
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -85,6 +85,13 @@ def only_loss(graph: Graph) -> Graph:
     return without_dead_code(replace(graph, outputs=(graph.loss,)))
 
 
+def without_gradients(graph: Graph) -> Graph:
+    """The graph of a call that wants no gradients: no tensor in it has one."""
+    specs = {name: replace(spec, requires_grad=False) for name, spec in graph.specs.items()}
+    inputs = tuple(replace(item, spec=specs[item.name]) for item in graph.inputs)
+    return replace(graph, inputs=inputs, specs=specs)
+
+
 def no_loss() -> InputError:
     """Why a model without a loss can't be trained by steps."""
     return InputError(

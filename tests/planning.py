@@ -51,19 +51,24 @@ def kinds(graph: Graph, operation: Operator, option: Option) -> str:
 
 
 def force(
-    graph: Graph, dims: Dims, wanted: Mapping[str, Sequence[str]] | Sequence[str], pinned: Any = None
+    graph: Graph,
+    dims: Dims,
+    wanted: Mapping[str, Sequence[str]] | Sequence[str],
+    *,
+    stored: Mapping[str, Layout] | None = None,
+    users: Mapping[str, Layout] | None = None,
 ) -> Program:
     """For each axis a kind of parallelism (`wanted`), for single operators other ones, by module name.
 
     Operators that don't offer it run on gathered operands. Parameters are stored as their first
-    consumer takes them, or as `pinned` says.
+    consumer takes them, or as `stored` says; so are user inputs, by `users`.
     """
     default = wanted if isinstance(wanted, Sequence) else wanted["*"]
     single = {} if isinstance(wanted, Sequence) else wanted
     strategies: dict[str, Strategy] = {}
     for operation in graph.operators:
         strategies[operation.name] = _choose(graph, operation, dims, single.get(operation.module, default))
-    return _convert(graph, dims, strategies, pinned or {})
+    return _convert(graph, dims, strategies, stored=stored or {}, users=users or {})
 
 
 def _choose(graph: Graph, operation: Operator, dims: Dims, kinds_wanted: Sequence[str]) -> Strategy:
@@ -76,7 +81,12 @@ def _choose(graph: Graph, operation: Operator, dims: Dims, kinds_wanted: Sequenc
 
 
 def _convert(
-    graph: Graph, dims: Dims, strategies: Mapping[str, Strategy], pinned: Mapping[str, Layout]
+    graph: Graph,
+    dims: Dims,
+    strategies: Mapping[str, Strategy],
+    *,
+    stored: Mapping[str, Layout],
+    users: Mapping[str, Layout],
 ) -> Program:
     whole: Layout = (R,) * len(dims.mesh.shape)
     needs: dict[str, list[Layout]] = {name: [] for name in graph.specs}
@@ -90,8 +100,9 @@ def _convert(
                 sources[result] = tuple(option.results[index] for option in strategy)
     for item in graph.inputs:
         first = needs[item.name][0] if needs[item.name] else whole
-        stored = tuple(R if placement in (B, P) else placement for placement in first)
-        sources[item.name] = pinned.get(item.target, stored)
+        free = tuple(R if placement in (B, P) else placement for placement in first)
+        fixed = users if item.kind is InputKind.USER else stored
+        sources[item.name] = fixed.get(item.target, free)
     for name in graph.outputs:
         needs[name].append(whole)
     for buffer, value in graph.writes:
@@ -127,11 +138,12 @@ class Compiler(compiler.Compiler):
     def count(self) -> int:
         return len(self.graphs)
 
-    def agree(self, traced: Traced, request: Request, pinned: dict[str, Layout] | None) -> Plan:
+    def agree(self, traced: Traced, request: Request) -> Plan:
         """No search, so nothing to agree on."""
         graph = traced.graph
         self.graphs.append(graph)
-        program = force(graph, Dims(graph, find_atoms(graph), self.mesh), self.wanted, pinned)
+        dims = Dims(graph, find_atoms(graph), self.mesh)
+        program = force(graph, dims, self.wanted, stored=request.stored, users=request.user_layouts)
         if request.stages == 1:
             return plan_of(program, Pipeline(micro_batches=request.micro_batches))
         starts = self.pipeline.starts

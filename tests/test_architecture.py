@@ -9,7 +9,7 @@
   `cost`, because a strategy's price is the price of the calls that its rule writes. Nothing else of
   `rewrite` is known to `cost`.
 - `runtime` knows `core`, what a call and a micro-batch of it are; programs name its operators, so that
-  `cost` and `proof` import it.
+  `rewrite`, `cost` and `proof` import it.
 - Only `ilp/solver.py` talks to the solver.
 - A plan is printed by `show`, which it imports when it is printed.
 
@@ -30,15 +30,15 @@ BASE = {"errors", "units", "core"}
 PASSES = {
     "cluster",
     "signature",
+    "simplify",
+    "micro_batches",
     "convert",
     "ops",
     "emit",
     "costdb",
     "cost",
     "runtime",
-    "simplify",
     "trace",
-    "micro_batches",
     "rewrite",
     "ilp",
 }
@@ -48,6 +48,9 @@ ALLOWED: dict[str, set[str]] = {
     "units": {"errors"},
     "core": {"errors", "units", "show"},
     "show": BASE,
+    "schedules": BASE,
+    "simulate": BASE,
+    "draw": BASE,
     "progress": BASE,
     "signature": BASE,
     "cluster": BASE,
@@ -59,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "simplify": BASE,
     "micro_batches": BASE,
     "trace": BASE | {"signature", "simplify"},
-    "rewrite": BASE | {"emit", "convert", "ops"},
+    "rewrite": BASE | {"emit", "convert", "ops", "runtime"},
     "cost": BASE | {"cluster", "convert", "costdb", "ops", "emit", "runtime"},
     "ilp": BASE | {"convert", "cost", "ops"},
     "target": BASE | {"signature", "trace"},

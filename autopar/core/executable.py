@@ -13,6 +13,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout
+from autopar.core.samples import Samples
 
 if TYPE_CHECKING:
     from torch import fx
@@ -41,13 +42,28 @@ class InputPart:
 
 
 @dataclass(frozen=True, slots=True)
+class Pinned:
+    """What a later program must keep to: the mesh, and the layouts that tensors already have.
+
+    `stored` are parameters and buffers, by their names in the model, `users` user inputs, by path;
+    `homes` is the first stage of each parameter and buffer, where there are stages.
+    """
+
+    mesh: Mesh
+    stored: Mapping[str, Layout]
+    users: Mapping[str, Layout]
+    homes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Executable:
     """One rank's program for one kind of call.
 
-    `module` takes the local tensors in the order of `inputs` and returns `num_outputs` outputs,
-    which are global values, followed by the new values of the inputs named in `writes`.
+    `module` takes the local tensors in the order of `inputs` and returns its part of each of `outputs`,
+    followed by the new values of the inputs named in `writes`.
     `rebuild` makes the model's output from the outputs; `plan` prints the decision. `layers` says
-    which module of the model each node of the program (by name) belongs to, for printing.
+    which module of the model each node of the program (by name) belongs to, for printing. `samples` are
+    the rows that each rank loads where ranks pass their own; None if no input has dims.
 
     The program of a pipeline stage takes the tensors `received` from the stage before, ahead of its
     `inputs`, and returns those `sent` to the next one, ahead of its outputs.
@@ -56,13 +72,14 @@ class Executable:
     mesh: Mesh
     module: fx.GraphModule
     inputs: tuple[InputPart, ...]
-    num_outputs: int
+    outputs: tuple[Part, ...]
     writes: tuple[str, ...]
     rebuild: Callable[[tuple[Tensor, ...]], Any]
     groups: tuple[str, ...]  # every group key that the module or the gradient sync uses
     constants: dict[str, Tensor]
     plan: Any
     layers: Mapping[str, str] = field(default_factory=dict)
+    samples: Samples | None = None
     loss_is_sum: bool = False
     stage: int = 0
     received: tuple[TensorSpec, ...] = ()

@@ -11,6 +11,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -33,6 +34,25 @@ class Part:
             for sizes, dim in zip(self.atoms, self.rows, strict=True)
             for size, (start, stop) in zip(sizes, dim, strict=True)
         )
+
+    def span(self, dim: int) -> range:
+        """The smallest range of `dim`'s rows that covers the rank's."""
+        rows = self._indices(dim)
+        return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
+
+    def within(self, rows: range) -> Part | None:
+        """The same part of a tensor that holds only `rows` of dim 0, which must cover it; None if the
+        part's rows are no block."""
+        span = self.span(0)
+        if len(span) != self.shape[0]:
+            return None
+        first = span.start - rows.start
+        return Part(((len(rows),), *self.atoms[1:]), (((first, first + len(span)),), *self.rows[1:]))
+
+    def _indices(self, dim: int) -> Tensor:
+        """The rows of `dim` that the rank owns, ascending."""
+        rows = torch.arange(math.prod(self.atoms[dim]))
+        return Part((self.atoms[dim],), (self.rows[dim],)).take(rows)
 
     def take(self, full: Tensor) -> Tensor:
         """The rank's part of `full`, a copy unless it is everything."""

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.pipeline import Pipeline
-from autopar.core.placement import Layout
+from autopar.core.placement import Layout, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class Program:
 
     A strategy is a tuple of one-axis options, the major axis first. `moves` of a tensor form a
     tree rooted in the layout in which it is made; `outputs` are the layouts in which the graph's
-    outputs leave it.
+    outputs leave it. `recompute` are ranges [first, stop) of operators, by number, whose insides are
+    computed again in backward.
     """
 
     mesh: Mesh
@@ -26,6 +27,7 @@ class Program:
     strategies: Mapping[str, tuple[Any, ...]]
     moves: Mapping[str, tuple[Move, ...]]
     outputs: Mapping[str, Layout]
+    recompute: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class Plan:
                 for layer in self.layers
             ],
             "conversions": list(self.conversions),
+            "outputs": {name: show(layout) for name, layout in self.program.outputs.items()},
             "alternatives": [
                 {
                     "name": item.name,

@@ -194,10 +194,14 @@ def read(problem: Problem, answer: Answer) -> Program:
         if choices:
             layout = max(choices, key=lambda item: values[choices[item]])
             inputs |= dict.fromkeys(tensor.members, layout)
-    outputs = dict(problem.space.outputs)
+    outputs = {name: layouts[0] for name, layouts in problem.space.outputs.items()}
+    outputs |= {
+        name: max(choices, key=lambda item: values[choices[item]])
+        for name, choices in problem.output_layouts.items()
+    }
     moves: dict[str, tuple[Move, ...]] = {}
     for tensor in problem.tensors:
-        chosen = _moves_of(problem, tensor, strategies, inputs, values)
+        chosen = _moves_of(problem, tensor, strategies, inputs, outputs, values)
         moves |= dict.fromkeys(tensor.members, chosen)
     return Program(problem.prices.dims.mesh, inputs, strategies, moves, outputs)
 
@@ -207,11 +211,12 @@ def _moves_of(
     tensor: TensorClass,
     strategies: Mapping[str, object],
     inputs: Mapping[str, Layout],
+    outputs: Mapping[str, Layout],
     values: tuple[float, ...],
 ) -> tuple[Move, ...]:
     """The cheaper of: what the flows use, and paths found anew between the chosen layouts."""
     prices = problem.prices
-    source, needs = ends(problem.graph, prices, tensor.name, strategies, inputs, problem.space.outputs)
+    source, needs = ends(problem.graph, prices, tensor.name, strategies, inputs, outputs)
     if all(need == source for need in needs):
         return ()
     used = {move for move, variable in tensor.arcs if values[variable] > INTEGRAL}

@@ -4,7 +4,8 @@
 uses (t, v): one for each place among v's operands, also when v takes t twice. Moves a of t: legal
 changes of one placement on one axis (convert/table.py).
 
-**Variables.** x[v,s] in {0,1}: operator v runs as s; for a parameter, x[t,p]: how it is kept.
+**Variables.** x[v,s] in {0,1}: operator v runs as s; for an input, x[t,p]: how it is kept or passed; for
+an output, x[t,p]: how it leaves the graph.
 f[t,v,a] >= 0: the flow of use (t, v) over move a. z[t,a] >= 0: move a of t is made.
 y[t,p] >= 0: t is kept for backward in layout p.
 
@@ -13,7 +14,8 @@ y[t,p] >= 0: t is kept for backward in layout p.
 **Subject to**
     one       sum_s x[v,s] = 1                                      every operator runs one way
     flow      out[t,p] + sum of f into p = need[v,p] + sum of f out of p
-              out[t,p] = sum of x[producer,s] with result p;  need[v,p] = sum of x[v,s] with operand p
+              out[t,p] = sum of x[producer,s] with result p;  need[v,p] = sum of x[v,s] with operand p,
+              or x[t,p] where t leaves the graph
     share     z[t,a] >= f[t,v,a]                                    a shared conversion is paid once
     keep      y[t,p] >= sum of x[v,s] that keep t as p              ... and kept once
     memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] x[v,s] <= cap
@@ -55,11 +57,11 @@ Marginal = dict[Layout, Terms]
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What the solver may choose from: strategies of each operator class, layouts of each input."""
+    """What the solver may choose from: strategies of operator classes, layouts of inputs and outputs."""
 
     strategies: Mapping[str, Sequence[Strategy]]
     inputs: Mapping[str, Sequence[Layout]]
-    outputs: Mapping[str, Layout]
+    outputs: Mapping[str, Sequence[Layout]]
 
 
 @dataclass(slots=True)
@@ -102,6 +104,7 @@ class Problem:
         self.x: dict[str, list[int]] = {}
         self.ends: dict[tuple[str, int], list[int]] = {}
         self.input_layouts: dict[str, dict[Layout, int]] = {}
+        self.output_layouts: dict[str, dict[Layout, int]] = {}
         self.members: dict[str, list[str]] = {}
         for item in graph.operators:
             self.members.setdefault(folding.class_of[item.name], []).append(item.name)
@@ -323,11 +326,23 @@ class Problem:
                 needs.setdefault(layout, []).extend(terms)
             found.append(Use(name, position, needs))
         if tensor.name in self.graph.outputs:
-            layout = self.canonical(tensor.name, self.space.outputs[tensor.name])
-            found.append(Use(None, 0, {layout: [(1.0, _ONE)]}))
+            found.append(Use(None, 0, self.output_needs(tensor.name)))
         if tensor.name in self.written:
             buffer = self.written[tensor.name]
             found.append(Use(None, 1, {layout: [(1.0, _ONE)] for layout in self.space.inputs[buffer][:1]}))
+        return found
+
+    def output_needs(self, name: str) -> Marginal:
+        """How a tensor leaves the graph: in its one layout, or in one that is chosen."""
+        layouts = self.space.outputs[name]
+        if len(layouts) == 1:
+            return {self.canonical(name, layouts[0]): [(1.0, _ONE)]}
+        variables = {layout: self.lp.variable(integer=True, upper=1.0) for layout in layouts}
+        self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0, f"one output {name}")
+        self.output_layouts[name] = variables
+        found: Marginal = {}
+        for layout, variable in variables.items():
+            found.setdefault(self.canonical(name, layout), []).append((1.0, variable))
         return found
 
     # -- moves ----------------------------------------------------------------------------------------

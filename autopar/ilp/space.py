@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import Enum
 
 from autopar.convert.table import canonical
@@ -132,10 +132,16 @@ def build_space(
     force: Parallelism | None = None,
     pins: Pins | None = None,
     stored: Mapping[str, Layout] | None = None,
+    local_inputs: bool = False,
     user_layouts: Mapping[str, Layout] | None = None,
-    keep_outputs: Mapping[str, Layout] | None = None,
+    local_outputs: bool = False,
 ) -> Space:
-    """The space of plans; `stored` fixes where parameters and buffers (by target name) lie already."""
+    """The space of plans.
+
+    `stored` fixes where parameters and buffers (by target name) lie already. With `local_inputs` a user
+    input may come in parts, as its operators take it; `user_layouts` (by path) fixes how, where the
+    input is long enough for that. With `local_outputs` every output but the loss may leave in parts.
+    """
     kinds = Kinds(graph, prices.dims)
     anchors = anchored(graph, prices.dims)
     strategies: dict[str, Sequence[Strategy]] = {}
@@ -165,11 +171,18 @@ def build_space(
             remedy="take the names from the plan's table",
         )
     inputs = {
-        item.name: _layouts_of(item, graph, prices, strategies, folding, stored or {}, user_layouts or {})
+        item.name: [layout]
+        if (layout := _fixed(item, prices.dims, stored or {}, user_layouts or {}))
+        else _layouts_of(item, graph, prices, strategies, folding, local=local_inputs)
         for item in graph.inputs
     }
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
-    outputs = dict.fromkeys(graph.outputs, whole) | dict(keep_outputs or {})
+    outputs: dict[str, Sequence[Layout]] = {
+        name: _layouts_of_output(name, graph, prices.dims, strategies, folding, inputs)
+        if local_outputs and name != graph.loss
+        else [whole]
+        for name in graph.outputs
+    }
     return Space(strategies, inputs, outputs)
 
 
@@ -304,7 +317,17 @@ def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str |
     return found
 
 
-# -- inputs -----------------------------------------------------------------------------------------------
+# -- inputs and outputs ----------------------------------------------------------------------------------
+
+
+def _fixed(
+    item: GraphInput, dims: Dims, stored: Mapping[str, Layout], user_layouts: Mapping[str, Layout]
+) -> Layout | None:
+    """The layout that an input has already; None if it may be chosen."""
+    if item.kind is not InputKind.USER:
+        return stored.get(item.target)
+    layout = user_layouts.get(item.target)
+    return layout if layout is not None and dims.legal(item.name, layout) else None
 
 
 def _layouts_of(
@@ -313,14 +336,10 @@ def _layouts_of(
     prices: Prices,
     strategies: Mapping[str, Sequence[Strategy]],
     folding: Folding,
-    stored: Mapping[str, Layout],
-    user_layouts: Mapping[str, Layout],
+    *,
+    local: bool,
 ) -> Sequence[Layout]:
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
-    if item.target in stored:
-        return [stored[item.target]]
-    if item.name in user_layouts:
-        return [user_layouts[item.name]]
     needs = {
         canonical(
             tuple(option.operands[index] for option in strategy),
@@ -333,16 +352,43 @@ def _layouts_of(
     }
     if item.mutated:
         return sorted(needs, key=str) or [whole]
-    if item.kind is not InputKind.PARAMETER:
-        return [whole]
-    columns: list[tuple[Placement, ...]] = list(zip(*needs, strict=True)) if needs else [() for _ in whole]
+    if item.kind is InputKind.PARAMETER:
+        found = _in_parts(needs, prices.dims, extra=_whole_dim(item))
+        return [layout for layout in found if storable(item.name, layout, prices.dims)]
+    if item.kind is InputKind.USER and local:
+        found = _in_parts(needs, prices.dims)
+        return [layout for layout in found if prices.dims.legal(item.name, layout)]
+    return [whole]
+
+
+def _layouts_of_output(
+    name: str,
+    graph: Graph,
+    dims: Dims,
+    strategies: Mapping[str, Sequence[Strategy]],
+    folding: Folding,
+    inputs: Mapping[str, Sequence[Layout]],
+) -> Sequence[Layout]:
+    """Whole, or in parts as its operator makes it, on each axis."""
+    made = {
+        tuple(option.results[index] for option in strategy)
+        for operation in graph.operators
+        for index, result in enumerate(operation.results)
+        if result == name
+        for strategy in strategies[folding.class_of[operation.name]]
+    }
+    found = _in_parts([*made, *inputs.get(name, ())], dims)
+    return [layout for layout in found if dims.legal(name, layout)]
+
+
+def _in_parts(needs: Iterable[Layout], dims: Dims, extra: Set[Shard] = frozenset()) -> list[Layout]:
+    """On each axis whole, in shards as `needs` have there, or in `extra` ones; not all are legal."""
+    columns = list(zip(*needs, strict=True)) or [() for _ in dims.mesh.shape]
     choices: list[tuple[Placement, ...]] = [
-        (R, *sorted({place for place in column if isinstance(place, Shard)} | _whole_dim(item)))
-        if size > 1
-        else (R,)
-        for column, size in zip(columns, prices.dims.mesh.shape, strict=True)
+        (R, *sorted({place for place in column if isinstance(place, Shard)} | extra)) if size > 1 else (R,)
+        for column, size in zip(columns, dims.mesh.shape, strict=True)
     ]
-    return [layout for layout in itertools.product(*choices) if storable(item.name, layout, prices.dims)]
+    return list(itertools.product(*choices))
 
 
 def _whole_dim(item: GraphInput) -> set[Shard]:

@@ -9,7 +9,7 @@ for all plans; the plan itself is the best among all namings of what the relaxat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.core.graph import Graph
@@ -77,16 +77,19 @@ def choose_named(
 
 
 def forget(space: Space, alike: Alike) -> Space:
-    """One strategy, and one stored layout, of all that differ by names alone."""
+    """One strategy, and one layout of an input or output, of all that differ by names alone."""
     strategies = {
         name: list({_strategy_key(strategy, alike): strategy for strategy in offered}.values())
         for name, offered in space.strategies.items()
     }
-    inputs = {
-        name: list(dict.fromkeys(unnamed(layout, alike) for layout in layouts))
-        for name, layouts in space.inputs.items()
-    }
-    return Space(strategies, inputs, space.outputs)
+
+    def nameless(ends: Mapping[str, Sequence[Layout]]) -> dict[str, Sequence[Layout]]:
+        return {
+            name: list(dict.fromkeys(unnamed(layout, alike) for layout in layouts))
+            for name, layouts in ends.items()
+        }
+
+    return Space(strategies, nameless(space.inputs), nameless(space.outputs))
 
 
 def named(space: Space, problem: Problem, answer: Answer, alike: Alike) -> Space:
@@ -100,11 +103,18 @@ def named(space: Space, problem: Problem, answer: Answer, alike: Alike) -> Space
             _strategy_key(strategy, alike) for strategy, variable in pairs if values[variable] > SUPPORT
         }
         strategies[name] = [item for item in offered if _strategy_key(item, alike) in chosen]
-    inputs: dict[str, Sequence[Layout]] = dict(space.inputs)
-    for name, layouts in problem.input_layouts.items():
-        kept = {layout for layout, variable in layouts.items() if values[variable] > SUPPORT}
-        inputs[name] = [layout for layout in space.inputs[name] if unnamed(layout, alike) in kept]
-    return Space(strategies, inputs, space.outputs)
+
+    def chosen_ends(
+        ends: Mapping[str, Sequence[Layout]], variables: Mapping[str, Mapping[Layout, int]]
+    ) -> dict[str, Sequence[Layout]]:
+        found = dict(ends)
+        for name, layouts in variables.items():
+            kept = {layout for layout, variable in layouts.items() if values[variable] > SUPPORT}
+            found[name] = [layout for layout in ends[name] if unnamed(layout, alike) in kept]
+        return found
+
+    inputs = chosen_ends(space.inputs, problem.input_layouts)
+    return Space(strategies, inputs, chosen_ends(space.outputs, problem.output_layouts))
 
 
 def _strategy_key(strategy: Strategy, alike: Alike) -> tuple[str, ...]:

@@ -137,7 +137,7 @@ def _check_pipeline(
 ) -> Report:
     """The same for stages and micro-batches, against the serial model that accumulates gradients."""
     arguments = flatten_arguments(target.args, target.kwargs)
-    batch = split_batch(arguments.tensors, request.micro_batches, equal=True)
+    batch = split_batch(arguments.tensors, request.micro_batches, equal=request.stages > 1 or not processes)
     args, kwargs = arguments.rebuild(batch[0].tensors)
     traced = trace(target.model, args, kwargs, loss_fn=target.loss_fn)
     traced = replace(traced, graph=only_loss(traced.graph))

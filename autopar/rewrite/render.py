@@ -22,6 +22,7 @@ from torch import fx
 
 from autopar.core.executable import Executable, InputPart, StagedExecutable
 from autopar.core.placement import show
+from autopar.runtime.recompute import Recomputed
 
 WIDTH = 100  # columns, after which a call's arguments are wrapped
 _INDENT = "    "
@@ -58,8 +59,15 @@ def describe(made: Executable | StagedExecutable) -> str:
 
 
 def _program(made: Executable) -> str:
+    """The program, before it the parts of it that are recomputed in backward."""
     notes = {item.name: _note(item) for item in made.inputs}
-    return render(made.module.graph, layers=made.layers, notes=notes)
+    whole = render(made.module.graph, layers=made.layers, notes=notes)
+    parts = [
+        render(module.body.graph, layers=made.layers).replace("def forward(", f"def {name}(  # recomputed", 1)
+        for name, module in made.module.named_children()
+        if isinstance(module, Recomputed)
+    ]
+    return "\n".join([*parts, whole])
 
 
 def _note(item: InputPart) -> str:
@@ -76,7 +84,7 @@ class _Writer:
         self.names: dict[fx.Node, str] = {node: node.name for node in self.places}
         taken, counts = set(self.names.values()), Counter[str]()
         for node in graph.nodes:
-            if node.op == "call_function" and not _users(node):
+            if node.op in ("call_function", "call_module") and not _users(node):
                 name = base = _base(node)
                 while name in taken:
                     counts[base] += 1
@@ -100,7 +108,8 @@ class _Writer:
             return [f"{self.names[node]} = {self.show(node.args[0])}[{self.show(node.args[1])}]"]
         arguments = [self.show(item) for item in node.args]
         arguments += [f"{key}={self.show(item)}" for key, item in node.kwargs.items()]
-        call = f"{self.left(node)} = {_target(node.target)}("
+        target = node.target if node.op == "call_module" else _target(node.target)
+        call = f"{self.left(node)} = {target}("
         line = f"{call}{', '.join(arguments)})"
         return [line] if len(line) <= WIDTH else [call, *(f"{_INDENT}{item}," for item in arguments), ")"]
 

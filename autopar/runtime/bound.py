@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.core.executable import Executable, InputPart
 from autopar.core.graph import InputKind
+from autopar.core.mesh import Mesh
 from autopar.core.placement import R
+from autopar.core.samples import Samples
 from autopar.errors import InputError
 from autopar.runtime import groups
 from autopar.runtime.gradient_sync import GradientSync, Member
@@ -27,7 +30,8 @@ from autopar.runtime.parameters import Leaves, local
 class Bound:
     """An executable, its own leaves and its own gradient synchroniser.
 
-    `find(target)()` is the outer parameter or buffer of that name.
+    `find(target)()` is the outer parameter or buffer of that name. With `samples` every rank passes
+    its own rows of the batched inputs, else the whole of them.
     """
 
     def __init__(
@@ -38,10 +42,12 @@ class Bound:
         mesh: Any,
         device: torch.device,
         bucket_bytes: int,
+        samples: Samples | None = None,
     ) -> None:
-        self.executable = executable
+        self.executable, self.samples = executable, samples
+        self._rank = dist.get_rank()
         self._device = device
-        self._users = [item for item in executable.inputs if item.kind is InputKind.USER]
+        self.users = [item for item in executable.inputs if item.kind is InputKind.USER]
         self._buffers = {
             item.name: find(item.target) for item in executable.inputs if item.kind is InputKind.BUFFER
         }
@@ -71,15 +77,15 @@ class Bound:
         )
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """The model's output for the global `tensors` of one call."""
+        """The model's output for the `tensors` of one call."""
         if torch._C._current_graph_task_id() == -1:  # not a checkpoint that recomputes inside backward
             self._sync.forget()
         values: dict[str, Tensor] = dict(zip(self._names, self._leaves.read(), strict=True))
         values |= self._constants
         values |= {name: local(find()) for name, find in self._buffers.items()}
-        values |= {item.name: self._take(item, tensors) for item in self._users}
+        values |= {item.name: self._take(item, tensors) for item in self.users}
         results = self.executable.module(*(values[item.name] for item in self.executable.inputs))
-        count = self.executable.num_outputs
+        count = len(self.executable.outputs)
         with torch.no_grad():
             for name, value in zip(self.executable.writes, results[count:], strict=True):
                 values[name].copy_(value)
@@ -96,15 +102,22 @@ class Bound:
             self._sync.add(index, gradient)
 
     def _take(self, item: InputPart, tensors: Sequence[Tensor]) -> Tensor:
-        full = tensors[item.position]
-        if tuple(full.shape) != item.spec.shape or full.dtype != item.spec.dtype:
+        given = tensors[item.position]
+        shape = self.samples.shape(item.target, item.spec.shape, self._rank) if self.samples else None
+        wanted = item.spec.shape if shape is None else shape
+        if tuple(given.shape) != wanted or given.dtype != item.spec.dtype:
             raise InputError(
                 where=f"input {item.target}",
-                found=f"{full.dtype} of shape {tuple(full.shape)}",
-                wanted=f"{item.spec.dtype} of shape {item.spec.shape}, the global batch",
-                remedy="pass every rank the whole batch",
+                found=f"{given.dtype} of shape {tuple(given.shape)}",
+                wanted=f"{item.spec.dtype} of shape {wanted}, "
+                + ("the global batch" if shape is None else "this rank's samples"),
+                remedy="pass every rank " + ("the whole batch" if shape is None else "its own samples"),
             )
-        return cut_input(full, item, self.executable).to(self._device, non_blocking=True)
+        if self.samples is not None and item.target in self.samples.inputs:
+            mine = _cut_rows(given, item, self.executable, self.samples, self._rank)
+        else:
+            mine = cut_input(given, item, self.executable)
+        return mine.to(self._device, non_blocking=True)
 
 
 def cut_input(full: Tensor, item: InputPart, executable: Executable) -> Tensor:
@@ -112,10 +125,30 @@ def cut_input(full: Tensor, item: InputPart, executable: Executable) -> Tensor:
 
     The gradient of an input is summed over the axes that hold different parts of it.
     """
-    axes = [axis for axis, placement in enumerate(item.layout) if placement != R]
-    if full.requires_grad and axes:
-        full = torch.ops.autopar.r_to_b(full, executable.mesh.key(axes))
+    key = gradient_key(item, executable.mesh)
+    if full.requires_grad and key is not None:
+        full = torch.ops.autopar.r_to_b(full, key)
     return dense(item.part.take(full))
+
+
+def _cut_rows(given: Tensor, item: InputPart, executable: Executable, samples: Samples, rank: int) -> Tensor:
+    """The rank's part, cut from the rows that the rank loads.
+
+    A gradient that other ranks hold a part of, of the same rows or of others that the rank loads, is
+    summed as that of the whole: around the rows are zeros.
+    """
+    rows = samples.rows[rank]
+    part = item.part.within(rows)
+    if part is not None and (not given.requires_grad or item.target in samples.exact):
+        return dense(part.take(given))
+    around = (0, 0) * (given.dim() - 1) + (rows.start, samples.size - rows.stop)
+    return cut_input(nn.functional.pad(given, around), item, executable)
+
+
+def gradient_key(item: InputPart, mesh: Mesh) -> str | None:
+    """Over which ranks the gradient of an input is summed; None if every rank takes the whole."""
+    axes = [axis for axis, placement in enumerate(item.layout) if placement != R]
+    return mesh.key(axes) if axes else None
 
 
 def sync_key(item: InputPart) -> str | None:

@@ -10,10 +10,14 @@ ranks agree whatever the engine does; what has not gone out when backward ends g
 
 A parameter that gets no gradient in a backward is left out of its bucket: every rank runs the same
 program, so all ranks leave out the same ones.
+
+A bucket is a copy of its gradients, side by side. A large gradient is a bucket of its own, and one
+gradient alone is summed where it lies, unless something else holds its storage too.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +30,7 @@ from autopar.errors import InputError
 from autopar.runtime import groups
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default: large enough for full bandwidth
+ALONE_BYTES = 4 * 2**20  # copying so much takes a CPU longer than starting one more all-reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +53,17 @@ class Bucket:
 
 
 def assign(members: Sequence[Member], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Buckets of at least `bucket_bytes` (the last of each kind may be smaller), in launch order.
+    """Buckets in launch order: large members alone, the others together in buckets of at least
+    `bucket_bytes` (the last of each kind may be smaller).
 
     `members` come in the order in which their gradients are expected.
     """
     open_: dict[tuple[str, torch.dtype], list[Member]] = {}
     buckets: list[Bucket] = []
     for member in members:
+        if member.nbytes >= ALONE_BYTES:
+            buckets.append(Bucket(member.key, (member,)))
+            continue
         kind = (member.key, member.dtype)
         filling = open_.setdefault(kind, [])
         filling.append(member)
@@ -70,6 +79,7 @@ class _Round:
     waiting: list[int]  # for each bucket, how many of its members have yet to come
     next: int = 0  # the bucket to be launched next
     arrived: dict[int, Tensor] = field(default_factory=dict)  # not launched yet
+    shared: set[int] = field(default_factory=set)  # those whose storage something else holds too
     flights: list[tuple[tuple[Member, ...], Tensor, list[torch.Size], Any]] = field(default_factory=list)
 
 
@@ -94,6 +104,7 @@ class GradientSync:
             for number, bucket in enumerate(self.buckets)
             for member in bucket.members
         }
+        self._own_uses = _uses_of_own_gradient()
         self._kept: dict[Bucket, tuple[Tensor, int]] = {}
         self._rounds: dict[int, _Round] = {}  # by the engine's task: backward may run inside backward
 
@@ -112,6 +123,8 @@ class GradientSync:
             current.arrived[index] = current.arrived[index] + gradient
             return
         current.arrived[index] = gradient
+        if _uses(gradient) > self._own_uses:
+            current.shared.add(index)
         current.waiting[number] -= 1
         while current.next < len(self.buckets) and current.waiting[current.next] == 0:
             self._launch(current, self.buckets[current.next])
@@ -134,9 +147,13 @@ class GradientSync:
         if not members:
             return
         parts = [current.arrived.pop(member.index) for member in members]
-        with torch.no_grad():  # a copy, always: gradients may share storage with each other
-            flat = self._memory(bucket, sum(part.numel() for part in parts), parts[0])
-            torch.cat([part.reshape(-1) for part in parts], out=flat)
+        copied = len(parts) > 1 or members[0].index in current.shared or not parts[0].is_contiguous()
+        with torch.no_grad():
+            if copied:
+                flat = self._memory(bucket, sum(part.numel() for part in parts), parts[0])
+                torch.cat([part.reshape(-1) for part in parts], out=flat)
+            else:
+                flat = parts[0].view(-1)
         work = dist.all_reduce(flat, group=groups.group(bucket.key), async_op=True)
         current.flights.append((members, flat, [part.shape for part in parts], work))
 
@@ -158,6 +175,18 @@ class GradientSync:
             totals = torch.split(flat, [shape.numel() for shape in shapes])
             for member, total, shape in zip(members, totals, shapes, strict=True):
                 self._deliver(member.index, total.view(shape))
+
+
+@functools.cache
+@torch.enable_grad()
+def _uses_of_own_gradient() -> int:
+    """`_uses` of a gradient that nothing else holds, as a hook on a leaf sees it: the engine itself
+    may hold it for as long as its hooks run."""
+    seen: list[int] = []
+    leaf = torch.zeros(1, requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(_uses(leaf.grad)))
+    (2 * leaf).backward()
+    return seen[0]
 
 
 def _uses(tensor: Tensor) -> int:

@@ -11,7 +11,8 @@ the launcher, or the timeout of the process groups, ends the others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -20,19 +21,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.core.executable import Executable, InputPart, StagedExecutable
+from autopar.core.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
+from autopar.core.part import Part
 from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
 from autopar.micro_batches import MicroBatch, split_batch
 from autopar.runtime import groups, serial
-from autopar.runtime.bound import Bound, find_in
+from autopar.runtime.bound import Bound, find_in, gradient_key
+from autopar.runtime.clipping import refuse_torch_clipping, scale, total_norm
 from autopar.runtime.gradient_sync import BUCKET_BYTES
-from autopar.runtime.optimizers import refuse_whole_tensor, work_on_lists
+from autopar.runtime.local_inputs import LocalInputs
+from autopar.runtime.optimizers import refuse_whole_tensor, step_fast
 from autopar.runtime.parameters import device_mesh, distribute, sharding_key
 from autopar.runtime.pipeline import StagedProgram, refuse_call
 from autopar.runtime.random import differ_by_stage
+from autopar.runtime.sampler import BatchSampler
 from autopar.runtime.tree import Container, Stored
 from autopar.signature import Arguments, find_loss, flatten_arguments
 from autopar.simplify import no_loss
@@ -43,10 +48,9 @@ TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits f
 class Compile(Protocol):
     """Plans and rewrites one kind of call of `model`, for this rank.
 
-    `pinned` are the layouts that parameters and buffers already have, by their names in the model;
-    None before they are placed; `homes` the first stage of each, with stages. For a `step` the
-    arguments are those of the whole batch, and the program is that of one micro-batch, or of this
-    rank's stages. Must give the same plan on every rank.
+    `training` says whether gradients are wanted. `pinned` is what the program must keep to; None before
+    parameters and buffers are placed. For a `step` the arguments are those of the whole batch, and the
+    program is that of one micro-batch, or of this rank's stages. Must give the same plan on every rank.
     """
 
     def __call__(
@@ -56,9 +60,8 @@ class Compile(Protocol):
         kwargs: dict[str, Any],
         *,
         training: bool,
-        pinned: dict[str, Layout] | None,
+        pinned: Pinned | None,
         step: bool = False,
-        homes: Mapping[str, int] | None = None,
     ) -> Executable | StagedExecutable: ...
 
 
@@ -67,8 +70,11 @@ class ParallelModule(Container):
 
     A kind of call is: shapes, dtypes and constants of the arguments; train or eval mode of every
     module; which parameters need gradients; dtypes of parameters and buffers. Outputs and losses are
-    the serial model's, global, on every rank. `state_dict` and `load_state_dict` speak serial names
-    and full tensors.
+    the serial model's, on every rank the whole, or the part that the program leaves there. `state_dict`
+    and `load_state_dict` speak serial names and full tensors.
+
+    Every rank passes the global batch, or with `local_inputs` its own `samples` of it. The gradient
+    of an input is then that of the rows that the rank passed.
 
     With `broadcast_parameters` all ranks start from rank 0's values. Values of a model on the meta
     device are NaN until `load_state_dict`. Raises InputError for a model whose hooks or wrappers a
@@ -87,6 +93,7 @@ class ParallelModule(Container):
         bucket_bytes: int = BUCKET_BYTES,
         by_steps: bool = False,
         exact_random: bool = False,
+        local_inputs: bool = False,
     ) -> None:
         super().__init__()
         serial.check(model)
@@ -103,11 +110,14 @@ class ParallelModule(Container):
         self._homes: Mapping[str, int] = {}  # the first stage of each
         self._programs: dict[tuple[Any, ...], Bound | StagedProgram] = {}
         self._current: Bound | StagedProgram | None = None  # that ran last, or was planned first
+        self._local = LocalInputs(dist.get_rank()) if local_inputs else None
+        self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
+        self._batch: int | None = None  # samples of the first global batch
 
     # -- calls ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The serial model's output; every rank passes the global batch."""
+        """The serial model's output; every rank passes the global batch, or its samples of it."""
         if torch.is_autocast_enabled(self._device.type):
             raise InputError(
                 where="call of the parallel module",
@@ -118,7 +128,7 @@ class ParallelModule(Container):
         if self._holders:
             raise refuse_call()
         call = flatten_arguments(args, kwargs)
-        program = self._program(call, args, kwargs)
+        program = self._program(self._local.whole(call) if self._local else call)
         if isinstance(program, StagedProgram):
             raise refuse_call()
         self._current = program
@@ -139,13 +149,46 @@ class ParallelModule(Container):
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, learn: bool) -> Tensor:
         call = flatten_arguments(args, kwargs)
-        program = self._current = self._program(call, args, kwargs, step=True)
-        count = program.executable.plan.pipeline.micro_batches
-        batch = split_batch(call.tensors, count, equal=isinstance(program, StagedProgram))
-        if isinstance(program, StagedProgram):
-            return program.train(batch) if learn else program.evaluate(batch)
+        if self._local:
+            raise InputError(
+                where="train_step",
+                found="local inputs",
+                wanted="the whole batch on every rank, of which each micro-batch takes its part",
+                remedy='parallelize with inputs="global"',
+            )
         with torch.set_grad_enabled(learn):
+            program = self._current = self._program(call, step=True)
+            count = program.executable.plan.pipeline.micro_batches
+            batch = split_batch(call.tensors, count, equal=isinstance(program, StagedProgram))
+            if isinstance(program, StagedProgram):
+                return program.train(batch) if learn else program.evaluate(batch)
             return self._accumulate(call, batch, program, learn=learn)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients in place so that their norm, over all ranks and stages, is at most
+        `max_norm`; returns the norm before. As torch.nn.utils.clip_grad_norm_; a collective."""
+        self._require_placed()
+        held = {name: item for name, item in self.named_parameters() if item.grad is not None}
+        mine = [item.grad for name, item in held.items() if item.grad is not None and self._counts(name)]
+        group = self._current.group if isinstance(self._current, StagedProgram) else None
+        norm = total_norm(mine, float(norm_type), group=group, device=self._device)
+        if error_if_nonfinite and not norm.isfinite():
+            raise InputError(
+                where="clip_grad_norm_",
+                found=f"a gradient norm of {float(norm)}",
+                wanted="a finite norm",
+                remedy="lower the rate, or leave out error_if_nonfinite",
+            )
+        scale((item.grad for item in held.values() if item.grad is not None), norm, max_norm)
+        return norm
+
+    def _counts(self, name: str) -> bool:
+        """Whether this pipeline rank is the one that counts the parameter, of several that hold it."""
+        if not self._holders or self._mesh is None:
+            return True
+        return self._holders[name][0] == dist.get_rank() // self._mesh[0].num_devices
 
     def _accumulate(
         self, call: Arguments, batch: Sequence[MicroBatch], first: Bound, *, learn: bool
@@ -153,9 +196,8 @@ class ParallelModule(Container):
         """One micro-batch after the other; a longer one's program may not fit the shorter."""
         total: Tensor | None = None
         for micro in batch:
-            args, kwargs = call.rebuild(micro.tensors)
             same = micro.share == batch[0].share
-            program = first if same else self._program(flatten_arguments(args, kwargs), args, kwargs)
+            program = first if same else self._program(replace(call, tensors=micro.tensors))
             assert isinstance(program, Bound)
             loss = find_loss(program(micro.tensors))
             if loss is None:
@@ -175,13 +217,26 @@ class ParallelModule(Container):
         assert self._current is not None
         return self._current.executable.plan
 
-    def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Plan and compile for such a call, without running it; the first time, place the parameters."""
-        self._current = self._program(flatten_arguments(args, kwargs), args, kwargs, step=self._by_steps)
+    @property
+    def output_parts(self) -> tuple[Part, ...]:
+        """Which box of each global output this rank returns, by the program that ran last; the tensors
+        of the output in their order."""
+        self._require_placed()
+        if self._holders:
+            raise refuse_call()
+        assert isinstance(self._current, Bound)
+        return self._current.executable.outputs
 
-    def _program(
-        self, call: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
-    ) -> Bound | StagedProgram:
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Plan and compile for a call with such a global batch, without running it; the first time,
+        place the parameters. With local inputs, calls are known by the batches that were prepared."""
+        call = flatten_arguments(args, kwargs)
+        program = self._current = self._program(call, step=self._by_steps)
+        if self._local and isinstance(program, Bound):
+            self._local.learn(call, program.samples)
+
+    def _program(self, call: Arguments, *, step: bool = False) -> Bound | StagedProgram:
+        """The program for the global `call`."""
         key = self._key(call, step=step)
         if key not in self._programs:
             if self._mesh is not None:
@@ -189,15 +244,9 @@ class ParallelModule(Container):
             model = self._model[0]
             for ours, theirs in zip(self._containers, model.modules(), strict=True):
                 theirs.training = ours.training
-            pinned = {name: item.layout for name, item in self._pinned.items()} if self._mesh else None
+            args, kwargs = call.rebuild(call.tensors)
             made = self._compile(
-                model,
-                args,
-                kwargs,
-                training=self.training,
-                pinned=pinned,
-                step=step,
-                homes=self._homes or None,
+                model, args, kwargs, training=torch.is_grad_enabled(), pinned=self._keep(), step=step
             )
             copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
             groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
@@ -210,17 +259,37 @@ class ParallelModule(Container):
         def find(target: str) -> Callable[[], Any]:
             return find_in(self, target)
 
-        if isinstance(made, Executable):
-            return Bound(made, find, mesh=mesh, device=self._device, bucket_bytes=self._bucket_bytes)
-        return StagedProgram(
+        if isinstance(made, StagedExecutable):
+            return StagedProgram(
+                made,
+                find,
+                mesh=mesh,
+                device=self._device,
+                bucket_bytes=self._bucket_bytes,
+                timeout=self._timeout,
+                exact_random=self._exact_random,
+            )
+        samples = self._local.settle(made.samples) if self._local and made.samples else None
+        bound = Bound(
             made,
             find,
             mesh=mesh,
             device=self._device,
             bucket_bytes=self._bucket_bytes,
-            timeout=self._timeout,
-            exact_random=self._exact_random,
+            samples=samples,
         )
+        if self._local:
+            self._users = {item.target: item.layout for item in bound.users} | self._users
+        if self._batch is None and made.samples:
+            self._batch = made.samples.size
+        return bound
+
+    def _keep(self) -> Pinned | None:
+        """What the first program has settled."""
+        if self._mesh is None:
+            return None
+        stored = {name: item.layout for name, item in self._pinned.items()}
+        return Pinned(self._mesh[0], stored, self._users, self._homes)
 
     def _key(self, call: Arguments, *, step: bool) -> tuple[Any, ...]:
         if self._mesh is None:
@@ -230,6 +299,7 @@ class ParallelModule(Container):
         )
         return (
             step,
+            torch.is_grad_enabled(),
             call.key,
             tuple(tensor.requires_grad for tensor in call.tensors),
             tuple(container.training for container in self._containers),
@@ -247,6 +317,50 @@ class ParallelModule(Container):
                 theirs.data = serial.without_memory(theirs.detach(), ours.dtype)
             theirs.requires_grad_(ours.requires_grad)
 
+    # -- samples --------------------------------------------------------------------------------
+
+    @property
+    def samples(self) -> range:
+        """The rows of the global batch that this rank passes; of the batch that was planned first."""
+        return self._loads(None)[1]
+
+    def sampler(
+        self,
+        dataset: Sized,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        batch_size: int | None = None,
+    ) -> BatchSampler:
+        """For `DataLoader(dataset, batch_sampler=...)`: this rank's rows of each global batch.
+
+        All ranks draw one order from `seed` and the epoch (`set_epoch`). `batch_size` is the global
+        batch's, one that is prepared; that of the first plan by default. See `BatchSampler`.
+        """
+        size, rows = self._loads(batch_size)
+        return BatchSampler(
+            dataset,
+            batch_size=size,
+            rows=rows,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
+
+    def _loads(self, size: int | None) -> tuple[int, range]:
+        """The number of samples of a global batch, and the rows that this rank loads of it."""
+        self._require_placed()
+        if self._batch is None:
+            raise InputError(
+                where="samples of the parallel module",
+                found="a call without tensors that have dims",
+                wanted="a batch, dim 0 of the first tensor of a call",
+                remedy="cut the work between ranks by hand",
+            )
+        size = self._batch if size is None else size
+        return size, self._local.rows(size) if self._local else range(size)
+
     # -- placing --------------------------------------------------------------------------------
 
     def _keys(self, made: Executable | StagedExecutable) -> set[str]:
@@ -254,6 +368,12 @@ class ParallelModule(Container):
         stored = [item.layout for item in made.inputs if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
         joint = {key for layout in stored if (key := sharding_key(made.mesh, layout)) is not None}
         sums = {item.sync for item in made.inputs if item.sync is not None}
+        sums |= {
+            key
+            for item in made.inputs
+            if item.kind is InputKind.USER and item.spec.requires_grad
+            if (key := gradient_key(item, made.mesh)) is not None
+        }
         return {*made.groups, *joint, *sums, *(made.mesh.key((axis,)) for axis in made.mesh.axes)}
 
     def _place(self, made: Executable | StagedExecutable) -> DeviceMesh:
@@ -269,11 +389,12 @@ class ParallelModule(Container):
         if isinstance(made, StagedExecutable):
             self._holders, self._homes = made.holders, made.homes
             differ_by_stage(dist.get_rank() // made.mesh.num_devices)
+            refuse_torch_clipping(mesh)
         model = self._model[0]
         self.fill(model, self._store)
         self._model = (serial.hollow(model),)
         refuse_whole_tensor(self, mesh)
-        work_on_lists(self, mesh)
+        step_fast(self, mesh)
         return mesh
 
     def _store(self, name: str, full: Tensor) -> tuple[Tensor | None, Stored]:

@@ -4,24 +4,31 @@ Element-wise optimizers (SGD, Adam, AdamW and the like) compute on DTensors what
 full tensors, and torch itself refuses those of its own that it cannot split. What is left are
 optimizers that take a whole matrix as one thing, and that run on shards with another result.
 
-Each operation on a DTensor costs some 50 us of Python beside the arithmetic, one on a list of them
-13 us for each: where the user leaves the choice to torch, steps work on lists (`foreach`), as torch
-itself chooses on GPUs.
+Each operation on a DTensor costs some 50 us of Python beside the arithmetic, and each is one more
+pass over memory. Where the user leaves the choice to torch, a step takes the fastest way there is:
+
+    one pass, fused          5.4 ms SGD with momentum, 16 ms AdamW: on CPUs, single or double precision
+    one list for each pass   8.5 ms, 73 ms                          elsewhere, as torch chooses on GPUs
+    one parameter at a time  8.5 ms, 83 ms                          (22 plain tensors, 22 MB, one core)
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import InputError
+from autopar.runtime.parameters import local
 
-_LISTED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_FUSED_DTYPES = (torch.float32, torch.float64)  # of fewer bits, fused steps round less often than others
 _WHOLE_TENSOR = ("Muon",)  # orthogonalises each matrix, in bfloat16, whose sums depend on the shards
 
 
@@ -44,26 +51,93 @@ def refuse_whole_tensor(owner: object, mesh: DeviceMesh) -> None:
     weakref.finalize(owner, handle.remove)
 
 
-def work_on_lists(owner: object, mesh: DeviceMesh) -> None:
-    """While `owner` lives, groups of parameters on `mesh` whose `foreach` is None take it."""
+def step_fast(owner: object, mesh: DeviceMesh) -> None:
+    """While `owner` lives, groups of parameters on `mesh` that leave `foreach` open take it, or
+    `fused` if that is open too, for the time of each step."""
 
-    def choose(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not isinstance(optimizer, _LISTED):
+    def choose(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if type(optimizer) not in _ELEMENTWISE:
             return
+        closure = any((*args[1:], *kwargs.values()))  # which has yet to make the gradients
         for group in optimizer.param_groups:
-            free = group["foreach"] is None and not group["fused"] and not group["differentiable"]
-            if free and all(
-                isinstance(item, DTensor) and item.device_mesh == mesh for item in group["params"]
-            ):
-                group["foreach"] = True
+            if _is_open(group) and all(_is_on(item, mesh) for item in group["params"]):
+                fused = group["fused"] is None and not closure and _can_fuse(optimizer, group["params"])
+                way = "fused" if fused else "foreach"
+                chosen.append((group, way))
+                group[way] = True
 
-    handle = register_optimizer_step_pre_hook(choose)
-    weakref.finalize(owner, handle.remove)
+    def restore(*_: Any) -> None:
+        while chosen:
+            group, way = chosen.pop()
+            group[way] = None
+
+    chosen: list[tuple[dict[str, Any], str]] = []
+    for register, hook in (
+        (register_optimizer_step_pre_hook, choose),
+        (register_optimizer_step_post_hook, restore),
+    ):
+        weakref.finalize(owner, register(hook).remove)
+
+
+def _is_open(group: Mapping[str, Any]) -> bool:
+    return group["foreach"] is None and not group["fused"] and not group["differentiable"]
+
+
+def _is_on(parameter: Any, mesh: DeviceMesh) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh == mesh
 
 
 def _is_sharded(parameter: Any, mesh: DeviceMesh) -> bool:
+    return _is_on(parameter, mesh) and any(placement.is_shard() for placement in parameter.placements)
+
+
+# -- fused steps --------------------------------------------------------------------------------
+
+
+def _can_fuse(optimizer: torch.optim.Optimizer, parameters: Iterable[DTensor]) -> bool:
+    """Whether a fused step is right. Its kernels walk through all tensors of a parameter in one
+    order, count Adam's steps in float32, and begin the momentum of all parameters together."""
+    moving = [item for item in parameters if item.grad is not None]
+    states = [optimizer.state.get(item, {}) for item in moving]
     return (
-        isinstance(parameter, DTensor)
-        and parameter.device_mesh == mesh
-        and any(placement.is_shard() for placement in parameter.placements)
+        len({state.get("momentum_buffer") is None for state in states}) <= 1
+        and all(state["step"].dtype is torch.float32 for state in states if "step" in state)
+        and all(_alike([item, item.grad, *_wide(state)]) for item, state in zip(moving, states, strict=True))
     )
+
+
+def _wide(state: Mapping[str, Any]) -> Iterable[Any]:
+    """The tensors of an optimizer's state that are shaped like the parameter."""
+    return (value for name, value in state.items() if name != "step" and isinstance(value, Tensor))
+
+
+def _alike(tensors: Iterable[Any]) -> bool:
+    """Whether these are DTensors on a CPU, in full precision, and lie in the same way without gaps."""
+    first, *others = tensors
+    return all(
+        isinstance(item, DTensor)
+        and item.dtype in _FUSED_DTYPES
+        and item.placements == first.placements
+        and item.dtype is first.dtype
+        and local(item).is_cpu
+        and local(item).is_contiguous()
+        for item in (first, *others)
+    )
+
+
+def _fused_sgd(
+    _kind: type, operator: Any, _types: Any, lists: tuple[Any, ...], options: Mapping[str, Any]
+) -> None:
+    """Fused SGD on the local parts of parameters, gradients and momenta: torch has it for Adam alone."""
+    if not all(map(_alike, zip(*(tensors for tensors in lists if tensors), strict=True))):
+        raise InputError(
+            where="fused SGD on DTensors",
+            found="a parameter with a gradient or momentum that lies otherwise",
+            wanted="contiguous parts in float32 or float64 on a CPU, with equal placements",
+            remedy="pass fused=False",
+        )
+    operator(*([local(tensor) for tensor in tensors] for tensors in lists), **options)
+
+
+for _name in ("aten::_fused_sgd_", "aten::_fused_sgd_.tensor_lr"):
+    torch.library.register_torch_dispatch(_name, DTensor, _fused_sgd)

@@ -161,7 +161,7 @@ class Leaves:
     def _accumulated(self, index: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None and self._receive is not None
-        self._receive(index, gradient.detach())
+        self._receive(index, gradient.detach() if gradient.requires_grad else gradient)
 
     def take(self) -> dict[int, Tensor]:
         """The gradients that have added up in the leaves, which no longer hold them then."""

@@ -49,7 +49,8 @@ MULTIPLE: dict[ScheduleKind, Any] = {
 class StagedProgram:
     """This rank's stages, tied to the tensors of a parallel module, and their schedules.
 
-    `find(target)()` is the outer parameter or buffer of that name, on this rank.
+    `find(target)()` is the outer parameter or buffer of that name, on this rank; `group` are the ranks
+    with this one's place in their meshes, one of each pipeline rank.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class StagedProgram:
         self._stages = [
             Stage(each, find, mesh=mesh, device=device, exact_random=exact_random) for each in made.stages
         ]
-        self._group = _pipeline_group(made, timeout)
+        self.group = _pipeline_group(made, timeout)
         self._tied = _tied_groups(made, timeout)
         self._weights: Sequence[float] = ()
         self._schedule = self._make_schedule()
@@ -119,7 +120,7 @@ class StagedProgram:
         spec = self.executable.loss
         value = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if total is None else total
         assert isinstance(value, Tensor)
-        dist.broadcast(value, group=self._group, group_src=pipeline.rank_of(pipeline.num_stages - 1))
+        dist.broadcast(value, group=self.group, group_src=pipeline.rank_of(pipeline.num_stages - 1))
         return value
 
     def _make_schedule(self) -> Any:
@@ -141,7 +142,7 @@ class StagedProgram:
             self._device,
             input_args=tuple(map(_example, made.received)),
             output_args=tuple(map(_example, sent)),
-            group=self._group,
+            group=self.group,
         )
 
     # -- gradients ------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Stage(nn.Module):
         with torch.no_grad():
             for name, value in zip(self.executable.writes, results[count:], strict=True):
                 values[name].copy_(value)
-        return results[0] if self.executable.num_outputs else tuple(results[:count])
+        return results[0] if self.executable.outputs else tuple(results[:count])
 
     def take(self) -> dict[int, Tensor]:
         """The gradients of `learned`, by number, as they have added up."""

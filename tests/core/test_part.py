@@ -40,3 +40,19 @@ def test_take_put_and_add_agree(part: Part) -> None:
     assert torch.equal(part.take(again), mine) and again.count_nonzero() == mine.count_nonzero()
     part.add(mine, again)
     assert torch.equal(part.take(again), 2 * mine) and torch.equal(again.sum(), 2 * mine.sum())
+
+
+@given(parts().filter(lambda part: len(part.atoms) > 0), st.integers(0, 2), st.integers(0, 2))
+def test_a_part_is_cut_as_well_from_the_rows_that_cover_it(part: Part, before: int, after: int) -> None:
+    shape = [torch.Size(dim).numel() for dim in part.atoms]
+    full = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    span = part.span(0)
+    taken = {int(row) for row in part.take(full).reshape(-1) // max(1, torch.Size(shape[1:]).numel())}
+    if taken:
+        assert (span.start, span.stop) == (min(taken), max(taken) + 1)
+    rows = range(max(0, span.start - before), min(shape[0], span.stop + after))
+    within = part.within(rows)
+    if within is not None:
+        assert torch.equal(within.take(full[rows.start : rows.stop]), part.take(full))
+    elif taken:
+        assert taken != set(range(min(taken), max(taken) + 1))

@@ -59,9 +59,11 @@ def unfolded(graph: Graph) -> Folding:
     return Folding({item.name: item.name for item in graph.operators}, {}, 1)
 
 
-def small_space(graph: Graph, prices: Prices, random: Random, *, most: int, layouts: int) -> Space:
+def small_space(
+    graph: Graph, prices: Prices, random: Random, *, most: int, layouts: int, local: bool = False
+) -> Space:
     """At most so many strategies of each operator and layouts of each input, the plain ones among them."""
-    space = build_space(graph, prices, unfolded(graph))
+    space = build_space(graph, prices, unfolded(graph), local_inputs=local, local_outputs=local)
 
     def some(items: Sequence[Any], count: int) -> list[Any]:
         return [items[0], *random.sample(list(items[1:]), min(count - 1, len(items) - 1))]
@@ -116,17 +118,24 @@ class BruteForce:
 
     def tensor(self, name: str, strategies: Mapping[str, Any], layout: Layout | None) -> float:
         """Seconds of a tensor's conversions, and of its update if it is a weight."""
-        source, needs = self.ends(name, layout, tuple(strategies[item] for item in self.touching(name)))
         update = self.prices.update(name, layout) if layout is not None and self.is_weight(name) else 0.0
-        return update + self.tree(name, source, frozenset(needs) - {source})
+        chosen = tuple(strategies[item] for item in self.touching(name))
+        best = math.inf
+        for output in self.space.outputs.get(name, [None]):
+            source, needs = self.ends(name, layout, output, chosen)
+            best = min(best, self.tree(name, source, frozenset(needs) - {source}))
+        return update + best
 
-    def _ends(self, name: str, layout: Layout | None, chosen: tuple[Any, ...]) -> tuple[Layout, list[Layout]]:
+    def _ends(
+        self, name: str, layout: Layout | None, output: Layout | None, chosen: tuple[Any, ...]
+    ) -> tuple[Layout, list[Layout]]:
         inputs = {item.name: self.space.inputs[item.name][0] for item in self.graph.inputs}
         if layout is not None:
             inputs[name] = layout
         strategies = {item: offered[0] for item, offered in self.space.strategies.items()}
         strategies |= dict(zip(self.touching(name), chosen, strict=True))
-        return ends(self.graph, self.prices, name, strategies, inputs, self.space.outputs)
+        outputs = {} if output is None else {name: output}
+        return ends(self.graph, self.prices, name, strategies, inputs, outputs)
 
     def touching(self, name: str) -> list[str]:
         """The operators that make or take a tensor."""
@@ -146,7 +155,8 @@ class BruteForce:
                 )
                 seconds += sum(self.tensor(name, strategies, kept.get(name)) for name in self.tensors())
                 if seconds < math.inf:
-                    program = Program(self.prices.dims.mesh, kept, strategies, {}, self.space.outputs)
+                    outputs = {name: offered[0] for name, offered in self.space.outputs.items()}
+                    program = Program(self.prices.dims.mesh, kept, strategies, {}, outputs)
                     yield seconds, peak_memory(self.graph, self.prices, program).nbytes
 
     def _layouts(self, name: str) -> set[Layout]:
@@ -163,7 +173,7 @@ class BruteForce:
             canonical(tuple(getattr(o, of)[place] for o in strategy), differentiable=differentiable)
             for item, place, of in (*taken, *made)
             for strategy in self.space.strategies[item.name]
-        } | set(self.space.inputs.get(name, ()))
+        } | {*self.space.inputs.get(name, ()), *self.space.outputs.get(name, ())}
 
     def _tree(self, name: str, source: Layout, needs: frozenset[Layout]) -> float:
         """Seconds of the cheapest tree of moves from `source` to every layout of `needs`."""

@@ -53,6 +53,22 @@ def test_the_optimum_is_the_best_of_all_plans(make: Callable[[], Graph], mesh: M
     assert found.status == "optimal"
 
 
+@pytest.mark.parametrize("mesh", [Mesh((3,)), Mesh((2, 2))], ids=str)
+@pytest.mark.parametrize("make", [twice, parts], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("seed", range(2))
+def test_outputs_that_may_leave_in_parts_leave_as_is_best(
+    make: Callable[[], Graph], mesh: Mesh, seed: int
+) -> None:
+    graph, random = make(), Random(seed)
+    prices = random_prices(graph, mesh, random)
+    space = small_space(graph, prices, random, most=5, layouts=3, local=True)
+    loss, kept = graph.outputs
+    assert len(space.outputs[kept]) > 1 and len(space.outputs[loss]) == 1
+    found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    assert found.seconds == pytest.approx(BruteForce(graph, prices, space).best(), rel=CLOSE)
+    assert found.program.outputs[kept] in space.outputs[kept]
+
+
 @pytest.mark.parametrize("make", [chain, twice, scores, parts], ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))]
@@ -128,7 +144,7 @@ def test_a_shared_conversion_is_paid_once_and_written_once() -> None:
             for item in graph.operators
         },
         {item.name: [(R,)] for item in graph.inputs},
-        dict.fromkeys(graph.outputs, (R,)),
+        dict.fromkeys(graph.outputs, [(R,)]),
     )
     found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
     assert found.seconds == pytest.approx(BruteForce(graph, prices, space).best(), rel=CLOSE)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.core.mesh import Mesh
 from autopar.runtime import groups
-from autopar.runtime.gradient_sync import GradientSync, Member, assign
+from autopar.runtime.gradient_sync import ALONE_BYTES, GradientSync, Member, assign
 from tests.pool import Pool
 from tests.runtime.cases import TIMEOUT
 
@@ -25,6 +25,12 @@ def test_buckets_fill_in_order_and_hold_one_key_and_dtype() -> None:
     members = [member(0), member(1, "b@2"), member(2), member(3, dtype=torch.float64), member(4)]
     found = [[item.index for item in bucket.members] for bucket in assign(members, 16)]
     assert found == [[0, 2], [1], [3], [4]]
+
+
+def test_large_members_go_alone_in_their_turn() -> None:
+    members = [member(0), member(1, nbytes=ALONE_BYTES), member(2), member(3)]
+    found = [[item.index for item in bucket.members] for bucket in assign(members, 24)]
+    assert found == [[1], [0, 2, 3]]
 
 
 def _shares(order: list[int], parts: int) -> list[int]:
@@ -57,3 +63,31 @@ def test_every_share_is_summed_once_in_any_order(pools: Pools) -> None:
     for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0], [1]):
         for parts in (1, 2):
             assert pools(2).run(_shares, order, parts) == [sorted(order)] * 2
+
+
+def _storage_of_its_own() -> None:
+    """Two matrices of one bucket each; one's gradient is a view of the tensor that backward starts from."""
+    groups.setup(Mesh((2,)), ["a@2"], timeout=TIMEOUT)
+    leaves = [torch.zeros(2, 3, requires_grad=True) for _ in range(2)]
+    local: dict[int, int] = {}
+    totals: dict[int, Tensor] = {}
+    sync = GradientSync([member(0), member(1)], totals.__setitem__, bucket_bytes=1)
+
+    def receive(index: int, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        local[index] = gradient.data_ptr()
+        sync.add(index, gradient)
+
+    for index, leaf in enumerate(leaves):
+        leaf.register_post_accumulate_grad_hook(lambda leaf, index=index: receive(index, leaf))
+    start = torch.full((6,), 1.0 + dist.get_rank())
+    (leaves[0].reshape(6) + 2 * leaves[1].reshape(6)).backward(start)
+    assert torch.equal(start, torch.full((6,), 1.0 + dist.get_rank()))
+    assert torch.equal(totals[0], torch.full((2, 3), 3.0))
+    assert torch.equal(totals[1], torch.full((2, 3), 6.0))
+    assert [totals[index].data_ptr() == local[index] for index in range(2)] == [False, True]
+
+
+def test_a_gradient_alone_is_summed_in_place_unless_its_storage_is_shared(pools: Pools) -> None:
+    pools(2).run(_storage_of_its_own)

@@ -1,0 +1,137 @@
+"""What a schedule's stages cost, and the timeline that follows: when everything runs, what is held."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from autopar.core.costs import refuse_bad
+from autopar.core.schedule import ActionKind, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Seconds and bytes of one stage on one device of its rank.
+
+    A whole backward takes `input_gradient + weight_gradient`. The two sends are what this stage's
+    output and input gradient take to reach the next and the previous stage; they count only
+    where that stage is on another rank.
+    """
+
+    forward: float  # seconds per micro-batch, as the next four
+    input_gradient: float
+    weight_gradient: float
+    send_output: float = 0.0
+    send_gradient: float = 0.0
+    sync: float = 0.0  # seconds per step to sum gradients, from the stage's last backward on
+    update: float = 0.0  # seconds per step of the optimizer
+    state: int = 0  # bytes of weights, gradients and optimizer state
+    buffers: int = 0  # bytes of receive buffers, which torch keeps for all micro-batches at once
+    kept: int = 0  # bytes that each micro-batch in flight keeps from its F to its B or I
+    kept_for_weight: int = 0  # bytes that it keeps from then to its W
+    working: int = 0  # bytes that an action needs beside all that while it runs
+
+    def __post_init__(self) -> None:
+        refuse_bad("stage cost", **asdict(self))
+
+    def seconds(self, kind: ActionKind) -> float:
+        """Seconds of one action."""
+        match kind:
+            case ActionKind.FORWARD:
+                return self.forward
+            case ActionKind.BACKWARD:
+                return self.input_gradient + self.weight_gradient
+            case ActionKind.INPUT_GRADIENT:
+                return self.input_gradient
+            case ActionKind.WEIGHT_GRADIENT:
+                return self.weight_gradient
+
+
+class Beside(Enum):
+    """What a rank does beside its actions."""
+
+    SEND = "send"
+    SYNC = "sync"
+    UPDATE = "update"
+
+
+EventKind: TypeAlias = ActionKind | Beside
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a rank does for a stage from `start` to `stop`, in seconds from the step's start.
+
+    `micro_batch` is None for what is done once a step. A send stands at the rank that sends;
+    `to_stage` is the stage that receives, None for all else.
+    """
+
+    rank: int
+    stage: int
+    micro_batch: int | None
+    kind: EventKind
+    start: float
+    stop: float
+    to_stage: int | None = None
+
+    @property
+    def computes(self) -> bool:
+        """Whether it occupies the device: actions and the optimizer do, sends and syncs don't."""
+        return isinstance(self.kind, ActionKind) or self.kind is Beside.UPDATE
+
+    def __str__(self) -> str:
+        """Torch's words for actions and sends, as in `2F0` and `2SEND_F0`; `sync 2` and `update 2`."""
+        if self.micro_batch is None:
+            return f"{self.kind.value} {self.stage}"
+        if self.to_stage is None:
+            return f"{self.stage}{self.kind.value}{self.micro_batch}"
+        return f"{self.stage}SEND_{'F' if self.to_stage > self.stage else 'B'}{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that a rank holds from `seconds` on, until the next such entry."""
+
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that a rank holds, and when first."""
+
+    rank: int
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A simulated training step; `events` in the order of their start, `held` for each rank."""
+
+    schedule: Schedule
+    events: tuple[Event, ...]
+    held: tuple[tuple[Held, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank is done."""
+        return max((event.stop for event in self.events), default=0.0)
+
+    def busy_seconds(self, rank: int) -> float:
+        """How long the rank computes, the optimizer included."""
+        return sum(event.stop - event.start for event in self.events if event.rank == rank and event.computes)
+
+    def bubble(self, rank: int) -> float:
+        """The share of the step in which the rank computes nothing."""
+        return 1 - self.busy_seconds(rank) / self.seconds if self.seconds else 0.0
+
+    def peak_of(self, rank: int) -> Peak:
+        most = max(self.held[rank], key=lambda held: held.nbytes)
+        return Peak(rank, most.seconds, most.nbytes)
+
+    @property
+    def peak(self) -> Peak:
+        """The highest of all ranks' peaks; the first rank's among equals."""
+        return max(map(self.peak_of, range(self.schedule.ranks)), key=lambda peak: peak.nbytes)

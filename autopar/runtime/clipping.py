@@ -1,0 +1,93 @@
+"""Gradient clipping over stages: one norm over all parameters, wherever they are.
+
+torch's own clipping sees the parameters of one pipeline rank, and would scale each stage by a norm of
+its own, in silence. So on parameters of a pipeline it is refused.
+
+    norm = (sum over pipeline ranks of  sum over their own parameters of  |g|^p) ^ (1/p)
+
+A tied weight is counted by the first rank that holds it; what is sharded is summed over its mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+from autopar.errors import InputError
+
+_staged: list[weakref.ref[DeviceMesh]] = []
+_GUARDED = ("get_total_norm", "_get_total_norm")  # in torch's module, by version
+
+
+def total_norm(
+    gradients: Iterable[Tensor], norm_type: float, *, group: dist.ProcessGroup | None, device: torch.device
+) -> Tensor:
+    """The norm of this rank's `gradients` and those of the other ranks of `group`, a scalar.
+
+    Without `group` it is that of the gradients alone. Collective.
+    """
+    norms = [_whole(torch.linalg.vector_norm(item, norm_type)) for item in gradients]
+    own = torch.stack(norms) if norms else torch.zeros(1, device=device)
+    if math.isinf(norm_type):
+        largest = own.amax().to(torch.float64)
+        if group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        return largest.to(own.dtype)
+    powers = own.to(torch.float64).pow(norm_type).sum()
+    if group is not None:
+        dist.all_reduce(powers, group=group)
+    return powers.pow(1 / norm_type).to(own.dtype)
+
+
+def scale(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients in place so that their norm is at most `max_norm`, by torch's own formula."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for item in gradients:
+        local: Tensor = item._local_tensor if isinstance(item, DTensor) else item
+        local.mul_(factor.to(local.dtype))
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor().detach() if isinstance(norm, DTensor) else norm.detach()
+
+
+# -- torch's own ----------------------------------------------------------------------------------
+
+
+def refuse_torch_clipping(mesh: DeviceMesh) -> None:
+    """From now on torch's clipping of parameters on `mesh`, which is one stage's, raises InputError."""
+    _staged[:] = [each for each in _staged if each() is not None] + [weakref.ref(mesh)]
+    for name in _GUARDED:
+        function = getattr(clip_grad, name, None)
+        if function is not None and not hasattr(function, "_guarded"):
+            setattr(clip_grad, name, _guard(function))
+
+
+def _guard(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        meshes = [each() for each in _staged]
+        if any(
+            isinstance(item, DTensor) and any(item.device_mesh is mesh for mesh in meshes) for item in given
+        ):
+            raise InputError(
+                where="torch.nn.utils.clip_grad_norm_",
+                found="parameters of one stage of a pipeline, each with a norm of its own",
+                wanted="one norm over all stages",
+                remedy="call clip_grad_norm_ of the parallel module",
+            )
+        return function(given, *args, **kwargs)
+
+    guarded._guarded = True  # type: ignore[attr-defined]
+    return guarded

@@ -1,0 +1,102 @@
+"""Each rank's batches are its rows of one sequence of global batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from autopar.errors import InputError
+from autopar.runtime.sampler import BatchSampler
+
+UNEVEN = (range(3), range(3, 6), range(6, 7))  # a batch of 7 on three ranks
+OVERLAPPING = (range(4), range(4), range(3, 7), range(7))
+
+
+def dataset(length: int) -> TensorDataset:
+    return TensorDataset(torch.arange(length))
+
+
+def batches(length: int, size: int, rows: range, *, epoch: int = 0, **options: Any) -> list[list[int]]:
+    sampler = BatchSampler(dataset(length), batch_size=size, rows=rows, **options)
+    sampler.set_epoch(epoch)
+    found = list(sampler)
+    assert len(found) == len(sampler)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [UNEVEN, OVERLAPPING], ids=["uneven", "overlapping"])
+@pytest.mark.parametrize("length", [1, 5, 7, 14, 20])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_ranks_take_their_rows_of_the_same_global_batches(
+    ranks: tuple[range, ...], length: int, shuffle: bool
+) -> None:
+    whole = batches(length, 7, range(7), shuffle=shuffle)
+    for rows in ranks:
+        mine = batches(length, 7, rows, shuffle=shuffle)
+        assert mine == [[batch[row] for row in rows] for batch in whole]
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 9, 15, 16])
+def test_an_epoch_is_every_sample_once_and_then_its_first_samples_again(length: int) -> None:
+    whole = batches(length, 8, range(8))
+    assert all(len(batch) == 8 for batch in whole) and len(whole) == -(-length // 8)
+    order = list(itertools.chain.from_iterable(whole))
+    assert sorted(order[:length]) == list(range(length))
+    assert order == [order[index % length] for index in range(len(order))]
+
+
+def test_drop_last_leaves_out_what_fills_no_batch() -> None:
+    kept = batches(19, 8, range(8), drop_last=True)
+    assert kept == batches(19, 8, range(8))[:2]
+    assert max(Counter(itertools.chain.from_iterable(kept)).values()) == 1
+    assert batches(16, 8, range(8), drop_last=True) == batches(16, 8, range(8))
+
+
+def test_epochs_and_seeds_draw_orders_of_their_own_again_and_again() -> None:
+    orders = [batches(32, 8, range(8), epoch=epoch, seed=seed) for seed in (0, 9) for epoch in (0, 1, 2)]
+    assert len({str(order) for order in orders}) == 6
+    torch.manual_seed(5)  # the global generator has no say
+    assert batches(32, 8, range(8), epoch=1, seed=9) == orders[4]
+    assert batches(32, 8, range(8), epoch=3, shuffle=False)[0] == list(range(8))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_with_persistent_workers_follows_the_epoch(workers: int) -> None:
+    sampler = BatchSampler(dataset(10), batch_size=4, rows=range(1, 3))
+    loader = DataLoader(
+        dataset(10), batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0
+    )
+    assert len(loader) == 3
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        assert [batch[0].tolist() for batch in loader] == batches(10, 4, range(1, 3), epoch=epoch)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Endless(Dataset[int]):
+    pass
+
+
+def test_what_has_no_indices_no_length_or_no_batch_is_refused_by_name() -> None:
+    for wrong, message in ((Stream(), "Stream, a dataset without indices"), (Endless(), "Endless")):
+        with pytest.raises(InputError, match=message):
+            BatchSampler(wrong, batch_size=4, rows=range(2))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="found a dataset of 3 samples with drop_last, wanted at least 4"):
+        BatchSampler(dataset(3), batch_size=4, rows=range(2), drop_last=True)
+    with pytest.raises(InputError, match="found a dataset of 0 samples"):
+        BatchSampler(dataset(0), batch_size=4, rows=range(2))
+    with pytest.raises(InputError, match="batch_size: found 0"):
+        BatchSampler(dataset(3), batch_size=0, rows=range(0))

@@ -1,0 +1,67 @@
+"""Parallel modules as users make them, with the solver's plans, on real processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from tests.pool import Pool
+
+Pools = Callable[[int], Pool]
+EXACT = 1e-12  # sums in another order, float64
+
+
+def net() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)
+    )
+    return model.double(), (torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(10, (8,)))
+
+
+def modes() -> list[tuple[float, float]]:
+    """(loss, largest difference of a gradient) in eval mode without and with gradients, trained before."""
+    model, (x, y) = net()
+    serial = copy.deepcopy(model)
+    parallel = autopar.parallelize(
+        model,
+        autopar.ClusterSpec.local(2),
+        (x, y),
+        loss_fn=nn.functional.cross_entropy,
+        measure=False,
+        force="batch",
+    )
+    found = []
+    for ours in (False, True):
+        side = parallel if ours else serial
+
+        def loss(side: nn.Module = side, ours: bool = ours) -> Tensor:
+            result: Tensor = side(x, y) if ours else nn.functional.cross_entropy(side(x), y)
+            return result
+
+        loss().backward()  # type: ignore[no-untyped-call]
+        side.eval()
+        with torch.no_grad():
+            silent = loss().item()
+        side.zero_grad()
+        loud = loss()
+        loud.backward()  # type: ignore[no-untyped-call]
+        assert loud.item() == pytest.approx(silent, rel=EXACT)
+        found.append(silent)
+    gaps = [
+        float((parallel.gather(name, dict(parallel.named_parameters())[name].grad) - item.grad).abs().max())
+        for name, item in serial.named_parameters()
+        if item.grad is not None
+    ]
+    return [(found[0], found[1]), (0.0, max(gaps))]
+
+
+def test_eval_mode_plans_anew_with_and_without_gradients(pools: Pools) -> None:
+    for losses, gaps in pools(2).run(modes):
+        assert losses[0] == pytest.approx(losses[1], rel=EXACT)
+        assert gaps[1] < EXACT
