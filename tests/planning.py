@@ -8,28 +8,28 @@ The rest of the pipeline is the real one, so what the tests run is what users ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch.distributed as dist
-from torch import fx, nn
 
 import autopar.ops
 import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (registers the operators that programs call)
+from autopar import compiler
+from autopar.cluster import ClusterSpec
 from autopar.convert.path import tree
-from autopar.core.executable import Executable, InputPart, Pinned
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.mesh import Mesh
+from autopar.core.pipeline import Pipeline
 from autopar.core.placement import B, Layout, P, Partial, R, Shard
-from autopar.core.plan import Program
+from autopar.core.plan import Plan, Program
 from autopar.ops.analysis import find_atoms, strategies_of
 from autopar.ops.dims import Dims
 from autopar.ops.equation import GATHERED, Option
 from autopar.ops.rule import Strategy
-from autopar.rewrite.program import rewrite
-from autopar.rewrite.samples import find_samples
-from autopar.rewrite.sync import defer
-from autopar.trace import trace
+from autopar.planning import Request
+from autopar.planning import _kept_starts as kept_starts
+from autopar.signature import LossFunction
+from autopar.trace import Traced
 
 Prefer = Callable[[Operator, Option], float]  # the highest wins on each axis
 
@@ -54,19 +54,21 @@ def force(
     graph: Graph,
     dims: Dims,
     wanted: Mapping[str, Sequence[str]] | Sequence[str],
-    pinned: Pinned | None = None,
+    *,
+    stored: Mapping[str, Layout] | None = None,
+    users: Mapping[str, Layout] | None = None,
 ) -> Program:
     """For each axis a kind of parallelism (`wanted`), for single operators other ones, by module name.
 
     Operators that don't offer it run on gathered operands. Parameters are stored as their first
-    consumer takes them, or as `pinned` says.
+    consumer takes them, or as `stored` says; so are user inputs, by `users`.
     """
     default = wanted if isinstance(wanted, Sequence) else wanted["*"]
     single = {} if isinstance(wanted, Sequence) else wanted
     strategies: dict[str, Strategy] = {}
     for operation in graph.operators:
         strategies[operation.name] = _choose(graph, operation, dims, single.get(operation.module, default))
-    return _convert(graph, dims, strategies, pinned)
+    return _convert(graph, dims, strategies, stored=stored or {}, users=users or {})
 
 
 def _choose(graph: Graph, operation: Operator, dims: Dims, kinds_wanted: Sequence[str]) -> Strategy:
@@ -78,7 +80,14 @@ def _choose(graph: Graph, operation: Operator, dims: Dims, kinds_wanted: Sequenc
     return max(strategies_of(operation, dims), key=score)
 
 
-def _convert(graph: Graph, dims: Dims, strategies: Mapping[str, Strategy], pinned: Pinned | None) -> Program:
+def _convert(
+    graph: Graph,
+    dims: Dims,
+    strategies: Mapping[str, Strategy],
+    *,
+    stored: Mapping[str, Layout],
+    users: Mapping[str, Layout],
+) -> Program:
     whole: Layout = (R,) * len(dims.mesh.shape)
     needs: dict[str, list[Layout]] = {name: [] for name in graph.specs}
     sources: dict[str, Layout] = {}
@@ -91,11 +100,9 @@ def _convert(graph: Graph, dims: Dims, strategies: Mapping[str, Strategy], pinne
                 sources[result] = tuple(option.results[index] for option in strategy)
     for item in graph.inputs:
         first = needs[item.name][0] if needs[item.name] else whole
-        stored = tuple(R if placement in (B, P) else placement for placement in first)
-        fixed: Mapping[str, Layout] = {}
-        if pinned:
-            fixed = pinned.users if item.kind is InputKind.USER else pinned.stored
-        sources[item.name] = fixed.get(item.target, stored)
+        free = tuple(R if placement in (B, P) else placement for placement in first)
+        fixed = users if item.kind is InputKind.USER else stored
+        sources[item.name] = fixed.get(item.target, free)
     for name in graph.outputs:
         needs[name].append(whole)
     for buffer, value in graph.writes:
@@ -114,71 +121,66 @@ def _convert(graph: Graph, dims: Dims, strategies: Mapping[str, Strategy], pinne
     return Program(dims.mesh, inputs, strategies, moves, dict.fromkeys(graph.outputs, whole))
 
 
-class Compiler:
-    """A `compile` for ParallelModule that forces one plan; counts what it has compiled."""
+@dataclass(frozen=True, slots=True)
+class Compiler(compiler.Compiler):
+    """A `compile` for ParallelModule that forces one plan; counts what it has compiled.
 
-    def __init__(self, mesh: Mesh, wanted: Any, *, loss_fn: Any = None, deferred: bool = True) -> None:
-        self.mesh, self.wanted, self.loss_fn, self.deferred = mesh, wanted, loss_fn, deferred
-        self.count = 0
+    `mesh` is that of one stage; `pipeline` says how often there are stages of it, and from which
+    operators on they are.
+    """
 
-    def __call__(
-        self,
-        model: nn.Module,
-        args: Any,
-        kwargs: Any,
-        *,
-        training: bool,
-        pinned: Pinned | None,
-        step: bool = False,
-    ) -> Executable:
-        self.count += 1
-        assert not step  # the real compiler's
-        traced = trace(model, args, kwargs, loss_fn=self.loss_fn)
+    mesh: Mesh = Mesh((1,))
+    wanted: Any = ()
+    pipeline: Pipeline = Pipeline()
+    graphs: list[Graph] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.graphs)
+
+    def agree(self, traced: Traced, request: Request) -> Plan:
+        """No search, so nothing to agree on."""
         graph = traced.graph
+        self.graphs.append(graph)
         dims = Dims(graph, find_atoms(graph), self.mesh)
-        program = force(graph, dims, self.wanted, pinned)
-        rank = dist.get_rank()
-        mine = rewrite(graph, program, dims, rank=rank)
-        parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
-        plain, keys = defer(mine.graph, parameters) if self.deferred else (mine.graph, {})
-        users = list(traced.arguments.paths)
-        inputs = tuple(
-            InputPart(
-                item.name,
-                item.kind,
-                item.target,
-                item.spec,
-                program.inputs[item.name],
-                dims.part(item.name, program.inputs[item.name], self.mesh.coordinate(rank)),
-                item.aliases,
-                item.mutated,
-                keys.get(item.name),
-                users.index(item.target) if item.kind is InputKind.USER else -1,
-            )
-            for item in graph.inputs
-        )
-        return Executable(
-            mesh=self.mesh,
-            module=fx.GraphModule(nn.Module(), plain, class_name="ParallelProgram"),
-            inputs=inputs,
-            outputs=tuple(
-                dims.part(name, program.outputs[name], self.mesh.coordinate(rank)) for name in graph.outputs
-            ),
-            writes=tuple(buffer for buffer, _ in graph.writes),
-            rebuild=traced.results.rebuild,
-            groups=tuple(group_keys(plain)),
-            constants={},
-            plan=f"forced: {self.wanted}",
-            layers=mine.layers,
-            samples=find_samples(graph, program.inputs, dims),
-        )
+        program = force(graph, dims, self.wanted, stored=request.stored, users=request.user_layouts)
+        if request.stages == 1:
+            return plan_of(program, Pipeline(micro_batches=request.micro_batches))
+        starts = self.pipeline.starts
+        if request.homes is not None:
+            starts = kept_starts(graph, request.homes, len(starts))
+        return plan_of(program, replace(self.pipeline, starts=starts))
 
 
-def group_keys(graph: fx.Graph) -> set[str]:
-    """Every group key that the program names."""
-    return {
-        str(argument)
-        for node in graph.nodes
-        for argument in node.args
-        if isinstance(argument, str) and "@" in argument
-    }
+def forced(
+    mesh: Mesh, wanted: Any, *, pipeline: Pipeline | None = None, loss_fn: LossFunction | None = None
+) -> Compiler:
+    """The compiler of one plan for the kinds of parallelism that are `wanted`."""
+    pipeline = pipeline or Pipeline()
+    request = Request(stages=pipeline.ranks, micro_batches=pipeline.micro_batches, schedule=pipeline.schedule)
+    cluster = ClusterSpec.local(mesh.num_devices * pipeline.ranks)
+    return Compiler(cluster, request, loss_fn, exact_random=True, mesh=mesh, wanted=wanted, pipeline=pipeline)
+
+
+def plan_of(program: Program, pipeline: Pipeline) -> Plan:
+    """A plan without predictions."""
+    return Plan(
+        program=program,
+        cluster="forced",
+        layers=(),
+        conversions=(),
+        status="forced",
+        gap=0.0,
+        step_seconds=0.0,
+        compute_seconds=0.0,
+        communication_seconds=0.0,
+        peak_bytes=0,
+        state_bytes=0,
+        memory_cap=None,
+        measured_share=0.0,
+        sharded_flops_share=0.0,
+        gathered_ops=(),
+        alternatives=(),
+        parameter_bytes=(),
+        pipeline=pipeline,
+    )

@@ -8,7 +8,8 @@
 - `rewrite/emit.py` is that interface's one implementation. It knows `core` alone, and it stands below
   `cost`, because a strategy's price is the price of the calls that its rule writes. Nothing else of
   `rewrite` is known to `cost`.
-- `runtime` knows `core`; programs name its operators, so that `rewrite`, `cost` and `proof` import it.
+- `runtime` knows `core`, what a call and a micro-batch of it are; programs name its operators, so that
+  `rewrite`, `cost` and `proof` import it.
 - Only `ilp/solver.py` talks to the solver.
 - A plan is printed by `show`, which it imports when it is printed.
 
@@ -57,9 +58,9 @@ ALLOWED: dict[str, set[str]] = {
     "ops": BASE,
     "emit": BASE,
     "costdb": BASE,
-    "micro_batches": BASE,
     "runtime": BASE | {"signature", "simplify", "micro_batches"},
     "simplify": BASE,
+    "micro_batches": BASE,
     "trace": BASE | {"signature", "simplify"},
     "rewrite": BASE | {"emit", "convert", "ops", "runtime"},
     "cost": BASE | {"cluster", "convert", "costdb", "ops", "emit", "runtime"},

@@ -177,12 +177,13 @@ def _write_buffers(stage: _Stage, results: Sequence[tuple[Tensor, ...]]) -> None
 
 
 def _gradient(name: str, stages: Sequence[_Stage], program: Program, dims: Dims) -> Tensor:
-    shares = [
-        total_gradient(name, [state[name] for state in stage.locals_], program.inputs[name], dims)
-        for stage in stages
-        if name in stage.any.inputs
-    ]
-    return torch.stack(shares).sum(0)
+    """The sum over the copies; zeros if no stage uses it."""
+    total = torch.zeros(dims.graph.specs[name].shape, dtype=torch.float64)
+    for stage in stages:
+        if name in stage.any.inputs:
+            local = [state[name] for state in stage.locals_]
+            total += total_gradient(name, local, program.inputs[name], dims)
+    return total
 
 
 def _read_buffers(

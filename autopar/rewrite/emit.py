@@ -74,11 +74,10 @@ class GraphEmitter:
     def collective(self, target: Any, args: Sequence[Any], shape: Sequence[int]) -> fx.Node:
         node = self.graph.call_function(target, tuple(args))
         operand = self.meta[args[0]]
-        spec = TensorSpec(tuple(operand.shape), operand.dtype, operand.requires_grad)
+        learns = any(self.meta[item].requires_grad for item in node.all_input_nodes)
+        spec = TensorSpec(tuple(operand.shape), operand.dtype, learns)
         self.collectives.append((str(target), tuple(args[1:]), spec))
-        self.meta[node] = torch.empty(
-            tuple(shape), dtype=operand.dtype, device=_META, requires_grad=operand.requires_grad
-        )
+        self.meta[node] = torch.empty(tuple(shape), dtype=operand.dtype, device=_META, requires_grad=learns)
         return node
 
     def shape(self, value: fx.Node) -> tuple[int, ...]:

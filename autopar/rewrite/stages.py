@@ -56,6 +56,7 @@ class _Splitter:
         self.program, self.graph, self.starts = program, graph, tuple(starts)
         self.nodes = list(program.graph.nodes)
         self.kinds = {item.name: item.kind for item in graph.inputs}
+        self.mutated = {item.name for item in graph.inputs if item.mutated}
         self.made_from: dict[fx.Node, frozenset[InputKind]] = {}  # of nodes that every stage can make
         self.home: dict[fx.Node, int] = {}  # of all other nodes
         for node in self.nodes:
@@ -83,8 +84,10 @@ class _Splitter:
 
     def is_free(self, node: fx.Node) -> bool:
         """Whether each stage can make the value for itself: from weights alone, or without them and
-        without a gradient."""
+        without a gradient. Never what writes running statistics, which must be written once."""
         if _is_random(node) or not all(item in self.made_from for item in node.all_input_nodes):
+            return False
+        if any(str(item.target) in self.mutated for item in node.all_input_nodes):
             return False
         sources = self.sources(node)
         if InputKind.USER not in sources:

@@ -6,8 +6,8 @@ one operator takes twice, tensors with several consumers, tied and frozen weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs, memory_order
+from autopar.simplify import only_loss
 
 aten = torch.ops.aten
 LARGEST = 600  # elements of a tensor
@@ -40,10 +41,19 @@ class Model:
 def serial(model: Model) -> dict[str, Tensor]:
     """Every tensor of the graph, computed by eager torch; the inputs are fresh leaves."""
     torch.manual_seed(model.seed)
-    values = {name: item.detach().clone() for name, item in model.tensors.items()}
-    for item in model.graph.inputs:
-        values[item.name].requires_grad_(item.spec.requires_grad)
-    for item in model.graph.operators:
+    return evaluate(model.graph, leaves(model))
+
+
+def leaves(model: Model) -> dict[str, Tensor]:
+    """The graph's inputs, fresh."""
+    learns = {item.name: item.spec.requires_grad for item in model.graph.inputs}
+    return {name: item.detach().clone().requires_grad_(learns[name]) for name, item in model.tensors.items()}
+
+
+def evaluate(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`inputs` and every tensor that eager torch makes of them."""
+    values = dict(inputs)
+    for item in graph.operators:
         args = map_refs(item.args, lambda ref: values[ref.name])
         results = item.target(*args, **item.kwargs)
         results = [results] if isinstance(results, Tensor) else results
@@ -53,16 +63,34 @@ def serial(model: Model) -> dict[str, Tensor]:
 
 def draw_model(random: Random) -> Model:
     """A model of up to seven layers."""
+    return _draw(random, LAYERS, random.randint(1, 6)).finish()
+
+
+def draw_trained(random: Random) -> Model:
+    """A model with the loss as its only output, with what is hard on pipeline stages: tied layers, masks
+    and positions that are computed from the user's tensors, early results that the loss takes late."""
+    model = _draw(random, STAGED, random.randint(3, 7)).finish(join=0.7)
+    graph = only_loss(model.graph)
+    inputs = tuple(
+        replace(item, value=model.tensors[item.name]) if item.kind is InputKind.CONSTANT else item
+        for item in graph.inputs
+    )
+    used = {item.name for item in inputs}
+    tensors = {name: value for name, value in model.tensors.items() if name in used}
+    return Model(replace(graph, inputs=inputs), tensors, model.seed)
+
+
+def _draw(random: Random, choice: Sequence[tuple[Layer, tuple[int, ...]]], count: int) -> Draft:
     draft = Draft(random)
     start = random.choice((_image, _image, _sequence, _vector, _tokens))
     draft.live = [start(draft)]
-    for _ in range(random.randint(1, 6)):
+    for _ in range(count):
         x = draft.live[-1] if random.random() < 0.75 else random.choice(draft.live)
-        layers = [layer for layer, ranks in LAYERS if len(draft.shape(x)) in ranks]
+        layers = [layer for layer, ranks in choice if len(draft.shape(x)) in ranks]
         made = random.choice(layers)(draft, x)
         if made is not None:
             draft.live.append(made)
-    return draft.finish()
+    return draft
 
 
 class Draft:
@@ -138,15 +166,16 @@ class Draft:
         self.operators.append(Operator(f"call_{number}", target, args, {}, names, order=order))
         return names
 
-    def finish(self) -> Model:
-        """Add a loss; whatever nobody uses leaves the graph as an output beside it."""
+    def finish(self, *, join: float = 0.0) -> Model:
+        """Add a loss; what nobody uses joins it with probability `join`, or leaves the graph beside it."""
         loss = self.random.choice((_cross_entropy, _cross_entropy, _squares, _mean, _sum))(
             self, self.live[-1]
         )
-        used = {name for item in self.operators for name in item.operands} | {loss}
-        used |= {value for _, value in self.writes}
-        results = (name for item in self.operators for name in item.results if name)
-        others = tuple(name for name in results if name not in used)
+        for name in self.unused(loss):
+            if join and self.specs[name].requires_grad and self.chance(join):
+                square = self.call(aten.mul.Tensor, Ref(name), Ref(name))
+                loss = self.call(aten.add.Tensor, Ref(loss), Ref(self.call(aten.mean.default, Ref(square))))
+        others = self.unused(loss)
         graph = Graph(
             tuple(self.inputs),
             tuple(self.operators),
@@ -156,6 +185,13 @@ class Draft:
             loss=loss,
         )
         return Model(graph, self.tensors, self.seed)
+
+    def unused(self, loss: str) -> tuple[str, ...]:
+        """Results beside the loss that no operator and no buffer takes."""
+        used = {name for item in self.operators for name in item.operands} | {loss}
+        used |= {value for _, value in self.writes}
+        results = (name for item in self.operators for name in item.results if name)
+        return tuple(name for name in results if name not in used)
 
 
 class Script(Draft):
@@ -504,8 +540,45 @@ def _attention(draft: Draft, x: str) -> str:
     return draft.call(aten.linear.default, Ref(joined), Ref(draft.parameter(width, heads * size)))
 
 
+def _tied(draft: Draft, x: str) -> str:
+    """Two layers with one matrix, which a cut between them leaves on two stages."""
+    width = draft.shape(x)[-1]
+    weight = Ref(draft.parameter(width, width))
+    draft.live.append(_smooth(draft, draft.call(aten.linear.default, Ref(x), weight)))
+    return draft.call(aten.linear.default, Ref(draft.live[-1]), weight)
+
+
+def _user_mask(draft: Draft, x: str) -> str:
+    """x masked by a user's tensor of its shape, else scaled by the share of what is positive there."""
+    user = draft.random.choice([item.name for item in draft.inputs if item.kind is InputKind.USER])
+    positive = draft.call(aten.gt.Scalar, Ref(user), 0)
+    if draft.shape(user) == draft.shape(x):
+        return draft.call(aten.masked_fill.Scalar, Ref(x), Ref(positive), 0.5)
+    share = draft.call(aten.mean.default, Ref(draft.call(aten.to.dtype, Ref(positive), torch.float64)))
+    return draft.call(aten.mul.Tensor, Ref(x), Ref(draft.call(aten.add.Tensor, Ref(share), 1.0)))
+
+
+def _positions(draft: Draft, x: str) -> str | None:
+    """x plus embedded positions, counted along the user's tokens."""
+    tokens = [
+        item.name
+        for item in draft.inputs
+        if item.kind is InputKind.USER
+        and item.spec.shape == draft.shape(x)[:2]
+        and not item.spec.dtype.is_floating_point
+    ]
+    if not tokens:
+        return None
+    counted = draft.call(aten.ne.Scalar, Ref(tokens[0]), 0)
+    place = draft.call(aten.cumsum.default, Ref(counted), 1)
+    table = draft.parameter(draft.shape(x)[1] + 1, draft.shape(x)[2])
+    embedded = draft.call(aten.embedding.default, Ref(table), Ref(place))
+    return draft.call(aten.add.Tensor, Ref(x), Ref(embedded))
+
+
 _ANY, _SPACE, _MATRIX = (1, 2, 3, 4), (4,), (2, 3, 4)
-LAYERS: tuple[tuple[Callable[[Draft, str], str | None], tuple[int, ...]], ...] = (
+Layer = Callable[[Draft, str], str | None]
+LAYERS: tuple[tuple[Layer, tuple[int, ...]], ...] = (
     *((_convolution, _SPACE),) * 4,
     *((_transposed, _SPACE),) * 2,
     *((_pooling, _SPACE),) * 3,
@@ -538,6 +611,14 @@ LAYERS: tuple[tuple[Callable[[Draft, str], str | None], tuple[int, ...]], ...] =
     (_reduce, _MATRIX),
     (_scores, (2, 3)),
     (_product, (2, 3)),
+)
+STAGED = (
+    *LAYERS,
+    *((_tied, _MATRIX),) * 6,
+    *((_user_mask, _ANY),) * 6,
+    *((_positions, (3,)),) * 6,
+    *((_dropout, _ANY),) * 4,
+    *((_batch_norm, (2, 4)),) * 4,
 )
 
 

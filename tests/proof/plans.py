@@ -62,10 +62,10 @@ ROWS = [
 # -- drawing ----------------------------------------------------------------------------------------------
 
 
-def draw_program(random: Random, graph: Graph, dims: Dims) -> Program:
+def draw_program(random: Random, graph: Graph, dims: Dims, *, whole_outputs: bool = False) -> Program:
     """Strategies, stored layouts and paths, all at random."""
     strategies = {item.name: draw_strategy(random, item, dims) for item in graph.operators}
-    return program_of(random, graph, dims, strategies)
+    return program_of(random, graph, dims, strategies, whole_outputs=whole_outputs)
 
 
 def forced(
@@ -88,6 +88,8 @@ def program_of(
     dims: Dims,
     strategies: Mapping[str, Strategy],
     stored: Mapping[str, Layout] | None = None,
+    *,
+    whole_outputs: bool = False,
 ) -> Program:
     """The strategies with stored layouts and paths at random; without `random`, whole and shortest."""
     whole: Layout = (R,) * len(dims.mesh.shape)
@@ -107,7 +109,10 @@ def program_of(
             sources[item.name] = (stored or {}).get(item.name, whole)
         else:
             sources[item.name] = draw_layout(random, item.name, needs[item.name], dims)
-    outputs = {name: draw_output(random, name, graph, dims) if random else whole for name in graph.outputs}
+    outputs = {
+        name: draw_output(random, name, graph, dims) if random is not None and not whole_outputs else whole
+        for name in graph.outputs
+    }
     for name, layout in outputs.items():
         needs[name].append(layout)
     for buffer, value in graph.writes:

@@ -14,7 +14,7 @@ from autopar.core.mesh import Mesh
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module import ParallelModule
-from tests.planning import Compiler
+from tests.planning import forced
 from tests.pool import Pool
 
 Pools = Callable[[int], Pool]
@@ -42,7 +42,7 @@ def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 def pair(dtype: torch.dtype = torch.float64) -> tuple[Net, ParallelModule]:
     ours = ParallelModule(
-        Net(dtype), Compiler(Mesh((2,)), ["filter"]), describe=describe, device=torch.device("cpu")
+        Net(dtype), forced(Mesh((2,)), ["filter"]), describe=describe, device=torch.device("cpu")
     )
     ours.prepare(*batch(dtype))
     return Net(dtype), ours

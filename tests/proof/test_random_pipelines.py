@@ -1,0 +1,79 @@
+"""Any cut of any program into stages, any micro-batches: training equals serial accumulation."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from autopar.core.mesh import Mesh
+from tests.proof.models import draw_trained
+from tests.proof.pipelines import (
+    MOST_MICRO_BATCHES,
+    MOST_STAGES,
+    TRAPS,
+    Histogram,
+    draw_batch,
+    draw_pipeline,
+    prove_pipeline,
+)
+from tests.proof.plans import dims_of, draw_program
+
+TOLERANCE = 1e-7  # normalising what hardly varies magnifies rounding; faults are as large as the values
+MESHES = [Mesh(shape) for shape in ((1,), (2,), (2,), (3,), (2, 2), (1, 2))]
+
+
+def prove_random_pipelines(count: int, *, repeat: bool) -> Histogram:
+    """Draw and prove `count` pipelines; the same ones each time with `repeat`.
+
+    Drawn from a seed, not from Hypothesis's own random source, which prefers models too simple to have
+    a trap; so nothing is shrunk.
+    """
+    met = Histogram()
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=repeat,
+        database=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.integers(0, 2**32 - 1), st.sampled_from(MESHES))
+    def check(number: int, mesh: Mesh) -> None:
+        random = Random(number)
+        model = draw_trained(random)
+        dims = dims_of(model, mesh)
+        program = draw_program(random, model.graph, dims, whole_outputs=True)
+        pipeline = draw_pipeline(random, model)
+        batch = draw_batch(random, model, pipeline.micro_batches)
+        error, where = prove_pipeline(model, program, dims, pipeline, batch)
+        text = f"{where}: {error:.3g} on {mesh}, stages from {pipeline.starts}\n{model}\n"
+        assert error < TOLERANCE, text + "\n".join(
+            f"{name}: {[str(option) for option in strategy]}" for name, strategy in program.strategies.items()
+        )
+        met.add(model, program, dims, pipeline)
+
+    check()
+    return met
+
+
+def test_random_pipelines_equal_serial_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
+    met = prove_random_pipelines(80, repeat=True)
+    with capsys.disabled():
+        print(f"\n{met}")
+    assert met.examples >= 80
+    assert met.traps.keys() == set(TRAPS), "every trap is met"
+
+
+@pytest.mark.long
+def test_many_random_pipelines_equal_serial_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
+    met = prove_random_pipelines(1500, repeat=False)
+    with capsys.disabled():
+        print(f"\n{met}")
+    assert met.examples >= 1000
+    assert len(met.stages) == MOST_STAGES and len(met.micro_batches) == MOST_MICRO_BATCHES
+    rare = {trap: met.traps[trap] for trap in TRAPS if met.traps[trap] < 20}
+    assert not rare, f"traps that were hardly met: {rare}"
