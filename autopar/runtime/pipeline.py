@@ -135,7 +135,7 @@ class StagedProgram:
         made = stage.executable
         last = made.stage == self.executable.pipeline.num_stages - 1
         sent = (self.executable.loss,) if last else made.sent
-        return PipelineStage(
+        return _TorchStage(
             stage,
             made.stage,
             self.executable.pipeline.num_stages,
@@ -198,6 +198,17 @@ class StagedProgram:
 def _nothing_left() -> Callable[[], None]:
     """For stages whose backward isn't split: that of the inputs does all, that of the weights nothing."""
     return lambda: None
+
+
+class _TorchStage(PipelineStage):
+    """In `eval` torch asks for the gradient of a neighbour on the same rank too, and finds none."""
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 def _pipeline_group(made: StagedExecutable, timeout: timedelta) -> dist.ProcessGroup:
