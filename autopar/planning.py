@@ -23,7 +23,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.plan import Alternative, Layer, Plan, Stage
-from autopar.core.schedule import Schedule, ScheduleKind, check_schedule
+from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
@@ -50,7 +50,8 @@ PRICE_STEPS = 4  # of the bisection between them
 class Request:
     """What the user asks of the search; every field has the command line's default.
 
-    `memory` is bytes per device, `stored` fixes parameters that lie on the devices already.
+    `memory` is bytes per device, `stored` fixes parameters that lie on the devices already. `schedule`
+    None is the fastest of all that torch can run with so many stages and micro-batches.
     """
 
     mesh: Mesh | None = None
@@ -67,12 +68,24 @@ class Request:
     user_layouts: Mapping[str, Layout] | None = None
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
-    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
 
-    @property
-    def num_stages(self) -> int:
-        return self.stages * stages_per_rank(self.schedule) if self.stages > 1 else 1
+    def schedules(self) -> list[Schedule]:
+        """What is asked for, or all that can be run; none without stages. Raises InputError, naming the
+        rule, if there is none."""
+        if self.stages == 1:
+            return []
+        kinds = [self.schedule] if self.schedule else list(ScheduleKind)
+        found, refused = [], []
+        for kind in kinds:
+            try:
+                found.append(scheduled(kind, self.stages, stages_per_rank(kind), self.micro_batches))
+            except InputError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +116,7 @@ def search(
     The pure strategies that come closest are measured like the winner, so that it isn't chosen for
     an estimate of theirs.
     """
-    _check_pipeline(graph, request)
+    _stageable(graph, request)
     atoms = find_atoms(graph)
     model = CostModel.of(cluster, database)
     whole, cluster = cluster, cluster.stage(request.stages)
@@ -113,7 +126,7 @@ def search(
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
     for _ in range(MEASURING_ROUNDS if request.measure and model.here else 1):
-        problems = [_Mesh(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
+        problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         best = _best(problems, deadline)
         known = model
         if request.measure:
@@ -126,7 +139,7 @@ def search(
         if model is known:
             break
     else:
-        problems = [_Mesh(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
+        problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         best = _best(problems, deadline)
     alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
     found = _prefer_simpler(best, alternatives)
@@ -154,7 +167,7 @@ def measure_operators(
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
     calls = []
     for mesh in meshes:
-        problem = _Mesh(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
+        problem = MeshProblem(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
         for force in (None, *Parallelism):
             with contextlib.suppress(InfeasibleError):
                 calls += _calls(problem, problem.solve(force, deadline, cap=None))
@@ -163,8 +176,8 @@ def measure_operators(
 
 
 @dataclass(slots=True)
-class _Mesh:
-    """One mesh's problem, solved at most once for each kind that is forced."""
+class MeshProblem:
+    """One mesh's problem; each placement is solved once, whatever is asked of the step."""
 
     graph: Graph
     atoms: Atoms
@@ -176,6 +189,7 @@ class _Mesh:
     hop: Link
 
     def __post_init__(self) -> None:
+        self.schedules = _stageable(self.graph, self.request)
         self.dims = Dims(self.graph, self.atoms, self.mesh)
         self.prices = Prices(
             self.graph,
@@ -197,7 +211,9 @@ class _Mesh:
     dims: Dims = dataclasses.field(init=False)
     prices: Prices = dataclasses.field(init=False)
     folding: Folding = dataclasses.field(init=False)
+    schedules: list[Schedule] = dataclasses.field(init=False)
     spaces: dict[Parallelism | None, Space] = dataclasses.field(default_factory=dict)
+    solved: dict[object, Solution] = dataclasses.field(default_factory=dict)
 
     def plan(self, force: Parallelism | None, deadline: float | None, *, cap: int | None) -> Step:
         """The best step; with stages under a cap, of several placements for which memory has a price."""
@@ -214,7 +230,7 @@ class _Mesh:
         self, fastest: Solution, force: Parallelism | None, deadline: float | None, cap: int | None
     ) -> Step:
         """The fastest of the placements found by bisecting the price of memory that meet the cap."""
-        kept = mean_flight(self.schedule)
+        kept = min(map(mean_flight, self.schedules))
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
 
         def at(price: float) -> Step:
@@ -233,25 +249,19 @@ class _Mesh:
         return min(found, key=lambda step: step.seconds)
 
     def stage(self, solution: Solution, cap: int | None, relaxed: float | None = None) -> Step:
+        """The placement's best step under any of the schedules."""
         starts = None
         if self.request.homes is not None:
-            starts = _kept_starts(self.graph, self.request.homes, self.request.num_stages)
+            starts = _kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
         return staged(
             self.graph,
             self.prices,
             solution,
-            schedule=self.schedule,
+            schedules=self.schedules,
             hop=self.hop,
             cap=cap,
             relaxed=relaxed,
             starts=starts,
-        )
-
-    @property
-    def schedule(self) -> Schedule:
-        request = self.request
-        return scheduled(
-            request.schedule, request.stages, stages_per_rank(request.schedule), request.micro_batches
         )
 
     def solve(
@@ -261,8 +271,11 @@ class _Mesh:
         *,
         cap: int | None,
         dear: Dear = FREE,
+        bounded: bool = True,
     ) -> Solution:
-        """The best placement of the whole graph."""
+        """The best placement of the whole graph; see `choose`."""
+        if (force, cap, dear) in self.solved:
+            return self.solved[force, cap, dear]
         if force not in self.spaces:
             if force is not None:
                 check_force(self.graph, self.prices, force)
@@ -275,7 +288,7 @@ class _Mesh:
                 stored=self.request.stored,
                 user_layouts=self.request.user_layouts,
             )
-        return choose_named(
+        found = choose_named(
             self.graph,
             self.prices,
             self.spaces[force],
@@ -284,25 +297,25 @@ class _Mesh:
             gap=self.request.gap,
             time_limit=None if deadline is None else max(0.1, deadline - time.monotonic()),
             dear=dear,
+            bounded=bounded,
         )
+        if bounded:
+            self.solved[force, cap, dear] = found
+        return found
 
 
-def _check_pipeline(graph: Graph, request: Request) -> None:
-    """Raise InputError for what torch's schedules or the graph can't do."""
-    if request.stages > 1:
-        check_schedule(
-            request.schedule,
-            ranks=request.stages,
-            stages_per_rank=stages_per_rank(request.schedule),
-            micro_batches=request.micro_batches,
-        )
-    if request.num_stages > len(graph.operators):
+def _stageable(graph: Graph, request: Request) -> list[Schedule]:
+    """The schedules whose stages have an operator each; raises InputError if none are left."""
+    schedules, most = request.schedules(), len(graph.operators)
+    found = [schedule for schedule in schedules if schedule.stages <= most]
+    if schedules and not found:
         raise InputError(
             where="--stages",
-            found=f"{request.num_stages} stages for {len(graph.operators)} operators",
-            wanted=f"at most {len(graph.operators)}",
+            found=f"{min(schedule.stages for schedule in schedules)} stages for {most} operators",
+            wanted=f"at most {most}",
             remedy="use fewer stages",
         )
+    return found
 
 
 def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:
@@ -316,8 +329,8 @@ def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:
             )
 
 
-def _best(problems: Sequence[_Mesh], deadline: float | None) -> tuple[_Mesh, Step]:
-    found: list[tuple[_Mesh, Step]] = []
+def _best(problems: Sequence[MeshProblem], deadline: float | None) -> tuple[MeshProblem, Step]:
+    found: list[tuple[MeshProblem, Step]] = []
     failures: list[InfeasibleError | SolverError] = []
     for problem in problems:
         try:
@@ -341,19 +354,19 @@ def _worst(failures: Sequence[InfeasibleError | SolverError]) -> InfeasibleError
     return min(infeasible, key=lambda error: math.inf if error.least is None else error.least)
 
 
-def _calls(problem: _Mesh, solution: Solution) -> list[Call]:
+def _calls(problem: MeshProblem, solution: Solution) -> list[Call]:
     strategies = solution.program.strategies
     prices = (problem.prices.operator(item, strategies[item.name]) for item in problem.graph.operators)
     return list(itertools.chain.from_iterable(price.calls for price in prices))
 
 
-def _rivals(problem: _Mesh, deadline: float | None) -> list[Step]:
+def _rivals(problem: MeshProblem, deadline: float | None) -> list[Step]:
     """The `RIVALS` pure strategies that are predicted fastest."""
     found = [step for _, step in _alternatives(problem, deadline) if step]
     return sorted(found, key=lambda each: each.seconds)[:RIVALS]
 
 
-def _alternatives(problem: _Mesh, deadline: float | None) -> list[tuple[Alternative, Step | None]]:
+def _alternatives(problem: MeshProblem, deadline: float | None) -> list[tuple[Alternative, Step | None]]:
     """Every pure strategy of the chosen mesh, solved without the cap so that its need is known; none
     on one device, which has nothing to share."""
     found: list[tuple[Alternative, Step | None]] = []
@@ -371,8 +384,8 @@ def _alternatives(problem: _Mesh, deadline: float | None) -> list[tuple[Alternat
 
 
 def _prefer_simpler(
-    best: tuple[_Mesh, Step], alternatives: Sequence[tuple[Alternative, Step | None]]
-) -> tuple[_Mesh, Step]:
+    best: tuple[MeshProblem, Step], alternatives: Sequence[tuple[Alternative, Step | None]]
+) -> tuple[MeshProblem, Step]:
     """Never a plan that is predicted slower than a pure strategy: an incumbent in time may be."""
     problem, step = best
     faster = [item for row, item in alternatives if item and row.feasible and item.seconds < step.seconds]
@@ -387,7 +400,7 @@ def _prefer_simpler(
 
 
 def _report(
-    problem: _Mesh,
+    problem: MeshProblem,
     step: Step,
     cluster: ClusterSpec,
     alternatives: Sequence[Alternative],
@@ -453,16 +466,16 @@ def _report(
         parameter_bytes=_parameter_bytes(problem, solution),
         notes=(*graph.notes, *_notes(graph, step)),
         pipeline=_pipeline(step, request),
-        stages=_stages(problem, step),
+        stages=_stages(graph, step),
         bubble=_bubble(step, request),
     )
     return Found(plan, problem.dims, prices, solution, step)
 
 
 def _pipeline(step: Step, request: Request) -> Pipeline:
-    if step.cut is None:
+    if step.cut is None or step.schedule is None:
         return Pipeline(micro_batches=request.micro_batches)
-    return Pipeline(request.stages, request.micro_batches, request.schedule, step.cut.starts)
+    return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts)
 
 
 def _communication(step: Step, compute: float, request: Request) -> float:
@@ -483,10 +496,10 @@ def _bubble(step: Step, request: Request) -> float:
     return max(0.0, 1.0 - busy / (request.stages * step.seconds))
 
 
-def _stages(problem: _Mesh, step: Step) -> tuple[Stage, ...]:
-    if step.cut is None:
+def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
+    if step.cut is None or step.schedule is None:
         return ()
-    operators, starts = problem.graph.operators, step.cut.starts
+    operators, starts = graph.operators, step.cut.starts
     found = []
     for number, cost in enumerate(step.cut.stages):
         stop = starts[number + 1] if number + 1 < len(starts) else len(operators)
@@ -494,7 +507,7 @@ def _stages(problem: _Mesh, step: Step) -> tuple[Stage, ...]:
         names = [item.module or item.name for item in own]
         found.append(
             Stage(
-                rank=problem.schedule.rank_of(number),
+                rank=step.schedule.rank_of(number),
                 first=names[0] if names else "",
                 last=names[-1] if names else "",
                 operators=len(own),
@@ -540,7 +553,7 @@ def _kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[i
     return tuple(starts)
 
 
-def _parameter_bytes(problem: _Mesh, solution: Solution) -> tuple[int, ...]:
+def _parameter_bytes(problem: MeshProblem, solution: Solution) -> tuple[int, ...]:
     weights = [item for item in problem.graph.inputs if item.kind is InputKind.PARAMETER]
     mesh, layouts = problem.mesh, solution.program.inputs
     return tuple(

@@ -41,7 +41,7 @@ PASSES = {
     "rewrite",
     "ilp",
 }
-ABOVE = {"agree", "target", "planning", "compiler", "proof", "profile"}
+ABOVE = {"agree", "auto", "target", "planning", "compiler", "proof", "profile"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
@@ -67,6 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     "ilp": BASE | {"clock", "convert", "cost", "ops", "schedules"},
     "target": BASE | {"signature", "trace"},
     "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "ops"},
+    "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning"},
     "agree": BASE | {"cluster", "cost", "costdb"},
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "planning"},
     "profile": BASE | PASSES | {"agree", "planning", "target"},

@@ -126,7 +126,7 @@ class _Replay:
                 homes.setdefault(key, place)
             for key in holds:
                 keepers.setdefault(key, []).append(place)
-        working = [sum(self.size[key] for key in alive - kept) for alive in self.alive(steps, kept)]
+        working = [sum(self.size[key] for key in alive) for alive in self.transient(steps, kept)]
         if self.prices.training:
             gradients = [sum(self.size[key] for key in alive) for alive in self.gradients(steps)]
             working = list(map(max, working, reversed(gradients)))
@@ -171,22 +171,26 @@ class _Replay:
         return everything, by_operator
 
     def forward(self, steps: list[Step], kept: set[Storage]) -> int:
-        most = extra = 0
-        for (_, _, _, own), alive in zip(steps, self.alive(steps, kept), strict=True):
-            extra += own
-            most = max(most, extra + sum(self.size[key] for key in alive))
+        most = resident = 0
+        seen: set[Storage] = set()
+        for (operands, results, _, own), alive in zip(steps, self.transient(steps, kept), strict=True):
+            new = kept.intersection((*operands, *results)) - seen
+            seen |= new
+            resident += own + sum(self.size[key] for key in new)
+            most = max(most, resident + sum(self.size[key] for key in alive))
         return most
 
-    def alive(self, steps: list[Step], kept: set[Storage]) -> Iterator[set[Storage]]:
-        """What is alive while each operator runs forward."""
+    def transient(self, steps: list[Step], kept: set[Storage]) -> Iterator[set[Storage]]:
+        """What is alive while each operator runs forward, beside what is kept; always the same set, which
+        changes."""
         left = Counter(key for operands, _, _, _ in steps for key in set(operands))
         alive: set[Storage] = set()
         for operands, results, _, _ in steps:
-            alive |= {*operands, *results}
-            yield set(alive)
+            alive |= {*operands, *results} - kept
+            yield alive
             for key in set(operands):
                 left[key] -= 1
-            alive -= {key for key in alive if not left[key] and key not in kept and key not in results}
+            alive -= {key for key in alive if not left[key] and key not in results}
 
     def backward(self, steps: list[Step]) -> int:
         holders = Counter(key for _, _, kept, _ in steps for key in kept)
@@ -202,9 +206,10 @@ class _Replay:
         return most
 
     def gradients(self, steps: list[Step]) -> Iterator[set[Storage]]:
-        """The storages whose gradients are alive while each operator runs backward, the last one first."""
+        """The storages whose gradients are alive while each operator runs backward, the last one first;
+        always the same set, which changes."""
         alive: set[Storage] = set()
         for operands, results, _, _ in reversed(steps):
             alive |= {key for key in (*operands, *results) if self.size[key]}
-            yield set(alive)
+            yield alive
             alive -= set(results)

@@ -55,11 +55,12 @@ def choose(
     gap: float = 1e-4,
     time_limit: float | None = None,
     dear: Dear = FREE,
+    bounded: bool = True,
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
 
     With `dear` memory, which excludes a cap, the cheapest by seconds and memory together; its bound is
-    then none on seconds, -inf.
+    then none on seconds, -inf. So it is if it need not be `bounded`, which saves time.
 
     Raises InfeasibleError if no plan that meets the cap is found, SolverError if the time limit passed
     without an incumbent. The linear memory rows leave out short-lived tensors, so the exact replay of
@@ -67,7 +68,9 @@ def choose(
     the first bound, under the cap itself, holds for all plans.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    first = _solve_once(graph, prices, space, folding, cap=cap, gap=gap, deadline=deadline, dear=dear)
+    first = _solve_once(
+        graph, prices, space, folding, cap=cap, gap=gap, deadline=deadline, dear=dear, bounded=bounded
+    )
     if cap is None or first.peak.nbytes <= cap:
         return first
     solution, rows_cap = first, cap
@@ -102,6 +105,7 @@ def _solve_once(
     gap: float,
     deadline: float | None,
     dear: Dear = FREE,
+    bounded: bool = True,
 ) -> Solution:
     """The best plan by the linear rows."""
 
@@ -125,7 +129,7 @@ def _solve_once(
             wanted="an incumbent",
             remedy="give more with --time-limit",
         )
-    if dear != FREE:
+    if dear != FREE or not bounded:
         bound = -math.inf
     elif folding.count > 1:
         free = Problem(graph, prices, space, folding, cap=cap, relaxed=True)

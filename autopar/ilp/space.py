@@ -164,8 +164,11 @@ def build_space(
             wanted="names of layers or operators of the graph",
             remedy="take the names from the plan's table",
         )
+    uses = graph.consumers()
     inputs = {
-        item.name: _layouts_of(item, graph, prices, strategies, folding, stored or {}, user_layouts or {})
+        item.name: _layouts_of(
+            item, uses[item.name], prices, strategies, folding, stored or {}, user_layouts or {}
+        )
         for item in graph.inputs
     }
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
@@ -309,7 +312,7 @@ def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str |
 
 def _layouts_of(
     item: GraphInput,
-    graph: Graph,
+    uses: Sequence[tuple[Operator, int]],
     prices: Prices,
     strategies: Mapping[str, Sequence[Strategy]],
     folding: Folding,
@@ -326,9 +329,7 @@ def _layouts_of(
             tuple(option.operands[index] for option in strategy),
             differentiable=prices.training and item.spec.requires_grad,
         )
-        for operation in graph.operators
-        for index, name in enumerate(operation.operands)
-        if name == item.name
+        for operation, index in uses
         for strategy in strategies[folding.class_of[operation.name]]
     }
     if item.mutated:

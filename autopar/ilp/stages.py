@@ -44,13 +44,15 @@ from autopar.errors import InfeasibleError, InputError
 from autopar.schedules import build_schedule
 from autopar.units import show_bytes
 
-MOST_PLACES = 320  # of cuts; tables and paths grow with the square
+MOST_PLACES = 240  # of cuts; tables and paths grow with the square
 THRESHOLDS = (1.0, 1.003, 1.01, 1.03, 1.1)  # of the bound, for paths to start from
 STRIDES = (1, 2, 4, 8, 16)  # places by which one cut moves
 GROUP = 8  # neighbouring cuts that move together by one place
 ROUNDS = 40  # of the descent
+HOPELESS = 1.05  # times as slow as another schedule
 BATCH = 256  # cuts timed at once
 MOST_NODES = 4000  # partial cuts that the proof may visit
+MOST_ACTIONS = 1_000_000  # to run through in the proof, and a tenth of them in the descent
 
 Paths = NDArray[np.intp]  # [cut, stage + 1]: numbers of places
 
@@ -70,8 +72,10 @@ class Cut:
     rank_bytes: tuple[int, ...]
 
 
-def cut(table: Intervals, schedule: Schedule, *, cap: int | None = None) -> Cut:
+def cut(table: Intervals, schedule: Schedule, *, cap: int | None = None, beat: float = math.inf) -> Cut:
     """The best cut for `schedule` whose ranks all stay below `cap` bytes per device.
+
+    Where the search starts far above `beat` seconds, it ends there.
 
     Raises InputError for more stages than
     places, InfeasibleError, with the least that would do, if no cut was found that meets the cap.
@@ -80,6 +84,8 @@ def cut(table: Intervals, schedule: Schedule, *, cap: int | None = None) -> Cut:
     best = problem.start()
     if best is None:
         raise _infeasible(table, schedule, cap or 0)
+    if best[1] > beat * HOPELESS:
+        return problem.cut(best[0], best[1], min(best[1], problem.bound))
     (path, seconds), proven = problem.prove(problem.descend(best))
     return problem.cut(path, seconds, seconds if proven else min(seconds, problem.bound))
 
@@ -104,7 +110,8 @@ def scheduled(kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batche
 
 
 def choose_places(crossing: Sequence[int], most: int = MOST_PLACES) -> tuple[int, ...]:
-    """Where cuts are sought: everywhere, or where least crosses around if there are more than `most`.
+    """Where cuts are sought: everywhere, or at `most` places, where less crosses than around them and
+    then where least crosses.
 
     `crossing[p]` are the bytes that a cut before operator p sends; the ends 0 and n are always there.
     """
@@ -112,9 +119,10 @@ def choose_places(crossing: Sequence[int], most: int = MOST_PLACES) -> tuple[int
     inner = list(range(1, count))
     if len(inner) > most:
         padded = [math.inf, *crossing[1:], math.inf]
-        inner = [p for p in inner if padded[p] <= padded[p - 1] and padded[p] < padded[p + 1]]
-    if len(inner) > most:
-        inner = [inner[index * len(inner) // most] for index in range(most)]
+        least = [p for p in inner if padded[p] <= padded[p - 1] and padded[p] < padded[p + 1]]
+        least = least[:: -(-len(least) // most)]
+        others = sorted(set(inner).difference(least), key=lambda p: (crossing[p], p))
+        inner = sorted([*least, *others[: most - len(least)]])
     return (0, *inner, count)
 
 
@@ -340,6 +348,11 @@ class _Problem:
 
     # -- the search -----------------------------------------------------------------------------------
 
+    @property
+    def actions(self) -> int:
+        """About so many does the schedule have."""
+        return 2 * self.schedule.stages * self.schedule.micro_batches
+
     def start(self) -> tuple[NDArray[np.intp], float] | None:
         """The fastest of the paths with the least sum of seconds under some thresholds on Q."""
         if not math.isfinite(self.onward[0][0]):
@@ -374,7 +387,7 @@ class _Problem:
 
     def descend(self, best: tuple[NDArray[np.intp], float]) -> tuple[NDArray[np.intp], float]:
         """Move cuts for as long as that is faster."""
-        for _ in range(ROUNDS):
+        for _ in range(min(ROUNDS, 1 + MOST_ACTIONS // 10 // self.actions)):
             around = self.neighbours(best[0])
             found = _fastest(around, self.seconds(around)) if len(around) else None
             if found is None or found[1] >= best[1] * (1 - 1e-9):
@@ -413,7 +426,7 @@ class _Problem:
     def contenders(self, limit: float) -> Iterator[list[int] | None]:
         """The paths all of whose Q are below `limit`, depth first; None, and the end, if there are too
         many."""
-        limit, nodes = limit * (1 - 1e-9), MOST_NODES
+        limit, nodes = limit * (1 - 1e-9), min(MOST_NODES, 1 + MOST_ACTIONS // self.actions)
         waiting = [[0]]
         while waiting:
             path = waiting.pop()

@@ -51,6 +51,7 @@ def choose_named(
     gap: float,
     time_limit: float | None,
     dear: Dear = FREE,
+    bounded: bool = True,
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
 
@@ -58,22 +59,30 @@ def choose_named(
     """
     alike = axes_alike(prices)
     if not alike:
-        return choose(graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear)
+        return choose(
+            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
+        )
     problem = Problem(graph, prices, forget(space, alike), folding, cap=cap, alike=alike, dear=dear)
     answer = solve(problem.lp, relaxed=True, time_limit=time_limit)
     bound = answer.bound
-    if dear != FREE:
+    if dear != FREE or not bounded:
         bound = -math.inf
     elif folding.count > 1:
         free = Problem(graph, prices, forget(space, alike), folding, cap=cap, relaxed=True, alike=alike)
         bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
     if answer.values is None:
-        return choose(graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear)
+        return choose(
+            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
+        )
     few = named(space, problem, answer, alike)
     try:
-        found = choose(graph, prices, few, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear)
+        found = choose(
+            graph, prices, few, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
+        )
     except InfeasibleError:
-        return choose(graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear)
+        return choose(
+            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
+        )
     bound = min(bound, found.seconds)
     proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds
     status = "gap_limit" if found.status == "optimal" and not proven else found.status
