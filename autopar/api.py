@@ -29,6 +29,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.plan import Plan
 from autopar.core.schedule import ScheduleKind, check_schedule
+from autopar.core.timeline import Timeline
 from autopar.cost.model import Progress
 from autopar.errors import InputError
 from autopar.ilp.space import Parallelism, Pins
@@ -39,7 +40,9 @@ from autopar.proof.check import Report, check
 from autopar.rewrite.render import describe
 from autopar.runtime import worker
 from autopar.runtime.module import ParallelModule
+from autopar.schedules import build_schedule
 from autopar.signature import LossFunction, split_inputs
+from autopar.simulate import simulate
 from autopar.target import Target
 from autopar.units import parse_bytes
 from costdb.database import Database
@@ -93,6 +96,29 @@ def plan(
     compiler = Compiler(cluster, request, loss_fn, costdb=costdb, progress=progress)
     traced = compiler.trace_step(model, args, kwargs)
     return compiler.find(traced.graph, request)
+
+
+def timeline(plan: Plan) -> Timeline:
+    """The step of a plan with stages as its schedule runs it, from the plan's seconds and bytes.
+
+    `timeline_text` draws it and `write_trace` writes it for a trace viewer (autopar.draw); its
+    `schedule` prints the order of each rank. Raises InputError for a plan without stages.
+    """
+    pipeline = plan.pipeline
+    if not pipeline.is_staged:
+        raise InputError(
+            where="timeline",
+            found="a plan without pipeline stages",
+            wanted="one whose ranks do different things at different times",
+            remedy="plan with --stages",
+        )
+    schedule = build_schedule(
+        pipeline.schedule,
+        ranks=pipeline.ranks,
+        stages_per_rank=pipeline.num_stages // pipeline.ranks,
+        micro_batches=pipeline.micro_batches,
+    )
+    return simulate(schedule, plan.stage_costs)
 
 
 def parallelize(

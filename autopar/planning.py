@@ -479,6 +479,7 @@ def _report(
         notes=(*graph.notes, *_notes(graph, step)),
         pipeline=_pipeline(step, request),
         stages=_stages(graph, step),
+        stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
     )
     return Found(plan, problem.dims, prices, solution, step)
