@@ -109,7 +109,8 @@ def accumulate(model: Model, batch: Sequence[MicroBatch], *, steps: int) -> Reco
         total = torch.zeros((), dtype=torch.float64)
         for number, micro in enumerate(batch):
             torch.manual_seed(seed(step, number))
-            values = evaluate(graph, state | dict(zip(kinds[InputKind.USER], micro.tensors, strict=True)))
+            inputs = state | dict(zip(kinds[InputKind.USER], micro.tensors, strict=True))
+            values = evaluate(graph.operators, inputs)
             loss = values[graph.outputs[0]] * loss_weight(graph, micro.share)
             if loss.requires_grad:
                 loss.backward()
