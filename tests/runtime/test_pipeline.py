@@ -6,6 +6,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,8 +95,11 @@ def batch(size: int = 8, seed: int = 1) -> tuple[Tensor, Tensor]:
     return x, torch.randn(size, 8, generator=generator, dtype=torch.float64)
 
 
-def parallel(case: str, model: nn.Module, **options: Any) -> ParallelModule:
+def parallel(
+    case: str, model: nn.Module, starts: tuple[int, ...] | None = None, **options: Any
+) -> ParallelModule:
     shape, wanted, pipeline = CASES[case]
+    pipeline = replace(pipeline, starts=starts or pipeline.starts)
     compiler = forced(Mesh(shape), wanted, pipeline=pipeline)
     return ParallelModule(
         model, compiler, describe=describe, device=CPU, by_steps=True, exact_random=True, **options
@@ -264,20 +268,23 @@ class Trunk(nn.Module):
         return F.mse_loss(self.head(torch.tanh(self.trunk[2](early))) * early, y)
 
 
-def _trunk(case: str) -> None:
+def _trunk(case: str, starts: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     serial = Trunk().double()
     torch.manual_seed(0)
-    ours = parallel(case, Trunk().double())
+    ours = parallel(case, Trunk().double(), starts)
     for seed in range(2):
         mine, theirs = step(ours, *batch(), seed=seed), accumulate(serial, *batch(), seed=seed)
         assert gap(mine, theirs) < EXACT
         check_gradients(ours, serial)
 
 
-@pytest.mark.parametrize("case", ["1f1b", "zb1p"])
-def test_what_crosses_without_a_gradient(case: str, pools: Pools) -> None:
-    on_ranks(pools, case, _trunk)
+@pytest.mark.parametrize("case", ["gpipe", "1f1b", "zb1p"])
+@pytest.mark.parametrize("starts", [(0, 3), (0, 5), (0, 0), (0, 7)], ids=str)
+def test_stages_without_a_gradient_or_without_operators(
+    case: str, starts: tuple[int, ...], pools: Pools
+) -> None:
+    on_ranks(pools, case, _trunk, starts)
 
 
 def _unequal() -> None:
