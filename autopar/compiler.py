@@ -41,9 +41,9 @@ from costdb.database import Database
 class Compiler:
     """Makes the executables of one parallel module.
 
-    With `plan` set, that plan is taken instead of a search, and with `traced` it is one of that graph,
-    whatever the model. `loss_only` says whether the model's own output leaves the program beside the
-    loss of `loss_fn`.
+    With `plan` set, that plan is taken instead of a search for the first call, and with `traced` it is
+    one of that graph, whatever the model. `loss_only` says whether the model's own output leaves the
+    program beside the loss of `loss_fn`.
     """
 
     cluster: ClusterSpec
@@ -77,11 +77,14 @@ class Compiler:
                 user_layouts=pinned.users,
                 homes=pinned.homes or None,
             )
-        if step:
-            traced = self.traced or self.trace_step(model, args, kwargs)
-        else:
+        if not step:
             request = replace(request, stages=1, micro_batches=1)
-            traced = self.traced or trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        if self.traced is not None and pinned is None:
+            traced = self.traced
+        elif step:
+            traced = self.trace_step(model, args, kwargs)
+        else:
+            traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request)

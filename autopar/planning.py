@@ -1,8 +1,9 @@
 """From a traced graph and a cluster to the best plan over all meshes, with its report.
 
-For every mesh that fits the links: cut the dims, price the strategies, solve. On a machine that can
-measure, the calls that the winner uses are measured and the program is solved again, until it uses
-nothing that is not measured or the rounds are over.
+For every mesh that fits the links: cut the dims, price the strategies, solve, and with pipeline stages
+cut the answer into them. The graph is that of one micro-batch; all stages have the same mesh and share
+one placement. On a machine that can measure, the calls that the winner uses are measured and the program
+is solved again, until it uses nothing that is not measured or the rounds are over.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cluster import ClusterSpec
+from autopar.cluster import ClusterSpec, Link
 from autopar.convert.table import effect
-from autopar.core.graph import Graph, InputKind
+from autopar.core.graph import Call, Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.placement import Layout
-from autopar.core.plan import Alternative, Layer, Plan, Program
-from autopar.core.schedule import ScheduleKind
-from autopar.cost.collectives import send_recv
+from autopar.core.plan import Alternative, Layer, Plan, Stage
+from autopar.core.schedule import Schedule, ScheduleKind
+from autopar.cost.intervals import crossing_bytes
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
+from autopar.ilp.placement import FREE, Dear, Space
 from autopar.ilp.recompute import segments
 from autopar.ilp.space import Kinds, Parallelism, Pins, build_space, is_heavy
-from autopar.ilp.stages import cut
+from autopar.ilp.stages import mean_flight, scheduled
+from autopar.ilp.step import Step, once, staged, unstaged
 from autopar.ilp.symmetry import choose_named
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
@@ -41,6 +44,8 @@ from costdb.database import Database
 MEASURING_ROUNDS = 6
 RIVALS = 2  # pure strategies whose operators are measured beside the winner's
 DEFAULT_GAP = 1e-3
+PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
+PRICE_STEPS = 4  # of the bisection between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,8 @@ class Request:
 
     `memory` is bytes per device, `stored` fixes parameters that lie on the devices already. With
     `local_inputs` user inputs may be passed in parts, as `user_layouts` (by path) says where it can;
-    with `local_outputs` all outputs but the loss may leave in parts.
+    with `local_outputs` all outputs but the loss may leave in parts. `schedule`
+    None is the fastest of all that torch can run with so many stages and micro-batches.
     """
 
     mesh: Mesh | None = None
@@ -68,13 +74,25 @@ class Request:
     user_layouts: Mapping[str, Layout] | None = None
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
-    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
     recompute: bool = False  # all parts of the graph, in backward
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
 
-    @property
-    def num_stages(self) -> int:
-        return self.stages * stages_per_rank(self.schedule) if self.stages > 1 else 1
+    def schedules(self) -> list[Schedule]:
+        """What is asked for, or all that can be run; none without stages. Raises InputError, naming the
+        rule, if there is none."""
+        if self.stages == 1:
+            return []
+        kinds = [self.schedule] if self.schedule else list(ScheduleKind)
+        found, refused = [], []
+        for kind in kinds:
+            try:
+                found.append(scheduled(kind, self.stages, stages_per_rank(kind), self.micro_batches))
+            except InputError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +103,7 @@ class Found:
     dims: Dims
     prices: Prices
     solution: Solution
+    step: Step
 
 
 def search(
@@ -96,35 +115,42 @@ def search(
     progress: Progress | None = None,
     company: Company | None = None,
 ) -> Found:
-    """The best plan over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none.
+    """The best plan over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none,
+    InputError for stages or micro-batches that can't be run.
+
+    `graph` is that of one of `request.micro_batches` micro-batches.
 
     The pure strategies that come closest are measured like the winner, so that it isn't chosen for
     an estimate of theirs.
     """
+    _stageable(graph, request)
     atoms = find_atoms(graph)
     model = CostModel.of(cluster, database)
     whole, cluster = cluster, cluster.stage(request.stages)
     meshes = [request.mesh] if request.mesh else list(cluster.meshes())
     _check_mesh(meshes, cluster)
+    hop = whole.hop(request.stages)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
     for _ in range(MEASURING_ROUNDS if request.measure and model.here else 1):
-        problems = [_Mesh(graph, atoms, mesh, cluster, model, request, cap) for mesh in meshes]
+        problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         best = _best(problems, deadline)
         known = model
         if request.measure:
-            model = model.measure(_calls(graph, best), database, progress, company)
+            model = model.measure(_calls(best[0], best[1].solution), database, progress, company)
         if model is known and request.measure and model.here and not request.force:
-            rivals = itertools.chain.from_iterable(_calls(graph, each) for each in _rivals(best[0], deadline))
+            rivals = itertools.chain.from_iterable(
+                _calls(best[0], each.solution) for each in _rivals(best[0], deadline)
+            )
             model = model.measure(rivals, database, progress, company)
         if model is known:
             break
     else:
-        problems = [_Mesh(graph, atoms, mesh, cluster, model, request, cap) for mesh in meshes]
+        problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         best = _best(problems, deadline)
     alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
-    found = best if request.pins else _prefer_simpler(best, alternatives, cap)
+    found = best if request.pins else _prefer_simpler(best, alternatives)
     if request.recompute:
         found = found[0], _recomputed(found[0], found[1])
     return _report(found[0], found[1], whole, [item for item, _ in alternatives], cap, request)
@@ -151,17 +177,17 @@ def measure_operators(
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
     calls = []
     for mesh in meshes:
-        problem = _Mesh(graph, atoms, mesh, cluster, model, request, None)
+        problem = MeshProblem(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
         for force in (None, *Parallelism):
             with contextlib.suppress(InfeasibleError):
-                calls += _calls(graph, (problem, problem.solve(force, deadline, cap=None)))
+                calls += _calls(problem, problem.solve(force, deadline, cap=None))
     model = model.measure(calls, database, progress, company)
     return len({call.key() for call in calls} & model.measured.keys())
 
 
 @dataclass(slots=True)
-class _Mesh:
-    """One mesh's problem, solved at most once for each kind that is forced."""
+class MeshProblem:
+    """One mesh's problem; each placement is solved once, whatever is asked of the step."""
 
     graph: Graph
     atoms: Atoms
@@ -170,8 +196,10 @@ class _Mesh:
     model: CostModel
     request: Request
     cap: int | None
+    hop: Link
 
     def __post_init__(self) -> None:
+        self.schedules = _stageable(self.graph, self.request)
         self.dims = Dims(self.graph, self.atoms, self.mesh)
         self.prices = Prices(
             self.graph,
@@ -180,6 +208,8 @@ class _Mesh:
             self.model,
             training=self.request.training,
             optimizer_states=self.request.optimizer_states,
+            once=once(self.request.stages, self.request.micro_batches),
+            accumulates=self.request.training and self.request.micro_batches > 1,
         )
         pinned = self.request.pins
         self.folding = (
@@ -191,25 +221,113 @@ class _Mesh:
     dims: Dims = dataclasses.field(init=False)
     prices: Prices = dataclasses.field(init=False)
     folding: Folding = dataclasses.field(init=False)
+    schedules: list[Schedule] = dataclasses.field(init=False)
+    spaces: dict[Parallelism | None, Space] = dataclasses.field(default_factory=dict)
+    solved: dict[object, Solution] = dataclasses.field(default_factory=dict)
 
-    def solve(self, force: Parallelism | None, deadline: float | None, *, cap: int | None) -> Solution:
-        if force is not None:
-            check_force(self.graph, self.prices, force)
-        space = build_space(
+    def plan(self, force: Parallelism | None, deadline: float | None, *, cap: int | None) -> Step:
+        """The best step; with stages under a cap, of several placements for which memory has a price."""
+        if self.request.stages == 1:
+            solution = self.solve(force, deadline, cap=cap)
+            return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
+        fastest = self.solve(force, deadline, cap=None)
+        try:
+            return self.stage(fastest, cap)
+        except InfeasibleError:
+            return self.leaner(fastest, force, deadline, cap)
+
+    def leaner(
+        self, fastest: Solution, force: Parallelism | None, deadline: float | None, cap: int | None
+    ) -> Step:
+        """The fastest of the placements found by bisecting the price of memory that meet the cap."""
+        kept = min(map(mean_flight, self.schedules))
+        unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
+
+        def at(price: float) -> Step:
+            dear = Dear(state=price * unit, kept=price * unit * kept)
+            return self.stage(self.solve(force, deadline, cap=None, dear=dear), cap, fastest.bound)
+
+        low, high = map(math.log, PRICES)
+        found = [at(math.exp(high))]
+        for _ in range(PRICE_STEPS):
+            middle = (low + high) / 2
+            try:
+                found.append(at(math.exp(middle)))
+                high = middle
+            except InfeasibleError:
+                low = middle
+        return min(found, key=lambda step: step.seconds)
+
+    def stage(self, solution: Solution, cap: int | None, relaxed: float | None = None) -> Step:
+        """The placement's best step under any of the schedules."""
+        starts = None
+        if self.request.homes is not None:
+            starts = _kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
+        return staged(
             self.graph,
             self.prices,
+            solution,
+            schedules=self.schedules,
+            hop=self.hop,
+            cap=cap,
+            relaxed=relaxed,
+            starts=starts,
+        )
+
+    def solve(
+        self,
+        force: Parallelism | None,
+        deadline: float | None,
+        *,
+        cap: int | None,
+        dear: Dear = FREE,
+        bounded: bool = True,
+    ) -> Solution:
+        """The best placement of the whole graph; see `choose`."""
+        if (force, cap, dear) in self.solved:
+            return self.solved[force, cap, dear]
+        if force not in self.spaces:
+            if force is not None:
+                check_force(self.graph, self.prices, force)
+            self.spaces[force] = build_space(
+                self.graph,
+                self.prices,
+                self.folding,
+                force=force,
+                pins=self.request.pins if force is self.request.force else None,
+                stored=self.request.stored,
+                local_inputs=self.request.local_inputs,
+                user_layouts=self.request.user_layouts,
+                local_outputs=self.request.local_outputs,
+            )
+        found = choose_named(
+            self.graph,
+            self.prices,
+            self.spaces[force],
             self.folding,
-            force=force,
-            pins=self.request.pins if force is self.request.force else None,
-            stored=self.request.stored,
-            local_inputs=self.request.local_inputs,
-            user_layouts=self.request.user_layouts,
-            local_outputs=self.request.local_outputs,
+            cap=cap,
+            gap=self.request.gap,
+            time_limit=None if deadline is None else max(0.1, deadline - time.monotonic()),
+            dear=dear,
+            bounded=bounded,
         )
-        left = None if deadline is None else max(0.1, deadline - time.monotonic())
-        return choose_named(
-            self.graph, self.prices, space, self.folding, cap=cap, gap=self.request.gap, time_limit=left
+        if bounded:
+            self.solved[force, cap, dear] = found
+        return found
+
+
+def _stageable(graph: Graph, request: Request) -> list[Schedule]:
+    """The schedules whose stages have an operator each; raises InputError if none are left."""
+    schedules, most = request.schedules(), len(graph.operators)
+    found = [schedule for schedule in schedules if schedule.stages <= most]
+    if schedules and not found:
+        raise InputError(
+            where="--stages",
+            found=f"{min(schedule.stages for schedule in schedules)} stages for {most} operators",
+            wanted=f"at most {most}",
+            remedy="use fewer stages",
         )
+    return found
 
 
 def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:
@@ -223,18 +341,18 @@ def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:
             )
 
 
-def _best(problems: Sequence[_Mesh], deadline: float | None) -> tuple[_Mesh, Solution]:
-    found: list[tuple[_Mesh, Solution]] = []
+def _best(problems: Sequence[MeshProblem], deadline: float | None) -> tuple[MeshProblem, Step]:
+    found: list[tuple[MeshProblem, Step]] = []
     failures: list[InfeasibleError | SolverError] = []
     for problem in problems:
         try:
-            found.append((problem, problem.solve(problem.request.force, deadline, cap=problem.cap)))
+            found.append((problem, problem.plan(problem.request.force, deadline, cap=problem.cap)))
         except (InfeasibleError, SolverError) as error:
             failures.append(error)
     if not found:
         raise _worst(failures)
     fastest = min(found, key=lambda pair: pair[1].seconds)
-    bound = min(solution.bound for _, solution in found)  # a mesh not solved in time leaves the gap open
+    bound = min(step.bound for _, step in found)  # a mesh not solved in time leaves the gap open
     return fastest[0], dataclasses.replace(fastest[1], bound=min(fastest[1].bound, bound))
 
 
@@ -248,63 +366,61 @@ def _worst(failures: Sequence[InfeasibleError | SolverError]) -> InfeasibleError
     return min(infeasible, key=lambda error: math.inf if error.least is None else error.least)
 
 
-def _calls(graph: Graph, best: tuple[_Mesh, Solution]) -> list:  # type: ignore[type-arg]
-    problem, solution = best
+def _calls(problem: MeshProblem, solution: Solution) -> list[Call]:
     strategies = solution.program.strategies
-    prices = (problem.prices.operator(item, strategies[item.name]) for item in graph.operators)
+    prices = (problem.prices.operator(item, strategies[item.name]) for item in problem.graph.operators)
     return list(itertools.chain.from_iterable(price.calls for price in prices))
 
 
-def _rivals(problem: _Mesh, deadline: float | None) -> list[tuple[_Mesh, Solution]]:
+def _rivals(problem: MeshProblem, deadline: float | None) -> list[Step]:
     """The `RIVALS` pure strategies that are predicted fastest."""
-    found = [solution for _, solution in _alternatives(problem, deadline) if solution]
-    return [(problem, each) for each in sorted(found, key=lambda each: each.seconds)[:RIVALS]]
+    found = [step for _, step in _alternatives(problem, deadline) if step]
+    return sorted(found, key=lambda each: each.seconds)[:RIVALS]
 
 
-def _alternatives(problem: _Mesh, deadline: float | None) -> list[tuple[Alternative, Solution | None]]:
+def _alternatives(problem: MeshProblem, deadline: float | None) -> list[tuple[Alternative, Step | None]]:
     """Every pure strategy of the chosen mesh, solved without the cap so that its need is known; none
     on one device, which has nothing to share."""
-    found: list[tuple[Alternative, Solution | None]] = []
+    found: list[tuple[Alternative, Step | None]] = []
     if problem.mesh.num_devices == 1:
         return found
     for kind in Parallelism:
         try:
-            solution = problem.solve(kind, deadline, cap=None)
+            step = problem.plan(kind, deadline, cap=None)
         except (InfeasibleError, SolverError):
             found.append((Alternative(kind.value, None, None, feasible=False), None))
             continue
-        fits = problem.cap is None or solution.peak.nbytes <= problem.cap
-        row = Alternative(kind.value, solution.seconds, solution.peak.nbytes, feasible=fits)
-        found.append((row, solution))
+        fits = problem.cap is None or step.peak_bytes <= problem.cap
+        found.append((Alternative(kind.value, step.seconds, step.peak_bytes, feasible=fits), step))
     return found
 
 
 def _prefer_simpler(
-    best: tuple[_Mesh, Solution], alternatives: Sequence[tuple[Alternative, Solution | None]], cap: int | None
-) -> tuple[_Mesh, Solution]:
+    best: tuple[MeshProblem, Step], alternatives: Sequence[tuple[Alternative, Step | None]]
+) -> tuple[MeshProblem, Step]:
     """Never a plan that is predicted slower than a pure strategy: an incumbent in time may be."""
-    problem, solution = best
-    faster = [item for row, item in alternatives if item and row.feasible and item.seconds < solution.seconds]
+    problem, step = best
+    faster = [item for row, item in alternatives if item and row.feasible and item.seconds < step.seconds]
     if not faster:
         return best
     winner = min(faster, key=lambda item: item.seconds)
-    return problem, dataclasses.replace(
-        winner, bound=min(solution.bound, winner.seconds), status=solution.status
-    )
+    solution = dataclasses.replace(winner.solution, status=step.solution.status)
+    return problem, dataclasses.replace(winner, bound=min(step.bound, winner.seconds), solution=solution)
 
 
 # -- the report --------------------------------------------------------------------------------------------
 
 
 def _report(
-    problem: _Mesh,
-    solution: Solution,
+    problem: MeshProblem,
+    step: Step,
     cluster: ClusterSpec,
     alternatives: Sequence[Alternative],
     cap: int | None,
     request: Request,
 ) -> Found:
-    graph, prices, program = problem.graph, problem.prices, solution.program
+    graph, prices, solution = problem.graph, problem.prices, step.solution
+    program = solution.program
     kinds = Kinds(graph, prices.dims)
     weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
     paid: set[tuple[str, object]] = set()
@@ -346,12 +462,12 @@ def _report(
             f"{name}: {move} ({effect(move).name})" for name, moves in program.moves.items() for move in moves
         ),
         status=solution.status,
-        gap=solution.gap,
-        step_seconds=solution.seconds,
-        compute_seconds=compute,
-        communication_seconds=max(0.0, solution.seconds - compute - _update(problem, solution)),
-        peak_bytes=solution.peak.nbytes,
-        state_bytes=solution.peak.state,
+        gap=step.gap,
+        step_seconds=step.seconds,
+        compute_seconds=request.micro_batches * compute / request.stages,
+        communication_seconds=_communication(step, compute, request),
+        peak_bytes=step.peak_bytes,
+        state_bytes=step.state_bytes,
         memory_cap=cap,
         measured_share=1.0 - estimated / compute if compute else 1.0,
         sharded_flops_share=sharded_share(graph, kinds, layers, request.force),
@@ -360,32 +476,92 @@ def _report(
         ),
         alternatives=tuple(alternatives),
         parameter_bytes=_parameter_bytes(problem, solution),
-        notes=graph.notes,
-        pipeline=_pipeline(problem, solution, cluster, request),
+        notes=(*graph.notes, *_notes(graph, step)),
+        pipeline=_pipeline(step, request),
+        stages=_stages(graph, step),
+        bubble=_bubble(step, request),
     )
-    return Found(plan, problem.dims, prices, solution)
+    return Found(plan, problem.dims, prices, solution, step)
 
 
-def _pipeline(problem: _Mesh, solution: Solution, cluster: ClusterSpec, request: Request) -> Pipeline:
-    if request.stages == 1:
+def _pipeline(step: Step, request: Request) -> Pipeline:
+    if step.cut is None or step.schedule is None:
         return Pipeline(micro_batches=request.micro_batches)
-    graph, prices, program = problem.graph, problem.prices, solution.program
-    link = cluster.hop(request.stages)
-    seconds = [prices.operator(item, program.strategies[item.name]).seconds for item in graph.operators]
-    hops = [2 * send_recv(nbytes, link) for nbytes in _crossing_bytes(graph, prices, program)]
-    starts = (
-        cut(seconds, hops, request.num_stages)
-        if request.homes is None
-        else _kept_starts(graph, request.homes, request.num_stages)
+    return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts)
+
+
+def _communication(step: Step, compute: float, request: Request) -> float:
+    """Seconds that a rank spends on communication in a step; with stages that of the average rank."""
+    hops = sum(stage.send_output + stage.send_gradient for stage in step.cut.stages) if step.cut else 0.0
+    sync = sum(stage.sync for stage in step.cut.stages) if step.cut else step.cost.sync
+    repeated = max(0.0, step.cost.micro_batch - compute) + hops
+    return (request.micro_batches * repeated + sync) / request.stages
+
+
+def _bubble(step: Step, request: Request) -> float:
+    """The share of the step in which the average rank does nothing for its stages."""
+    if step.cut is None:
+        return 0.0
+    stages = step.cut.stages
+    work = sum(stage.forward + stage.input_gradient + stage.weight_gradient for stage in stages)
+    busy = request.micro_batches * work + sum(stage.update for stage in stages)
+    return max(0.0, 1.0 - busy / (request.stages * step.seconds))
+
+
+def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
+    if step.cut is None or step.schedule is None:
+        return ()
+    operators, starts = graph.operators, step.cut.starts
+    found = []
+    for number, cost in enumerate(step.cut.stages):
+        stop = starts[number + 1] if number + 1 < len(starts) else len(operators)
+        own = operators[starts[number] : stop]
+        names = [item.module or item.name for item in own]
+        found.append(
+            Stage(
+                rank=step.schedule.rank_of(number),
+                first=names[0] if names else "",
+                last=names[-1] if names else "",
+                operators=len(own),
+                forward=cost.forward,
+                backward=cost.input_gradient + cost.weight_gradient,
+                send_output=cost.send_output,
+                send_gradient=cost.send_gradient,
+                sync=cost.sync,
+                nbytes=step.cut.stage_bytes[number],
+            )
+        )
+    return tuple(found)
+
+
+def _notes(graph: Graph, step: Step) -> tuple[str, ...]:
+    """What the gap of a plan with stages covers."""
+    if step.cut is None:
+        return ()
+    everywhere = step.cut.places == len(graph.operators)
+    places = "" if everywhere else f" at {step.cut.places} of {len(graph.operators)} places"
+    return (
+        f"the gap is to all cuts of this placement{places}, and to all placements by the sum of their "
+        "stages' seconds",
     )
-    return Pipeline(request.stages, request.micro_batches, request.schedule, starts)
 
 
-def _recomputed(problem: _Mesh, solution: Solution) -> Solution:
-    graph, program = problem.graph, solution.program
+def _recomputed(problem: MeshProblem, step: Step) -> Step:
+    """The step with parts that are computed again: their forward pass comes twice. The peak stays that
+    without them, from above."""
+    graph, prices, solution = problem.graph, problem.prices, step.solution
     kept = [solution.peak.by_operator[item.name] for item in graph.operators]
-    found = segments(kept, _crossing_bytes(graph, problem.prices, program))
-    return dataclasses.replace(solution, program=dataclasses.replace(program, recompute=found))
+    found = segments(kept, crossing_bytes(graph, prices, solution.program))
+    again = sum(
+        prices.operator(item, solution.program.strategies[item.name]).forward
+        for first, stop in found
+        for item in graph.operators[first:stop]
+    )
+    program = dataclasses.replace(solution.program, recompute=found)
+    slower = 1 + again / step.cost.micro_batch if step.cost.micro_batch else 1.0
+    return dataclasses.replace(
+        step, solution=dataclasses.replace(solution, program=program), seconds=step.seconds * slower
+    )
 
 
 def _kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
@@ -407,30 +583,7 @@ def _kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[i
     return tuple(starts)
 
 
-def _crossing_bytes(graph: Graph, prices: Prices, program: Program) -> list[int]:
-    """For each operator the local bytes of what earlier ones made that it or later ones use."""
-    made: dict[str, tuple[int, int]] = {}
-    for index, item in enumerate(graph.operators):
-        strategy = program.strategies[item.name]
-        for place, name in enumerate(item.results):
-            if name and graph.specs[name].requires_grad:
-                layout = tuple(option.results[place] for option in strategy)
-                made[name] = index, prices.local_bytes(name, layout)
-    last = {name: index for index, item in enumerate(graph.operators) for name in item.operands}
-    change = [0] * (len(graph.operators) + 1)
-    for name, (index, nbytes) in made.items():
-        if name in last:
-            change[index + 1] += nbytes
-            change[last[name] + 1] -= nbytes
-    return list(itertools.accumulate(change))[:-1]
-
-
-def _update(problem: _Mesh, solution: Solution) -> float:
-    weights = [item.name for item in problem.graph.inputs if item.kind is InputKind.PARAMETER]
-    return sum(problem.prices.update(name, solution.program.inputs[name]) for name in weights)
-
-
-def _parameter_bytes(problem: _Mesh, solution: Solution) -> tuple[int, ...]:
+def _parameter_bytes(problem: MeshProblem, solution: Solution) -> tuple[int, ...]:
     weights = [item for item in problem.graph.inputs if item.kind is InputKind.PARAMETER]
     mesh, layouts = problem.mesh, solution.program.inputs
     return tuple(

@@ -1,4 +1,4 @@
-"""A plan as text: a table of layers, then totals, then the alternatives beside it."""
+"""A plan as text: a table of layers, one of stages, then totals, then the alternatives beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from autopar.core.placement import replicated, show
-from autopar.core.plan import Alternative, Layer, Plan
+from autopar.core.plan import Alternative, Layer, Plan, Stage
 from autopar.units import show_bytes, show_seconds
 
 LIGHT = 2e-3  # layers below this share of the step, and without flops, are summed up in one line
@@ -25,11 +25,13 @@ def plan_text(plan: Plan, *, width: int = WIDTH) -> str:
 
 def render(plan: Plan) -> RenderableType:
     """The plan for a terminal."""
-    return Group(_layers(plan), *_totals(plan), _alternatives(plan), *_remarks(plan))
+    return Group(_layers(plan), *_stages(plan), *_totals(plan), _alternatives(plan), *_remarks(plan))
 
 
 def _layers(plan: Plan) -> Table:
-    table = Table(title=f"Plan for {plan.cluster}, mesh {plan.mesh}", box=None, pad_edge=False)
+    count = plan.pipeline.micro_batches
+    part = f"; lines are for one of {count} micro-batches" if count > 1 else ""
+    table = Table(title=f"Plan for {plan.cluster}, mesh {plan.mesh}{part}", box=None, pad_edge=False)
     table.add_column("layer", overflow="fold")
     table.add_column("operator")
     for axis in plan.mesh.axes:
@@ -64,6 +66,37 @@ def _sums(layers: Sequence[Layer]) -> list[str]:
     ]
 
 
+def _stages(plan: Plan) -> list[RenderableType]:
+    if not plan.stages:
+        return []
+    table = Table(box=None, pad_edge=False)
+    table.add_column("stage", justify="right")
+    table.add_column("rank", justify="right")
+    table.add_column("layers", overflow="fold")
+    for heading in ("forward", "backward", "hop", "hop back", "gradient sums", "memory"):
+        table.add_column(heading, justify="right")
+    for number, stage in enumerate(plan.stages):
+        table.add_row(str(number), str(stage.rank), *_stage(stage))
+    return ["", table]
+
+
+def _stage(stage: Stage) -> list[str]:
+    seconds = (stage.forward, stage.backward, stage.send_output, stage.send_gradient, stage.sync)
+    layers = stage.first if stage.first == stage.last else f"{stage.first} .. {stage.last}"
+    shown = [show_seconds(each) if each else "-" for each in seconds]
+    return [f"{layers} ({stage.operators})", *shown, show_bytes(stage.nbytes)]
+
+
+def _pipeline(plan: Plan) -> list[str]:
+    pipeline = plan.pipeline
+    if not pipeline.is_staged:
+        return [f"pipeline  {pipeline.micro_batches} micro-batches"] if pipeline.micro_batches > 1 else []
+    return [
+        f"pipeline  {pipeline.ranks} ranks, {pipeline.num_stages} stages, {pipeline.micro_batches} "
+        f"micro-batches, {pipeline.schedule.value}; a rank waits {plan.bubble:.1%} of the step"
+    ]
+
+
 def _totals(plan: Plan) -> list[str]:
     cap = f" of {show_bytes(plan.memory_cap)}" if plan.memory_cap is not None else ""
     return [
@@ -71,6 +104,7 @@ def _totals(plan: Plan) -> list[str]:
         f"step      {show_seconds(plan.step_seconds)} predicted: {show_seconds(plan.compute_seconds)} "
         f"compute, {show_seconds(plan.communication_seconds)} communication; "
         f"{plan.measured_share:.0%} of compute is measured",
+        *_pipeline(plan),
         f"memory    {show_bytes(plan.peak_bytes)}{cap} per device at the peak, "
         f"{show_bytes(plan.state_bytes)} of it weights, gradients and optimizer state",
         f"solver    {plan.status}, gap {plan.gap:.2%}; "

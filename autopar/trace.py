@@ -109,7 +109,7 @@ def trace(
     seen: list[tuple[Results, int | None]] = []  # torch.export undoes what forward does to attributes
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=lambda *found: seen.append(found))
     try:
-        exported = torch.export.export(flat, arguments.tensors, strict=False)
+        exported = torch.export.export(flat, _distinct(arguments.tensors), strict=False)
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise TraceError(
             where=user_line(cause),
@@ -120,6 +120,18 @@ def trace(
     results, loss_index = seen[-1]
     graph = _Builder(model, arguments, exported).build(loss_index=loss_index, dropped=results.dropped)
     return Traced(graph, arguments, results)
+
+
+def _distinct(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Each tensor as an object of its own: of one that is passed twice, export would know one input only,
+    and a later call may pass two."""
+    seen: set[int] = set()
+    own: list[torch.Tensor] = []
+    for tensor in tensors:
+        again = id(tensor) in seen
+        seen.add(id(tensor))
+        own.append(tensor.detach().requires_grad_(tensor.requires_grad) if again else tensor)
+    return tuple(own)
 
 
 class _Builder:

@@ -42,7 +42,7 @@ PASSES = {
     "rewrite",
     "ilp",
 }
-ABOVE = {"agree", "target", "planning", "compiler", "proof", "profile"}
+ABOVE = {"agree", "auto", "target", "planning", "compiler", "proof", "profile"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
@@ -51,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "schedules": BASE,
     "simulate": BASE,
     "draw": BASE,
+    "clock": BASE | {"simulate"},
     "progress": BASE,
     "signature": BASE,
     "cluster": BASE,
@@ -64,9 +65,10 @@ ALLOWED: dict[str, set[str]] = {
     "trace": BASE | {"signature", "simplify"},
     "rewrite": BASE | {"emit", "convert", "ops", "runtime"},
     "cost": BASE | {"cluster", "convert", "costdb", "ops", "emit", "runtime"},
-    "ilp": BASE | {"convert", "cost", "ops"},
+    "ilp": BASE | {"clock", "convert", "cost", "ops", "schedules"},
     "target": BASE | {"signature", "trace"},
     "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "ops"},
+    "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning"},
     "agree": BASE | {"cluster", "cost", "costdb"},
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "planning"},
     "profile": BASE | PASSES | {"agree", "planning", "target"},

@@ -86,3 +86,21 @@ def test_a_deep_or_three_dimensional_plan_has_a_small_gap(
 ) -> None:
     plan, _ = planned(cluster, mesh, blocks=blocks, hidden=1024, shape=(8, 512))
     assert plan.gap <= 0.01
+
+
+class Spare(torch.nn.Module):
+    """A model with a layer that its forward leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(x).sum()
+        return result
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_parameter_that_nothing_uses_costs_no_update(devices: int) -> None:
+    found = autopar.plan(Spare(), ClusterSpec.local(devices), torch.randn(4, 6), measure=False)
+    assert found.status == "optimal"

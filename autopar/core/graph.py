@@ -69,7 +69,8 @@ class Operator:
     """One call of an ATen overload; `results` holds None for results that nobody can use.
 
     `order` is the memory order of operand 0's dims where a random operator draws in it, empty if
-    that is the dims' own order.
+    that is the dims' own order. `operands` are the tensors of all uses, in the order of the arguments;
+    a tensor used twice appears twice.
     """
 
     name: str
@@ -80,11 +81,11 @@ class Operator:
     module: str = ""  # qualified name of the module that called it, for printing
     source: str = ""  # the user's own line, for errors
     order: tuple[int, ...] = ()
+    operands: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The tensor of every use, in argument order; a tensor used twice appears twice."""
-        return tuple(ref.name for ref in refs((self.args, self.kwargs)))
+    def __post_init__(self) -> None:
+        names = tuple(ref.name for ref in refs((self.args, self.kwargs)))
+        object.__setattr__(self, "operands", names)
 
 
 @dataclass(frozen=True, slots=True)

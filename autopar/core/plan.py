@@ -32,9 +32,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One operator's line in the plan: its factor on each axis, seconds and bytes on one device.
+    """One operator's line in the plan: its factor on each axis, seconds and bytes on one device, for one
+    micro-batch.
 
-    `communication` counts what is inside the operator and the conversions of what it takes.
+    `communication` counts what is inside the operator and the conversions of what it takes, among them
+    the sums of weights' gradients, which are made once a step.
     """
 
     name: str
@@ -46,6 +48,24 @@ class Layer:
     communication: float
     nbytes: int
     flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pipeline stage's line: the modules of its first and last operator, seconds of one micro-batch
+    and of handing on its output and its gradient, those of a step's gradient sums, and the bytes that it
+    takes at its peak on one device."""
+
+    rank: int
+    first: str
+    last: str
+    operators: int
+    forward: float
+    backward: float
+    send_output: float
+    send_gradient: float
+    sync: float
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +82,11 @@ class Alternative:
 class Plan:
     """A decision with its predictions; `print` it, or take `as_dict()`.
 
-    `status` is "optimal", "gap_limit" or "time_limit"; `gap` is relative to a proven bound;
-    `measured_share` is the part of predicted operator time that rests on measurements.
+    `status` is "optimal", "gap_limit" or "time_limit"; `gap` is relative to a proven bound; with stages
+    a note says what it covers. Seconds are those of a whole step with all micro-batches; `compute` and
+    `communication` of the average pipeline rank, which does nothing for a share `bubble` of the step.
+    Bytes are those of the fullest rank. `measured_share` is the part of predicted operator time that
+    rests on measurements.
     """
 
     program: Program
@@ -85,6 +108,8 @@ class Plan:
     parameter_bytes: tuple[int, ...]  # of each rank
     notes: tuple[str, ...] = ()
     pipeline: Pipeline = Pipeline()
+    stages: tuple[Stage, ...] = ()
+    bubble: float = 0.0
 
     @property
     def mesh(self) -> Mesh:
@@ -119,6 +144,16 @@ class Plan:
                 }
                 for layer in self.layers
             ],
+            "pipeline": {
+                "ranks": self.pipeline.ranks,
+                "stages": self.pipeline.num_stages,
+                "micro_batches": self.pipeline.micro_batches,
+                "schedule": self.pipeline.schedule.value,
+                "starts": list(self.pipeline.starts),
+                "stage_seconds": [stage.forward + stage.backward for stage in self.stages],
+                "stage_bytes": [stage.nbytes for stage in self.stages],
+                "bubble": self.bubble,
+            },
             "conversions": list(self.conversions),
             "outputs": {name: show(layout) for name, layout in self.program.outputs.items()},
             "alternatives": [

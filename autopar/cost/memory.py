@@ -10,6 +10,7 @@ R and B hold one copy; a view shares its operand's memory.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.convert.table import Action, effect
@@ -31,6 +32,27 @@ class Peak:
     by_operator: dict[str, int]  # bytes that each operator keeps for backward
 
 
+@dataclass(frozen=True, slots=True)
+class KeptStorage:
+    """Memory that backward reads: `home` is the place of the operator where it first occurs, `keepers`
+    those of the operators that keep it."""
+
+    name: str  # a tensor that lies in it
+    nbytes: int
+    home: int
+    keepers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Footing:
+    """What operators hold, one by one: storages kept for backward, bytes `own` of each operator that
+    nobody else sees, and the `working` bytes beside all that while it runs, forward or backward."""
+
+    kept: tuple[KeptStorage, ...]
+    own: tuple[int, ...]
+    working: tuple[int, ...]
+
+
 def value_layout(layout: Layout) -> Layout:
     """The layout of the value alone: B is R."""
     return tuple(R if isinstance(item, Broadcast) else item for item in layout)
@@ -39,6 +61,14 @@ def value_layout(layout: Layout) -> Layout:
 def peak_memory(graph: Graph, prices: Prices, program: Program) -> Peak:
     """Replay forward and backward of one step of the largest rank."""
     return _Replay(graph, prices, program).run()
+
+
+def footing(graph: Graph, prices: Prices, program: Program) -> Footing:
+    """What each operator of the largest rank holds, for cuts into pipeline stages to add up."""
+    return _Replay(graph, prices, program).footing()
+
+
+Step = tuple[list[Storage], list[Storage], set[Storage], int]
 
 
 class _Replay:
@@ -70,12 +100,47 @@ class _Replay:
         steps = [self.step(index) for index in range(len(self.graph.operators))]
         kept, by_operator = self.keep(steps)
         forward = self.forward(steps, kept)
-        backward = self.backward(steps) if self.prices.training else 0
+        backward = self.backward(steps) + self.gradient() if self.prices.training else 0
         resident = sum(self.size[key] for key in kept)
         extra = sum(item[3] for item in steps)
         return Peak(state + max(forward, backward), state, resident + extra, by_operator)
 
-    def step(self, index: int) -> tuple[list[Storage], list[Storage], set[Storage], int]:
+    def gradient(self) -> int:
+        """The largest gradient of a weight, which is held beside the sum of those before it."""
+        if not self.prices.accumulates:
+            return 0
+        weights = (
+            item.name
+            for item in self.graph.inputs
+            if item.kind is InputKind.PARAMETER and item.spec.requires_grad
+        )
+        return max((self.prices.local_bytes(name, self.program.inputs[name]) for name in weights), default=0)
+
+    def footing(self) -> Footing:
+        steps = [self.step(index) for index in range(len(self.graph.operators))]
+        kept, _ = self.keep(steps)
+        homes: dict[Storage, int] = {}
+        keepers: dict[Storage, list[int]] = {}
+        for place, (operands, results, holds, _) in enumerate(steps):
+            for key in (*operands, *results):
+                homes.setdefault(key, place)
+            for key in holds:
+                keepers.setdefault(key, []).append(place)
+        working = [sum(self.size[key] for key in alive) for alive in self.transient(steps, kept)]
+        if self.prices.training:
+            gradients = [sum(self.size[key] for key in alive) for alive in self.gradients(steps)]
+            working = list(map(max, working, reversed(gradients)))
+        return Footing(
+            kept=tuple(
+                KeptStorage(key[0], self.size[key], homes[key], tuple(places))
+                for key, places in keepers.items()
+                if self.size[key]
+            ),
+            own=tuple(own for _, _, _, own in steps),
+            working=tuple(working),
+        )
+
+    def step(self, index: int) -> Step:
         """(operands, results, kept, own bytes) of an operator."""
         item = self.graph.operators[index]
         strategy = self.program.strategies[item.name]
@@ -97,9 +162,7 @@ class _Replay:
         kept |= {results[place] for place in price.kept.results if place < len(results)}
         return operands, results, kept, price.kept.extra_bytes
 
-    def keep(
-        self, steps: list[tuple[list[Storage], list[Storage], set[Storage], int]]
-    ) -> tuple[set[Storage], dict[str, int]]:
+    def keep(self, steps: list[Step]) -> tuple[set[Storage], dict[str, int]]:
         everything: set[Storage] = set()
         by_operator = {}
         for item, (_, _, kept, extra) in zip(self.graph.operators, steps, strict=True):
@@ -107,33 +170,46 @@ class _Replay:
             everything |= kept
         return everything, by_operator
 
-    def forward(
-        self, steps: list[tuple[list[Storage], list[Storage], set[Storage], int]], kept: set[Storage]
-    ) -> int:
-        left = Counter(key for operands, _, _, _ in steps for key in set(operands))
-        alive: set[Storage] = set()
-        most = extra = 0
-        for operands, results, _, own in steps:
-            alive |= {*operands, *results}
-            extra += own
-            most = max(most, extra + sum(self.size[key] for key in alive))
-            for key in set(operands):
-                left[key] -= 1
-            alive -= {key for key in alive if not left[key] and key not in kept and key not in results}
+    def forward(self, steps: list[Step], kept: set[Storage]) -> int:
+        most = resident = 0
+        seen: set[Storage] = set()
+        for (operands, results, _, own), alive in zip(steps, self.transient(steps, kept), strict=True):
+            new = kept.intersection((*operands, *results)) - seen
+            seen |= new
+            resident += own + sum(self.size[key] for key in new)
+            most = max(most, resident + sum(self.size[key] for key in alive))
         return most
 
-    def backward(self, steps: list[tuple[list[Storage], list[Storage], set[Storage], int]]) -> int:
+    def transient(self, steps: list[Step], kept: set[Storage]) -> Iterator[set[Storage]]:
+        """What is alive while each operator runs forward, beside what is kept; always the same set, which
+        changes."""
+        left = Counter(key for operands, _, _, _ in steps for key in set(operands))
+        alive: set[Storage] = set()
+        for operands, results, _, _ in steps:
+            alive |= {*operands, *results} - kept
+            yield alive
+            for key in set(operands):
+                left[key] -= 1
+            alive -= {key for key in alive if not left[key] and key not in results}
+
+    def backward(self, steps: list[Step]) -> int:
         holders = Counter(key for _, _, kept, _ in steps for key in kept)
         resident = sum(self.size[key] for key in holders) + sum(own for _, _, _, own in steps)
-        gradients: set[Storage] = set()
         most = resident
-        for operands, results, kept, own in reversed(steps):
-            gradients |= {key for key in (*operands, *results) if self.size[key]}
+        for (_, _, kept, own), gradients in zip(reversed(steps), self.gradients(steps), strict=True):
             most = max(most, resident + sum(self.size[key] for key in gradients))
-            gradients -= set(results)
             resident -= own
             for key in kept:
                 holders[key] -= 1
                 if not holders[key]:
                     resident -= self.size[key]
         return most
+
+    def gradients(self, steps: list[Step]) -> Iterator[set[Storage]]:
+        """The storages whose gradients are alive while each operator runs backward, the last one first;
+        always the same set, which changes."""
+        alive: set[Storage] = set()
+        for operands, results, _, _ in reversed(steps):
+            alive |= {key for key in (*operands, *results) if self.size[key]}
+            yield alive
+            alive -= set(results)

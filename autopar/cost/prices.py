@@ -15,7 +15,7 @@ import torch
 
 import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (registers the operators that rules write)
-from autopar.cluster import ClusterSpec
+from autopar.cluster import ClusterSpec, Link
 from autopar.convert.table import Action, effect
 from autopar.core.costs import Collective, DeviceModel, OperatorCost
 from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec, map_refs
@@ -54,10 +54,11 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Seconds of one operator under one strategy on one rank, forward and backward.
+    """Seconds of one operator under one strategy on one rank, forward and backward, for one micro-batch.
 
-    `flops` are forward flops; `calls` the local calls, for measuring; `missing_seconds` the part of
-    `compute` that is an estimate; `kept` what stays in memory for backward.
+    `forward` is the part of `seconds` before the loss, `weights` the part of the backward pass that
+    only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
+    `missing_seconds` the part of `compute` that is an estimate; `kept` what stays in memory for backward.
     """
 
     compute: float
@@ -67,17 +68,24 @@ class Price:
     calls: tuple[Call, ...]
     kept: Kept
     tie: float = 0.0  # seconds that only break ties: of equally fast plans the one that keeps less
+    forward: float = 0.0
+    weights: float = 0.0
 
     @property
     def seconds(self) -> float:
         return self.compute + self.communication + self.tie
+
+    @property
+    def backward(self) -> float:
+        return self.seconds - self.forward
 
 
 @dataclass(slots=True)
 class Prices:
     """The cost table of one graph on one mesh; filled on demand and remembered.
 
-    `training` counts backward passes.
+    The graph is that of one micro-batch. `once` is what a second that is spent once a step counts
+    against one that every micro-batch spends: 1 without micro-batches. `training` counts backward passes.
     """
 
     graph: Graph
@@ -86,15 +94,24 @@ class Prices:
     model: CostModel
     training: bool = True
     optimizer_states: int = 2  # tensors of the weight's size that the optimizer keeps; Adam has two
+    once: float = 1.0
+    accumulates: bool = False  # whether gradients of several micro-batches add up
     _operators: dict[Any, Price] = field(default_factory=dict)
-    _moves: dict[Any, float] = field(default_factory=dict)
+    _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    _links: dict[int, Link] = field(default_factory=dict)
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
     _parameters: frozenset[str] = frozenset()
+    _weights: frozenset[str] = frozenset()  # the parameters and what is made of them alone
 
     def __post_init__(self) -> None:
         parameters = (item.name for item in self.graph.inputs if item.kind is InputKind.PARAMETER)
         self._parameters = frozenset(parameters)
+        weights = set(self._parameters)
+        for item in self.graph.operators:
+            if item.operands and weights.issuperset(item.operands):
+                weights.update(name for name in item.results if name)
+        self._weights = frozenset(weights)
 
     @property
     def device(self) -> DeviceModel:
@@ -163,18 +180,34 @@ class Prices:
         costs += [self.call(item) for item in local]
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
-        talk = sum(self._inner(target, args, spec) for target, args, spec in emitter.collectives)
+        inner = [self._inner(target, args, spec) for target, args, spec in emitter.collectives]
+        talk = sum(map(sum, inner))
         work = sum(flops(item) for item in local)
+        ahead = sum(item.forward_seconds for item in costs) * self.model.contention
+        weights = (compute - ahead) * self._weights_share(operation, work)
+        ahead += sum(before for before, _ in inner)
         kept = _kept(emitter, values, results, self.device.kind)
         if not self.training:
-            return Price(compute, talk, missing, work, local, Kept(aliases=kept.aliases))
+            return Price(compute, talk, missing, work, local, Kept(aliases=kept.aliases), forward=ahead)
         sizes = (
             emitter.meta[values[index]].numel() * emitter.meta[values[index]].element_size()
             for index in kept.operands
             if operation.operands[index] not in self._parameters
         )
         tie = TIE * (sum(sizes) + kept.extra_bytes) / self.device.bandwidth
-        return Price(compute, talk, missing, work, local, kept, tie)
+        return Price(compute, talk, missing, work, local, kept, tie, ahead, weights)
+
+    def _weights_share(self, operation: Operator, flops: int) -> float:
+        """The part of the operator's backward pass that gives gradients of weights alone.
+
+        Each gradient of a product costs what the product does; elsewhere the gradients of weights come
+        along with the others.
+        """
+        wanted = [name for name in operation.operands if self.graph.specs[name].requires_grad]
+        if self._weights.issuperset(wanted):
+            return 1.0
+        factors = [name for name in wanted if len(self.graph.specs[name].shape) > 1]
+        return sum(name in self._weights for name in factors) / len(factors) if flops and factors else 0.0
 
     def _seconds(self, item: OperatorCost) -> float:
         backward = item.backward_seconds if self.training else 0.0
@@ -191,20 +224,22 @@ class Prices:
             self.device.launch_seconds + 4 * nbytes / self.device.bandwidth * 4, 0.0, measured=False
         )
 
-    def _inner(self, target: str, args: Sequence[Any], spec: TensorSpec) -> float:
-        """Communication inside an operator: halos, and sums of statistics."""
+    def _inner(self, target: str, args: Sequence[Any], spec: TensorSpec) -> tuple[float, float]:
+        """Communication inside an operator, forward and backward: halos, and sums of statistics."""
         name = target.split(".")[1] if "::" not in target else target.split("::")[1].split(".")[0]
         backward = self.training and spec.requires_grad
         if name == "exchange":
             key, dim, _, owned, starts, stops, _ = args
-            return self._halo(key, spec, dim, owned, starts, stops) * (2 if backward else 1)
+            seconds = self._halo(key, spec, dim, owned, starts, stops)
+            return seconds, seconds if backward else 0.0
         if name == "batch_norm":
             key = next(item for item in args if isinstance(item, str))
             seconds = self._collective(Collective.ALL_REDUCE, 3 * spec.shape[1] * 4, parse_key(key)[1])
-            return seconds * (2 if backward else 1)
+            return seconds, seconds if backward else 0.0
         axes = parse_key(args[0])[1]
         both = name == "p_to_b" and backward
-        return self._collective(Collective.ALL_REDUCE, spec.nbytes, axes) * (2 if both else 1)
+        seconds = self._collective(Collective.ALL_REDUCE, spec.nbytes, axes)
+        return seconds, seconds if both else 0.0
 
     def _halo(
         self,
@@ -230,6 +265,10 @@ class Prices:
 
     def move(self, name: str, move: Move) -> float:
         """Seconds of a conversion, forward and backward."""
+        return sum(self.move_parts(name, move))
+
+    def move_parts(self, name: str, move: Move) -> tuple[float, float]:
+        """Seconds of a conversion in the forward and in the backward pass."""
         spec = self.graph.specs[name]
         shapes = tuple(
             self.dims.local_shape(name, layout, self._place) for layout in (move.source, move.target)
@@ -246,17 +285,18 @@ class Prices:
             self._moves[key] = self._price_move(spec, move, shapes)
         return self._moves[key]
 
-    def _price_move(self, spec: TensorSpec, move: Move, shapes: Sequence[tuple[int, ...]]) -> float:
+    def _price_move(
+        self, spec: TensorSpec, move: Move, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[float, float]:
         nbytes = max(torch.Size(shape).numel() for shape in shapes) * spec.dtype.itemsize
         if any(isinstance(item, Shard) for item in move.placements) and all(
             isinstance(item, Shard) for item in move.placements
         ):
             nbytes *= self.dims.mesh.shape[move.axis]
         what = effect(move)
-        total = self._action(what.forward, nbytes, move.axis)
-        if self.training and spec.requires_grad:
-            total += self._action(what.backward, nbytes, move.axis)
-        return total
+        learns = self.training and spec.requires_grad
+        back = self._action(what.backward, nbytes, move.axis) if learns else 0.0
+        return self._action(what.forward, nbytes, move.axis), back
 
     def _action(self, action: Action, nbytes: int, axis: int) -> float:
         match action:
@@ -271,9 +311,20 @@ class Prices:
         size = 1
         for axis in axes:
             size *= self.dims.mesh.shape[axis]
-        link = self.cluster.link(self.dims.mesh, axes[0])
+        if axes[0] not in self._links:
+            self._links[axes[0]] = self.cluster.link(self.dims.mesh, axes[0])
+        link = self._links[axes[0]]
         nodes = self.dims.mesh.shape[0] if self.cluster.nodes > 1 and 0 in axes else 1
         return self.model.collectives.cost(kind, nbytes, size, link, nodes=nodes).seconds
+
+    def weight_move(self, name: str, move: Move, *, leads: bool) -> float:
+        """A weight's conversion as it counts beside what each micro-batch does.
+
+        The `r_to_b` that lead from where the weight is stored are left to the end of the step, when
+        gradients have added up; all others are made for every micro-batch.
+        """
+        seconds = self.gradient_sync(name, move)
+        return self.once * seconds if leads and effect(move).name == "r_to_b" else seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
         """A weight's conversion: its all-reduce shares a bucket's latency with others."""

@@ -9,7 +9,11 @@ an output, x[t,p]: how it leaves the graph.
 f[t,v,a] >= 0: the flow of use (t, v) over move a. z[t,a] >= 0: move a of t is made.
 y[t,p] >= 0: t is kept for backward in layout p.
 
-**Minimise**  sum cost[v,s] x[v,s] + sum cost[t,a] z[t,a] + sum update[t,p] x[t,p]
+**Minimise**  sum cost[v,s] x[v,s] + sum cost[t,a] z[t,a] + sum update[t,p] x[t,p] + price * memory
+
+Costs are seconds of one micro-batch; what is done once a step, the optimizer's update and the sums of
+gradients that r_to_b leads to, counts `once` of its seconds (cost/prices.py). `price`, seconds per byte,
+is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row could state the cap.
 
 **Subject to**
     one       sum_s x[v,s] = 1                                      every operator runs one way
@@ -37,7 +41,7 @@ multisets of placements there (symmetry.py). That relaxes it, to a quarter of it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.convert.path import interesting
@@ -53,6 +57,17 @@ from autopar.ops.rule import Strategy, rule_of
 from autopar.ops.views import Expand, Permute, Reshape, Split
 
 Marginal = dict[Layout, Terms]
+
+
+@dataclass(frozen=True, slots=True)
+class Dear:
+    """Seconds that a byte costs: of `state`, held all step long, and of what a micro-batch keeps."""
+
+    state: float = 0.0
+    kept: float = 0.0
+
+
+FREE = Dear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +110,10 @@ class Problem:
         cap: int | None,
         relaxed: bool = False,
         alike: tuple[tuple[int, ...], ...] = (),
+        dear: Dear = FREE,
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
-        self.cap, self.relaxed, self.alike = cap, relaxed, alike
+        self.cap, self.relaxed, self.alike, self.dear = cap, relaxed, alike, dear
         self.named: dict[Move, Move] = {}  # a move between unnamed layouts -> one that it stands for
         self.lp = LinearProgram()
         self.operators = {item.name: item for item in graph.operators}
@@ -109,6 +125,7 @@ class Problem:
         for item in graph.operators:
             self.members.setdefault(folding.class_of[item.name], []).append(item.name)
         self.memory: Terms = []
+        self.paid: Terms = []  # what the price of memory adds to the costs
         self.add_operators()
         self.tensors = self.tensor_classes()
         for tensor in self.tensors:
@@ -126,11 +143,20 @@ class Problem:
                 self.lp.variable(cost.seconds * len(members), integer=True, upper=1.0) for cost in costs
             ]
             self.lp.equal([(1.0, variable) for variable in self.x[name]], 1.0, f"one {name}")
-            self.memory += [
-                (float(cost.kept.extra_bytes * len(members)), variable)
-                for cost, variable in zip(costs, self.x[name], strict=True)
-                if cost.kept.extra_bytes
-            ]
+            for cost, variable in zip(costs, self.x[name], strict=True):
+                if cost.kept.extra_bytes:
+                    self.hold(cost.kept.extra_bytes * len(members), variable, self.dear.kept)
+
+    def hold(self, nbytes: float, variable: int, price: float) -> None:
+        """Count bytes that `variable` holds."""
+        self.memory.append((float(nbytes), variable))
+        if price:
+            self.paid.append((price * nbytes, variable))
+            self.lp.costs[variable] += price * nbytes
+
+    def memory_cost(self, values: Sequence[float]) -> float:
+        """Seconds of an answer's cost that are the price of its memory."""
+        return sum(cost * values[variable] for cost, variable in self.paid)
 
     def mean(self, name: str, repetitions: frozenset[int]) -> list[Terms]:
         """For each strategy of a class the terms of x, averaged over some of its repetitions."""
@@ -226,15 +252,11 @@ class Problem:
         sources = self.sources(tensor)
         uses = self.uses_of(tensor)
         fixed = tensor.name in self.kinds and self.kinds[tensor.name].mutated
-        weight = tensor.name in self.kinds and self.kinds[tensor.name].kind is InputKind.PARAMETER
         count = float(len(tensor.members))
-        price: Callable[[Move], float] = (
-            (lambda move: self.prices.gradient_sync(tensor.name, move))
-            if weight
-            else (lambda move: self.prices.move(tensor.name, move))
-        )
-        if self.alike:
-            name_axes, price = price, lambda move: name_axes(self.named[move])
+
+        def price(move: Move) -> float:
+            return self.move_seconds(tensor.name, self.named[move] if self.alike else move)
+
         shared = len(uses) > 1
         needs = itertools.chain(sources, *(use.needs for use in uses))
         learns = self.prices.training and self.graph.specs[tensor.name].requires_grad
@@ -293,10 +315,11 @@ class Problem:
         variables = {}
         for layout in layouts:
             cost = self.prices.update(tensor.name, layout) if self.is_parameter(tensor.name) else 0.0
+            cost *= self.prices.once
             variables[layout] = self.lp.variable(cost * count, integer=True, upper=1.0)
             if self.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
-                self.memory.append((float(nbytes), variables[layout]))
+                self.hold(nbytes, variables[layout], self.dear.state)
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0, f"one {tensor.name}")
         self.input_layouts[tensor.name] = variables
         found: Marginal = {}
@@ -346,6 +369,19 @@ class Problem:
         return found
 
     # -- moves ----------------------------------------------------------------------------------------
+
+    def move_seconds(self, name: str, move: Move) -> float:
+        """What a move costs in the program."""
+        if not self.is_parameter(name):
+            return self.prices.move(name, move)
+        return self.prices.weight_move(name, move, leads=self.may_lead(name, move))
+
+    def may_lead(self, name: str, move: Move) -> bool:
+        """Whether `r_to_b` alone can have led from a stored layout to the move's source."""
+        stored = unnamed(
+            tuple(R if isinstance(item, Broadcast) else item for item in move.source), self.alike
+        )
+        return stored in self.space.inputs[name]
 
     def arcs(
         self, name: str, sources: Marginal, use: Use, targets: Sequence[tuple[Placement, ...]], *, alone: bool
@@ -416,7 +452,7 @@ class Problem:
 
         A parameter's own storage is state already: only a converted copy of it counts.
         """
-        if self.cap is None:
+        if self.cap is None and not self.dear.kept:
             return
         sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
         if tensor.name in self.makers:
@@ -430,7 +466,7 @@ class Problem:
                 if layout not in y:
                     y[layout] = self.lp.variable()
                     nbytes = self.prices.local_bytes(tensor.name, layout) * count
-                    self.memory.append((nbytes, y[layout]))
+                    self.hold(nbytes, y[layout], self.dear.kept)
                 own = [(1.0, at_rest[layout])] if layout in at_rest else []
                 self.lp.at_least([(1.0, y[layout]), *own, *((-c, v) for c, v in terms)], 0.0, "keep")
 

@@ -170,10 +170,11 @@ def build_space(
             wanted="names of layers or operators of the graph",
             remedy="take the names from the plan's table",
         )
+    uses = graph.consumers()
     inputs = {
         item.name: [layout]
         if (layout := _fixed(item, prices.dims, stored or {}, user_layouts or {}))
-        else _layouts_of(item, graph, prices, strategies, folding, local=local_inputs)
+        else _layouts_of(item, uses[item.name], prices, strategies, folding, local=local_inputs)
         for item in graph.inputs
     }
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
@@ -332,7 +333,7 @@ def _fixed(
 
 def _layouts_of(
     item: GraphInput,
-    graph: Graph,
+    uses: Sequence[tuple[Operator, int]],
     prices: Prices,
     strategies: Mapping[str, Sequence[Strategy]],
     folding: Folding,
@@ -345,9 +346,7 @@ def _layouts_of(
             tuple(option.operands[index] for option in strategy),
             differentiable=prices.training and item.spec.requires_grad,
         )
-        for operation in graph.operators
-        for index, name in enumerate(operation.operands)
-        if name == item.name
+        for operation, index in uses
         for strategy in strategies[folding.class_of[operation.name]]
     }
     if item.mutated:

@@ -9,6 +9,7 @@ for all plans; the plan itself is the best among all namings of what the relaxat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, choose
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import Answer
-from autopar.ilp.placement import Problem, Space, unnamed
+from autopar.ilp.placement import FREE, Dear, Problem, Space, unnamed
 from autopar.ilp.solver import solve
 from autopar.ops.rule import Strategy
 
@@ -49,6 +50,8 @@ def choose_named(
     cap: int | None,
     gap: float,
     time_limit: float | None,
+    dear: Dear = FREE,
+    bounded: bool = True,
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
 
@@ -56,20 +59,30 @@ def choose_named(
     """
     alike = axes_alike(prices)
     if not alike:
-        return choose(graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit)
-    problem = Problem(graph, prices, forget(space, alike), folding, cap=cap, alike=alike)
+        return choose(
+            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
+        )
+    problem = Problem(graph, prices, forget(space, alike), folding, cap=cap, alike=alike, dear=dear)
     answer = solve(problem.lp, relaxed=True, time_limit=time_limit)
     bound = answer.bound
-    if folding.count > 1:
+    if dear != FREE or not bounded:
+        bound = -math.inf
+    elif folding.count > 1:
         free = Problem(graph, prices, forget(space, alike), folding, cap=cap, relaxed=True, alike=alike)
         bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
     if answer.values is None:
-        return choose(graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit)
+        return choose(
+            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
+        )
     few = named(space, problem, answer, alike)
     try:
-        found = choose(graph, prices, few, folding, cap=cap, gap=gap, time_limit=time_limit)
+        found = choose(
+            graph, prices, few, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
+        )
     except InfeasibleError:
-        return choose(graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit)
+        return choose(
+            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
+        )
     bound = min(bound, found.seconds)
     proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds
     status = "gap_limit" if found.status == "optimal" and not proven else found.status

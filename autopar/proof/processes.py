@@ -85,9 +85,9 @@ def train_rank(job: Job) -> tuple[Record | None, Disagreement]:
     traced = _raised(target, job)
     compiler = Compiler(
         job.cluster,
-        Request(),
+        Request(measure=False),
         target.loss_fn,
-        loss_only=False,
+        loss_only=job.by_steps,
         exact_random=True,
         plan=job.plan,
         traced=traced,

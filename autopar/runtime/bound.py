@@ -8,7 +8,8 @@ local parts of buffers -----'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -60,6 +61,8 @@ class Bound:
         self._names = [item.name for item in parameters]
         self._unsynced = {index for index, item in enumerate(parameters) if sync_key(item) is None}
         self._leaves = Leaves(parameters, [find(item.target) for item in parameters], self._receive, mesh)
+        self._adding = False
+        self._held: dict[int, Tensor] = {}
         self._sync = GradientSync(
             [
                 Member(
@@ -95,9 +98,27 @@ class Bound:
         """Let go of the parameters' storage."""
         self._leaves.untie()
 
+    @contextmanager
+    def adding_up(self, *, last: bool) -> Iterator[None]:
+        """Within, gradients that ranks sum only add up here, until those of the `last` backward come,
+        which take them along: one sum a step, however many micro-batches."""
+        self._adding = not last
+        try:
+            yield
+        except BaseException:
+            self._held.clear()
+            raise
+        finally:
+            self._adding = False
+
     def _receive(self, index: int, gradient: Tensor) -> None:
         if index in self._unsynced:
             self._leaves.deliver(index, gradient)
+            return
+        if index in self._held:
+            gradient = self._held.pop(index) + gradient  # no in-place sum: gradients may share memory
+        if self._adding:
+            self._held[index] = gradient
         else:
             self._sync.add(index, gradient)
 

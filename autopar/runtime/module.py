@@ -194,20 +194,23 @@ class ParallelModule(Container):
         self, call: Arguments, batch: Sequence[MicroBatch], first: Bound, *, learn: bool
     ) -> Tensor:
         """One micro-batch after the other; a longer one's program may not fit the shorter."""
-        total: Tensor | None = None
-        for micro in batch:
-            same = micro.share == batch[0].share
-            program = first if same else self._program(replace(call, tensors=micro.tensors))
-            assert isinstance(program, Bound)
-            loss = find_loss(program(micro.tensors))
-            if loss is None:
-                raise no_loss()
-            loss = loss * (1.0 if first.executable.loss_is_sum else micro.share)
-            if learn:
-                loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total
+        programs = [
+            first
+            if micro.share == batch[0].share
+            else cast(Bound, self._program(replace(call, tensors=micro.tensors)))
+            for micro in batch
+        ]
+        losses = []
+        for number, (micro, program) in enumerate(zip(batch, programs, strict=True)):
+            with program.adding_up(last=program not in programs[number + 1 :]):
+                loss = find_loss(program(micro.tensors))
+                if loss is None:
+                    raise no_loss()
+                loss = loss * (1.0 if first.executable.loss_is_sum else micro.share)
+                if learn:
+                    loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum(0)
 
     @property
     def plan(self) -> Any:

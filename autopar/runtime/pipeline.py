@@ -35,7 +35,7 @@ from autopar.micro_batches import MicroBatch
 from autopar.runtime import groups
 from autopar.runtime.gradient_sync import assign
 from autopar.runtime.parameters import local
-from autopar.runtime.stage import Stage
+from autopar.runtime.stage import Stage, splits_cleanly
 
 SINGLE: dict[ScheduleKind, Any] = {ScheduleKind.GPIPE: ScheduleGPipe, ScheduleKind.ONE_F_ONE_B: Schedule1F1B}
 MULTIPLE: dict[ScheduleKind, Any] = {
@@ -143,6 +143,7 @@ class StagedProgram:
             input_args=tuple(map(_example, made.received)),
             output_args=tuple(map(_example, sent)),
             group=self.group,
+            dw_builder=None if splits_cleanly(made) else _nothing_left,
         )
 
     # -- gradients ------------------------------------------------------------------------------
@@ -192,6 +193,11 @@ class StagedProgram:
         else:
             with torch.no_grad():
                 local(outer.grad).add_(total)
+
+
+def _nothing_left() -> Callable[[], None]:
+    """For stages whose backward isn't split: that of the inputs does all, that of the weights nothing."""
+    return lambda: None
 
 
 class _TorchStage(PipelineStage):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar.core.executable import Executable, InputPart
 from autopar.core.graph import InputKind
@@ -107,6 +107,39 @@ class Stage(nn.Module):
 
     def _take(self, item: InputPart, tensors: Sequence[Tensor]) -> Tensor:
         return cut_input(tensors[item.position], item, self.executable).to(self._device, non_blocking=True)
+
+
+def splits_cleanly(executable: Executable) -> bool:
+    """Whether torch finds all weight gradients of a stage after those of what it received.
+
+    It walks back from each weight to the first operators that also depend on a received tensor. Only
+    for weights with one such operator, which takes the weight itself or a conversion of it, is that
+    path tried and true: a weight that first meets the stage's own samples (an embedding in a later
+    stage), or that is used twice, can get a wrong gradient in silence (torch 2.13).
+    """
+    learned = {
+        item.name
+        for item in executable.inputs
+        if item.kind is InputKind.PARAMETER and item.spec.requires_grad
+    }
+    places = [node for node in executable.module.graph.nodes if node.op == "placeholder"]
+    received = {node for node, spec in zip(places, executable.received, strict=False) if spec.requires_grad}
+    for node in executable.module.graph.nodes:
+        if received.intersection(node.all_input_nodes):
+            received.add(node)
+    return all(_meets(node, received) for node in places if str(node.target) in learned)
+
+
+def _meets(weight: fx.Node, received: set[fx.Node]) -> bool:
+    """Whether the weight, through conversions of it alone, has one use, together with what was received."""
+    while len(weight.users) == 1:
+        (user,) = weight.users
+        if user in received:
+            return True
+        if len(user.all_input_nodes) > 1 or user.op == "output":
+            return False
+        weight = user
+    return not weight.users
 
 
 def _guarded(value: Tensor) -> Tensor:

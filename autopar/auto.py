@@ -1,0 +1,309 @@
+"""How many stages and micro-batches: compared by estimates, then planned.
+
+    screen      one graph, that of M0 micro-batches; for some K a few meshes    -> t, E, bytes
+    estimate    for every K and M, from t, E and bytes                          -> an order
+    plan        the first few in that order, each on its own graph              -> the best
+
+Tracing a model and solving a mesh take seconds, there are hundreds of choices, and the seconds of a
+micro-batch of another size follow closely from those of M0: what launches cost stays, the rest shrinks
+with its samples. So the choice of K and M rests on estimates; the plan says so. K is sought from stages
+of one node up and down, for as long as that is faster, up to the number of equal blocks; K = 1 is always
+among the choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from autopar.cluster import ClusterSpec
+from autopar.core.costs import LinkLike
+from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
+from autopar.core.schedule import ScheduleKind
+from autopar.cost.collectives import send_recv
+from autopar.cost.intervals import crossing_bytes
+from autopar.cost.model import Company, CostModel, Progress
+from autopar.cost.step import StepCost, step_cost
+from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.ilp.choose import Solution
+from autopar.ilp.fold import fold
+from autopar.ops.analysis import find_atoms
+from autopar.ops.dims import Atoms, Dims
+from autopar.planning import Found, MeshProblem, Request, search
+from costdb.database import Database
+
+SAMPLE = 16  # micro-batches of the graph that is screened, about
+TIMES = (1, 2, 4, 8)  # micro-batches per pipeline rank, about
+MESHES = 2  # screened for each K
+PLANNED = 3  # pairs of K and M that are planned
+PER_RANKS = 2  # of them with one K
+GraphOf = Callable[[int], Graph]  # micro-batches -> the graph of one
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """What one of `count` micro-batches costs on one mesh, all `ranks` stages together; `weights` are the
+    seconds that gradients of weights alone take, `fixed` those that don't shrink with the samples,
+    `largest` those of the operator that takes longest, which no cut can divide. Of `hop_bytes` are the
+    values that cross a good cut."""
+
+    ranks: int
+    mesh: Mesh
+    count: int
+    cost: StepCost
+    weights: float
+    fixed: float
+    largest: float
+    hop_bytes: int
+    hop: LinkLike
+    state_bytes: int
+    kept_bytes: int
+
+    def scaled(self, seconds: float, micro_batches: int) -> float:
+        """Seconds of the screened micro-batch as those of one of `micro_batches`."""
+        share = seconds / self.cost.micro_batch if self.cost.micro_batch else 0.0
+        fixed = min(share * self.fixed, seconds)
+        return fixed + (seconds - fixed) * self.count / micro_batches
+
+    def seconds(self, micro_batches: int) -> float:
+        """Estimated seconds of a step: a balanced pipeline with the shortest bubble that a schedule has, no
+        faster than its largest operator and its links."""
+        cost, others = self.cost, self.ranks - 1
+        hop = send_recv(self.hop_bytes * self.count // micro_batches, self.hop) if others else 0.0
+        work = micro_batches * self.scaled(cost.micro_batch, micro_batches)
+        filling = [cost.micro_batch / (2 if micro_batches % self.ranks == 0 else 1)]
+        filling.append(cost.micro_batch - 2 * self.weights)
+        bubble = others * max(0.0, self.scaled(min(filling), micro_batches))
+        balanced = (work + cost.sync + cost.update + bubble) / self.ranks
+        slowest = max(self.scaled(self.largest, micro_batches), hop)
+        return max(balanced + 2 * others * hop, micro_batches * slowest)
+
+    def nbytes(self, micro_batches: int) -> float:
+        """Estimated bytes of the fullest rank under 1F1B."""
+        flight = min(micro_batches, self.ranks) / self.ranks
+        return self.state_bytes / self.ranks + self.kept_bytes * self.count / micro_batches * flight
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """K and M on a mesh, with estimated seconds and bytes."""
+
+    ranks: int
+    mesh: Mesh
+    micro_batches: int
+    seconds: float
+    nbytes: float
+
+
+def search_all(
+    graph_of: GraphOf,
+    batch: int,
+    cluster: ClusterSpec,
+    request: Request,
+    *,
+    stages: int | None = None,
+    micro_batches: int | None = None,
+    database: Database | None = None,
+    progress: Progress | None = None,
+    company: Company | None = None,
+) -> Found:
+    """The best plan for a global batch of `batch` samples; `stages` (pipeline ranks), `micro_batches` and
+    `request.schedule` are chosen where they are None. `request.stages` and its micro-batches don't count.
+
+    `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at.
+    Raises InputError if nothing that is asked for can be run, InfeasibleError, with the least memory that
+    would do, if no plan was found that meets the cap, SolverError if none was found in time.
+    """
+    graph_of = lru_cache(maxsize=None)(graph_of)
+    counts = [micro_batches] if micro_batches else _divisors(batch)
+    if batch % counts[0]:
+        raise InputError(
+            where="micro-batches",
+            found=f"{micro_batches} for a batch of {batch}",
+            wanted=f"a divisor of {batch}: stages exchange tensors of one shape",
+            remedy="choose another number, or pad or drop samples",
+        )
+    choices = _Screen(graph_of, counts, cluster, request, database).choices(stages)
+    found: list[Found] = []
+    failures: list[InfeasibleError | SolverError] = []
+    for choice in _few(choices):
+        fastest = min((each.plan.step_seconds for each in found), default=math.inf)
+        if choice.seconds >= fastest:
+            continue  # estimates are those of perfectly balanced stages
+        asked = replace(request, stages=choice.ranks, micro_batches=choice.micro_batches)
+        if asked.mesh is None:
+            asked = replace(asked, mesh=choice.mesh)
+        graph = graph_of(choice.micro_batches)
+        try:
+            found.append(search(graph, cluster, asked, database=database, progress=progress, company=company))
+        except (InfeasibleError, SolverError) as error:
+            failures.append(error)
+    if not found:
+        raise min(failures, key=lambda error: getattr(error, "least", None) or math.inf)
+    best = min(found, key=lambda each: each.plan.step_seconds)
+    note = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
+    return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, note)))
+
+
+def _few(choices: Sequence[Choice]) -> list[Choice]:
+    """The first ones, not too many of them with one K, and the first without stages."""
+    taken: list[Choice] = []
+    for choice in choices:
+        alike = [each for each in taken if each.ranks == choice.ranks]
+        if len(taken) < PLANNED and len(alike) < PER_RANKS or choice.ranks == 1 and not alike:
+            taken.append(choice)
+    return taken
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _nearest(counts: Sequence[int], wanted: int) -> int:
+    return min(counts, key=lambda count: (abs(math.log(count / wanted)), count))
+
+
+@dataclass(slots=True)
+class _Screen:
+    graph_of: GraphOf
+    counts: Sequence[int]
+    cluster: ClusterSpec
+    request: Request
+    database: Database | None
+    count: int = field(init=False)
+    graph: Graph = field(init=False)
+    atoms: Atoms = field(init=False)
+    model: CostModel = field(init=False)
+    cap: float = field(init=False)
+
+    def choices(self, ranks: int | None) -> list[Choice]:
+        """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
+        self.count = _nearest(self.counts, SAMPLE)
+        self.graph = self.graph_of(self.count)
+        self.atoms = find_atoms(self.graph)
+        self.model = CostModel.of(self.cluster, self.database)
+        cap = self.request.memory if self.request.memory is not None else self.cluster.memory
+        self.cap = math.inf if cap is None else cap
+        found = [choice for each in self.climb(ranks) for choice in self.rated(each)]
+        if not found:
+            raise InputError(
+                where="stages and micro-batches",
+                found=f"{ranks or 'any'} stages, {', '.join(map(str, self.counts[:8]))} micro-batches",
+                wanted="numbers that some schedule can run",
+                remedy="choose at least as many micro-batches as stages",
+            )
+        best: dict[tuple[int, int], Choice] = {}
+        for choice in sorted(found, key=self.rank):
+            best.setdefault((choice.ranks, choice.micro_batches), choice)
+        return list(best.values())
+
+    def rank(self, choice: Choice) -> tuple[float, float]:
+        over = choice.nbytes if choice.nbytes > self.cap else 0.0
+        return over, choice.seconds
+
+    def climb(self, ranks: int | None) -> Iterator[list[Screened]]:
+        """The screened meshes of `ranks` pipeline ranks, or of as many as pay."""
+        if ranks:
+            yield self.screen(ranks)
+            return
+        most = self.blocks()
+        options = [
+            each for each in _divisors(self.cluster.num_devices) if each <= most and self.can_cut(each)
+        ]
+        middle = options.index(_nearest(options, self.cluster.nodes))
+        best, seen = None, set()
+        for order in (options[middle:], options[:middle][::-1]):
+            for each in order:
+                screened = self.screen(each)
+                seen.add(each)
+                yield screened
+                mine = min(map(self.rank, self.rated(screened)), default=None)
+                if mine is None or (best is not None and mine > best):
+                    break
+                best = mine
+        if 1 not in seen:
+            yield self.screen(1)
+
+    def blocks(self) -> int:
+        """No more stages are sought than equal blocks, if the graph is made of such, or operators."""
+        blocks = fold(self.graph, Dims(self.graph, self.atoms, Mesh((1,)))).count
+        return blocks if blocks > 1 else len(self.graph.operators)
+
+    def can_cut(self, ranks: int) -> bool:
+        try:
+            self.cluster.stage(ranks)
+        except InputError:
+            return False
+        return True
+
+    def meshes(self, ranks: int) -> list[Mesh]:
+        """Few meshes: those of one or two axes whose minor axis comes closest to filling a node."""
+        if self.request.mesh is not None:
+            return [self.request.mesh]
+        stage = self.cluster.stage(ranks)
+        few = [mesh for mesh in stage.meshes() if len(mesh.shape) <= MESHES]
+        return sorted(few, key=lambda mesh: abs(math.log(mesh.shape[-1] / stage.devices_per_node)))[:MESHES]
+
+    def screen(self, ranks: int) -> list[Screened]:
+        request = replace(
+            self.request,
+            stages=1,
+            micro_batches=ranks * TIMES[-2],
+            schedule=ScheduleKind.ONE_F_ONE_B,
+            alternatives=False,
+        )
+        stage, found = self.cluster.stage(ranks), []
+        for mesh in self.meshes(ranks):
+            problem = MeshProblem(
+                self.graph, self.atoms, mesh, stage, self.model, request, None, self.cluster.hop(ranks)
+            )
+            solution = problem.solve(request.force, None, cap=None, bounded=False)
+            prices = [
+                problem.prices.operator(item, solution.program.strategies[item.name])
+                for item in self.graph.operators
+            ]
+            launches = 2 * sum(len(price.calls) for price in prices)
+            found.append(
+                Screened(
+                    ranks=ranks,
+                    mesh=mesh,
+                    count=self.count,
+                    cost=step_cost(self.graph, problem.prices, solution.program),
+                    weights=sum(price.weights for price in prices),
+                    largest=max(price.seconds for price in prices),
+                    fixed=launches * self.model.device.launch_seconds,
+                    hop_bytes=self.least_crossing(problem, solution),
+                    hop=self.cluster.hop(ranks),
+                    state_bytes=solution.peak.state,
+                    kept_bytes=solution.peak.kept,
+                )
+            )
+        return found
+
+    def least_crossing(self, problem: MeshProblem, solution: Solution) -> int:
+        """Bytes at the best cut of the middle half, where most cuts lie."""
+        crossing = crossing_bytes(self.graph, problem.prices, solution.program)
+        quarter = len(crossing) // 4
+        return min(crossing[quarter : 3 * quarter + 1])
+
+    def rated(self, screened: Sequence[Screened]) -> Iterator[Choice]:
+        for each in screened:
+            for count in self.micro_batches(each.ranks):
+                yield Choice(each.ranks, each.mesh, count, each.seconds(count), each.nbytes(count))
+
+    def micro_batches(self, ranks: int) -> list[int]:
+        """Few numbers that a schedule can run; 1 without stages, or as many as memory asks."""
+        wanted = sorted({_nearest(self.counts, ranks * times) for times in TIMES})
+        if ranks == 1:
+            return wanted
+        return [count for count in wanted if self.runs(ranks, count)]
+
+    def runs(self, ranks: int, count: int) -> bool:
+        try:
+            replace(self.request, stages=ranks, micro_batches=count).schedules()
+        except InputError:
+            return False
+        return True

@@ -1,0 +1,265 @@
+"""What every run of operators would cost as a pipeline stage: tables over pairs of cuts.
+
+    places      0    3    7       12    15        where a cut may lie, the ends of the graph among them
+    [p, q]           |-- a stage --|              from the operator at place p to the one before place q
+
+What is needed by operators u1 < u2 < ... and paid once in each stage that has one of them, a tied
+weight or a mask that every stage makes for itself, is paid by u_i in the stages that begin after
+u_(i-1): a rectangle of the table, p in (u_(i-1), u_i], q > u_i. Rectangles are added at their corners
+and summed up once, so that all n^2 stages cost as much as reading the graph and writing the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.core.costs import LinkLike
+from autopar.core.graph import Graph, InputKind
+from autopar.core.plan import Program
+from autopar.cost.collectives import all_reduce, send_recv
+from autopar.cost.memory import footing
+from autopar.cost.prices import Prices
+from autopar.cost.step import move_seconds
+from autopar.cost.values import Value, Values, find_values
+
+Table = NDArray[np.float64]  # [p, q]: 0 where q <= p
+Row = NDArray[np.float64]  # [p]
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Costs of the stage from `places[p]` to `places[q]` in tables [p, q], of cuts in rows [p].
+
+    Seconds per micro-batch: `forward`, `input_gradient`, `weight_gradient`; per step: `sync`, the sums
+    of its gradients, and `update`. Bytes: `state` of its weights, `kept` by each micro-batch in flight,
+    `working` beside that. What crosses cut p takes `send` seconds and `send_back` for its gradients; its
+    `received` bytes are kept apart for every micro-batch, and those of gradients, `received_back`.
+    """
+
+    places: tuple[int, ...]
+    forward: Table
+    input_gradient: Table
+    weight_gradient: Table
+    sync: Table
+    update: Table
+    state: Table
+    kept: Table
+    working: Table
+    send: Row
+    send_back: Row
+    received: Row
+    received_back: Row
+
+    @property
+    def seconds(self) -> Table:
+        """Of one micro-batch, forward and backward, without hops."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+def crossing_bytes(graph: Graph, prices: Prices, program: Program) -> tuple[int, ...]:
+    """For each operator the bytes per rank that a cut before it would send on."""
+    values = find_values(graph, program, training=prices.training)
+    row = _Crossing(range(len(graph.operators) + 1))
+    for value in values.of.values():
+        row.add(value, float(prices.local_bytes(value.name, value.layout)))
+    return tuple(int(nbytes) for nbytes in row.total()[:-1])
+
+
+def intervals(
+    graph: Graph,
+    prices: Prices,
+    program: Program,
+    hop: LinkLike,
+    *,
+    places: Sequence[int],
+) -> Intervals:
+    """Price every stage that `program` can be cut into at `places`.
+
+    `places` begin with 0 and end with the number of operators; `hop` links neighbouring stages.
+    """
+    values = find_values(graph, program, training=prices.training)
+    sums = _Seconds(graph, prices, program, values, places)
+    state, sync, update, gradient = _weights(graph, prices, program, values, hop, places)
+    kept, working = _memory(graph, prices, program, values, places)
+    if prices.accumulates:  # a new gradient is held beside the sum of those before
+        working += gradient
+    rows = [_Crossing(places) for _ in range(4)]
+    for value in values.of.values():
+        nbytes = prices.local_bytes(value.name, value.layout)
+        seconds = send_recv(nbytes, hop)
+        learns = prices.training and graph.specs[value.name].requires_grad
+        for row, amount in zip(rows, (seconds, seconds * learns, nbytes, nbytes * learns), strict=True):
+            row.add(value, amount)
+    send, send_back, received, received_back = (row.total() for row in rows)
+    return Intervals(
+        places=tuple(places),
+        forward=sums.forward.total(),
+        input_gradient=sums.input_gradient.total(),
+        weight_gradient=sums.weight_gradient.total(),
+        sync=sync,
+        update=update,
+        state=state,
+        kept=np.triu(kept + received[None, :], 1),
+        working=working,
+        send=send,
+        send_back=send_back,
+        received=received,
+        received_back=received_back,
+    )
+
+
+class _Rectangles:
+    """A table as the sum of rectangles, of which only the corners are written."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self.places = np.asarray(places)
+        self.corners: list[tuple[int, int, int, float]] = []
+
+    def add(self, after: int, user: int, amount: float) -> None:
+        """`amount` in every stage that begins after operator `after` and has operator `user`."""
+        if amount:
+            self.corners.append((after, user, user, amount))
+
+    def add_each(self, users: Sequence[int], amount: float) -> None:
+        """`amount` once in every stage that has one of `users`, which are in order."""
+        for before, user in pairwise((-1, *users)):
+            self.add(before, user, amount)
+
+    def add_first(self, home: int, user: int, amount: float) -> None:
+        """`amount` in every stage that has both operators, `home` and then `user`."""
+        if amount:
+            self.corners.append((-1, home, user, amount))
+
+    def total(self) -> Table:
+        """The table; stages that end where they begin, or before, are 0."""
+        size = len(self.places)
+        table = np.zeros((size + 1, size))
+        if self.corners:
+            after, last, user, amount = map(np.asarray, zip(*self.corners, strict=True))
+            low = np.searchsorted(self.places, after, side="right")
+            high = np.searchsorted(self.places, last, side="right")  # the first cut behind `last`
+            ends = np.searchsorted(self.places, user, side="right")
+            np.add.at(table, (low, ends), amount)
+            np.add.at(table, (high, ends), -amount)
+        summed = np.cumsum(np.cumsum(table, axis=0), axis=1)[:-1]
+        return np.triu(summed.clip(min=0.0), 1)  # corners cancel but for rounding
+
+
+class _Crossing:
+    """A row over cuts, of what is made before and used behind them."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self.places = np.asarray(places)
+        self.row = np.zeros(len(places) + 1)
+
+    def add(self, value: Value, amount: float) -> None:
+        if value.free or not value.uses:
+            return
+        self.row[np.searchsorted(self.places, value.home, side="right")] += amount
+        self.row[np.searchsorted(self.places, value.uses[-1], side="right")] -= amount
+
+    def total(self) -> Row:
+        found = np.cumsum(self.row)[:-1].clip(min=0.0)
+        found[-1] = 0.0  # but for rounding
+        return found
+
+
+@dataclass(slots=True)
+class _Seconds:
+    """Seconds of one micro-batch: of operators, and of conversions where they are made."""
+
+    graph: Graph
+    prices: Prices
+    program: Program
+    values: Values
+    places: Sequence[int]
+    forward: _Rectangles = field(init=False)
+    input_gradient: _Rectangles = field(init=False)
+    weight_gradient: _Rectangles = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forward, self.input_gradient, self.weight_gradient = (_Rectangles(self.places) for _ in range(3))
+        parameters = {item.name for item in self.graph.inputs if item.kind is InputKind.PARAMETER}
+        for place, item in enumerate(self.graph.operators):
+            price = self.prices.operator(item, self.program.strategies[item.name])
+            made = [name for name in item.results if name]
+            free = made and self.values.free.issuperset(made)
+            users = (self.values.carriers[item.name] or (place,)) if free else (place,)
+            self.add(users, price.forward, price.backward - price.weights, price.weights)
+        for value in self.values.of.values():
+            if value.move is not None and not value.leads:
+                weight = value.name in parameters
+                before, after = move_seconds(self.prices, value, name_is_weight=weight)
+                users = value.carriers if value.free else (value.home,)
+                self.add(users, before, *((0.0, after) if weight else (after, 0.0)))
+
+    def add(self, users: Sequence[int], forward: float, inputs: float, weights: float) -> None:
+        self.forward.add_each(users, forward)
+        self.input_gradient.add_each(users, inputs)
+        self.weight_gradient.add_each(users, weights)
+
+
+def _weights(
+    graph: Graph, prices: Prices, program: Program, values: Values, hop: LinkLike, places: Sequence[int]
+) -> tuple[Table, Table, Table, Table]:
+    """State, gradient sums, updates, and the bytes of the largest gradient, of every stage's weights.
+
+    A weight on several stages has a copy on each, and its gradient is summed over them besides.
+    """
+    state, sync, update = (_Rectangles(places) for _ in range(3))
+    largest = np.zeros(len(graph.operators))
+    for item in graph.inputs:
+        if item.kind is InputKind.USER:
+            continue
+        layout = program.inputs[item.name]
+        users = values.source(item.name).carriers or (0,)
+        state.add_each(users, float(prices.state_bytes(item.name, layout)))
+        if item.kind is not InputKind.PARAMETER:
+            continue
+        update.add_each(users, prices.update(item.name, layout))
+        if not item.spec.requires_grad:
+            continue
+        nbytes = prices.local_bytes(item.name, layout)
+        largest[list(users)] = np.maximum(largest[list(users)], nbytes)
+        shared = all_reduce(nbytes, 2, hop)
+        sync.add_each(users, shared)
+        sync.add_first(users[0], users[-1], -shared)  # the stage that has them all shares with nobody
+    for value in values.of.values():
+        if value.move is not None and value.leads:
+            sync.add_each(value.carriers, prices.gradient_sync(value.name, value.move))
+    return state.total(), sync.total(), update.total(), _most(largest, places)
+
+
+def _memory(
+    graph: Graph, prices: Prices, program: Program, values: Values, places: Sequence[int]
+) -> tuple[Table, Table]:
+    """Bytes kept by a micro-batch in flight, and the most that any operator needs beside them.
+
+    What a stage keeps of what it received lies in its receive buffer; what it sends is a copy of its
+    own, which autograd keeps too (added by the caller).
+    """
+    found = footing(graph, prices, program)
+    kept = _Rectangles(places)
+    for place, own in enumerate(found.own):
+        kept.add(-1, place, float(own))
+    for storage in found.kept:
+        if storage.name in values.free:
+            kept.add_each(storage.keepers, float(storage.nbytes))
+        else:
+            kept.add_first(storage.home, storage.keepers[0], float(storage.nbytes))
+    return kept.total(), _most(np.asarray(found.working, dtype=float), places)
+
+
+def _most(amounts: Row, places: Sequence[int]) -> Table:
+    """The largest of the operators' amounts in every stage."""
+    between = [
+        amounts[low:high].max(initial=0.0) for low, high in pairwise(places)
+    ]  # a stage's last cut is not its own
+    table = np.zeros((len(places), len(places)))
+    table[:, 1:] = np.triu(np.broadcast_to(np.asarray(between), (len(between) + 1, len(between))))
+    return np.maximum.accumulate(table, axis=1)

@@ -1,0 +1,69 @@
+"""What a step of a program costs: what every micro-batch repeats, and what is done once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.core.graph import Graph, InputKind
+from autopar.core.plan import Program
+from autopar.cost.prices import Prices
+from autopar.cost.values import Value, find_values
+from autopar.errors import CheckError
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds on one rank for the whole graph: `forward` and `backward` of one micro-batch, and once a
+    step the sums of gradients that wait for the last one, and the optimizer's `update`."""
+
+    forward: float
+    backward: float
+    sync: float
+    update: float
+
+    @property
+    def micro_batch(self) -> float:
+        return self.forward + self.backward
+
+    def weighted(self, once: float) -> float:
+        """Seconds of a micro-batch and `once` times those that are spent once: what is minimised."""
+        return self.micro_batch + once * (self.sync + self.update)
+
+    def of(self, micro_batches: int) -> float:
+        """Seconds of a step on one group of ranks, without stages."""
+        return micro_batches * self.micro_batch + self.sync + self.update
+
+
+def step_cost(graph: Graph, prices: Prices, program: Program) -> StepCost:
+    """The prices of all that `program` does, summed; raises CheckError if they are not finite."""
+    costs = [prices.operator(item, program.strategies[item.name]) for item in graph.operators]
+    forward = sum(cost.forward for cost in costs)
+    backward = sum(cost.backward for cost in costs)
+    parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
+    used = {name for item in graph.operators for name in item.operands}  # others get no gradient, no update
+    sync = 0.0
+    update = sum(prices.update(name, program.inputs[name]) for name in parameters if name in used)
+    for value in find_values(graph, program, training=prices.training).of.values():
+        if value.move is None:
+            continue
+        if value.leads:
+            sync += prices.gradient_sync(value.name, value.move)
+        else:
+            before, after = move_seconds(prices, value, name_is_weight=value.name in parameters)
+            forward, backward = forward + before, backward + after
+    found = StepCost(forward, backward, sync, update)
+    if not math.isfinite(found.weighted(1.0)):
+        raise CheckError(
+            where="plan", found=f"{found.weighted(1.0)} s", wanted="a finite time", remedy="profile again"
+        )
+    return found
+
+
+def move_seconds(prices: Prices, value: Value, *, name_is_weight: bool) -> tuple[float, float]:
+    """Seconds of the conversion that makes a value, forward and backward, for one micro-batch."""
+    assert value.move is not None
+    before, after = prices.move_parts(value.name, value.move)
+    if name_is_weight:
+        after = prices.gradient_sync(value.name, value.move) - before
+    return before, after

@@ -1,0 +1,249 @@
+"""The cut is the best of all cuts, and its tables say what each stage of a program is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.cluster import Link
+from autopar.core.graph import Graph, InputKind, Ref
+from autopar.core.mesh import Mesh
+from autopar.core.pipeline import VIRTUAL
+from autopar.core.schedule import Schedule, ScheduleKind
+from autopar.core.timeline import StageCost
+from autopar.cost.intervals import Intervals, crossing_bytes, intervals
+from autopar.cost.memory import peak_memory
+from autopar.cost.prices import Prices
+from autopar.cost.step import step_cost
+from autopar.errors import InfeasibleError, InputError
+from autopar.ilp.stages import choose_places, cut, flights, scheduled
+from autopar.ops.analysis import find_atoms
+from autopar.ops.dims import Dims
+from autopar.rewrite.program import rewrite
+from autopar.rewrite.stages import split
+from autopar.simulate import simulate
+from tests.ilp.brute_force import GRAPHS, blocks, random_prices
+from tests.proof.models import Script
+from tests.proof.plans import draw_program
+
+aten = torch.ops.aten
+HOP = Link(latency=0.5, bandwidth=1000.0)
+CLOSE = 1e-9
+
+
+def schedule_of(kind: ScheduleKind, ranks: int, micro_batches: int) -> Schedule:
+    return scheduled(kind, ranks, 2 if kind in VIRTUAL else 1, micro_batches)
+
+
+def random_table(random: Random, count: int) -> Intervals:
+    """Stages of `count` operators that cost their operators' sum, and a weight that two of them share."""
+    places = tuple(range(count + 1))
+
+    def sums(scale: float, *, whole: bool = False) -> np.ndarray:
+        each = [random.random() ** 2 * scale for _ in range(count)]
+        each = [float(int(item)) for item in each] if whole else each
+        return np.array([[sum(each[p:q]) for q in places] for p in places])
+
+    def row(scale: float, *, whole: bool = False) -> np.ndarray:
+        inner = [random.random() * scale for _ in range(count - 1)]
+        return np.array([0.0, *(map(int, inner) if whole else inner), 0.0])
+
+    most = [random.randrange(50) for _ in range(count)]
+    hop = random.choice((0.0, 0.2, 2.0))
+    return Intervals(
+        places=places,
+        forward=sums(1.0),
+        input_gradient=sums(1.0),
+        weight_gradient=sums(1.0),
+        sync=sums(random.choice((0.0, 3.0))),
+        update=sums(0.5),
+        state=sums(1000.0, whole=True),
+        kept=sums(100.0, whole=True),
+        working=np.array([[float(max(most[p:q], default=0)) for q in places] for p in places]),
+        send=row(hop),
+        send_back=row(hop),
+        received=row(30.0, whole=True),
+        received_back=row(30.0, whole=True),
+    )
+
+
+def stage_costs(table: Intervals, starts: tuple[int, ...], micro_batches: int) -> list[StageCost]:
+    stops = (*starts[1:], len(table.places) - 1)
+    return [
+        StageCost(
+            forward=table.forward[p, q],
+            input_gradient=table.input_gradient[p, q],
+            weight_gradient=table.weight_gradient[p, q],
+            send_output=table.send[q],
+            send_gradient=table.send_back[p],
+            sync=table.sync[p, q],
+            update=table.update[p, q],
+            state=int(table.state[p, q]),
+            buffers=micro_batches * int(table.received[p] + table.received_back[q]),
+            kept=int(table.kept[p, q]),
+            kept_for_weight=int(table.kept[p, q]),
+            working=int(table.working[p, q]),
+        )
+        for p, q in zip(starts, stops, strict=True)
+    ]
+
+
+def all_cuts(table: Intervals, schedule: Schedule) -> Iterator[tuple[float, int, tuple[int, ...]]]:
+    """(seconds, peak bytes, starts) of every cut, by the simulator."""
+    for inner in combinations(range(1, len(table.places) - 1), schedule.stages - 1):
+        starts = (0, *inner)
+        timeline = simulate(schedule, stage_costs(table, starts, schedule.micro_batches))
+        yield timeline.seconds, timeline.peak.nbytes, starts
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 6)])
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 30))]
+)
+def test_the_cut_is_the_best_of_all_cuts(
+    kind: ScheduleKind, ranks: int, micro_batches: int, seed: int
+) -> None:
+    schedule = schedule_of(kind, ranks, micro_batches)
+    table = random_table(Random(seed), 9)
+    best = min(seconds for seconds, _, _ in all_cuts(table, schedule))
+    found = cut(table, schedule)
+    assert found.seconds == pytest.approx(best, rel=CLOSE)
+    assert found.bound <= best * (1 + CLOSE)
+    assert found.seconds == pytest.approx(simulate(schedule, found.stages).seconds, rel=CLOSE)
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 30))]
+)
+def test_under_a_cap_the_cut_is_the_best_that_fits(kind: ScheduleKind, seed: int) -> None:
+    schedule = schedule_of(kind, 2, 4)
+    table = random_table(Random(seed), 8)
+    cuts = list(all_cuts(table, schedule))
+    for _, cap, _ in sorted(cuts, key=lambda each: each[1])[:: max(1, len(cuts) // 4)]:
+        best = min(seconds for seconds, peak, _ in cuts if peak <= cap)
+        try:
+            found = cut(table, schedule, cap=cap)
+        except InfeasibleError as error:
+            # Peaks are rounded up where two stages share a rank: the most of each need not coincide.
+            assert kind in VIRTUAL
+            assert error.least is not None
+            continue
+        timeline = simulate(schedule, found.stages)
+        assert timeline.peak.nbytes <= max(found.rank_bytes) <= cap
+        assert found.bound <= found.seconds * (1 + CLOSE)
+        if kind not in VIRTUAL:
+            assert max(found.rank_bytes) == timeline.peak.nbytes
+            assert found.seconds == pytest.approx(best, rel=CLOSE)
+            assert found.bound <= best * (1 + CLOSE)
+
+
+def test_the_least_memory_that_would_do_is_told() -> None:
+    schedule = schedule_of(ScheduleKind.ONE_F_ONE_B, 2, 4)
+    table = random_table(Random(0), 8)
+    least = min(peak for _, peak, _ in all_cuts(table, schedule))
+    with pytest.raises(InfeasibleError) as caught:
+        cut(table, schedule, cap=least - 1)
+    assert caught.value.least == least
+    assert max(cut(table, schedule, cap=least).rank_bytes) == least
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+def test_the_bound_holds_where_the_proof_is_not_finished(
+    kind: ScheduleKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.ilp.stages.MOST_NODES", 3)
+    for seed in range(4):
+        schedule = schedule_of(kind, 2, 4)
+        table = random_table(Random(seed), 9)
+        best = min(seconds for seconds, _, _ in all_cuts(table, schedule))
+        found = cut(table, schedule)
+        assert found.bound <= best * (1 + CLOSE) <= found.seconds * (1 + 2 * CLOSE)
+
+
+def test_more_stages_than_places_are_refused() -> None:
+    with pytest.raises(InputError, match="4 stages for 3 places"):
+        cut(random_table(Random(0), 3), schedule_of(ScheduleKind.GPIPE, 4, 4))
+
+
+def test_flights_are_those_of_the_literature() -> None:
+    for ranks, count in ((4, 8), (4, 2)):
+        assert flights(scheduled(ScheduleKind.GPIPE, ranks, 1, count)) == (((count,),),) * ranks
+    one = flights(scheduled(ScheduleKind.ONE_F_ONE_B, 4, 1, 8))
+    assert one == tuple(((4 - rank,),) for rank in range(4))
+    for rank, most in enumerate(flights(scheduled(ScheduleKind.INTERLEAVED, 4, 2, 8))):
+        assert max(map(sum, most)) == min(8 * 2, 4 + 2 * (3 - rank) + 1)
+    assert all(max(map(sum, most)) == 8 for most in flights(scheduled(ScheduleKind.ZBV, 4, 2, 8)))
+
+
+def test_places_are_everywhere_or_where_least_crosses() -> None:
+    assert choose_places([0, 5, 5, 2], most=3) == (0, 1, 2, 3, 4)
+    assert choose_places([0, 9, 4, 4, 9, 3, 8], most=2) == (0, 3, 5, 7)
+    assert choose_places([0, 9, 4, 4, 9, 3, 8], most=3) == (0, 2, 3, 5, 7)
+
+
+# -- what the tables say -------------------------------------------------------------------------------------
+
+
+def tied() -> Graph:
+    """A weight at both ends, a mask that many need, a skip, and what is made of weights alone."""
+    s = Script()
+    x, weight = s.user(6, 8), s.weight(8, 8)
+    mask = s.call(aten.gt.Scalar, Ref(x), 0.0)
+    h = first = s.call(aten.linear.default, Ref(x), Ref(weight))
+    for _ in range(3):
+        h = s.call(aten.mul.Tensor, Ref(s.linear(h, 8)), Ref(mask))
+    h = s.call(aten.add.Tensor, Ref(h), Ref(first))
+    other = s.call(aten.transpose.int, Ref(weight), 0, 1)
+    return s.graph(s.call(aten.sum.default, Ref(s.call(aten.matmul.default, Ref(h), Ref(other)))))
+
+
+@pytest.mark.parametrize("make", [*GRAPHS, tied, lambda: blocks(3)], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_crosses_and_what_a_stage_has_is_that_of_its_program(
+    make: Callable[[], Graph], seed: int
+) -> None:
+    graph, random = make(), Random(seed)
+    dims = Dims(graph, find_atoms(graph), Mesh((2,)))
+    prices: Prices = random_prices(graph, Mesh((2,)), random)
+    program = draw_program(random, graph, dims)
+    count = len(graph.operators)
+    table = intervals(graph, prices, program, HOP, places=range(count + 1))
+    mine = rewrite(graph, program, dims, rank=0)
+    assert crossing_bytes(graph, prices, program) == tuple(table.received[:-1])
+    states = {item.name for item in graph.inputs if item.kind is not InputKind.USER}
+    for place in range(1, count):
+        _, second = split(mine, graph, (0, place))
+        assert table.received[place] == sum(spec.nbytes for spec in second.received)
+        assert table.received_back[place] == sum(
+            spec.nbytes for spec in second.received if spec.requires_grad
+        )
+        assert table.send[place] == pytest.approx(sum(0.5 + s.nbytes / 1000 for s in second.received))
+        for (p, q), stage in zip(((0, place), (place, count)), split(mine, graph, (0, place)), strict=True):
+            wanted = sum(
+                prices.state_bytes(name, program.inputs[name]) for name in states.intersection(stage.inputs)
+            )
+            assert table.state[p, q] == wanted
+
+
+@pytest.mark.parametrize("make", [*GRAPHS, tied, lambda: blocks(3)], ids=lambda make: make.__name__)
+def test_one_stage_costs_what_the_whole_program_costs(make: Callable[[], Graph]) -> None:
+    graph, random = make(), Random(0)
+    dims = Dims(graph, find_atoms(graph), Mesh((2,)))
+    prices: Prices = random_prices(graph, Mesh((2,)), random)
+    program = draw_program(random, graph, dims)
+    table = intervals(graph, prices, program, HOP, places=(0, len(graph.operators)))
+    whole, peak = step_cost(graph, prices, program), peak_memory(graph, prices, program)
+    assert table.forward[0, 1] == pytest.approx(whole.forward)
+    assert table.seconds[0, 1] == pytest.approx(whole.micro_batch)
+    assert table.sync[0, 1] == pytest.approx(whole.sync)
+    assert table.update[0, 1] == pytest.approx(whole.update)
+    assert table.state[0, 1] == peak.state
+    assert table.kept[0, 1] == peak.kept
+    assert table.state[0, 1] + table.kept[0, 1] + table.working[0, 1] >= peak.nbytes

@@ -1,0 +1,88 @@
+"""Stages, micro-batches and schedule are chosen, or refused with a reason."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.auto import search_all
+from autopar.cluster import ClusterSpec, Link
+from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
+from autopar.core.schedule import ScheduleKind
+from autopar.errors import InfeasibleError, InputError
+from autopar.planning import Request, search
+from autopar.simplify import only_loss
+from autopar.trace import trace
+from examples.characters import gpt
+
+BATCH = 16
+CLUSTER = ClusterSpec(
+    nodes=4, devices_per_node=1, device="h100", intra=Link(2e-6, 450e9), inter=Link(5e-6, 5e9)
+)
+AUTO: dict[str, Any] = {"measure": False, "alternatives": False, "schedule": None}
+OPEN = Request(**AUTO)
+
+
+@lru_cache
+def graph_of(micro_batches: int) -> Graph:
+    with torch.device("meta"):
+        model = gpt(4, 1024, 8, 256, 256)
+        tokens = torch.zeros(BATCH // micro_batches, 256, dtype=torch.long)
+    return only_loss(trace(model, (tokens, tokens), {}).graph)
+
+
+def test_what_is_chosen_is_no_slower_than_what_could_have_been_asked_for() -> None:
+    """Over slow links stages pay, and splitting every layer doesn't."""
+    chosen = search_all(graph_of, BATCH, CLUSTER, OPEN).plan
+    assert chosen.pipeline.is_staged
+    for stages, count, kind in ((1, 1, None), (2, 4, ScheduleKind.ONE_F_ONE_B), (4, 8, ScheduleKind.GPIPE)):
+        asked = Request(measure=False, alternatives=False, stages=stages, micro_batches=count, schedule=kind)
+        assert chosen.step_seconds <= search(graph_of(count), CLUSTER, asked).plan.step_seconds
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    request = Request(measure=False, alternatives=False, schedule=ScheduleKind.GPIPE)
+    plan = search_all(graph_of, BATCH, CLUSTER, request, stages=2).plan
+    assert (plan.pipeline.ranks, plan.pipeline.schedule) == (2, ScheduleKind.GPIPE)
+    plan = search_all(graph_of, BATCH, CLUSTER, OPEN, micro_batches=4).plan
+    assert plan.pipeline.micro_batches == 4
+
+
+def test_a_plan_meets_the_cap_or_the_least_is_told() -> None:
+    fastest = search_all(graph_of, BATCH, CLUSTER, OPEN).plan
+    cap = fastest.peak_bytes * 9 // 10
+    tight = search_all(graph_of, BATCH, CLUSTER, Request(**AUTO, memory=cap)).plan
+    assert tight.peak_bytes <= cap
+    assert tight.step_seconds >= fastest.step_seconds
+    with pytest.raises(InfeasibleError) as caught:
+        search_all(graph_of, BATCH, CLUSTER, Request(**AUTO, memory=1 << 20))
+    assert caught.value.least is not None and caught.value.least > 1 << 20
+    assert "micro-batches" in str(caught.value)
+
+
+def test_numbers_that_do_not_fit_are_refused_by_name() -> None:
+    with pytest.raises(InputError, match="a divisor of 16"):
+        search_all(graph_of, BATCH, CLUSTER, OPEN, micro_batches=5)
+    with pytest.raises(InputError, match="as many as stages"):
+        search(
+            graph_of(2),
+            CLUSTER,
+            Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, stages=4, micro_batches=2),
+        )
+    with pytest.raises(InputError, match="equal parts"):
+        search_all(graph_of, BATCH, CLUSTER, OPEN, stages=3)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_micro_batches_one_after_the_other_cost_what_is_repeated_and_what_is_not(count: int) -> None:
+    request = Request(measure=False, alternatives=False, micro_batches=count, mesh=Mesh((4,)))
+    found = search(graph_of(count), CLUSTER, request)
+    cost = found.step.cost
+    assert found.plan.step_seconds == pytest.approx(count * cost.micro_batch + cost.sync + cost.update)
+    assert found.plan.gap <= 1e-3
+    whole = search(graph_of(1), CLUSTER, Request(measure=False, alternatives=False, mesh=Mesh((4,)))).plan
+    assert found.plan.peak_bytes < whole.peak_bytes

@@ -1,0 +1,65 @@
+"""What a traced graph says about a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.core.graph import InputKind
+from autopar.errors import TraceError
+from autopar.trace import trace
+
+
+class Difference(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x - 2 * y
+
+
+def test_a_tensor_that_is_passed_twice_stays_two_inputs() -> None:
+    x = torch.randn(3)
+    graph = trace(Difference(), (x, x)).graph
+    users = [item.name for item in graph.inputs if item.kind is InputKind.USER]
+    used = {name for item in graph.operators for name in item.operands}
+    assert len(users) == 2 and used.issuperset(users)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0, extra: Tensor | None = None) -> dict[str, Tensor]:
+        self.count += 1
+        x = self.second(torch.relu(self.first(x))) * scale
+        return {"sum": x if extra is None else x + extra}
+
+
+def test_tied_frozen_and_written_tensors_are_told() -> None:
+    graph = trace(Tied(), (torch.randn(2, 4),), {"scale": 0.5}).graph
+    parameters = {item.target: item for item in graph.inputs if item.kind is InputKind.PARAMETER}
+    assert parameters["first.weight"].aliases == ("second.weight",)
+    assert not parameters["first.bias"].spec.requires_grad
+    assert [buffer for buffer, _ in graph.writes] == ["count"]
+
+
+def test_none_and_numbers_are_part_of_the_call_and_tensors_are_inputs() -> None:
+    x = torch.randn(2, 4)
+    without = trace(Tied(), (x,), {"extra": None})
+    within = trace(Tied(), (x,), {"extra": x + 1})
+    assert without.arguments.key != within.arguments.key
+    assert within.arguments.paths == ("input_0", "extra")
+    assert set(without.results.rebuild((x,))) == {"sum"}
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_branch_on_values_is_refused_at_the_users_line() -> None:
+    with pytest.raises(TraceError, match=r"test_trace\.py.*return x if x\.sum\(\) > 0|test_trace\.py:\d+"):
+        trace(Branching(), (torch.randn(3),))
