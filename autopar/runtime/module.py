@@ -310,12 +310,17 @@ class ParallelModule(Container):
         )
 
     def _update_copy(self) -> None:
-        """Give the copy that is traced the parameters' present dtypes and need of gradients."""
+        """Give the copy that is traced the parameters' present dtypes and need of gradients.
+
+        With stages they must stay: ranks of other stages would not see it, and wait for ever.
+        """
         model = self._model[0]
         outer = dict(itertools.chain(self.named_parameters(), self.named_buffers()))
         traced = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
         for name, ours in outer.items():  # all of them, but on a pipeline's ranks
             theirs = traced[name]
+            if self._holders and (theirs.dtype, theirs.requires_grad) != (ours.dtype, ours.requires_grad):
+                raise _changed(name, theirs, ours)
             if theirs.dtype != ours.dtype:
                 theirs.data = serial.without_memory(theirs.detach(), ours.dtype)
             theirs.requires_grad_(ours.requires_grad)
@@ -501,3 +506,15 @@ class ParallelModule(Container):
         if self._current is None:
             return "ParallelModule(no plan yet: call it once, or pass example_inputs to parallelize)"
         return self._describe(self._current.executable)
+
+
+def _changed(name: str, planned: Tensor, now: Tensor) -> InputError:
+    def show(tensor: Tensor) -> str:
+        return f"{tensor.dtype}, {'learning' if tensor.requires_grad else 'frozen'}"
+
+    return InputError(
+        where=f"{name} of a plan with pipeline stages",
+        found=show(now),
+        wanted=f"{show(planned)}, as when it was planned: other stages' ranks don't see the change",
+        remedy="convert or freeze the model before it is parallelized",
+    )

@@ -41,7 +41,7 @@ class Model:
 def serial(model: Model) -> dict[str, Tensor]:
     """Every tensor of the graph, computed by eager torch; the inputs are fresh leaves."""
     torch.manual_seed(model.seed)
-    return evaluate(model.graph, leaves(model))
+    return evaluate(model.graph.operators, leaves(model))
 
 
 def leaves(model: Model) -> dict[str, Tensor]:
@@ -50,10 +50,10 @@ def leaves(model: Model) -> dict[str, Tensor]:
     return {name: item.detach().clone().requires_grad_(learns[name]) for name, item in model.tensors.items()}
 
 
-def evaluate(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def evaluate(operators: Sequence[Operator], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`inputs` and every tensor that eager torch makes of them."""
     values = dict(inputs)
-    for item in graph.operators:
+    for item in operators:
         args = map_refs(item.args, lambda ref: values[ref.name])
         results = item.target(*args, **item.kwargs)
         results = [results] if isinstance(results, Tensor) else results
@@ -162,9 +162,14 @@ class Draft:
         for name, value in zip(names, results, strict=True):
             self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, value.requires_grad)
             self.meta[name] = value
-        order = memory_order(self.meta[args[0].name]) if target is aten.dropout.default else ()
+        order = self.order(args[0].name) if target is aten.dropout.default else ()
         self.operators.append(Operator(f"call_{number}", target, args, {}, names, order=order))
         return names
+
+    def order(self, name: str) -> tuple[int, ...]:
+        """The memory order that eager torch gives the tensor; batch norm's differs on meta tensors."""
+        inputs = {name: value.clone() for name, value in self.tensors.items()}
+        return memory_order(evaluate(self.operators, inputs)[name])
 
     def finish(self, *, join: float = 0.0) -> Model:
         """Add a loss; what nobody uses joins it with probability `join`, or leaves the graph beside it."""
@@ -338,7 +343,7 @@ def _upsample(draft: Draft, x: str) -> str | None:
 
 def _batch_norm(draft: Draft, x: str) -> str | None:
     batch, channels, *space = draft.shape(x)
-    if batch * torch.Size(space).numel() < 2:
+    if batch < 2:  # torch's own gradient of one image is wrong where it arrives permuted
         return None
     training = draft.chance(0.8)
     affine = [Ref(draft.parameter(channels)) for _ in "wb"] if draft.chance(0.7) else [None, None]

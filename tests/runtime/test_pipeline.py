@@ -1,0 +1,440 @@
+"""Pipeline stages and micro-batches on real processes do what serial accumulation of gradients does."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from autopar.core.mesh import Mesh
+from autopar.core.pipeline import Pipeline
+from autopar.core.schedule import ScheduleKind
+from autopar.errors import InputError, WorkerError
+from autopar.micro_batches import mask_seed
+from autopar.rewrite.render import describe
+from autopar.runtime import worker
+from autopar.runtime.launch import run_function
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.pipeline import StagedProgram
+from autopar.runtime.stage import Stage
+from tests.planning import forced
+from tests.pool import Pool
+
+Pools = Callable[[int], Pool]
+CPU = torch.device("cpu")
+EXACT = 1e-12  # sums in another order, float64
+PROMPT = 30.0  # seconds after which the ranks that wait for a dead one are ended
+MICRO_BATCHES = 4
+
+
+class Net(nn.Module):
+    """A tied matrix, batch norm and a skip over all that lies between, dropout, a frozen bias, an unused
+    parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.middle = nn.Linear(8, 8, bias=False)
+        self.dropout = nn.Dropout(0.3)
+        self.deep = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.middle.weight
+        self.first.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        skip = torch.tanh(self.first(x))
+        h = torch.tanh(self.middle(self.norm(skip)))
+        h = torch.tanh(self.deep(self.dropout(h)))
+        return F.mse_loss(self.last(h + skip), y)
+
+
+STARTS = {1: (0,), 2: (0, 6), 4: (0, 3, 6, 9)}  # of its twelve operators; the tied ones are 4 and 10
+CASES: dict[str, tuple[tuple[int, ...], list[str], Pipeline]] = {
+    kind.value: ((1,), ["batch"], Pipeline(2, MICRO_BATCHES, kind, STARTS[4 if virtual else 2]))
+    for kind, virtual in (
+        (ScheduleKind.GPIPE, False),
+        (ScheduleKind.ONE_F_ONE_B, False),
+        (ScheduleKind.INTERLEAVED, True),
+        (ScheduleKind.ZB1P, False),
+        (ScheduleKind.ZBV, True),
+        (ScheduleKind.DUALPIPEV, True),
+    )
+} | {
+    "1f1b x batch": ((2,), ["batch"], Pipeline(2, MICRO_BATCHES, ScheduleKind.ONE_F_ONE_B, STARTS[2])),
+    "zbv x filter": ((2,), ["filter"], Pipeline(2, MICRO_BATCHES, ScheduleKind.ZBV, STARTS[4])),
+    "four ranks": ((1,), ["batch"], Pipeline(4, MICRO_BATCHES, ScheduleKind.ONE_F_ONE_B, STARTS[4])),
+    "no stages": ((2,), ["batch"], Pipeline(1, MICRO_BATCHES)),
+}
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(size: int = 8, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randn(size, 8, generator=generator, dtype=torch.float64)
+
+
+def parallel(
+    case: str, model: nn.Module, starts: tuple[int, ...] | None = None, **options: Any
+) -> ParallelModule:
+    shape, wanted, pipeline = CASES[case]
+    pipeline = replace(pipeline, starts=starts or pipeline.starts)
+    compiler = forced(Mesh(shape), wanted, pipeline=pipeline)
+    return ParallelModule(
+        model, compiler, describe=describe, device=CPU, by_steps=True, exact_random=True, **options
+    )
+
+
+def prepared(case: str, **options: Any) -> tuple[Net, ParallelModule]:
+    """A serial net and its parallel double."""
+    serial, ours = make_net(), parallel(case, make_net(), **options)
+    ours.prepare(*batch())
+    return serial, ours
+
+
+def accumulate(model: nn.Module, *tensors: Tensor, seed: int, learn: bool = True) -> Tensor:
+    """Serial training: gradients add up over micro-batches, each loss weighted by its share."""
+    total = torch.zeros((), dtype=torch.float64)
+    parts = zip(*(tensor.tensor_split(MICRO_BATCHES) for tensor in tensors), strict=True)
+    for number, part in enumerate(parts):
+        torch.manual_seed(mask_seed(seed, number))
+        loss = model(*part) * (len(part[0]) / len(tensors[0]))
+        if learn:
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def step(model: ParallelModule, *tensors: Tensor, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return model.train_step(*tensors)
+
+
+def gap(ours: Any, theirs: Any) -> float:
+    """The largest difference between two state dicts with the same keys, or two tensors."""
+    if isinstance(theirs, Tensor):
+        ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+        return float((ours.detach() - theirs.detach()).abs().max())
+    assert list(ours) == list(theirs)
+    return max(gap(ours[name], theirs[name]) for name in theirs)
+
+
+def check_gradients(ours: ParallelModule, serial: nn.Module) -> None:
+    """Those of this rank's stages; None where the serial model has none."""
+    theirs = dict(serial.named_parameters())
+    for name, parameter in ours.named_parameters():
+        wanted = theirs[name].grad
+        assert (parameter.grad is None) == (wanted is None), name
+        assert wanted is None or gap(parameter.grad, wanted) < EXACT, name
+
+
+def on_ranks(pools: Pools, case: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+    shape, _, pipeline = CASES[case]
+    return pools(Mesh(shape).num_devices * pipeline.ranks).run(function, case, *args)
+
+
+every_case = pytest.mark.parametrize("case", CASES)
+two_cases = pytest.mark.parametrize("case", ["1f1b", "zbv x filter"])
+
+
+# -- training -----------------------------------------------------------------------------------
+
+
+def _train(case: str) -> None:
+    serial, ours = prepared(case)
+    pair = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (serial, ours)]
+    for number in range(3):
+        for optimizer in pair:
+            optimizer.zero_grad(set_to_none=number != 1)
+        data = batch(seed=number)
+        mine, theirs = step(ours, *data, seed=number), accumulate(serial, *data, seed=number)
+        assert gap(mine, theirs) < EXACT and not mine.requires_grad
+        check_gradients(ours, serial)
+        for optimizer in pair:
+            optimizer.step()
+    assert gap(ours.state_dict(), serial.state_dict()) < EXACT
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "no stages"])
+def test_training_equals_serial_accumulation(case: str, pools: Pools) -> None:
+    on_ranks(pools, case, _train)
+
+
+def _accumulate(case: str) -> None:
+    serial, ours = prepared(case)
+    for set_to_none in (True, False):
+        for seed in range(2):
+            step(ours, *batch(seed=seed), seed=seed)
+            accumulate(serial, *batch(seed=seed), seed=seed)
+        check_gradients(ours, serial)
+        serial.zero_grad(set_to_none=set_to_none)
+        ours.zero_grad(set_to_none=set_to_none)
+        check_gradients(ours, serial)
+
+
+@two_cases
+def test_gradients_accumulate_over_steps_until_they_are_zeroed(case: str, pools: Pools) -> None:
+    on_ranks(pools, case, _accumulate)
+
+
+def _modes(case: str) -> None:
+    serial, ours = prepared(case)
+    for training in (True, False, True):
+        serial.train(training), ours.train(training)
+        for model in (serial, ours):
+            model.zero_grad()
+        with torch.no_grad():
+            theirs = accumulate(serial, *batch(), seed=3, learn=False)
+        torch.manual_seed(3)
+        assert gap(ours.eval_step(*batch()), theirs) < EXACT
+        assert all(item.grad is None for item in ours.parameters())
+        assert gap(step(ours, *batch(), seed=4), accumulate(serial, *batch(), seed=4)) < EXACT
+        check_gradients(ours, serial)
+        assert gap(ours.state_dict(), serial.state_dict()) < EXACT  # running statistics too
+
+
+@two_cases
+def test_evaluation_and_both_modes(case: str, pools: Pools) -> None:
+    on_ranks(pools, case, _modes)
+
+
+def _shapes(case: str) -> None:
+    serial, ours = prepared(case)
+    for size in (12, 8, 12):
+        data = batch(size)
+        assert gap(step(ours, *data, seed=size), accumulate(serial, *data, seed=size)) < EXACT
+    check_gradients(ours, serial)
+    with pytest.raises(InputError, match="10.*stages exchange tensors of one shape"):
+        ours.train_step(*batch(10))
+
+
+@two_cases
+def test_another_batch_size_runs_other_programs(case: str, pools: Pools) -> None:
+    on_ranks(pools, case, _shapes)
+
+
+def _frozen_later(case: str) -> None:
+    """Only ranks that hold the weight can know, so all keep to what was planned."""
+    _, ours = prepared(case)
+    held = dict(ours.named_parameters())
+    if "first.weight" in held:
+        held["first.weight"].requires_grad_(False)
+        with pytest.raises(
+            InputError, match="first.weight .* found torch.float64, frozen, wanted .* learning"
+        ):
+            step(ours, *batch(), seed=5)
+        held["first.weight"].requires_grad_(True)
+    step(ours, *batch(), seed=5)
+    ours.float()
+    with pytest.raises(InputError, match="torch.float32.* before it is parallelized"):
+        ours.train_step(*(item.float() for item in batch()))
+
+
+def test_what_changes_on_single_stages_is_refused(pools: Pools) -> None:
+    on_ranks(pools, "1f1b", _frozen_later)
+
+
+class Trunk(nn.Module):
+    """Only the head learns, and sees the trunk's first result as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)).requires_grad_(False)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        early = self.trunk[1](self.trunk[0](x))
+        return F.mse_loss(self.head(torch.tanh(self.trunk[2](early))) * early, y)
+
+
+def _trunk(case: str, starts: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    serial = Trunk().double()
+    torch.manual_seed(0)
+    ours = parallel(case, Trunk().double(), starts)
+    for seed in range(2):
+        mine, theirs = step(ours, *batch(), seed=seed), accumulate(serial, *batch(), seed=seed)
+        assert gap(mine, theirs) < EXACT
+        check_gradients(ours, serial)
+
+
+@pytest.mark.parametrize("case", ["gpipe", "1f1b", "zb1p"])
+@pytest.mark.parametrize("starts", [(0, 3), (0, 5), (0, 0), (0, 7)], ids=str)
+def test_stages_without_a_gradient_or_without_operators(
+    case: str, starts: tuple[int, ...], pools: Pools
+) -> None:
+    on_ranks(pools, case, _trunk, starts)
+
+
+def _unequal() -> None:
+    """Ten samples in micro-batches of 3, 3, 2 and 2, without stages; masks are drawn one after the other."""
+    serial, ours = prepared("no stages")
+    data = batch(10)
+    torch.manual_seed(0)
+    mine = ours.train_step(*data)
+    torch.manual_seed(0)
+    total = 0.0
+    for part in zip(*(tensor.tensor_split(MICRO_BATCHES) for tensor in data), strict=True):
+        loss = serial(*part) * (len(part[0]) / 10)
+        loss.backward()
+        total += float(loss)
+    assert abs(float(mine) - total) < EXACT
+    check_gradients(ours, serial)
+    assert gap(ours.state_dict(), serial.state_dict()) < EXACT
+
+
+def test_unequal_micro_batches_without_stages(pools: Pools) -> None:
+    pools(2).run(_unequal)
+
+
+# -- what a rank holds --------------------------------------------------------------------------
+
+
+def _state(case: str) -> set[str]:
+    serial, ours = prepared(case)
+    with torch.no_grad():
+        for tensor in (*serial.parameters(), *serial.buffers()):
+            tensor.add_(1)
+    full = serial.state_dict()
+    assert str(ours.load_state_dict(full)) == "<All keys matched successfully>"
+    found = ours.state_dict()
+    assert all(type(item) is Tensor for item in found.values())
+    assert gap(found, full) == 0
+    assert gap(step(ours, *batch(), seed=2), accumulate(serial, *batch(), seed=2)) < EXACT
+    return {name for name, _ in ours.named_parameters()}
+
+
+FIRST = {"first.weight", "first.bias", "norm.weight", "norm.bias", "middle.weight", "unused"}
+LAST = {"deep.weight", "deep.bias", "last.bias"}
+
+
+def test_state_dicts_are_the_serial_models_on_all_ranks(pools: Pools) -> None:
+    first, last = on_ranks(pools, "1f1b", _state)
+    assert first == FIRST
+    assert last == LAST | {"middle.weight"}, "the tied weight, by its first name"
+    assert all(held >= {"deep.bias"} for held in on_ranks(pools, "zbv x filter", _state)[2:])
+
+
+def _checkpoint(case: str, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)  # each stage has parameter groups of its own
+
+    def trained(seed: int, steps: int) -> tuple[ParallelModule, torch.optim.Optimizer]:
+        net = make_net()
+        net.unused.requires_grad_(False)  # torch wants state for all that need gradients
+        model = parallel(case, net)
+        model.prepare(*batch())
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            step(model, *batch(seed=seed), seed=seed)
+            optimizer.step()
+        return model, optimizer
+
+    def state(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        own = get_optimizer_state_dict(model, optimizer, options=flat)
+        return {"model": model.state_dict(), "optimizer": own}
+
+    model, optimizer = trained(1, 2)
+    dcp.save(state(model, optimizer), checkpoint_id=folder)
+    other, fresh = trained(2, 1)
+    loaded = state(other, fresh)
+    dcp.load(loaded, checkpoint_id=folder)
+    other.load_state_dict(loaded["model"])
+    set_optimizer_state_dict(other, fresh, loaded["optimizer"], options=flat)
+    assert gap(other.state_dict(), model.state_dict()) == 0
+    for one, opt in ((model, optimizer), (other, fresh)):
+        opt.zero_grad()
+        step(one, *batch(seed=3), seed=3)
+        opt.step()
+    assert gap(other.state_dict(), model.state_dict()) == 0
+
+
+@two_cases
+def test_a_distributed_checkpoint_resumes_training(case: str, pools: Pools) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        on_ranks(pools, case, _checkpoint, folder)
+
+
+# -- refusals and failures ----------------------------------------------------------------------
+
+
+def _called(case: str) -> None:
+    _, ours = prepared(case)
+    with pytest.raises(InputError, match=r"train_step\(\*batch\)"):
+        ours(*batch())
+
+
+def test_a_call_of_the_module_names_train_step(pools: Pools) -> None:
+    on_ranks(pools, "1f1b", _called)
+
+
+def _raises() -> None:
+    """One rank's stage fails at its third micro-batch, while the other waits for its gradients."""
+    worker.init("cpu")
+    _, ours = prepared("1f1b")
+    forward = Stage.forward
+
+    def failing(self: Stage, *received: Tensor, micro_batch: Tensor) -> Any:
+        if self.executable.stage == 1 and int(micro_batch) == 2:
+            raise ValueError("one sample too many")
+        return forward(self, *received, micro_batch=micro_batch)
+
+    Stage.forward = failing  # type: ignore[method-assign]  # in a process of its own
+    ours.train_step(*batch())
+
+
+def test_a_stage_that_raises_ends_all_ranks() -> None:
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 2: found") as caught:
+        run_function(_raises, 2)
+    assert "ValueError: one sample too many" in caught.value.traceback
+    assert time.monotonic() - begin < PROMPT
+
+
+# -- the proof can fail -------------------------------------------------------------------------
+
+
+def _tied(case: str, *, synced: bool) -> float:
+    """The largest error of the tied weight's gradient."""
+    serial, ours = prepared(case)
+    with pytest.MonkeyPatch.context() as patch:
+        if not synced:
+            patch.setattr(StagedProgram, "_sum_copies", lambda *_: None)
+        step(ours, *batch(), seed=1)
+    accumulate(serial, *batch(), seed=1)
+    return gap(dict(ours.named_parameters())["middle.weight"].grad, serial.middle.weight.grad)
+
+
+def _synced(case: str) -> float:
+    return _tied(case, synced=True)
+
+
+def _forgotten(case: str) -> float:
+    return _tied(case, synced=False)
+
+
+def test_copies_of_a_tied_weight_that_are_not_summed_are_caught(pools: Pools) -> None:
+    assert max(on_ranks(pools, "1f1b", _synced)) < EXACT
+    assert min(on_ranks(pools, "1f1b", _forgotten)) > 1e-3
