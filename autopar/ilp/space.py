@@ -165,12 +165,19 @@ def build_space(
             remedy="take the names from the plan's table",
         )
     uses = graph.consumers()
-    inputs = {
-        item.name: _layouts_of(
-            item, uses[item.name], prices, strategies, folding, stored or {}, user_layouts or {}
-        )
-        for item in graph.inputs
-    }
+    inputs: dict[str, Sequence[Layout]] = {}
+    alike: dict[object, Sequence[Layout]] = {}
+    for given in graph.inputs:
+        if given.target in (stored or {}):
+            inputs[given.name] = [(stored or {})[given.target]]
+        elif given.name in (user_layouts or {}):
+            inputs[given.name] = [(user_layouts or {})[given.name]]
+        else:
+            users = tuple((folding.class_of[item.name], index) for item, index in uses[given.name])
+            key = users, given.kind, given.mutated, given.spec, prices.dims.atoms.of[given.name]
+            if key not in alike:
+                alike[key] = _layouts_of(given, users, prices, strategies)
+            inputs[given.name] = alike[key]
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
     outputs = dict.fromkeys(graph.outputs, whole) | dict(keep_outputs or {})
     return Space(strategies, inputs, outputs)
@@ -312,25 +319,19 @@ def pinned(operation: Operator, offered: Sequence[Strategy], pin: Sequence[str |
 
 def _layouts_of(
     item: GraphInput,
-    uses: Sequence[tuple[Operator, int]],
+    uses: Sequence[tuple[str, int]],
     prices: Prices,
     strategies: Mapping[str, Sequence[Strategy]],
-    folding: Folding,
-    stored: Mapping[str, Layout],
-    user_layouts: Mapping[str, Layout],
 ) -> Sequence[Layout]:
+    """The layouts of an input that `uses`, classes of operators and positions, take."""
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
-    if item.target in stored:
-        return [stored[item.target]]
-    if item.name in user_layouts:
-        return [user_layouts[item.name]]
     needs = {
         canonical(
             tuple(option.operands[index] for option in strategy),
             differentiable=prices.training and item.spec.requires_grad,
         )
-        for operation, index in uses
-        for strategy in strategies[folding.class_of[operation.name]]
+        for name, index in uses
+        for strategy in strategies[name]
     }
     if item.mutated:
         return sorted(needs, key=str) or [whole]

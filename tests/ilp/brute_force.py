@@ -22,7 +22,8 @@ from autopar.convert.table import canonical, moves
 from autopar.core.costs import Collective, DeviceModel
 from autopar.core.graph import Graph, InputKind, Ref
 from autopar.core.mesh import Mesh
-from autopar.core.placement import Layout, R
+from autopar.core.move import Move
+from autopar.core.placement import B, Layout, R
 from autopar.core.plan import Program
 from autopar.cost.collectives import CollectiveTable
 from autopar.cost.memory import peak_memory
@@ -117,8 +118,13 @@ class BruteForce:
     def tensor(self, name: str, strategies: Mapping[str, Any], layout: Layout | None) -> float:
         """Seconds of a tensor's conversions, and of its update if it is a weight."""
         source, needs = self.ends(name, layout, tuple(strategies[item] for item in self.touching(name)))
-        update = self.prices.update(name, layout) if layout is not None and self.is_weight(name) else 0.0
-        return update + self.tree(name, source, frozenset(needs) - {source})
+        whole = self.tree(name, source, frozenset(needs) - {source})
+        if layout is None or not self.is_weight(name):
+            return whole
+        if self.prices.once < 1.0 and source == (R,) and source not in needs:  # its gradient sum can wait
+            sync = self.prices.gradient_sync(name, Move(0, (R,), (B,)))
+            whole = min(whole, self.prices.once * sync + self.tree(name, (B,), frozenset(needs) - {(B,)}))
+        return self.prices.once * self.prices.update(name, layout) + whole
 
     def _ends(self, name: str, layout: Layout | None, chosen: tuple[Any, ...]) -> tuple[Layout, list[Layout]]:
         inputs = {item.name: self.space.inputs[item.name][0] for item in self.graph.inputs}
