@@ -171,12 +171,17 @@ def build_space(
             remedy="take the names from the plan's table",
         )
     uses = graph.consumers()
-    inputs = {
-        item.name: [layout]
-        if (layout := _fixed(item, prices.dims, stored or {}, user_layouts or {}))
-        else _layouts_of(item, uses[item.name], prices, strategies, folding, local=local_inputs)
-        for item in graph.inputs
-    }
+    inputs: dict[str, Sequence[Layout]] = {}
+    alike: dict[object, Sequence[Layout]] = {}
+    for given in graph.inputs:
+        if fixed := _fixed(given, prices.dims, stored or {}, user_layouts or {}):
+            inputs[given.name] = [fixed]
+            continue
+        users = tuple((folding.class_of[item.name], index) for item, index in uses[given.name])
+        key = users, given.kind, given.mutated, given.spec, prices.dims.atoms.of[given.name]
+        if key not in alike:
+            alike[key] = _layouts_of(given, users, prices, strategies, local=local_inputs)
+        inputs[given.name] = alike[key]
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
     outputs: dict[str, Sequence[Layout]] = {
         name: _layouts_of_output(name, graph, prices.dims, strategies, folding, inputs)
@@ -333,21 +338,21 @@ def _fixed(
 
 def _layouts_of(
     item: GraphInput,
-    uses: Sequence[tuple[Operator, int]],
+    uses: Sequence[tuple[str, int]],
     prices: Prices,
     strategies: Mapping[str, Sequence[Strategy]],
-    folding: Folding,
     *,
     local: bool,
 ) -> Sequence[Layout]:
+    """The layouts of an input that `uses`, classes of operators and positions, take."""
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
     needs = {
         canonical(
             tuple(option.operands[index] for option in strategy),
             differentiable=prices.training and item.spec.requires_grad,
         )
-        for operation, index in uses
-        for strategy in strategies[folding.class_of[operation.name]]
+        for name, index in uses
+        for strategy in strategies[name]
     }
     if item.mutated:
         return sorted(needs, key=str) or [whole]
