@@ -42,8 +42,8 @@ class Compiler:
     """Makes the executables of one parallel module.
 
     With `plan` set, that plan is taken instead of a search for the first call, and with `traced` it is
-    one of that graph, whatever the model. `loss_only` says whether the model's own output leaves the program beside the
-    loss of `loss_fn`.
+    one of that graph, whatever the model. `loss_only` says whether the model's own output leaves the
+    program beside the loss of `loss_fn`.
     """
 
     cluster: ClusterSpec
