@@ -32,7 +32,7 @@ from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.core.timeline import Timeline
 from autopar.cost.model import Progress
 from autopar.errors import InputError
-from autopar.ilp.space import Parallelism, Pins
+from autopar.ilp.space import Force, Parallelism, Pins
 from autopar.planning import DEFAULT_GAP, Request
 from autopar.profile import Bar, Profile
 from autopar.profile import profile as measure_profile
@@ -64,7 +64,7 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     mesh: Mesh | str | None = None,
-    force: Parallelism | Pins | str | None = None,
+    force: Force | Pins | str | None = None,
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
@@ -82,7 +82,8 @@ def plan(
     `example_inputs` is the global batch: a tuple of positional arguments, a dict of keyword
     arguments, or one tensor; with `loss_fn` the arguments that it takes after the output come last.
     `force` is a pure kind ("batch", "domain", "filter", "channel", or "pipeline": one device for each
-    stage) or pins of single layers, by name, to a factor for each axis. `memory` caps bytes per device;
+    stage), one kind for each axis ("batch+filter"), or pins of single layers, by name, to a factor for
+    each axis. `memory` caps bytes per device;
     `optimizer` ("sgd", "momentum", "adam") sizes its state. With `stages` the devices form so many
     pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
     one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. With `recompute` "all" little is kept for
@@ -129,7 +130,7 @@ def parallelize(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     mesh: Mesh | str | None = None,
-    force: Parallelism | Pins | str | None = None,
+    force: Force | Pins | str | None = None,
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
@@ -210,7 +211,7 @@ def verify(
     cluster: ClusterSpec,
     *,
     mesh: Mesh | str | None = None,
-    force: Parallelism | Pins | str | None = None,
+    force: Force | Pins | str | None = None,
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
@@ -249,7 +250,7 @@ def profile(
 
 def make_request(
     mesh: Mesh | str | None,
-    force: Parallelism | Pins | str | None,
+    force: Force | Pins | str | None,
     memory: int | str | None,
     time_limit: float | None,
     gap: float,
@@ -275,18 +276,9 @@ def make_request(
         raise InputError(
             where="gap", found=f"{gap:g}", wanted="at least 0 and less than 1", remedy="write 0.01 for 1 %"
         )
-    kinds = {kind.value: kind for kind in Parallelism}
-    if isinstance(force, str) and force not in (*kinds, PIPELINE):
-        raise InputError(
-            where="force",
-            found=repr(force),
-            wanted=", ".join((*kinds, PIPELINE)),
-            remedy="choose one kind of parallelism",
-        )
-    kind = kinds.get(force) if isinstance(force, str) else force if isinstance(force, Parallelism) else None
     return Request(
         mesh=Mesh.parse(mesh) if isinstance(mesh, str) else mesh,
-        force=kind,
+        force=None if isinstance(force, Mapping) else _force(force),
         pins=force if isinstance(force, Mapping) else None,
         memory=parse_bytes(memory, where="memory") if isinstance(memory, str) else memory,
         time_limit=time_limit,
@@ -296,10 +288,26 @@ def make_request(
     )
 
 
+def _force(force: Force | str | None) -> Force | None:
+    """The kinds that a text names; none for pipelining, which no operator does."""
+    if not isinstance(force, str) or force == PIPELINE:
+        return None if isinstance(force, str) else force
+    kinds = {kind.value: kind for kind in Parallelism}
+    names = force.split("+")
+    if not kinds.keys() >= set(names):
+        raise InputError(
+            where="force",
+            found=repr(force),
+            wanted=", ".join((*kinds, PIPELINE)),
+            remedy="choose one kind of parallelism, or join one for each axis by +",
+        )
+    return kinds[force] if len(names) == 1 else tuple(kinds[name] for name in names)
+
+
 def with_pipeline(
     request: Request,
     cluster: ClusterSpec,
-    force: Parallelism | Pins | str | None,
+    force: Force | Pins | str | None,
     stages: int,
     micro_batches: int,
     schedule: str,

@@ -50,7 +50,11 @@ MeshOption = Annotated[
 ]
 Force = Annotated[
     str | None,
-    typer.Option("--force", metavar="KIND", help="One pure kind: batch, domain, filter, channel, pipeline."),
+    typer.Option(
+        "--force",
+        metavar="KIND[+KIND...]",
+        help="One pure kind (batch, domain, filter, channel, pipeline), or one for each axis: batch+filter.",
+    ),
 ]
 Stages = Annotated[int, typer.Option("--stages", metavar="K", help="Pipeline ranks.")]
 MicroBatches = Annotated[
