@@ -23,14 +23,15 @@ from torch import nn
 import autopar.ops
 import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (register the rules and the operators that programs call)
+from autopar.agree import agree
 from autopar.cluster import ClusterSpec
-from autopar.compiler import Compiler
+from autopar.compiler import Auto, Compiler
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.plan import Plan
 from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.core.timeline import Timeline
-from autopar.cost.model import Progress
+from autopar.cost.model import Company, Progress
 from autopar.errors import InputError
 from autopar.ilp.space import Force, Parallelism, Pins
 from autopar.planning import DEFAULT_GAP, Request
@@ -51,6 +52,7 @@ OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of the weight
 TIMEOUT = timedelta(minutes=10)
 DEFAULT_SCHEDULE = ScheduleKind.ONE_F_ONE_B.value
 RECOMPUTE = ("none", "all")
+AUTO = "auto"
 SPLIT_BACKWARD = (ScheduleKind.ZB1P, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
 Reach = Literal["global", "local"]  # the whole batch on every rank, or each rank's own part
@@ -69,8 +71,8 @@ def plan(
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
     optimizer: str = "adam",
-    stages: int = 1,
-    micro_batches: int = 1,
+    stages: int | str = 1,
+    micro_batches: int | str = 1,
     schedule: str = DEFAULT_SCHEDULE,
     recompute: str = "none",
     costdb: str | None = None,
@@ -86,15 +88,17 @@ def plan(
     each axis. `memory` caps bytes per device;
     `optimizer` ("sgd", "momentum", "adam") sizes its state. With `stages` the devices form so many
     pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
-    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. With `recompute` "all" little is kept for
-    backward, and the rest is computed again.
+    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. Each of the three can be "auto". With
+    `recompute` "all" little is kept for backward, and the rest is computed again.
 
     Raises InfeasibleError, SolverError, TraceError or InputError.
     """
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
+    request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     compiler = Compiler(cluster, request, loss_fn, costdb=costdb, progress=progress)
+    if auto:
+        return compiler.find_pipeline(model, args, kwargs, auto)
     traced = compiler.trace_step(model, args, kwargs)
     return compiler.find(traced.graph, request)
 
@@ -135,8 +139,8 @@ def parallelize(
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
     optimizer: str = "adam",
-    stages: int = 1,
-    micro_batches: int = 1,
+    stages: int | str = 1,
+    micro_batches: int | str = 1,
     schedule: str = DEFAULT_SCHEDULE,
     recompute: str = "none",
     costdb: str | None = None,
@@ -184,12 +188,15 @@ def parallelize(
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    request = with_pipeline(request, cluster_spec, force, stages, micro_batches, schedule, recompute)
+    request, auto = with_pipeline(request, cluster_spec, force, stages, micro_batches, schedule, recompute)
     request = replace(request, local_inputs=local_inputs, local_outputs=local_outputs)
     compiler = Compiler(
         cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
     )
     share_random_state()
+    if auto:
+        request = agreed(compiler, model, split_inputs(example_inputs, example_kwargs), auto)
+        compiler = replace(compiler, request=request)
     parallel = ParallelModule(
         model,
         compiler,
@@ -215,8 +222,8 @@ def verify(
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
-    stages: int = 1,
-    micro_batches: int = 1,
+    stages: int | str = 1,
+    micro_batches: int | str = 1,
     schedule: str = DEFAULT_SCHEDULE,
     recompute: str = "none",
     costdb: str | None = None,
@@ -229,7 +236,11 @@ def verify(
     measured. The other options are those of `plan`.
     """
     request = make_request(mesh, force, memory, time_limit, gap, "momentum", measure=False)
-    request = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
+    request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
+    if auto:
+        compiler = Compiler(cluster, request, target.loss_fn, costdb=costdb)
+        found = compiler.find_pipeline(target.model, target.args, target.kwargs, auto)
+        request = settled(request, found)
     with Database.open(costdb) as database:
         return check(target, cluster, request, steps=steps, processes=processes, database=database)
 
@@ -308,16 +319,20 @@ def with_pipeline(
     request: Request,
     cluster: ClusterSpec,
     force: Force | Pins | str | None,
-    stages: int,
-    micro_batches: int,
+    stages: int | str,
+    micro_batches: int | str,
     schedule: str,
     recompute: str,
-) -> Request:
-    """The request with its pipeline; raises InputError for what torch's schedules can't run."""
+) -> tuple[Request, Auto | None]:
+    """The request with its pipeline, and the numbers of it if any is to be chosen; raises InputError for
+    what torch's schedules can't run."""
     kinds = {kind.value: kind for kind in ScheduleKind}
-    if schedule not in kinds:
+    if schedule not in (*kinds, AUTO):
         raise InputError(
-            where="--schedule", found=repr(schedule), wanted=", ".join(kinds), remedy="choose one of these"
+            where="--schedule",
+            found=repr(schedule),
+            wanted=", ".join((*kinds, AUTO)),
+            remedy="choose one of these",
         )
     if recompute not in RECOMPUTE:
         raise InputError(
@@ -326,32 +341,73 @@ def with_pipeline(
             wanted=", ".join(RECOMPUTE),
             remedy="choose one of these",
         )
-    kind = kinds[schedule]
+    kind = kinds.get(schedule)
+    ranks, count = _number("--stages", stages), _number("--micro-batches", micro_batches)
     if force == PIPELINE:
-        if stages not in (1, cluster.num_devices):
+        if ranks not in (None, 1, cluster.num_devices):
             raise InputError(
                 where="--stages",
                 found=str(stages),
                 wanted=f"{cluster.num_devices}: pure pipelining has one device for each stage",
                 remedy="leave out --stages or --force pipeline",
             )
-        stages = cluster.num_devices
-    if stages != 1:
-        check_schedule(kind, ranks=stages, stages_per_rank=stages_per_rank(kind), micro_batches=micro_batches)
-    if stages != 1 and kind in SPLIT_BACKWARD and recompute != "none":
+        ranks = cluster.num_devices
+    if ranks != 1 and recompute != "none" and (kind is None or kind in SPLIT_BACKWARD):
         raise InputError(
             where="--recompute",
-            found=f"{recompute} with schedule {schedule}, which splits backward in two",
+            found=f"{recompute} with schedule {schedule}, which may split backward in two",
             wanted="gpipe, 1f1b or interleaved: torch recomputes only for one whole backward",
             remedy="choose one of these schedules, or --recompute none",
         )
+    request = replace(request, schedule=kind, recompute=recompute == "all")
+    if ranks is None or count is None:
+        return request, (ranks, count)
+    if ranks != 1 and kind is not None:
+        check_schedule(kind, ranks=ranks, stages_per_rank=stages_per_rank(kind), micro_batches=count)
+    return replace(request, stages=ranks, micro_batches=count), None
+
+
+def settled(request: Request, plan: Plan) -> Request:
+    """The request with the pipeline and the mesh that were chosen."""
+    pipeline = plan.pipeline
     return replace(
         request,
-        stages=stages,
-        micro_batches=micro_batches,
-        schedule=kind,
-        recompute=recompute == "all",
+        mesh=plan.mesh,
+        stages=pipeline.ranks,
+        micro_batches=pipeline.micro_batches,
+        schedule=pipeline.schedule,
     )
+
+
+def _number(option: str, value: int | str) -> int | None:
+    """A count of at least 1, None for "auto"."""
+    if value == AUTO:
+        return None
+    if isinstance(value, int) and value >= 1 or isinstance(value, str) and value.isdecimal() and int(value):
+        return int(value)
+    raise InputError(
+        where=option, found=repr(value), wanted="a whole number from 1, or auto", remedy=f"write {option} 2"
+    )
+
+
+def agreed(
+    compiler: Compiler, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], auto: Auto
+) -> Request:
+    """The compiler's request with the pipeline that rank 0 chooses for all; collective."""
+    args, kwargs = call
+    if not args and not kwargs:
+        raise InputError(
+            where="parallelize",
+            found="stages or micro-batches to be chosen, and no example of the batch",
+            wanted="an example of the global batch",
+            remedy="pass example_inputs, or give both numbers",
+        )
+
+    def find(company: Company) -> tuple[Plan, str]:
+        return compiler.find_pipeline(model, args, kwargs, auto, company), ""
+
+    plan, _ = agree(find, compiler.cluster)
+    return settled(compiler.request, plan)
 
 
 def is_local(option: str, value: str) -> bool:

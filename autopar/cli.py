@@ -56,16 +56,16 @@ Force = Annotated[
         help="One pure kind (batch, domain, filter, channel, pipeline), or one for each axis: batch+filter.",
     ),
 ]
-Stages = Annotated[int, typer.Option("--stages", metavar="K", help="Pipeline ranks.")]
+Stages = Annotated[str, typer.Option("--stages", metavar="K|auto", help="Pipeline ranks.")]
 MicroBatches = Annotated[
-    int, typer.Option("--micro-batches", metavar="M", help="Parts of the batch that follow each other.")
+    str, typer.Option("--micro-batches", metavar="M|auto", help="Parts of the batch that follow each other.")
 ]
 Recompute = Annotated[
     str, typer.Option("--recompute", metavar="none|all", help="What to compute again in backward.")
 ]
 ScheduleName = Annotated[
     str,
-    typer.Option("--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv or dualpipev."),
+    typer.Option("--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto."),
 ]
 Memory = Annotated[str | None, typer.Option("--memory", metavar="2GiB", help="Cap per device.")]
 TimeLimit = Annotated[float | None, typer.Option("--time-limit", metavar="S", help="Seconds for the solver.")]
@@ -95,8 +95,8 @@ def plan(
     force: Force = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
-    stages: Stages = 1,
-    micro_batches: MicroBatches = 1,
+    stages: Stages = "1",
+    micro_batches: MicroBatches = "1",
     schedule: ScheduleName = api.DEFAULT_SCHEDULE,
     recompute: Recompute = "none",
     optimizer: Annotated[str, typer.Option(help="Whose state counts: sgd, momentum or adam.")] = "adam",
@@ -151,8 +151,8 @@ def verify(
     processes: Annotated[
         bool, typer.Option("--processes", help="Real processes, not simulated ranks.")
     ] = False,
-    stages: Stages = 1,
-    micro_batches: MicroBatches = 1,
+    stages: Stages = "1",
+    micro_batches: MicroBatches = "1",
     schedule: ScheduleName = api.DEFAULT_SCHEDULE,
     recompute: Recompute = "none",
     memory: Memory = None,

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from autopar.agree import agree, measure_links
+from autopar.auto import search_all
 from autopar.cluster import ClusterSpec
 from autopar.core.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan
 from autopar.cost.model import Company, Progress
 from autopar.errors import CheckError
-from autopar.micro_batches import is_sum, split_batch
+from autopar.micro_batches import batch_length, is_sum, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.planning import Request, search
@@ -35,6 +36,8 @@ from autopar.signature import LossFunction, flatten_arguments
 from autopar.simplify import only_loss, without_gradients
 from autopar.trace import Traced, trace
 from costdb.database import Database
+
+Auto = tuple[int | None, int | None]  # pipeline ranks and micro-batches, None where the planner chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +96,47 @@ class Compiler:
 
     def trace_step(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of the first micro-batch of a global batch; with stages its loss is the only output."""
+        staged = self.request.stages > 1
+        return self.trace_part(model, args, kwargs, self.request.micro_batches, staged=staged)
+
+    def trace_part(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, *, staged: bool
+    ) -> Traced:
+        """The graph of the first of `count` micro-batches."""
         call = flatten_arguments(args, kwargs)
-        equal = self.request.stages > 1
-        micro = split_batch(call.tensors, self.request.micro_batches, equal=equal)[0]
+        micro = split_batch(call.tensors, count, equal=staged)[0]
         args, kwargs = call.rebuild(micro.tensors)
         traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
-        if equal:
+        if staged:
             traced = replace(traced, graph=only_loss(traced.graph))
         return traced
+
+    def find_pipeline(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        auto: Auto,
+        company: Company | None = None,
+    ) -> Plan:
+        """The best plan where the number of stages, of micro-batches, or both are to be chosen."""
+        stages, micro_batches = auto
+
+        def graph_of(count: int) -> Graph:
+            return self.trace_part(model, args, kwargs, count, staged=True).graph
+
+        with Database.open(self.costdb) as database:
+            return search_all(
+                graph_of,
+                batch_length(flatten_arguments(args, kwargs).tensors),
+                self.cluster,
+                self.request,
+                stages=stages,
+                micro_batches=micro_batches,
+                database=database,
+                progress=self.progress,
+                company=company,
+            ).plan
 
     def device(self) -> torch.device:
         if self.cluster.device_type == "cuda":

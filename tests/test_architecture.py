@@ -70,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "ops"},
     "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning"},
     "agree": BASE | {"cluster", "cost", "costdb"},
-    "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "planning"},
+    "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "auto", "planning"},
     "profile": BASE | PASSES | {"agree", "planning", "target"},
     "proof": BASE | PASSES | {"compiler", "planning", "target"},
     "api": BASE | PASSES | ABOVE | {"schedules", "simulate"},
