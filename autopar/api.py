@@ -29,9 +29,10 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.plan import Plan
 from autopar.core.schedule import ScheduleKind, check_schedule
+from autopar.core.timeline import Timeline
 from autopar.cost.model import Progress
 from autopar.errors import InputError
-from autopar.ilp.space import Parallelism, Pins
+from autopar.ilp.space import Force, Parallelism, Pins
 from autopar.planning import DEFAULT_GAP, Request
 from autopar.profile import Bar, Profile
 from autopar.profile import profile as measure_profile
@@ -39,7 +40,9 @@ from autopar.proof.check import Report, check
 from autopar.rewrite.render import describe
 from autopar.runtime import worker
 from autopar.runtime.module import ParallelModule
+from autopar.schedules import build_schedule
 from autopar.signature import LossFunction, split_inputs
+from autopar.simulate import simulate
 from autopar.target import Target
 from autopar.units import parse_bytes
 from costdb.database import Database
@@ -61,7 +64,7 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     mesh: Mesh | str | None = None,
-    force: Parallelism | Pins | str | None = None,
+    force: Force | Pins | str | None = None,
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
@@ -79,7 +82,8 @@ def plan(
     `example_inputs` is the global batch: a tuple of positional arguments, a dict of keyword
     arguments, or one tensor; with `loss_fn` the arguments that it takes after the output come last.
     `force` is a pure kind ("batch", "domain", "filter", "channel", or "pipeline": one device for each
-    stage) or pins of single layers, by name, to a factor for each axis. `memory` caps bytes per device;
+    stage), one kind for each axis ("batch+filter"), or pins of single layers, by name, to a factor for
+    each axis. `memory` caps bytes per device;
     `optimizer` ("sgd", "momentum", "adam") sizes its state. With `stages` the devices form so many
     pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
     one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. With `recompute` "all" little is kept for
@@ -95,6 +99,29 @@ def plan(
     return compiler.find(traced.graph, request)
 
 
+def timeline(plan: Plan) -> Timeline:
+    """The step of a plan with stages as its schedule runs it, from the plan's seconds and bytes.
+
+    `timeline_text` draws it and `write_trace` writes it for a trace viewer (autopar.draw); its
+    `schedule` prints the order of each rank. Raises InputError for a plan without stages.
+    """
+    pipeline = plan.pipeline
+    if not pipeline.is_staged:
+        raise InputError(
+            where="timeline",
+            found="a plan without pipeline stages",
+            wanted="one whose ranks do different things at different times",
+            remedy="plan with --stages",
+        )
+    schedule = build_schedule(
+        pipeline.schedule,
+        ranks=pipeline.ranks,
+        stages_per_rank=pipeline.num_stages // pipeline.ranks,
+        micro_batches=pipeline.micro_batches,
+    )
+    return simulate(schedule, plan.stage_costs)
+
+
 def parallelize(
     model: nn.Module,
     cluster_spec: ClusterSpec,
@@ -103,7 +130,7 @@ def parallelize(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     mesh: Mesh | str | None = None,
-    force: Parallelism | Pins | str | None = None,
+    force: Force | Pins | str | None = None,
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
@@ -184,7 +211,7 @@ def verify(
     cluster: ClusterSpec,
     *,
     mesh: Mesh | str | None = None,
-    force: Parallelism | Pins | str | None = None,
+    force: Force | Pins | str | None = None,
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
@@ -223,7 +250,7 @@ def profile(
 
 def make_request(
     mesh: Mesh | str | None,
-    force: Parallelism | Pins | str | None,
+    force: Force | Pins | str | None,
     memory: int | str | None,
     time_limit: float | None,
     gap: float,
@@ -249,18 +276,9 @@ def make_request(
         raise InputError(
             where="gap", found=f"{gap:g}", wanted="at least 0 and less than 1", remedy="write 0.01 for 1 %"
         )
-    kinds = {kind.value: kind for kind in Parallelism}
-    if isinstance(force, str) and force not in (*kinds, PIPELINE):
-        raise InputError(
-            where="force",
-            found=repr(force),
-            wanted=", ".join((*kinds, PIPELINE)),
-            remedy="choose one kind of parallelism",
-        )
-    kind = kinds.get(force) if isinstance(force, str) else force if isinstance(force, Parallelism) else None
     return Request(
         mesh=Mesh.parse(mesh) if isinstance(mesh, str) else mesh,
-        force=kind,
+        force=None if isinstance(force, Mapping) else _force(force),
         pins=force if isinstance(force, Mapping) else None,
         memory=parse_bytes(memory, where="memory") if isinstance(memory, str) else memory,
         time_limit=time_limit,
@@ -270,10 +288,26 @@ def make_request(
     )
 
 
+def _force(force: Force | str | None) -> Force | None:
+    """The kinds that a text names; none for pipelining, which no operator does."""
+    if not isinstance(force, str) or force == PIPELINE:
+        return None if isinstance(force, str) else force
+    kinds = {kind.value: kind for kind in Parallelism}
+    names = force.split("+")
+    if not kinds.keys() >= set(names):
+        raise InputError(
+            where="force",
+            found=repr(force),
+            wanted=", ".join((*kinds, PIPELINE)),
+            remedy="choose one kind of parallelism, or join one for each axis by +",
+        )
+    return kinds[force] if len(names) == 1 else tuple(kinds[name] for name in names)
+
+
 def with_pipeline(
     request: Request,
     cluster: ClusterSpec,
-    force: Parallelism | Pins | str | None,
+    force: Force | Pins | str | None,
     stages: int,
     micro_batches: int,
     schedule: str,

@@ -17,13 +17,15 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 
 from autopar import api
 from autopar.cluster import ClusterSpec
+from autopar.draw import timeline_text, write_trace
 from autopar.errors import AutoparError, InputError, WorkerError
 from autopar.planning import DEFAULT_GAP
 from autopar.progress import ProgressBar
@@ -48,7 +50,11 @@ MeshOption = Annotated[
 ]
 Force = Annotated[
     str | None,
-    typer.Option("--force", metavar="KIND", help="One pure kind: batch, domain, filter, channel, pipeline."),
+    typer.Option(
+        "--force",
+        metavar="KIND[+KIND...]",
+        help="One pure kind (batch, domain, filter, channel, pipeline), or one for each axis: batch+filter.",
+    ),
 ]
 Stages = Annotated[int, typer.Option("--stages", metavar="K", help="Pipeline ranks.")]
 MicroBatches = Annotated[
@@ -98,6 +104,9 @@ def plan(
     no_measure: Annotated[
         bool, typer.Option("--no-measure", help="Estimate what is not measured yet.")
     ] = False,
+    trace: Annotated[
+        str | None, typer.Option("--trace", metavar="FILE", help="Write the timeline of the stages.")
+    ] = None,
     as_json: AsJson = False,
     progress: ShowProgress = False,
 ) -> Answer:
@@ -124,7 +133,12 @@ def plan(
             measure=not no_measure,
             progress=bar,
         )
-    return Answer(found.as_dict(), render(found))
+    drawn = api.timeline(found) if trace or found.pipeline.is_staged else None
+    if drawn is None:
+        return Answer(found.as_dict(), render(found))
+    if trace:
+        write_trace(drawn, Path(trace))
+    return Answer(found.as_dict(), Group(render(found), "", timeline_text(drawn)))
 
 
 @app.command()

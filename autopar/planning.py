@@ -32,7 +32,16 @@ from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
 from autopar.ilp.placement import FREE, Dear, Space
 from autopar.ilp.recompute import segments
-from autopar.ilp.space import Kinds, Parallelism, Pins, build_space, is_heavy
+from autopar.ilp.space import (
+    Force,
+    Kinds,
+    Parallelism,
+    Pins,
+    build_space,
+    is_heavy,
+    kind_by_axis,
+    name_of,
+)
 from autopar.ilp.stages import mean_flight, scheduled
 from autopar.ilp.step import Step, once, staged, unstaged
 from autopar.ilp.symmetry import choose_named
@@ -59,7 +68,7 @@ class Request:
     """
 
     mesh: Mesh | None = None
-    force: Parallelism | None = None
+    force: Force | None = None
     pins: Pins | None = None
     memory: int | None = None
     time_limit: float | None = None
@@ -127,7 +136,7 @@ def search(
     atoms = find_atoms(graph)
     model = CostModel.of(cluster, database)
     whole, cluster = cluster, cluster.stage(request.stages)
-    meshes = [request.mesh] if request.mesh else list(cluster.meshes())
+    meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
     hop = whole.hop(request.stages)
     cap = request.memory if request.memory is not None else cluster.memory
@@ -171,7 +180,7 @@ def measure_operators(
     database then knows.
     """
     atoms = find_atoms(graph)
-    meshes = [request.mesh] if request.mesh else list(cluster.meshes())
+    meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
     model = CostModel.of(cluster, database)
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
@@ -222,10 +231,10 @@ class MeshProblem:
     prices: Prices = dataclasses.field(init=False)
     folding: Folding = dataclasses.field(init=False)
     schedules: list[Schedule] = dataclasses.field(init=False)
-    spaces: dict[Parallelism | None, Space] = dataclasses.field(default_factory=dict)
+    spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[object, Solution] = dataclasses.field(default_factory=dict)
 
-    def plan(self, force: Parallelism | None, deadline: float | None, *, cap: int | None) -> Step:
+    def plan(self, force: Force | None, deadline: float | None, *, cap: int | None) -> Step:
         """The best step; with stages under a cap, of several placements for which memory has a price."""
         if self.request.stages == 1:
             solution = self.solve(force, deadline, cap=cap)
@@ -236,9 +245,7 @@ class MeshProblem:
         except InfeasibleError:
             return self.leaner(fastest, force, deadline, cap)
 
-    def leaner(
-        self, fastest: Solution, force: Parallelism | None, deadline: float | None, cap: int | None
-    ) -> Step:
+    def leaner(self, fastest: Solution, force: Force | None, deadline: float | None, cap: int | None) -> Step:
         """The fastest of the placements found by bisecting the price of memory that meet the cap."""
         kept = min(map(mean_flight, self.schedules))
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
@@ -276,7 +283,7 @@ class MeshProblem:
 
     def solve(
         self,
-        force: Parallelism | None,
+        force: Force | None,
         deadline: float | None,
         *,
         cap: int | None,
@@ -328,6 +335,25 @@ def _stageable(graph: Graph, request: Request) -> list[Schedule]:
             remedy="use fewer stages",
         )
     return found
+
+
+def _meshes(cluster: ClusterSpec, request: Request) -> list[Mesh]:
+    """The mesh that is asked for, or all that have an axis for each kind that is forced."""
+    if request.mesh:
+        return [request.mesh]
+    kinds = request.force
+    fitting = [
+        mesh for mesh in cluster.meshes() if not isinstance(kinds, tuple) or len(kinds) == len(mesh.shape)
+    ]
+    if not fitting:
+        assert isinstance(kinds, tuple)
+        raise InfeasibleError(
+            where=f"--force {name_of(kinds)}",
+            found=f"no mesh of {len(kinds)} axes",
+            wanted=f"{len(kinds)} axes of two or more devices each",
+            remedy="use more devices, or one kind of parallelism",
+        )
+    return fitting
 
 
 def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:
@@ -479,6 +505,7 @@ def _report(
         notes=(*graph.notes, *_notes(graph, step)),
         pipeline=_pipeline(step, request),
         stages=_stages(graph, step),
+        stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
     )
     return Found(plan, problem.dims, prices, solution, step)
@@ -596,31 +623,40 @@ def _parameter_bytes(problem: MeshProblem, solution: Solution) -> tuple[int, ...
     )
 
 
-def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Parallelism | None) -> float:
+def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Force | None) -> float:
     """The part of all flops that operators do which are sharded.
 
-    With `force`, only of operators that have a factor of that kind as long as an axis, and only
-    those count as sharded that are so on as many axes as their factors are long enough for.
+    With `force`, only of operators that have a factor of the kind that is forced on an axis, as long as
+    the axis, and only those count as sharded that are so on as many axes as their factors are long
+    enough for.
     """
+    wanted = [kind.value for kind in kind_by_axis(force, kinds.dims.mesh)] if force else []
     total = sharded = 0
     for item, layer in zip(graph.operators, layers, strict=True):
         axes = 1 if force is None else kinds.room(item, force)
-        done = sum(kind is not None and kind == (force.value if force else kind) for kind in layer.kinds)
+        done = sum(
+            kind is not None and kind == want
+            for kind, want in zip(layer.kinds, wanted or layer.kinds, strict=True)
+        )
         total += layer.flops if axes else 0
         sharded += layer.flops if axes and done >= axes else 0
     return sharded / total if total else 0.0
 
 
-def check_force(graph: Graph, prices: Prices, force: Parallelism) -> None:
-    """Raise InfeasibleError if no operator that computes has a factor of that kind as long as an axis."""
-    kinds = Kinds(graph, prices.dims)
+def check_force(graph: Graph, prices: Prices, force: Force) -> None:
+    """Raise InfeasibleError for a kind of which no operator that computes has a factor as long as an axis."""
+    kinds, mesh = Kinds(graph, prices.dims), prices.dims.mesh
     heavy = [item for item in graph.operators if is_heavy(item, prices)]
-    if any(kinds.room(item, force) for item in heavy):
-        return
-    longest = max((kinds.longest(item, force) for item in heavy), default=0)
-    raise InfeasibleError(
-        where=f"--force {force.value} on mesh {prices.dims.mesh}",
-        found=f"no {force.value} factor longer than {longest}" if longest else f"no {force.value} factor",
-        wanted=f"an operator with one of at least {min(kinds.sizes())}, the size of an axis",
-        remedy="choose another kind, a smaller mesh or larger inputs",
-    )
+    by_axis = kind_by_axis(force, mesh)
+    for wanted in dict.fromkeys(by_axis):
+        least = min((mesh.shape[axis] for axis in kinds.axes() if by_axis[axis] is wanted), default=1)
+        longest = max((kinds.longest(item, wanted) for item in heavy), default=0)
+        if longest < least or not longest:
+            raise InfeasibleError(
+                where=f"--force {name_of(force)} on mesh {mesh}",
+                found=f"no {wanted.value} factor longer than {longest}"
+                if longest
+                else f"no {wanted.value} factor",
+                wanted=f"an operator with one of at least {least}, the size of an axis",
+                remedy="choose another kind, a smaller mesh or larger inputs",
+            )

@@ -73,8 +73,8 @@ ALLOWED: dict[str, set[str]] = {
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "planning"},
     "profile": BASE | PASSES | {"agree", "planning", "target"},
     "proof": BASE | PASSES | {"compiler", "planning", "target"},
-    "api": BASE | PASSES | ABOVE,
-    "cli": BASE | {"api", "show", "progress", "target", "cluster", "planning", "runtime"},
+    "api": BASE | PASSES | ABOVE | {"schedules", "simulate"},
+    "cli": BASE | {"api", "draw", "show", "progress", "target", "cluster", "planning", "runtime"},
     "autopar": BASE | {"api", "cluster", "runtime"},
     "__main__": {"cli"},
 }

@@ -104,6 +104,34 @@ def test_the_progress_bar_is_shown_on_stderr_if_wanted(
     assert done == total != "0"
 
 
+def test_a_plan_with_stages_is_drawn_and_its_timeline_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    words = ["plan", f"{TARGETS}:net", *LOCAL, "--no-measure", "--stages", "2", "--micro-batches", "2"]
+    assert main([*words, "--trace", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "pipeline  2 ranks, 2 stages, 2 micro-batches, 1f1b" in out and "rank 1  " in out
+    assert {event["name"] for event in json.loads(path.read_text())["traceEvents"]} >= {"0F0", "1B1"}
+    code, found = command(capsys, *words)
+    assert code == 0 and found["pipeline"]["starts"][0] == 0
+    assert len(found["pipeline"]["stage_seconds"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--trace", "t.json"], "a plan without pipeline stages"),
+        (["--stages", "2", "--micro-batches", "2", "--trace", "/no/such/folder/t.json"], "/no/such/folder"),
+    ],
+)
+def test_a_timeline_that_cannot_be_written_is_bad_input(
+    capsys: pytest.CaptureFixture[str], words: list[str], rule: str
+) -> None:
+    code, found = command(capsys, "plan", f"{TARGETS}:net", *LOCAL, "--no-measure", *words)
+    assert code == 2 and rule in str(found["error"])
+
+
 # verify
 
 

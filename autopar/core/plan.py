@@ -10,6 +10,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
+from autopar.core.timeline import StageCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     pipeline: Pipeline = Pipeline()
     stages: tuple[Stage, ...] = ()
+    stage_costs: tuple[StageCost, ...] = ()  # what a simulation of the schedule takes, for each stage
     bubble: float = 0.0
 
     @property

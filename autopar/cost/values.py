@@ -11,7 +11,7 @@ has no gradient and depends on the user's inputs alone (masks, positions). All o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,10 +112,11 @@ class _Finder:
             children.setdefault(move.source, []).append(move)
         direct = self.needs[name]
 
-        def visit(layout: Layout, move: Move | None, leads: bool) -> Value:
+        first = leading(source, direct, self.program.moves.get(name, ())) if name in self.parameters else []
+
+        def visit(layout: Layout, move: Move | None) -> Value:
             onward = children.get(layout, [])
-            alone = leads and len(onward) == 1 and layout not in direct
-            below = [visit(each.target, each, alone and effect(each).name == "r_to_b") for each in onward]
+            below = [visit(each.target, each) for each in onward]
             uses = sorted({*direct.get(layout, ()), *(value.home for value in below)})
             users = [self.needed_by(place) for place in direct.get(layout, ())]
             found = Value(
@@ -125,13 +126,13 @@ class _Finder:
                 uses=tuple(uses),
                 carriers=_union([*users, *(value.carriers for value in below)]),
                 move=move,
-                leads=leads and move is not None,
+                leads=move in first,
                 free=name in self.free,
             )
             self.values[name, layout] = found
             return found
 
-        return visit(source, None, name in self.parameters)
+        return visit(source, None)
 
     def needed_by(self, place: int) -> tuple[int, ...]:
         """The operator itself, or those that need what it makes if every stage can make that."""
@@ -140,6 +141,19 @@ class _Finder:
         if made and all(name in self.free for name in made):
             return self.carriers[operation.name] or (place,)
         return (place,)
+
+
+def leading(source: Layout, needs: Collection[Layout], moves: Sequence[Move]) -> list[Move]:
+    """Of a weight's moves from `source` the `r_to_b` that are left to the end of the step: each the only
+    use of what is before it (rewrite/sync.py)."""
+    found: list[Move] = []
+    while source not in needs:
+        onward = [move for move in moves if move.source == source]
+        if len(onward) != 1 or effect(onward[0]).name != "r_to_b":
+            break
+        found += onward
+        source = onward[0].target
+    return found
 
 
 def free_tensors(graph: Graph) -> frozenset[str]:

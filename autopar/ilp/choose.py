@@ -16,7 +16,7 @@ from autopar.core.plan import Program
 from autopar.cost.memory import Peak, peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
-from autopar.cost.values import find_values
+from autopar.cost.values import find_values, leading
 from autopar.errors import CheckError, InfeasibleError, SolverError
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import Answer
@@ -136,7 +136,9 @@ def _solve_once(
         bound = min(bound, solve(free.lp, relaxed=True, time_limit=left()).bound)
     program = read(problem, answer)
     seconds = total_seconds(graph, prices, program)
-    promised = answer.cost - problem.memory_cost(answer.values) + _optimism(problem, program)
+    promised = answer.cost - problem.memory_cost(answer.values)
+    if seconds > promised * (1 + 1e-6):
+        promised += _optimism(problem, program)
     if seconds > promised * (1 + 1e-6) + 1e-12:
         raise CheckError(
             where="plan",
@@ -149,16 +151,20 @@ def _solve_once(
 
 
 def _optimism(problem: Problem, program: Program) -> float:
-    """Seconds by which the program is dearer than the solver knew: a gradient sum that seems to lead from
-    where the weight is stored, but follows another conversion, is made for every micro-batch."""
+    """Seconds by which the program is dearer than the solver knew: where several uses of a weight part
+    before its gradient is summed, it is summed for every micro-batch."""
     prices = problem.prices
     if prices.once == 1.0:
         return 0.0
+    uses = problem.graph.consumers()
     values = find_values(problem.graph, program, training=prices.training)
     return sum(
-        prices.gradient_sync(value.name, value.move) - problem.move_seconds(value.name, value.move)
+        (1.0 - prices.once) * prices.gradient_sync(value.name, value.move)
         for value in values.of.values()
-        if value.move is not None and not value.leads and problem.is_parameter(value.name)
+        if value.move is not None
+        and not value.leads
+        and problem.is_parameter(value.name)
+        and len(uses[value.name]) > 1
     )
 
 
@@ -250,18 +256,26 @@ def _moves_of(
     used = {move for move, variable in tensor.arcs if values[variable] > INTEGRAL}
     flowing = _reach(source, needs, used)
 
-    def price(move: Move) -> float:
-        return problem.move_seconds(tensor.name, move)
+    parameter = problem.is_parameter(tensor.name)
 
-    found = tree(
-        source,
-        needs,
-        price,
-        legal=lambda layout: prices.dims.legal(tensor.name, layout),
-        differentiable=prices.training and problem.graph.specs[tensor.name].requires_grad,
-    )
-    candidates = [item for item in (flowing, found) if item is not None]
-    return min(candidates, key=lambda item: sum(map(price, item)))
+    def path(*, leads: bool) -> tuple[Move, ...]:
+        return tree(
+            source,
+            needs,
+            lambda move: problem.move_seconds(tensor.name, move, leads=leads),
+            legal=lambda layout: prices.dims.legal(tensor.name, layout),
+            differentiable=prices.training and problem.graph.specs[tensor.name].requires_grad,
+        )
+
+    candidates = [item for item in (flowing, path(leads=False)) if item is not None]
+    if parameter and prices.once < 1.0:
+        candidates.append(path(leads=True))
+
+    def seconds(moves: tuple[Move, ...]) -> float:
+        first = leading(source, needs, moves) if parameter else ()
+        return sum(problem.move_seconds(tensor.name, move, leads=move in first) for move in moves)
+
+    return min(candidates, key=seconds)
 
 
 def ends(

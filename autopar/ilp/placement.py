@@ -12,7 +12,8 @@ y[t,p] >= 0: t is kept for backward in layout p.
 **Minimise**  sum cost[v,s] x[v,s] + sum cost[t,a] z[t,a] + sum update[t,p] x[t,p] + price * memory
 
 Costs are seconds of one micro-batch; what is done once a step, the optimizer's update and the sums of
-gradients that r_to_b leads to, counts `once` of its seconds (cost/prices.py). `price`, seconds per byte,
+gradients by those r_to_b that lead from where a weight is stored, counts `once` of its seconds
+(cost/prices.py): the flow of a weight has a first phase, of such moves alone. `price`, seconds per byte,
 is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row could state the cap.
 
 **Subject to**
@@ -45,7 +46,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.convert.path import interesting
-from autopar.convert.table import canonical, exists, moves
+from autopar.convert.table import canonical, effect, exists, moves
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Broadcast, Layout, Placement, R, Shard
@@ -57,6 +58,7 @@ from autopar.ops.rule import Strategy, rule_of
 from autopar.ops.views import Expand, Permute, Reshape, Split
 
 Marginal = dict[Layout, Terms]
+Arc = tuple[Move, bool]  # a move, and whether it is left to the end of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +255,6 @@ class Problem:
         uses = self.uses_of(tensor)
         fixed = tensor.name in self.kinds and self.kinds[tensor.name].mutated
         count = float(len(tensor.members))
-
-        def price(move: Move) -> float:
-            return self.move_seconds(tensor.name, self.named[move] if self.alike else move)
-
         shared = len(uses) > 1
         needs = itertools.chain(sources, *(use.needs for use in uses))
         learns = self.prices.training and self.graph.specs[tensor.name].requires_grad
@@ -264,30 +262,60 @@ class Problem:
         arcs_of = [
             [] if fixed else self.arcs(tensor.name, sources, use, targets, alone=not shared) for use in uses
         ]
-        paid: dict[Move, int] = {}
+        waits = not fixed and self.is_parameter(tensor.name) and self.prices.once < 1.0
+        paid: dict[Arc, int] = {}
         for arcs in arcs_of:
-            for move in arcs:
-                if move not in paid:
-                    paid[move] = self.lp.variable(price(move) * count)
-        tensor.arcs = list(paid.items())
+            for move, leads in self.phases(sources, arcs) if waits else [(move, False) for move in arcs]:
+                if (move, leads) not in paid:
+                    seconds = self.move_seconds(tensor.name, self.named.get(move, move), leads=leads)
+                    paid[move, leads] = self.lp.variable(seconds * count)
+        tensor.arcs = [(move, variable) for (move, _), variable in paid.items()]
         for use, arcs in zip(uses, arcs_of, strict=True):
-            flows = {move: self.lp.variable() if shared else paid[move] for move in arcs}
+            mine = self.phases(sources, arcs) if waits else [(move, False) for move in arcs]
+            flows = {arc: self.lp.variable() if shared else paid[arc] for arc in mine}
             if shared:
-                for move, flow in flows.items():
-                    self.lp.at_least([(1.0, paid[move]), (-1.0, flow)], 0.0, "share")
-            self.conserve(tensor, sources, use, flows)
+                for arc, flow in flows.items():
+                    self.lp.at_least([(1.0, paid[arc]), (-1.0, flow)], 0.0, "share")
+            self.conserve(tensor, sources, use, flows, waits=waits)
         self.keep(tensor, uses, count)
 
-    def conserve(self, tensor: TensorClass, sources: Marginal, use: Use, flows: Mapping[Move, int]) -> None:
-        rows: dict[Layout, Terms] = {}
+    def phases(self, sources: Marginal, arcs: Sequence[Move]) -> list[Arc]:
+        """All moves as of every micro-batch, and again those that can be left to the end of the step:
+        `r_to_b` alone from where the weight is stored."""
+        leading: list[Move] = []
+        reached = set(sources)
+        for _ in self.prices.dims.mesh.shape:
+            for move in arcs:
+                if (
+                    move.source in reached
+                    and move not in leading
+                    and _sums_gradients(self.named.get(move, move))
+                ):
+                    leading.append(move)
+                    reached.add(move.target)
+        return [*((move, False) for move in arcs), *((move, True) for move in leading)]
+
+    def conserve(
+        self, tensor: TensorClass, sources: Marginal, use: Use, flows: Mapping[Arc, int], *, waits: bool
+    ) -> None:
+        """Flow into a layout is flow out of it; a weight whose gradient can wait starts in a phase of its
+        own, which it leaves for good."""
+        rows: dict[tuple[Layout, bool], Terms] = {}
         for layout, terms in sources.items():
-            rows.setdefault(layout, []).extend(terms)
+            rows.setdefault((layout, waits), []).extend(terms)
         for layout, terms in use.needs.items():
-            rows.setdefault(layout, []).extend((-coefficient, variable) for coefficient, variable in terms)
-        for move, variable in flows.items():
-            rows.setdefault(move.source, []).append((-1.0, variable))
-            rows.setdefault(move.target, []).append((1.0, variable))
-        for layout, terms in rows.items():
+            rows.setdefault((layout, False), []).extend(
+                (-coefficient, variable) for coefficient, variable in terms
+            )
+        for (move, leads), variable in flows.items():
+            rows.setdefault((move.source, leads), []).append((-1.0, variable))
+            rows.setdefault((move.target, leads), []).append((1.0, variable))
+        for layout, first in list(rows):
+            if first:
+                leaving = self.lp.variable()
+                rows[layout, True].append((-1.0, leaving))
+                rows.setdefault((layout, False), []).append((1.0, leaving))
+        for (layout, _), terms in rows.items():
             constants = sum(coefficient for coefficient, variable in terms if variable < 0)
             self.lp.equal(
                 [(c, v) for c, v in terms if v >= 0],
@@ -370,18 +398,11 @@ class Problem:
 
     # -- moves ----------------------------------------------------------------------------------------
 
-    def move_seconds(self, name: str, move: Move) -> float:
+    def move_seconds(self, name: str, move: Move, *, leads: bool) -> float:
         """What a move costs in the program."""
         if not self.is_parameter(name):
             return self.prices.move(name, move)
-        return self.prices.weight_move(name, move, leads=self.may_lead(name, move))
-
-    def may_lead(self, name: str, move: Move) -> bool:
-        """Whether `r_to_b` alone can have led from a stored layout to the move's source."""
-        stored = unnamed(
-            tuple(R if isinstance(item, Broadcast) else item for item in move.source), self.alike
-        )
-        return stored in self.space.inputs[name]
+        return self.prices.weight_move(name, move, leads=leads)
 
     def arcs(
         self, name: str, sources: Marginal, use: Use, targets: Sequence[tuple[Placement, ...]], *, alone: bool
@@ -501,6 +522,10 @@ def unnamed(layout: Layout, alike: tuple[tuple[int, ...], ...]) -> Layout:
 
 def _order(item: Placement) -> tuple[int, str]:
     return (0 if isinstance(item, Shard) else 1), str(item)
+
+
+def _sums_gradients(move: Move) -> bool:
+    return effect(move).name == "r_to_b"
 
 
 def _leading_to(needs: set[Layout], found: list[Move]) -> list[Move]:

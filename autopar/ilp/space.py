@@ -1,7 +1,7 @@
 """What may be chosen: strategies of every operator and stored layouts of every input.
 
-`force` narrows it: to one kind of parallelism for every operator that computes (those that have
-such a factor must shard it), or to given options for the layers that it names.
+`force` narrows it: to one kind of parallelism on every axis, or to one for each axis (operators that
+compute and have such a factor must shard it); `pins` to given options for the layers that they name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from enum import Enum
 from autopar.convert.table import canonical
 from autopar.core.cut import chunked, nested
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator
+from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, P, Placement, R, Shard
 from autopar.cost.prices import Prices
 from autopar.errors import InputError
@@ -32,6 +33,28 @@ class Parallelism(Enum):
     DOMAIN = "domain"
     FILTER = "filter"
     CHANNEL = "channel"
+
+
+Force = Parallelism | tuple[Parallelism, ...]  # the kind on all axes, or one for each axis
+
+
+def name_of(force: Force) -> str:
+    """As the command line writes it: `batch`, or `batch+filter` for two axes."""
+    return force.value if isinstance(force, Parallelism) else "+".join(kind.value for kind in force)
+
+
+def kind_by_axis(force: Force, mesh: Mesh) -> tuple[Parallelism, ...]:
+    """The kind that is forced on each axis; raises InputError if there are more or fewer kinds than axes."""
+    if isinstance(force, Parallelism):
+        return (force,) * len(mesh.shape)
+    if len(force) != len(mesh.shape):
+        raise InputError(
+            where=f"--force {name_of(force)}",
+            found=f"mesh {mesh}",
+            wanted=f"a mesh of {len(force)} axes, one for each kind",
+            remedy="choose another --mesh, or one kind for all axes",
+        )
+    return force
 
 
 class Kinds:
@@ -85,36 +108,40 @@ class Kinds:
     def _components(self, operation: Operator, option: Option) -> set[Atom]:
         return {self.dims.component(name, item) for name, item in _placed(operation, option)}
 
-    def room(self, operation: Operator, wanted: Parallelism) -> int:
+    def room(self, operation: Operator, force: Force) -> int:
         """On how many axes of two or more devices (of one, if there are no others) the operator could
-        be sharded by that kind, were the lengths of its factors all that counts."""
-        lengths = {
+        be sharded by the kind that is forced there, were the lengths of its factors all that counts."""
+        lengths = {wanted: self.lengths(operation, wanted) for wanted in Parallelism}
+        by_axis = kind_by_axis(force, self.dims.mesh)
+        axes = self.axes()
+        sizes = [self.dims.mesh.shape[axis] for axis in axes]
+        return max(
+            sum(factor is not None for factor in chosen)
+            for chosen in itertools.product(*((None, *lengths[by_axis[axis]]) for axis in axes))
+            if all(
+                math.prod(size for size, factor in zip(sizes, chosen, strict=True) if factor == name)
+                <= length
+                for each in lengths.values()
+                for name, length in each.items()
+            )
+        )
+
+    def axes(self) -> list[int]:
+        """The axes that count: those of two or more devices, or all if there are none."""
+        mesh = self.dims.mesh
+        return [axis for axis in mesh.axes if mesh.shape[axis] > 1] or list(mesh.axes)
+
+    def longest(self, operation: Operator, wanted: Parallelism) -> int:
+        """The length of the operator's longest factor of that kind; 0 if it has none."""
+        return max(self.lengths(operation, wanted).values(), default=0)
+
+    def lengths(self, operation: Operator, wanted: Parallelism) -> dict[str, int]:
+        """The operator's factors of that kind, and their lengths."""
+        return {
             option.factor: self._length(operation, option)
             for option in options_of(operation, self.dims)
             if self.of(operation, option) is wanted
         }
-        sizes = self.sizes()
-        return max(
-            sum(factor is not None for factor in chosen)
-            for chosen in itertools.product((None, *lengths), repeat=len(sizes))
-            if all(
-                math.prod(size for size, factor in zip(sizes, chosen, strict=True) if factor == name)
-                <= length
-                for name, length in lengths.items()
-            )
-        )
-
-    def sizes(self) -> list[int]:
-        """The sizes of the axes that count: those of two or more devices, or all if there are none."""
-        shape = self.dims.mesh.shape
-        return [size for size in shape if size > 1] or list(shape)
-
-    def longest(self, operation: Operator, wanted: Parallelism) -> int:
-        """The length of the operator's longest factor of that kind; 0 if it has none."""
-        found = (
-            option for option in options_of(operation, self.dims) if self.of(operation, option) is wanted
-        )
-        return max((self._length(operation, option) for option in found), default=0)
 
     def _length(self, operation: Operator, option: Option) -> int:
         """The factor's extent: that of the shortest dim that it runs through."""
@@ -129,7 +156,7 @@ def build_space(
     prices: Prices,
     folding: Folding,
     *,
-    force: Parallelism | None = None,
+    force: Force | None = None,
     pins: Pins | None = None,
     stored: Mapping[str, Layout] | None = None,
     local_inputs: bool = False,
@@ -171,12 +198,17 @@ def build_space(
             remedy="take the names from the plan's table",
         )
     uses = graph.consumers()
-    inputs = {
-        item.name: [layout]
-        if (layout := _fixed(item, prices.dims, stored or {}, user_layouts or {}))
-        else _layouts_of(item, uses[item.name], prices, strategies, folding, local=local_inputs)
-        for item in graph.inputs
-    }
+    inputs: dict[str, Sequence[Layout]] = {}
+    alike: dict[object, Sequence[Layout]] = {}
+    for given in graph.inputs:
+        if fixed := _fixed(given, prices.dims, stored or {}, user_layouts or {}):
+            inputs[given.name] = [fixed]
+            continue
+        users = tuple((folding.class_of[item.name], index) for item, index in uses[given.name])
+        key = users, given.kind, given.mutated, given.spec, prices.dims.atoms.of[given.name]
+        if key not in alike:
+            alike[key] = _layouts_of(given, users, prices, strategies, local=local_inputs)
+        inputs[given.name] = alike[key]
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
     outputs: dict[str, Sequence[Layout]] = {
         name: _layouts_of_output(name, graph, prices.dims, strategies, folding, inputs)
@@ -272,17 +304,21 @@ def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices
 
 
 def forced(
-    operation: Operator, offered: Sequence[Strategy], force: Parallelism, kinds: Kinds, prices: Prices
+    operation: Operator, offered: Sequence[Strategy], force: Force, kinds: Kinds, prices: Prices
 ) -> list[Strategy]:
-    """Strategies that shard by `force` or not at all; operators that compute shard all they can."""
+    """Strategies that shard each axis by the kind that is forced there or not at all; operators that
+    compute shard as many axes as they can."""
+    wanted = kind_by_axis(force, prices.dims.mesh)
 
     def count(strategy: Strategy) -> int:
-        return sum(kinds.of(operation, option) is force for option in strategy)
+        return sum(option.shards for option in strategy)
 
     pure = [
         strategy
         for strategy in offered
-        if all(kinds.of(operation, option) in (None, force) for option in strategy)
+        if all(
+            kinds.of(operation, option) in (None, kind) for option, kind in zip(strategy, wanted, strict=True)
+        )
     ]
     most = max(map(count, pure))
     if most and is_heavy(operation, prices):
@@ -333,21 +369,21 @@ def _fixed(
 
 def _layouts_of(
     item: GraphInput,
-    uses: Sequence[tuple[Operator, int]],
+    uses: Sequence[tuple[str, int]],
     prices: Prices,
     strategies: Mapping[str, Sequence[Strategy]],
-    folding: Folding,
     *,
     local: bool,
 ) -> Sequence[Layout]:
+    """The layouts of an input that `uses`, classes of operators and positions, take."""
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
     needs = {
         canonical(
             tuple(option.operands[index] for option in strategy),
             differentiable=prices.training and item.spec.requires_grad,
         )
-        for operation, index in uses
-        for strategy in strategies[folding.class_of[operation.name]]
+        for name, index in uses
+        for strategy in strategies[name]
     }
     if item.mutated:
         return sorted(needs, key=str) or [whole]

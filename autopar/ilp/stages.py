@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 
@@ -72,22 +72,38 @@ class Cut:
     rank_bytes: tuple[int, ...]
 
 
-def cut(table: Intervals, schedule: Schedule, *, cap: int | None = None, beat: float = math.inf) -> Cut:
+def cut(table: Intervals, schedule: Schedule, *, cap: int | None = None) -> Cut:
     """The best cut for `schedule` whose ranks all stay below `cap` bytes per device.
 
-    Where the search starts far above `beat` seconds, it ends there.
-
-    Raises InputError for more stages than
-    places, InfeasibleError, with the least that would do, if no cut was found that meets the cap.
+    Raises InputError for more stages than places, InfeasibleError, with the least that would do, if no cut
+    was found that meets the cap.
     """
-    problem = _Problem(table, schedule, cap)
-    best = problem.start()
-    if best is None:
-        raise _infeasible(table, schedule, cap or 0)
-    if best[1] > beat * HOPELESS:
-        return problem.cut(best[0], best[1], min(best[1], problem.bound))
-    (path, seconds), proven = problem.prove(problem.descend(best))
-    return problem.cut(path, seconds, seconds if proven else min(seconds, problem.bound))
+    return _Problem(table, schedule, cap).solve()
+
+
+def best_cut(
+    table: Intervals, schedules: Sequence[Schedule], *, cap: int | None = None
+) -> tuple[Cut, Schedule]:
+    """The best cut under any of the schedules, with a bound for all of them.
+
+    Schedules that cannot beat what was found, by their lower bounds, are not cut. Raises the
+    InfeasibleError that asks for least if no schedule meets the cap.
+    """
+    problems = [_Problem(table, schedule, cap) for schedule in schedules]
+    found: list[tuple[Cut, Schedule]] = []
+    failures: list[InfeasibleError] = []
+    for problem in sorted(problems, key=lambda problem: problem.bound):
+        fastest = min((each.seconds for each, _ in found), default=math.inf)
+        if found and problem.bound >= fastest:
+            break
+        try:
+            found.append((problem.solve(beat=fastest), problem.schedule))
+        except InfeasibleError as error:
+            failures.append(error)
+    if not found:
+        raise min(failures, key=lambda error: error.least or 0)
+    best, schedule = min(found, key=lambda each: each[0].seconds)
+    return replace(best, bound=min(each.bound for each, _ in found)), schedule
 
 
 def keep(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
@@ -96,11 +112,6 @@ def keep(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
     path = np.searchsorted(table.places, [*starts, table.places[-1]])
     seconds = float(problem.seconds(path[None])[0])
     return problem.cut(path, seconds, seconds)
-
-
-def lower_bound(table: Intervals, schedule: Schedule, *, cap: int | None = None) -> float:
-    """Seconds that no cut can undercut; infinity if no cut can meet the cap."""
-    return _Problem(table, schedule, cap).bound
 
 
 @lru_cache(maxsize=64)
@@ -138,8 +149,8 @@ def flights(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
         for action in schedule.actions(rank):
             if action.kind is ActionKind.FORWARD:
                 now[own.index(action.stage)] += 1
-                seen.add(tuple(now))
             elif action.kind is not ActionKind.INPUT_GRADIENT:
+                seen.add(tuple(now))
                 now[own.index(action.stage)] -= 1
         found.append(tuple(each for each in seen if not any(_exceeds(other, each) for other in seen)))
     return tuple(found)
@@ -347,6 +358,17 @@ class _Problem:
         )
 
     # -- the search -----------------------------------------------------------------------------------
+
+    def solve(self, *, beat: float = math.inf) -> Cut:
+        """The best cut; the search ends where it starts if that is far above `beat` seconds."""
+        best = self.start()
+        if best is None:
+            raise _infeasible(self.table, self.schedule, self.cap or 0)
+        proven = False
+        if best[1] <= beat * HOPELESS:
+            best, proven = self.prove(self.descend(best))
+        path, seconds = best
+        return self.cut(path, seconds, seconds if proven else min(seconds, self.bound))
 
     @property
     def actions(self) -> int:

@@ -6,19 +6,17 @@ stages the cut is sought for this one placement (stages.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.schedule import Schedule
-from autopar.cost.intervals import Intervals, crossing_bytes, intervals
+from autopar.cost.intervals import crossing_bytes, intervals
 from autopar.cost.prices import Prices
 from autopar.cost.step import StepCost, step_cost
-from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution
-from autopar.ilp.stages import Cut, choose_places, cut, keep, lower_bound
+from autopar.ilp.stages import Cut, best_cut, choose_places, keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +98,3 @@ def staged(
         cut=found,
         schedule=schedule,
     )
-
-
-def best_cut(table: Intervals, schedules: Sequence[Schedule], *, cap: int | None) -> tuple[Cut, Schedule]:
-    """The best cut under any of the schedules, with a bound for all of them.
-
-    Schedules that cannot beat what was found, by their lower bounds, are not cut. Raises the
-    InfeasibleError that asks for least if no schedule meets the cap.
-    """
-    bounds = [lower_bound(table, schedule, cap=cap) for schedule in schedules]
-    found: list[tuple[Cut, Schedule]] = []
-    failures: list[InfeasibleError] = []
-    for bound, schedule in sorted(zip(bounds, schedules, strict=True), key=lambda pair: pair[0]):
-        fastest = min((each.seconds for each, _ in found), default=math.inf)
-        if found and bound >= fastest:
-            break
-        try:
-            found.append((cut(table, schedule, cap=cap, beat=fastest), schedule))
-        except InfeasibleError as error:
-            failures.append(error)
-    if not found:
-        raise min(failures, key=lambda error: error.least or 0)
-    best, schedule = min(found, key=lambda each: each[0].seconds)
-    return replace(best, bound=min(each.bound for each, _ in found)), schedule

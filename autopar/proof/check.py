@@ -22,7 +22,7 @@ from autopar.cluster import ClusterSpec
 from autopar.compiler import graph_digest
 from autopar.core.plan import Plan
 from autopar.errors import InputError
-from autopar.ilp.space import Parallelism
+from autopar.ilp.space import Force, name_of
 from autopar.micro_batches import loss_weight, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
@@ -50,11 +50,11 @@ FORCED_SHARE = 0.9  # of the flops of operators that have the forced factor
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A verdict on a plan; `force` is the kind of parallelism that was asked for."""
+    """A verdict on a plan; `force` are the kinds of parallelism that were asked for."""
 
     plan: Plan
     verdict: Verdict
-    force: Parallelism | None
+    force: Force | None
 
     @property
     def vacuous(self) -> bool:
@@ -81,7 +81,7 @@ class Report:
         }
 
     def __str__(self) -> str:
-        kind = f"{self.force.value} " if self.force else ""
+        kind = f"{name_of(self.force)} " if self.force else ""
         lines = [f"{name:<11} {error:.1e}" for name, error in self.verdict.max_error.items()]
         lines.append(f"worst       {self.verdict.worst}")
         lines.append(

@@ -22,7 +22,8 @@ from autopar.convert.table import canonical, moves
 from autopar.core.costs import Collective, DeviceModel
 from autopar.core.graph import Graph, InputKind, Ref
 from autopar.core.mesh import Mesh
-from autopar.core.placement import Layout, R
+from autopar.core.move import Move
+from autopar.core.placement import B, Layout, R
 from autopar.core.plan import Program
 from autopar.cost.collectives import CollectiveTable
 from autopar.cost.memory import peak_memory
@@ -118,13 +119,24 @@ class BruteForce:
 
     def tensor(self, name: str, strategies: Mapping[str, Any], layout: Layout | None) -> float:
         """Seconds of a tensor's conversions, and of its update if it is a weight."""
-        update = self.prices.update(name, layout) if layout is not None and self.is_weight(name) else 0.0
         chosen = tuple(strategies[item] for item in self.touching(name))
-        best = math.inf
-        for output in self.space.outputs.get(name, [None]):
-            source, needs = self.ends(name, layout, output, chosen)
-            best = min(best, self.tree(name, source, frozenset(needs) - {source}))
-        return update + best
+        choices = self.space.outputs.get(name, [None])
+        best = min(self.conversions(name, layout, output, chosen) for output in choices)
+        if layout is None or not self.is_weight(name):
+            return best
+        return self.prices.once * self.prices.update(name, layout) + best
+
+    def conversions(
+        self, name: str, layout: Layout | None, output: Layout | None, chosen: tuple[Any, ...]
+    ) -> float:
+        """Seconds of a tensor's conversions; a gradient sum that can wait counts once a step."""
+        source, needs = self.ends(name, layout, output, chosen)
+        whole = self.tree(name, source, frozenset(needs) - {source})
+        waits = layout is not None and self.is_weight(name) and self.prices.once < 1.0
+        if waits and source == (R,) and source not in needs:
+            sync = self.prices.gradient_sync(name, Move(0, (R,), (B,)))
+            whole = min(whole, self.prices.once * sync + self.tree(name, (B,), frozenset(needs) - {(B,)}))
+        return whole
 
     def _ends(
         self, name: str, layout: Layout | None, output: Layout | None, chosen: tuple[Any, ...]

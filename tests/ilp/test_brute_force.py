@@ -11,6 +11,7 @@ import torch
 from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R
+from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError, SolverError
 from autopar.ilp.choose import choose, least
 from autopar.ilp.fold import fold
@@ -22,7 +23,9 @@ from tests.ilp.brute_force import (
     GRAPHS,
     BruteForce,
     blocks,
+    branches,
     chain,
+    normalised,
     parts,
     random_prices,
     scores,
@@ -95,6 +98,23 @@ def test_under_a_cap_the_plan_fits_and_the_gap_to_the_best_that_fits_is_true(
             assert found.seconds == pytest.approx(best, rel=CLOSE)
     with pytest.raises(InfeasibleError):
         choose(graph, prices, space, unfolded(graph), cap=peaks[0] - 1, gap=1e-9)
+
+
+@pytest.mark.parametrize("make", [chain, branches, twice, normalised], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_done_once_a_step_counts_less_than_what_every_micro_batch_does(
+    make: Callable[[], Graph], seed: int
+) -> None:
+    """The gradient sum of a weight that is stored in shards follows a gather: it is not done once."""
+    graph, random = make(), Random(seed)
+    prices = random_prices(graph, Mesh((3,)), random)
+    prices.once = 0.1
+    space = small_space(graph, prices, random, most=5, layouts=3)
+    best = BruteForce(graph, prices, space).best()
+    found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    assert found.bound <= best * (1 + CLOSE)
+    assert found.seconds == pytest.approx(best, rel=CLOSE)
+    assert found.seconds == pytest.approx(step_cost(graph, prices, found.program).weighted(0.1))
 
 
 def test_folding_finds_the_optimum_and_bounds_it_from_below() -> None:

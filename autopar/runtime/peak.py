@@ -1,0 +1,97 @@
+"""The most bytes that the tensors of a step take at once: every storage counted once, while it lives.
+
+    x  ================================          x        here already
+    a      ==========                            a = 2 x  a new storage, dead when nothing holds it
+    v      ==========                            v        a view of a: the same storage
+    c            ====================            c = v + 1
+                 ^ peak: x, a, c
+
+A dispatch mode sees what every operator takes and gives, in backward too, and weak references tell when
+a storage dies. That is exact for tensors; what kernels and collectives need inside is not seen, and
+steps are slower: times are not to be taken meanwhile. On a GPU the allocator itself keeps the peak.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.runtime.parameters import local
+
+
+def peak_bytes(step: Callable[[], object], alive: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes at the peak of `step()` on `device`, of `alive` tensors and of all that it makes.
+
+    `alive` gives those that are there at the start, of DTensors this rank's parts; an iterator, where
+    the step lets go of some. On a GPU other tensors must stay as they are meanwhile, and don't count.
+    """
+    gc.collect()
+    tracker = StorageTracker(alive)
+    if device.type != "cuda":
+        with tracker:
+            step()
+        return tracker.peak
+    others = torch.cuda.memory_allocated(device) - tracker.nbytes
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - others
+
+
+class StorageTracker(TorchDispatchMode):
+    """While entered, counts the bytes of living storages: `nbytes` now, `peak` at most so far.
+
+    It begins with the storages of `alive`. One that an operator takes and that was not seen before has
+    been there all along, so it counts from the start.
+    """
+
+    def __init__(self, alive: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in alive:
+            self._note(local(tensor))
+        self.peak = self.nbytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it runs on its local parts, which come by here
+        for tensor in _tensors((args, kwargs)):
+            self.peak += self._note(tensor)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._note(tensor)
+        self.peak = max(self.peak, self.nbytes)
+        return result
+
+    def _note(self, tensor: Tensor) -> int:
+        """By how many bytes the tensor's storage is larger than known."""
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # of fake tensors too, by which DTensors find shapes
+            return 0
+        key, nbytes = id(storage), storage.nbytes()
+        if key not in self._sizes:
+            self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
+        grown = nbytes - self._sizes.get(key, 0)
+        self._sizes[key] = nbytes
+        self.nbytes += grown
+        return grown
+
+    def _forget(self, key: int) -> None:
+        del self._watched[key]
+        self.nbytes -= self._sizes.pop(key)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))

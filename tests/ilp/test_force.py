@@ -1,0 +1,76 @@
+"""One kind of parallelism on every axis, or one for each axis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar import api
+from autopar.cluster import ClusterSpec
+from autopar.core.plan import Plan
+from autopar.errors import InfeasibleError, InputError
+from autopar.ilp.space import Parallelism, name_of
+from autopar.target import Target, load_target
+
+TARGETS = Path(__file__).parents[1] / "targets.py"
+FOUR = ClusterSpec.local(4)
+BATCH, FILTER = Parallelism.BATCH, Parallelism.FILTER
+
+
+def target(name: str = "net") -> Target:
+    return load_target(f"{TARGETS}:{name}")
+
+
+def planned(force: api.Force | str, mesh: str | None = None, name: str = "net") -> Plan:
+    made = target(name)
+    return autopar.plan(
+        made.model, FOUR, made.args, loss_fn=made.loss_fn, force=force, mesh=mesh, measure=False
+    )
+
+
+def test_each_axis_has_its_own_kind_and_layers_that_compute_use_both() -> None:
+    plan = planned("batch+filter")
+    assert plan.mesh.shape == (2, 2)
+    for layer in plan.layers:
+        assert layer.kinds[0] in ("batch", None) and layer.kinds[1] in ("filter", None), layer
+    kinds = {layer.module: layer.kinds for layer in plan.layers if layer.flops}
+    assert kinds["conv"] == kinds["hidden"] == ("batch", "filter")
+    assert plan.sharded_flops_share == 1
+
+
+def test_the_order_of_kinds_is_that_of_the_axes() -> None:
+    plan = planned((FILTER, BATCH))
+    assert next(layer.kinds for layer in plan.layers if layer.module == "conv") == ("filter", "batch")
+
+
+def test_one_kind_for_each_axis_is_that_kind_for_all() -> None:
+    one, two = planned(BATCH, mesh="2x2"), planned((BATCH, BATCH), mesh="2x2")
+    assert one.step_seconds == two.step_seconds
+    assert one.program == two.program
+
+
+@pytest.mark.parametrize("force", ["batch+filter", "batch+domain", "domain+channel"])
+def test_the_forced_program_computes_what_the_serial_one_does(force: str) -> None:
+    report = api.verify(target(), FOUR, force=force, steps=2)
+    assert report.passed and not report.vacuous
+    assert force in str(report)
+
+
+def test_kinds_that_a_mesh_or_a_model_lacks_are_named() -> None:
+    with pytest.raises(InputError, match=r"--force batch\+filter: found mesh 4, wanted a mesh of 2 axes"):
+        planned("batch+filter", mesh="4")
+    with pytest.raises(InfeasibleError, match="no domain factor"):
+        planned("batch+domain", name="mlp")
+    with pytest.raises(InfeasibleError, match="no batch factor longer than 2"):
+        planned("batch+filter", name="pair", mesh="4x1")
+    with pytest.raises(InfeasibleError, match="no mesh of 3 axes"):
+        planned((BATCH, FILTER, Parallelism.DOMAIN))
+    with pytest.raises(InputError, match=r"'batch\+everything', wanted batch, domain"):
+        planned("batch+everything")
+
+
+def test_names_are_read_as_they_are_written() -> None:
+    assert name_of(BATCH) == "batch"
+    assert name_of((BATCH, FILTER)) == "batch+filter"
