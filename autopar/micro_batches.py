@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.core.graph import Graph, Operator, Ref
+from autopar.core.graph import Graph, Operator
 from autopar.errors import InputError
 
 aten = torch.ops.aten
 
-_SUM_REDUCTION = 2  # ATen's at::Reduction::Sum; Mean is 1
+_MEAN, _SUM = 1, 2  # at::Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +85,61 @@ def loss_weight(graph: Graph, share: float) -> float:
 
 
 def is_sum(graph: Graph) -> bool:
-    """Whether the loss is a sum over samples, scaled or negated at most."""
+    """Whether the loss is a sum over samples, negated at most."""
+    reducer = _reducer(graph)
+    return reducer is not None and _reduction(reducer) == _SUM
+
+
+def loss_notes(graph: Graph) -> tuple[str, ...]:
+    """Where the loss of the batch may differ from that of the same samples at once, for the plan."""
+    reducer = _reducer(graph)
+    if reducer is None or _reduction(reducer) is None:
+        return ("the loss is no plain mean or sum of samples: micro-batches count in it by their samples",)
+    labels = [argument.name for argument in reducer.target._schema.arguments]
+    if _reduction(reducer) == _MEAN and "ignore_index" in labels and _takes_integers(reducer, graph):
+        return (
+            "micro-batches count in the mean loss by their samples: with unlike numbers of ignored labels, "
+            "or unlike class weights, it is not that of the whole batch",
+        )
+    return ()
+
+
+def _reducer(graph: Graph) -> Operator | None:
+    """The operator that makes one number of the samples: the last reduction, or the mean over them
+    before it (`x.mean(0).sum()`)."""
     makers = {name: item for item in graph.operators for name in item.results if name}
-    name = graph.loss
-    while name in makers:
-        item = makers[name]
-        operands = [operand for operand in item.operands if not graph.specs[operand].shape]
-        if item.target in _SUMS or _reduces_by_sum(item):
-            return True
-        if item.target not in _TRANSPARENT or len(operands) != 1:
-            return False
-        name = operands[0]
-    return False
+    last = makers.get(graph.loss or "")
+    while last is not None and last.target in _TRANSPARENT:
+        last = makers.get(last.operands[0])
+    found = last if last is not None and last.target in _SUMS else None
+    while found is not None and len(found.operands) == 1:
+        if found.target is aten.mean.default or (found.target is aten.mean.dim and 0 in _dims(found, graph)):
+            return found
+        found = makers.get(found.operands[0])
+    return last
 
 
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
+_MEANS = {aten.mean.default, aten.mean.dim}
 _TRANSPARENT = {aten.neg.default, aten.to.dtype, aten.alias.default, aten.clone.default, aten.detach.default}
 
 
-def _reduces_by_sum(item: Operator) -> bool:
-    """Losses of ATen that take a reduction, when it is the sum."""
-    for argument, value in zip(item.target._schema.arguments, item.args, strict=False):
-        if argument.name == "reduction" and not isinstance(value, Ref):
-            return bool(value == _SUM_REDUCTION)
-    return bool(item.kwargs.get("reduction") == _SUM_REDUCTION)
+def _reduction(item: Operator) -> int | None:
+    """ATen's number of the reduction of samples that the operator is; None if it is none."""
+    if item.target in _SUMS | _MEANS:
+        return _SUM if item.target in _SUMS else _MEAN
+    for place, argument in enumerate(item.target._schema.arguments):
+        if argument.name == "reduction":
+            given = item.kwargs.get("reduction", argument.default_value)
+            return int(item.args[place] if place < len(item.args) else given)
+    return None
+
+
+def _dims(item: Operator, graph: Graph) -> set[int]:
+    """The dims over which a mean is taken; all if it names none."""
+    count = len(graph.specs[item.operands[0]].shape)
+    return {dim % count for dim in item.args[1]} if item.args[1] else set(range(count))
+
+
+def _takes_integers(item: Operator, graph: Graph) -> bool:
+    return any(not graph.specs[name].dtype.is_floating_point for name in item.operands)

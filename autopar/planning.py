@@ -45,6 +45,7 @@ from autopar.ilp.space import (
 from autopar.ilp.stages import mean_flight, scheduled
 from autopar.ilp.step import Step, once, staged, unstaged
 from autopar.ilp.symmetry import choose_named
+from autopar.micro_batches import loss_notes
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
 from autopar.ops.equation import Option
@@ -502,7 +503,7 @@ def _report(
         ),
         alternatives=tuple(alternatives),
         parameter_bytes=_parameter_bytes(problem, solution),
-        notes=(*graph.notes, *_notes(graph, step)),
+        notes=(*graph.notes, *_notes(graph, step, request)),
         pipeline=_pipeline(step, request),
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
@@ -561,13 +562,15 @@ def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
     return tuple(found)
 
 
-def _notes(graph: Graph, step: Step) -> tuple[str, ...]:
-    """What the gap of a plan with stages covers."""
+def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
+    """How micro-batches count in the loss, and what the gap of a plan with stages covers."""
+    counted = loss_notes(graph) if request.micro_batches > 1 else ()
     if step.cut is None:
-        return ()
+        return counted
     everywhere = step.cut.places == len(graph.operators)
     places = "" if everywhere else f" at {step.cut.places} of {len(graph.operators)} places"
     return (
+        *counted,
         f"the gap is to all cuts of this placement{places}, and to all placements by the sum of their "
         "stages' seconds",
     )

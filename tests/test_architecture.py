@@ -67,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": BASE | {"cluster", "convert", "costdb", "ops", "emit", "runtime"},
     "ilp": BASE | {"clock", "convert", "cost", "ops", "schedules"},
     "target": BASE | {"signature", "trace"},
-    "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "ops"},
+    "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "micro_batches", "ops"},
     "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning"},
     "agree": BASE | {"cluster", "cost", "costdb"},
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "auto", "planning"},
