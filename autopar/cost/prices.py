@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (registers the operators that rules write)
@@ -28,7 +29,7 @@ from autopar.errors import AutoparError
 from autopar.ops.dims import Dims
 from autopar.ops.equation import Option
 from autopar.ops.rule import GATHER, Site, Strategy, rule_of
-from autopar.rewrite.emit import GraphEmitter
+from autopar.rewrite.emit import GraphEmitter, Written
 from costdb.footprint import footprint
 
 _COLLECTIVE = {
@@ -38,6 +39,7 @@ _COLLECTIVE = {
     Action.ALL_TO_ALL: Collective.ALL_TO_ALL,
 }
 TIE = 1e-3  # of the time to write what is kept: too little to change which plan is fastest
+STRIP_LAUNCHES = 10  # of both strips of a convolution, each way: padding, convolution, cutting, adding
 BUCKET_BYTES = 25 << 20  # gradients summed together share one latency; DistributedDataParallel's default
 
 
@@ -175,7 +177,10 @@ class Prices:
                 f"while pricing {operation.name} ({operation.target}) as {[str(o) for o in strategy]}"
             )
             raise
-        local = tuple(item for item in emitter.calls if item.target.namespace == "aten") + _stand_ins(emitter)
+        stand_ins = _stand_ins(emitter)
+        local = tuple(
+            item.call for item in (*emitter.written, *stand_ins) if item.call.target.namespace == "aten"
+        )
         costs = [self.call(item) for item in emitter.calls if item.target.namespace != "aten"]
         costs += [self.call(item) for item in local]
         compute = sum(self._seconds(item) for item in costs)
@@ -186,7 +191,7 @@ class Prices:
         ahead = sum(item.forward_seconds for item in costs) * self.model.contention
         weights = (compute - ahead) * self._weights_share(operation, work)
         ahead += sum(before for before, _ in inner)
-        kept = _kept(emitter, values, results, self.device.kind)
+        kept = _kept(emitter, (*emitter.written, *stand_ins), values, results, self.device.kind)
         if not self.training:
             return Price(compute, talk, missing, work, local, Kept(aliases=kept.aliases), forward=ahead)
         sizes = (
@@ -230,7 +235,13 @@ class Prices:
         backward = self.training and spec.requires_grad
         if name == "exchange":
             key, dim, _, owned, starts, stops, _ = args
-            seconds = self._halo(key, spec, dim, owned, starts, stops)
+            copy = 2 * spec.nbytes / self.device.bandwidth  # of its own rows
+            seconds = copy + self._halo(key, spec, dim, owned, starts, stops)
+            return seconds, seconds if backward else 0.0
+        if name == "convolution":
+            _, _, key, owned, starts, stops, dim, *_ = args
+            strips = STRIP_LAUNCHES * self.device.launch_seconds
+            seconds = strips + self._halo(key, spec, dim, owned, starts, stops)
             return seconds, seconds if backward else 0.0
         if name == "batch_norm":
             key = next(item for item in args if isinstance(item, str))
@@ -250,16 +261,11 @@ class Prices:
         starts: Sequence[int],
         stops: Sequence[int],
     ) -> float:
-        """The slowest rank's rows from others, one message from each side, and the copy of its own."""
+        """The slowest rank's rows from others, one message from each side."""
         axes = parse_key(key)[1]
         row = spec.nbytes // max(1, spec.shape[dim])
-        worst = 0
-        for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            low, high = max(start, 0), min(stop, owned[-1])
-            foreign = max(0, min(high, owned[index]) - low) + max(0, high - max(low, owned[index + 1]))
-            worst = max(worst, foreign)
-        copy = 2 * spec.nbytes / self.device.bandwidth
-        return copy + (self._collective(Collective.SEND_RECV, worst * row, axes) if worst else 0.0)
+        worst = max(_foreign(owned, starts, stops))
+        return self._collective(Collective.SEND_RECV, worst * row, axes) if worst else 0.0
 
     # -- moves --------------------------------------------------------------------------------------
 
@@ -365,29 +371,67 @@ def _factor(option: Option) -> str:
     return option.factor
 
 
-def _stand_ins(emitter: GraphEmitter) -> tuple[Call, ...]:
-    """Local calls that cost about what a collective operator computes: batch norm of the shard."""
+def _stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
+    """Local calls that cost and keep about what a collective operator does: batch norm of the shard, the
+    convolution of the own rows."""
     found = []
-    for target, args, spec in emitter.collectives:
-        if "batch_norm" in target:
-            channels = TensorSpec((spec.shape[1],), spec.dtype, spec.requires_grad)
-            affine = channels if args[0] is not None else None
-            found.append(
-                Call(
-                    torch.ops.aten.batch_norm.default,
-                    (spec, affine, affine, None, None, True, 0.1, 1e-5, False),
-                    {},
-                )
-            )
+    for node in emitter.graph.nodes:
+        args: tuple[Any, ...]
+        if node.target is torch.ops.autopar.batch_norm.default:
+            target = torch.ops.aten.batch_norm.default
+            args = (*node.args[:3], None, None, True, 0.1, 1e-5, False)
+        elif node.target is torch.ops.autopar.convolution.default:
+            target, args = _own_convolution(node.args)
+        else:
+            continue
+        operands = tuple(item for item in args if isinstance(item, fx.Node))
+        found.append(Written(Call(target, emitter.described(args), {}), operands, (node,)))
     return tuple(found)
 
 
-def _kept(emitter: GraphEmitter, values: Sequence[Any], results: Sequence[Any], kind: str) -> Kept:
+def _own_convolution(args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The overload and arguments of the convolution of the own rows."""
+    *_, stride, padding, dilation, transposed, extra, groups = args
+    space = f"{len(stride)}d"
+    if not transposed:
+        target = getattr(torch.ops.aten, f"conv{space}").default
+        return target, (*args[:3], stride, padding, dilation, groups)
+    packet = getattr(torch.ops.aten, f"conv_transpose{space}")
+    target = packet.default if space == "1d" else packet.input
+    return target, (*args[:3], stride, padding, extra, groups, dilation)
+
+
+def _strips(emitter: GraphEmitter) -> int:
+    """Bytes of the neighbours' rows that convolutions keep for backward."""
+    total = 0
+    for target, args, spec in emitter.collectives:
+        if "convolution" in target:
+            _, _, _, owned, starts, stops, dim, *_ = args
+            total += max(_foreign(owned, starts, stops)) * (spec.nbytes // spec.shape[dim])
+    return total
+
+
+def _foreign(owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> list[int]:
+    """How many rows of others each rank needs."""
+    found = []
+    for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        low, high = max(start, 0), min(stop, owned[-1])
+        found.append(max(0, min(high, owned[index]) - low) + max(0, high - max(low, owned[index + 1])))
+    return found
+
+
+def _kept(
+    emitter: GraphEmitter,
+    calls: Sequence[Written],
+    values: Sequence[Any],
+    results: Sequence[Any],
+    kind: str,
+) -> Kept:
     """Follow memory through the calls of one operator: who keeps what, and which results are views."""
     root: dict[Any, Any] = {value: value for value in values}
     kept: set[Any] = set()
-    extra = 0
-    for written in emitter.written:
+    extra = _strips(emitter)
+    for written in calls:
         if written.call.target.namespace != "aten":
             continue
         found, operands = footprint(written.call, kind), written.operands

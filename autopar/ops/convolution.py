@@ -3,22 +3,28 @@
     conv2d            "n c+ h~ w~, o c+ r. s., o& -> n o h~ w~"
     conv_transpose2d  "n c+ h~ w~, c+ o r. s., o& -> n o h~ w~"
 
-Sharding h or w is domain parallelism: the rank fetches the rows that its outputs need (its halo),
-what lies outside the image arrives as zeros, and the local call has no padding on that dim.
+Sharding h or w is domain parallelism. Where every rank's own rows, padded as the whole image is, give
+its outputs but for what the neighbours' rows add ('same' convolutions, and strided ones and their
+transposes on aligned cuts), only those rows travel: `autopar.runtime.convolution`. Else the rank
+fetches the rows that its outputs need beside its own, what lies outside the image arrives as zeros,
+and the local call has no padding on that dim.
 With groups, the group is the factor: channels and filters are cut between groups.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from autopar.ops.dims import Relation
 from autopar.ops.equation import Equation, Kind
-from autopar.ops.halo import fetch, result_rows
-from autopar.ops.rule import Instance, Rule, Sample, Site, register
+from autopar.ops.halo import Need, fetch, needed, place_along
+from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.ops.window import Window, per_dim
 
 aten = torch.ops.aten
@@ -111,6 +117,73 @@ class _AnyConvolution(Rule):
         per_group = site.shape(0)[-len(self.space(site)) - 1] // int(site["groups"])
         return site.emitter.shape(site.values[0])[-len(self.space(site)) - 1] // per_group
 
+    @abstractmethod
+    def output_padding(self, site: Site) -> list[int]:
+        """Rows past the end of each spatial dim of a transpose."""
+
+    @abstractmethod
+    def local(self, site: Site, value: Handle, how: Sequence[Any]) -> Handle:
+        """The call without communication; `how` as in `aten.convolution`, after the bias."""
+
+    def lower(self, site: Site) -> Sequence[Any]:
+        padding = self.padding(site)
+        if padding is None:
+            return (site.local_call(groups=self.local_groups(site)),)
+        extra, windows, value = self.output_padding(site), self.windows(site), site.values[0]
+        shape, crops = list(site.local_result_shape()), []
+        split: tuple[int, str, Need] | None = None
+        for index, name in enumerate(self.space(site)):
+            if not site.axes(name):
+                continue
+            dim = len(site.shape(0)) - len(padding) + index
+            need, mine = needed(site, dim, name, windows[name]), place_along(site, name)
+            extras = _extras(windows[name], need)
+            if extras is not None and not any(need.before + need.after):
+                extra[index] = extras[mine]
+            elif extras is not None and need.from_neighbours and self.batched(site) and split is None:
+                split, extra[index] = (dim, name, need), extras[mine]
+            else:
+                value = fetch(site, value, dim, name, windows[name])
+                unpadded = replace(windows[name], padding=0)
+                padding[index] = extra[index] = 0
+                if self.transposed:
+                    first = need.starts[mine] * unpadded.stride - windows[name].padding
+                    crops.append((dim, need.made[mine] - first, need.made[mine + 1] - first))
+                    shape[dim] = unpadded.length(site.emitter.shape(value)[dim])
+        stride, dilation = (per_dim(site[name], len(padding)) for name in ("stride", "dilation"))
+        how = (stride, padding, dilation, self.transposed, extra, self.local_groups(site))
+        result = self.local(site, value, how) if split is None else _split(site, value, split, how, shape)
+        for dim, start, stop in crops:
+            result = site.call(aten.slice.Tensor, result, dim, start, stop)
+        return (result,)
+
+
+def _operands(site: Site) -> tuple[Handle, Handle, Handle | None]:
+    return site.values[0], site.values[1], site.values[2] if site.has("bias") else None
+
+
+def _extras(window: Window, need: Need) -> list[int] | None:
+    """The output padding with which each rank's own rows give its outputs but for what other rows add;
+    None if some rank's do not."""
+    narrow, wide = (need.owned, need.made) if window.transposed else (need.made, need.owned)
+    if any(first * window.stride != start for first, start in zip(narrow[:-1], wide[:-1], strict=True)):
+        return None
+    rows, outputs = ([stop - first for first, stop in pairwise(cut)] for cut in (need.owned, need.made))
+    extras = [stop - window.length(own) for own, stop in zip(rows, outputs, strict=True)]
+    largest = max(window.stride, window.dilation) - 1 if window.transposed else 0
+    return extras if all(0 <= each <= largest for each in extras) and min(rows) and min(outputs) else None
+
+
+def _split(
+    site: Site, value: Handle, split: tuple[int, str, Need], how: Sequence[Any], shape: Sequence[int]
+) -> Handle:
+    """The call to which neighbours add along one dim."""
+    dim, name, need = split
+    _, weight, bias = _operands(site)
+    cut = (site.key(site.axes(name)), need.owned, need.starts, need.stops)
+    args = [value, weight, bias, *cut, dim, *how]
+    return site.emitter.collective(torch.ops.autopar.convolution.default, args, shape)
+
 
 @register
 class Convolution(_AnyConvolution):
@@ -125,22 +198,14 @@ class Convolution(_AnyConvolution):
         aten.conv3d.padding,
     )
 
-    def lower(self, site: Site) -> Sequence[Any]:
-        space, padding = self.space(site), self.padding(site)
-        if padding is None:
-            return (site.local_call(groups=self.local_groups(site)),)
-        value = site.values[0]
-        for index, name in enumerate(space):
-            if site.axes(name):
-                dim = len(site.shape(0)) - len(space) + index
-                value = fetch(site, value, dim, name, self.windows(site)[name])
-                padding[index] = 0
-        count = len(space)
-        bias = site.values[2] if site.has("bias") else None
-        target = getattr(aten, f"conv{count}d").default
-        stride, dilation = per_dim(site["stride"], count), per_dim(site["dilation"], count)
-        groups = self.local_groups(site)
-        return (site.call(target, value, site.values[1], bias, stride, padding, dilation, groups),)
+    def output_padding(self, site: Site) -> list[int]:
+        return [0] * len(self.space(site))
+
+    def local(self, site: Site, value: Handle, how: Sequence[Any]) -> Handle:
+        stride, padding, dilation, _, _, groups = how
+        _, weight, bias = _operands(site)
+        target = getattr(aten, f"conv{len(self.space(site))}d").default
+        return site.call(target, value, weight, bias, stride, padding, dilation, groups)
 
     def samples(self) -> Iterable[Sample]:
         x, w = torch.randn(3, 4, 9, 11), torch.randn(6, 4, 3, 3)
@@ -175,32 +240,13 @@ class TransposedConvolution(_AnyConvolution):
     )
     transposed = True
 
-    def lower(self, site: Site) -> Sequence[Any]:
-        space, padding = self.space(site), self.padding(site)
-        assert padding is not None
-        count = len(space)
-        extra, stride = per_dim(site["output_padding"], count), per_dim(site["stride"], count)
-        value, crops = site.values[0], []
-        for index, name in enumerate(space):
-            if not site.axes(name):
-                continue
-            dim = len(site.shape(0)) - count + index
-            window = self.windows(site)[name]
-            value = fetch(site, value, dim, name, window)
-            start, stop = result_rows(site, dim)
-            low, _ = window.needs(start, stop)
-            first = low * window.stride - window.padding  # the output row at which the local call begins
-            crops.append((dim, start - first, stop - first))
-            padding[index] = extra[index] = 0
-        bias = site.values[2] if site.has("bias") else None
-        dilation = per_dim(site["dilation"], count)
-        groups = self.local_groups(site)
-        result = site.call(
-            site.operator.target, value, site.values[1], bias, stride, padding, extra, groups, dilation
-        )
-        for dim, start, stop in crops:
-            result = site.call(aten.slice.Tensor, result, dim, start, stop)
-        return (result,)
+    def output_padding(self, site: Site) -> list[int]:
+        return per_dim(site["output_padding"], len(self.space(site)))
+
+    def local(self, site: Site, value: Handle, how: Sequence[Any]) -> Handle:
+        stride, padding, dilation, _, extra, groups = how
+        _, weight, bias = _operands(site)
+        return site.call(site.operator.target, value, weight, bias, stride, padding, extra, groups, dilation)
 
     def samples(self) -> Iterable[Sample]:
         x, w = torch.randn(3, 4, 7, 5), torch.randn(4, 6, 3, 3)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,34 +33,82 @@ def result_rows(site: Site, dim: int) -> tuple[int, int]:
     return low * inner, high * inner
 
 
-def fetch(site: Site, value: Handle, dim: int, factor: str, window: RowMap, *, fill: float = 0.0) -> Handle:
-    """The operand's rows that the rank's result rows need along `dim`, padded with `fill`.
+@dataclass(frozen=True, slots=True)
+class Need:
+    """By place along the axes that share one dim: the cut of the operand and of the result, and the
+    operand's rows [start, stop) that the result's rows need; some may lie outside the tensor."""
 
-    `value` is operand 0, perhaps extended along other dims already: windows in two dims are
-    fetched one after the other, and corners come free.
-    """
+    owned: list[int]
+    made: list[int]
+    starts: list[int]
+    stops: list[int]
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether every rank owns what it needs, and needs all of it."""
+        return self.starts == self.owned[:-1] and self.stops == self.owned[1:]
+
+    @property
+    def before(self) -> list[int]:
+        """How many rows before its own each rank needs."""
+        return [max(0, own - max(0, start)) for own, start in zip(self.owned, self.starts, strict=False)]
+
+    @property
+    def after(self) -> list[int]:
+        """How many rows past its own each rank needs."""
+        end = self.owned[-1]
+        return [max(0, min(end, stop) - own) for own, stop in zip(self.owned[1:], self.stops, strict=True)]
+
+    @property
+    def from_neighbours(self) -> bool:
+        """Whether nobody needs rows of another rank than its two neighbours."""
+        sizes = [0, *(stop - first for first, stop in pairwise(self.owned)), 0]
+        fits = zip(self.before, sizes, self.after, sizes[2:], strict=False)
+        return all(before <= left and after <= right for before, left, after, right in fits)
+
+
+def needed(site: Site, dim: int, factor: str, window: RowMap) -> Need:
+    """What every rank along the axes of `factor` needs of operand 0 for its rows of result 0."""
     axes = site.axes(factor)
     name, result = site.operands[0], site.operator.results[0]
     assert result is not None
     shard = Shard(dim)
     scale_in = math.prod(site.dims.atoms.of[name][dim][1:])
     scale_out = math.prod(site.dims.atoms.of[result][dim][1:])
-    owned, starts, stops = [0], [], []
+    found = Need([0], [0], [], [])
     for indices in itertools.product(*(range(site.mesh.shape[axis]) for axis in axes)):
         place = list(site.coordinate)
         for axis, index in zip(axes, indices, strict=True):
             place[axis] = index
-        owned.append(site.dims.rows(name, shard, site.operand_layout(0), place)[1] * scale_in)
+        found.owned.append(site.dims.rows(name, shard, site.operand_layout(0), place)[1] * scale_in)
         low, high = site.dims.rows(result, shard, site.result_layout(), place)
+        found.made.append(high * scale_out)
         start, stop = window.needs(low * scale_out, high * scale_out)
-        starts.append(start)
-        stops.append(stop)
-    if starts == owned[:-1] and stops == owned[1:]:
+        found.starts.append(start)
+        found.stops.append(stop)
+    return found
+
+
+def place_along(site: Site, factor: str) -> int:
+    """This rank's place among those that share the dim of `factor`."""
+    place = 0
+    for axis in site.axes(factor):
+        place = place * site.mesh.shape[axis] + site.coordinate[axis]
+    return place
+
+
+def fetch(site: Site, value: Handle, dim: int, factor: str, window: RowMap, *, fill: float = 0.0) -> Handle:
+    """The operand's rows that the rank's result rows need along `dim`, padded with `fill`.
+
+    `value` is operand 0, perhaps extended along other dims already: windows in two dims are
+    fetched one after the other, and corners come free.
+    """
+    need = needed(site, dim, factor, window)
+    if need.is_owned:
         return value
-    mine = 0
-    for axis in axes:
-        mine = mine * site.mesh.shape[axis] + site.coordinate[axis]
+    mine = place_along(site, factor)
     shape = list(site.emitter.shape(value))
-    shape[dim] = stops[mine] - starts[mine]
-    args: list[Any] = [value, site.key(axes), dim, 1, owned, starts, stops, fill]
+    shape[dim] = need.stops[mine] - need.starts[mine]
+    key = site.key(site.axes(factor))
+    args: list[Any] = [value, key, dim, 1, need.owned, need.starts, need.stops, fill]
     return site.emitter.collective(torch.ops.autopar.exchange.default, args, shape)

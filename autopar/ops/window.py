@@ -53,9 +53,20 @@ class Window:
         """Output rows for each input row."""
         return Fraction(self.stride) if self.transposed else Fraction(1, self.stride)
 
+    @property
+    def reach(self) -> int:
+        """From the first to the last row that one output reads, or that one input row adds to."""
+        return self.dilation * (self.kernel - 1)
+
+    def length(self, rows: int) -> int:
+        """Outputs of `rows` input rows, padded at both ends; of a transpose, without output padding."""
+        if self.transposed:
+            return (rows - 1) * self.stride - 2 * self.padding + self.reach + 1
+        return (rows + 2 * self.padding - self.reach - 1) // self.stride + 1
+
     def needs(self, start: int, stop: int) -> tuple[int, int]:
         """Input rows [low, high) that outputs [start, stop) read; may reach outside the tensor."""
-        reach = self.dilation * (self.kernel - 1)
+        reach = self.reach
         if not self.transposed:
             return start * self.stride - self.padding, (stop - 1) * self.stride - self.padding + reach + 1
         # Input row i adds to outputs i*s - p ... i*s - p + d*(k - 1); where the stride is wider than

@@ -169,6 +169,30 @@ def _exchange(ranks: Sequence[Arguments]) -> list[Tensor]:
     return [_select(padded, dim, blocks, start + before, stop + before) for start, stop in windows]
 
 
+def _convolution(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """Each rank's whole window through the plain operator, which pads nothing on that dim."""
+    windows = _exchange([{**rank, "blocks": 1, "fill": 0.0} for rank in ranks])
+    return [
+        _convolved(window, rank, index)
+        for index, (window, rank) in enumerate(zip(windows, ranks, strict=True))
+    ]
+
+
+def _convolved(window: Tensor, rank: Arguments, index: int) -> Tensor:
+    at, dim = rank["dim"] - 2, rank["dim"]
+    padding, extra = list(rank["padding"]), list(rank["output_padding"])
+    padding[at] = extra[at] = 0
+    stride, dilation = rank["stride"], rank["dilation"]
+    how = (stride, padding, dilation, rank["transposed"], extra, rank["groups"])
+    y: Tensor = torch.convolution(window, rank["weight"], rank["bias"], *how)
+    if not rank["transposed"]:
+        return y
+    # Row 0 of y is where the window's first row begins to add; the rank's outputs begin at its own's.
+    skipped = (rank["owned"][index] - rank["starts"][index]) * stride[at] + rank["padding"][at]
+    spread = (rank["x"].shape[dim] - 1) * stride[at] + dilation[at] * (rank["weight"].shape[dim] - 1) + 1
+    return y.narrow(dim, skipped, spread - 2 * rank["padding"][at] + rank["output_padding"][at])
+
+
 def _batch_norm(ranks: Sequence[Arguments]) -> list[Tensor]:
     """Serial batch norm of all samples; each rank's own weight and bias; buffers updated once."""
     xs, one = _tensors(ranks), ranks[0]
@@ -221,5 +245,6 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "s_to_s": _resplit,
     "exchange": _exchange,
     "max_reduce": _max_everywhere,
+    "convolution": _convolution,
     "batch_norm": _batch_norm,
 }

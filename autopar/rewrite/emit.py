@@ -52,7 +52,7 @@ class GraphEmitter:
             kwargs["device"] = self.device
         on_meta = {**self._lookup(kwargs), **({"device": _META} if "device" in kwargs else {})}
         values = target(*self._lookup(tuple(args)), **on_meta)
-        call = Call(target, self._spec(tuple(args)), self._spec(kwargs))
+        call = Call(target, self.described(tuple(args)), self.described(kwargs))
         operands = tuple(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, fx.Node))
         node = self.graph.call_function(target, tuple(args), kwargs)
         if isinstance(values, torch.Tensor):
@@ -86,7 +86,9 @@ class GraphEmitter:
     def _lookup(self, tree: Any) -> Any:
         return fx.node.map_arg(tree, lambda node: self.meta[node])
 
-    def _spec(self, tree: Any) -> Any:
+    def described(self, tree: Any) -> Any:
+        """`tree` with a `TensorSpec` for every value."""
+
         def describe(node: fx.Node) -> Any:
             value = self.meta[node]
             return TensorSpec(tuple(value.shape), value.dtype, value.requires_grad)

@@ -36,13 +36,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import CheckError
-from autopar.runtime import batch_norm, groups, registry, transport
+from autopar.runtime import batch_norm, convolution, groups, registry, transport
 from autopar.runtime.memory import memory_format
+from autopar.runtime.rows import Rows, expect, overlap
 
-__all__ = ["batch_norm"]  # so that importing this module registers every operator
+__all__ = ["batch_norm", "convolution"]  # so that importing this module registers every operator
 
-Rows: TypeAlias = tuple[int, int]  # [first, stop), numbered globally within a block
 Arguments: TypeAlias = tuple[Any, ...]  # of an operator, after its tensor
 
 
@@ -79,29 +78,18 @@ def _shape(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
     return (*x.shape[:dim], length, *x.shape[dim + 1 :])
 
 
-def _expect(x: Tensor, dim: int, length: int) -> None:
-    """A slice or a copy of a wrong length could pass in silence; torch would even broadcast a 1."""
-    if x.shape[dim] != length:
-        raise CheckError(
-            where=f"a move of the tensor {tuple(x.shape)}",
-            found=f"dim {dim} of length {x.shape[dim]}",
-            wanted=f"{length} on this rank, by the sizes or rows in the move's arguments",
-            remedy="take both from the same cut",
-        )
-
-
 def _full(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
-    _expect(x, dim, blocks * sizes[groups.index(group)])
+    expect(x, dim, blocks * sizes[groups.index(group)])
     return _resized(x, dim, blocks * sum(sizes))
 
 
 def _local(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
-    _expect(x, dim, blocks * sum(sizes))
+    expect(x, dim, blocks * sum(sizes))
     return _resized(x, dim, blocks * sizes[groups.index(group)])
 
 
 def _sliced(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
-    _expect(x, dim, blocks * sum(sizes))
+    expect(x, dim, blocks * sum(sizes))
     return _like(x, dim, blocks * sizes[groups.index(group)])
 
 
@@ -137,13 +125,13 @@ def _all_gather(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[in
 
 
 def _reduce_scatter(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
-    _expect(x, dim, blocks * sum(sizes))
+    expect(x, dim, blocks * sum(sizes))
     x = x.contiguous()
     return transport.reduce_scatter(x, _parts(x, dim, blocks, sizes), group).flatten(dim, dim + 1)
 
 
 def _slice(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
-    _expect(x, dim, blocks * sum(sizes))
+    expect(x, dim, blocks * sum(sizes))
     out = _sliced(x, group, dim, blocks, sizes)
     _blocked(out, dim, blocks).copy_(_mine(x, group, dim, blocks, sizes))
     return out
@@ -182,11 +170,6 @@ def _resplit_shape(x: Tensor, group: str, *splits: Any) -> Tensor:
 # both k's window and j's cut; what lies in no cut is filled. Transposed, the same rows go back.
 
 
-def _overlap(one: Rows, other: Rows) -> Rows:
-    first = max(one[0], other[0])
-    return first, max(first, min(one[1], other[1]))
-
-
 @dataclass(frozen=True, slots=True)
 class Halo:
     """Who owns and who needs which rows of each block of `dim`, seen from rank `me` of the group."""
@@ -222,12 +205,12 @@ class Halo:
     def owned(self, x: Tensor, peer: int) -> Tensor:
         """Of `x`, laid as my cut: a view of the rows that `peer` needs."""
         mine = self.cuts[self.me]
-        return self._view(x, mine[0], _overlap(mine, self.windows[peer]))
+        return self._view(x, mine[0], overlap(mine, self.windows[peer]))
 
     def needed(self, x: Tensor, peer: int) -> Tensor:
         """Of `x`, laid as my window: a view of the rows that `peer` owns."""
         window = self.windows[self.me]
-        return self._view(x, window[0], _overlap(self.cuts[peer], window))
+        return self._view(x, window[0], overlap(self.cuts[peer], window))
 
     def to_window(self, x: Tensor) -> Tensor:
         """New, laid as my window; `x` must be laid as my cut."""
@@ -238,7 +221,7 @@ class Halo:
         return self._from_to(x, self.windows[self.me], self.cuts[self.me])
 
     def _from_to(self, x: Tensor, old: Rows, new: Rows) -> Tensor:
-        _expect(x, self.dim, self.blocks * (old[1] - old[0]))
+        expect(x, self.dim, self.blocks * (old[1] - old[0]))
         return _like(x, self.dim, self.blocks * (new[1] - new[0]))
 
     def fill(self, x: Tensor, value: float) -> None:

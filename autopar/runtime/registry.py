@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from autopar.errors import InputError
+
 NAMESPACE = "autopar"
 _Library: Any = torch.library.Library  # ships without types
 _library = _Library(NAMESPACE, "FRAGMENT")
@@ -36,11 +38,26 @@ def functional(
     setup: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> None:
-    """An operator with its kernel for real tensors, its `shape` function for fake ones, its backward."""
+    """An operator with its kernel for real tensors, its `shape` function for fake ones, its backward.
+
+    Without one it has no derivative, and asking for it raises InputError: torch would go on without.
+    """
     _define(name, schema, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=_library)
-    if backward is not None:
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
+    qualified, slope = f"{NAMESPACE}::{name}", backward or _refusal(name)
+    torch.library.register_autograd(qualified, slope, setup_context=setup, lib=_library)
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(ctx: Any, *gradients: Any) -> Any:
+        raise InputError(
+            where=f"autopar::{name}",
+            found="a derivative of it, asked for by a second derivative of the program",
+            wanted="first derivatives",
+            remedy="leave out create_graph=True",
+        )
+
+    return refuse
 
 
 def composite(name: str, schema: str, kernel: Callable[..., Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,26 +26,44 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def transfer(sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], group: str) -> None:
-    """Send tensors to peers and receive into slots; peers are places in the group.
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Tensors under way; what is sent must not change, and no slot be read, before `wait` returns."""
+
+    works: list[dist.Work]
+    landing: list[tuple[Tensor, Tensor]]  # each slot with the buffer that is received into
+    sent: list[Tensor]  # kept until they have left
+
+    def wait(self) -> None:
+        """Return when everything has left and every slot is filled."""
+        for work in self.works:
+            work.wait()
+        for slot, buffer in self.landing:
+            if buffer is not slot:
+                slot.copy_(buffer)
+
+
+def start(
+    sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], group: str
+) -> Transfer:
+    """Begin to send tensors to peers and to receive into slots; peers are places in the group.
 
     What one rank sends the other must receive, in the same order for each pair of ranks. Empty
     tensors do not travel, and without tensors nothing is called.
     """
     process_group = groups.group(group)
-    landing = [(peer, slot, _contiguous_like(slot)) for peer, slot in receives if slot.numel()]
+    slots = [(peer, slot, _contiguous_like(slot)) for peer, slot in receives if slot.numel()]
+    parts = [(peer, part.contiguous()) for peer, part in sends if part.numel()]
     operations = [
-        dist.P2POp(dist.isend, part.contiguous(), group=process_group, group_peer=peer)
-        for peer, part in sends
-        if part.numel()
-    ] + [dist.P2POp(dist.irecv, buffer, group=process_group, group_peer=peer) for peer, _, buffer in landing]
-    if not operations:
-        return
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    for _, slot, buffer in landing:
-        if buffer is not slot:
-            slot.copy_(buffer)
+        dist.P2POp(dist.isend, part, group=process_group, group_peer=peer) for peer, part in parts
+    ] + [dist.P2POp(dist.irecv, buffer, group=process_group, group_peer=peer) for peer, _, buffer in slots]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Transfer(works, [(slot, buffer) for _, slot, buffer in slots], [part for _, part in parts])
+
+
+def transfer(sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], group: str) -> None:
+    """`start` and wait."""
+    start(sends, receives, group).wait()
 
 
 def all_gather(out: Tensor, slots: Sequence[Tensor], mine: Tensor, group: str) -> None:

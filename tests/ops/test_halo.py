@@ -32,15 +32,19 @@ def sharded(sample: Sample, mesh: Mesh, factors: Sequence[str]) -> tuple[OneOper
     raise LookupError(f"{factors} not offered")
 
 
-def exchanges(one: OneOperator, dims: Dims, strategy: Strategy) -> list[dict[str, Any]]:
-    """The arguments of every exchange in rank 0's program."""
+def halos(one: OneOperator, dims: Dims, strategy: Strategy) -> list[dict[str, Any]]:
+    """The arguments of every operator in rank 0's program that takes rows of other ranks."""
     program = rewrite(one.graph, program_for(one.graph, strategy, dims), dims, rank=0)
-    names = ("group", "dim", "blocks", "owned", "starts", "stops", "fill")
+    nodes = [node for node in program.emitter.graph.nodes if node.op == "call_function"]
     return [
-        dict(zip(names, args, strict=True))
-        for target, args, _ in program.emitter.collectives
-        if "exchange" in target
+        {"of": node.target._schema.name, **dict(zip(_names(node.target), node.args, strict=True))}
+        for node in nodes
+        if node.target in (torch.ops.autopar.exchange.default, torch.ops.autopar.convolution.default)
     ]
+
+
+def _names(target: Any) -> list[str]:
+    return [item.name for item in target._schema.arguments]
 
 
 def convolution(*shape: int, kernel: Sequence[int], **kwargs: Any) -> Sample:
@@ -63,40 +67,41 @@ def convolution(*shape: int, kernel: Sequence[int], **kwargs: Any) -> Sample:
 
 def test_the_drawing_in_the_docstring() -> None:
     found = sharded(convolution(1, 1, 14, kernel=[3]), Mesh((3,)), ["w"])
-    (exchange,) = exchanges(*found)
-    assert exchange["owned"] == [0, 5, 10, 14]
-    assert exchange["starts"] == [-1, 4, 9] and exchange["stops"] == [6, 11, 15]
+    (halo,) = halos(*found)
+    assert halo["owned"] == [0, 5, 10, 14]
+    assert halo["starts"] == [-1, 4, 9] and halo["stops"] == [6, 11, 15]
     assert error(*found) < 1e-12
 
 
 def test_a_window_wider_than_a_shard_reaches_over_several_ranks() -> None:
     found = sharded(convolution(1, 2, 9, kernel=[9]), Mesh((4,)), ["w"])
-    (exchange,) = exchanges(*found)
-    assert exchange["starts"][0] < 0 and exchange["stops"][0] > exchange["owned"][2]
+    (halo,) = halos(*found)
+    assert halo["starts"][0] < 0 and halo["stops"][0] > halo["owned"][2]
     assert error(*found) < 1e-12
 
 
 def test_corners_come_with_the_second_dim() -> None:
     found = sharded(convolution(2, 1, 7, 9, kernel=[3, 5]), Mesh((2, 2)), ["h", "w"])
-    rows, columns = exchanges(*found)
+    columns, rows = halos(*found)
     assert (rows["group"], rows["dim"]) == ("a@2x2", 2) and (columns["group"], columns["dim"]) == ("b@2x2", 3)
+    assert (columns["of"], rows["of"]) == ("autopar::exchange", "autopar::convolution")
     assert error(*found) < 1e-12
 
 
 @pytest.mark.parametrize("mesh", [Mesh((2, 2)), Mesh((2, 3)), Mesh((2, 2, 2))], ids=str)
 def test_axes_that_share_a_dim_exchange_among_all_their_ranks(mesh: Mesh) -> None:
     found = sharded(convolution(1, 2, 11, kernel=[5], stride=1), mesh, ["w"] * len(mesh.shape))
-    (exchange,) = exchanges(*found)
-    assert parse_key(exchange["group"]) == (mesh, mesh.axes)
-    assert len(exchange["owned"]) == mesh.num_devices + 1
+    (halo,) = halos(*found)
+    assert parse_key(halo["group"]) == (mesh, mesh.axes)
+    assert len(halo["owned"]) == mesh.num_devices + 1
     assert error(*found) < 1e-12
 
 
 def test_rows_that_need_no_exchange_are_not_exchanged() -> None:
     x = torch.randn(1, 2, 12, 8)
-    assert exchanges(*sharded(Sample(aten.max_pool2d.default, (x, [2, 2])), Mesh((3,)), ["h"])) == []
-    assert exchanges(*sharded(convolution(1, 2, 12, 8, kernel=[1, 3]), Mesh((3,)), ["h"])) == []
-    assert len(exchanges(*sharded(convolution(1, 2, 12, 8, kernel=[1, 3]), Mesh((3,)), ["w"]))) == 1
+    assert halos(*sharded(Sample(aten.max_pool2d.default, (x, [2, 2])), Mesh((3,)), ["h"])) == []
+    assert halos(*sharded(convolution(1, 2, 12, 8, kernel=[1, 3]), Mesh((3,)), ["h"])) == []
+    assert len(halos(*sharded(convolution(1, 2, 12, 8, kernel=[1, 3]), Mesh((3,)), ["w"]))) == 1
 
 
 MESHES = st.sampled_from([Mesh((2,)), Mesh((3,)), Mesh((4,)), Mesh((2, 2)), Mesh((2, 3))])

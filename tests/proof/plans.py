@@ -56,6 +56,7 @@ ROWS = [
     "b_to_p",
     "s_to_s",
     "exchange",
+    "convolution",
 ]
 
 
@@ -354,9 +355,8 @@ def rows(graph: Graph, program: Program, dims: Dims) -> set[str]:
         if any((move.axis, move.source) in into for move in real if effect(move).name == "r_to_b"):
             found.add("p_to_r_to_b")
     written = rewrite(graph, program, dims, rank=0).graph
-    if any("exchange" in str(node.target) for node in written.nodes):
-        found.add("exchange")
-    return found
+    called = {str(node.target) for node in written.nodes}
+    return found | {name for name in ("exchange", "convolution") if f"autopar.{name}.default" in called}
 
 
 def dims_of(model: Model, mesh: Mesh) -> Dims:
