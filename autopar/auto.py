@@ -303,7 +303,7 @@ class _Screen:
 
     def runs(self, ranks: int, count: int) -> bool:
         try:
-            replace(self.request, stages=ranks, micro_batches=count).schedules()
+            replace(self.request, stages=ranks, micro_batches=count).kinds()
         except InputError:
             return False
         return True

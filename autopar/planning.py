@@ -23,7 +23,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.plan import Alternative, Layer, Plan, Stage
-from autopar.core.schedule import Schedule, ScheduleKind
+from autopar.core.schedule import Schedule, ScheduleKind, check_schedule
 from autopar.cost.intervals import crossing_bytes
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
@@ -55,6 +55,7 @@ MEASURING_ROUNDS = 6
 RIVALS = 2  # pure strategies whose operators are measured beside the winner's
 DEFAULT_GAP = 1e-3
 PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
+MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
 PRICE_STEPS = 4  # of the bisection between them
 
 
@@ -88,21 +89,31 @@ class Request:
     recompute: bool = False  # all parts of the graph, in backward
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
 
-    def schedules(self) -> list[Schedule]:
-        """What is asked for, or all that can be run; none without stages. Raises InputError, naming the
-        rule, if there is none."""
+    def kinds(self) -> list[ScheduleKind]:
+        """The schedule that is asked for, or all that can be run and timed; none without stages. Raises
+        InputError, naming the rule, if there is none."""
         if self.stages == 1:
             return []
-        kinds = [self.schedule] if self.schedule else list(ScheduleKind)
         found, refused = [], []
-        for kind in kinds:
+        for kind in [self.schedule] if self.schedule else ScheduleKind:
             try:
-                found.append(scheduled(kind, self.stages, stages_per_rank(kind), self.micro_batches))
+                check_schedule(
+                    kind,
+                    ranks=self.stages,
+                    stages_per_rank=stages_per_rank(kind),
+                    micro_batches=self.micro_batches,
+                )
+                found.append(kind)
             except InputError as error:
                 refused.append(error)
         if not found:
             raise refused[0]
-        return found
+        small = [kind for kind in found if self.actions(kind) <= MOST_ACTIONS]
+        return small or [min(found, key=lambda kind: (self.actions(kind), kind is ScheduleKind.GPIPE))]
+
+    def actions(self, kind: ScheduleKind) -> int:
+        """Forwards and backwards in a step."""
+        return 2 * self.stages * stages_per_rank(kind) * self.micro_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +220,11 @@ class MeshProblem:
     hop: Link
 
     def __post_init__(self) -> None:
-        self.schedules = _stageable(self.graph, self.request)
+        request = self.request
+        self.schedules = [
+            scheduled(kind, request.stages, stages_per_rank(kind), request.micro_batches)
+            for kind in _stageable(self.graph, request)
+        ]
         self.dims = Dims(self.graph, self.atoms, self.mesh)
         self.prices = Prices(
             self.graph,
@@ -324,14 +339,15 @@ class MeshProblem:
         return found
 
 
-def _stageable(graph: Graph, request: Request) -> list[Schedule]:
+def _stageable(graph: Graph, request: Request) -> list[ScheduleKind]:
     """The schedules whose stages have an operator each; raises InputError if none are left."""
-    schedules, most = request.schedules(), len(graph.operators)
-    found = [schedule for schedule in schedules if schedule.stages <= most]
-    if schedules and not found:
+    kinds, most = request.kinds(), len(graph.operators)
+    found = [kind for kind in kinds if request.stages * stages_per_rank(kind) <= most]
+    if kinds and not found:
+        least = min(request.stages * stages_per_rank(kind) for kind in kinds)
         raise InputError(
             where="--stages",
-            found=f"{min(schedule.stages for schedule in schedules)} stages for {most} operators",
+            found=f"{least} stages for {most} operators",
             wanted=f"at most {most}",
             remedy="use fewer stages",
         )
