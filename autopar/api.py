@@ -326,6 +326,13 @@ def with_pipeline(
             wanted=", ".join(RECOMPUTE),
             remedy="choose one of these",
         )
+    if micro_batches < 1:
+        raise InputError(
+            where="--micro-batches",
+            found=str(micro_batches),
+            wanted="at least 1",
+            remedy="leave it out for one",
+        )
     kind = kinds[schedule]
     if force == PIPELINE:
         if stages not in (1, cluster.num_devices):
