@@ -34,10 +34,17 @@ class MicroBatch:
 def split_batch(tensors: Sequence[Tensor], count: int, *, equal: bool = False) -> list[MicroBatch]:
     """Cut the tensors that have the batch's length in dim 0 into `count` parts, the longer ones first.
 
-    That length is the first tensor's; the others are passed whole. Raises InputError where the batch
-    is too short, or with `equal` where it is no multiple of `count`.
+    That length is the first tensor's; the others are passed whole. Raises InputError for a
+    `count` below 1 and where the batch is too short, or with `equal` where it is no multiple of `count`.
     """
     length = batch_length(tensors)
+    if count < 1:
+        raise InputError(
+            where="micro-batches",
+            found=str(count),
+            wanted="at least 1",
+            remedy="choose another --micro-batches",
+        )
     if count == 1:
         return [MicroBatch(tuple(tensors), 1.0)]
     if length < count or (equal and length % count):

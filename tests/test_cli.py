@@ -163,6 +163,39 @@ def test_a_vacuous_proof_exits_with_1_and_says_so(
     assert "vacuous" in capsys.readouterr().out
 
 
+STAGED = ("--stages", "2", "--micro-batches", "2")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--cluster", "local:2", *STAGED),
+        ("--cluster", "local:2", *STAGED, "--schedule", "gpipe"),
+        ("--cluster", "local:2", *STAGED, "--schedule", "zbv"),
+        ("--cluster", "local:4", *STAGED, "--force", "batch"),
+        ("--cluster", "local:2", "--micro-batches", "3"),
+        ("--cluster", "local:3", "--force", "pipeline", "--micro-batches", "3"),
+    ],
+    ids=" ".join,
+)
+def test_verify_proves_stages_and_micro_batches(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    """Batch norm and dropout too: statistics and masks are those of each micro-batch."""
+    code, found = command(capsys, "verify", f"{TARGETS}:net", *options, "--steps", "2")
+    assert code == 0 and found["passed"] is True
+    assert max(found["max_error"].values()) < 1e-9 and found["worst"] != "-"
+
+
+@pytest.mark.parametrize("options", [STAGED, ("--micro-batches", "2")], ids=" ".join)
+def test_verify_proves_them_on_real_processes(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    words = ("verify", f"{TARGETS}:net", *LOCAL, *options, "--steps", "2", "--processes")
+    code, found = command(capsys, *words)
+    assert code == 0 and found["passed"] is True and max(found["max_error"].values()) < 1e-9
+
+
 # streams
 
 
@@ -310,6 +343,28 @@ def test_bad_options_exit_with_2_and_say_what_was_found(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], found: str
 ) -> None:
     assert found in error_of(capsys, *words)["found"]
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "wanted"),
+    [
+        (("local:2", "--stages", "2", "--micro-batches", "4"), "4 for a batch of 6", "a divisor of 6"),
+        (("local:2", "--micro-batches", "7"), "7 for a batch of 6", " 6"),
+        (("local:20", "--stages", "20", "--schedule", "gpipe"), "20 stages for", "at most"),
+        (("local:3", "--stages", "3", "--micro-batches", "2"), "2 micro-batches", "at least 3"),
+        (("local:4", "--stages", "3", "--micro-batches", "3"), "4 devices", "equal parts"),
+        (("local:2", "--stages", "2", "--schedule", "1f2b"), "'1f2b'", "gpipe, 1f1b, interleaved"),
+        (("local:2", "--stages", "0"), "0", "at least 1"),
+        (("local:2", "--micro-batches", "0"), "0", "at least 1"),
+        (("local:4", "--stages", "2", "--force", "pipeline"), "2", "one device for each stage"),
+        (("local:2", *STAGED, "--schedule", "dualpipev"), "2 micro-batches", "at least 4"),
+    ],
+)
+def test_impossible_pipelines_exit_with_2_and_name_the_rule(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], found: str, wanted: str
+) -> None:
+    error = error_of(capsys, "verify", f"{TARGETS}:net", "--cluster", *options)
+    assert found in error["found"] and wanted in error["wanted"], error
 
 
 def test_without_json_errors_are_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,8 @@ def test_batches_that_are_too_short_or_no_multiple_are_refused() -> None:
         split_batch([torch.ones(3)], 4)
     with pytest.raises(InputError, match="4 for a batch of 10, wanted a divisor of 10"):
         split_batch([torch.ones(10)], 4, equal=True)
+    with pytest.raises(InputError, match="found 0, wanted at least 1"):
+        split_batch([torch.ones(10)], 0)
     assert len(split_batch([torch.ones(12)], 4, equal=True)) == 4
 
 

@@ -16,9 +16,12 @@ from torch import Tensor
 
 import autopar.convert.table
 import autopar.ops.equation
+import autopar.proof.pipeline
 import autopar.proof.ranks
+import autopar.rewrite.stages
 from autopar.core.graph import InputKind, Ref
 from autopar.core.mesh import Mesh
+from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, R, Shard
 from autopar.errors import AutoparError
 from autopar.ilp.choose import choose
@@ -29,11 +32,13 @@ from autopar.ops.loss import CrossEntropy
 from autopar.ops.rule import Rule, Site
 from autopar.ops.window import Window
 from autopar.proof import simulated
+from autopar.rewrite.stages import StageProgram
 from autopar.runtime import gradient_sync, groups
 from autopar.runtime.gradient_sync import GradientSync, Member
 from tests.ilp.brute_force import BruteForce, random_prices, small_space, twice, unfolded
 from tests.pool import Pool
 from tests.proof.models import Model, Script
+from tests.proof.pipelines import draw_batch, prove_pipeline
 from tests.proof.plans import dims_of, forced, prove
 from tests.runtime.cases import TIMEOUT
 
@@ -112,6 +117,44 @@ def both_axes_on_one_dim() -> bool:
     x = s.call(aten.neg.default, Ref(rows))
     y = s.call(aten.gelu.default, Ref(x))
     return holds(s.model(y), GRID, {x: "d0 d0", y: "d1 d0"}, {rows: (Shard(0), Shard(0))})
+
+
+def holds_in_stages(script: Script, x: str, starts: tuple[int, ...]) -> bool:
+    """Whether training by stages equals serial accumulation, with the mean of x as the loss and unequal
+    micro-batches; the layers are sharded by samples."""
+    loss = script.call(aten.mean.default, Ref(script.call(aten.mul.Tensor, Ref(x), Ref(x))))
+    model = Model(script.graph(loss), script.tensors, script.seed)
+    try:
+        dims = dims_of(model, TWO)
+        layers = [item.results[0] for item in model.graph.operators if item.target is aten.linear.default]
+        program = forced(model.graph, dims, {name: "n0" for name in layers if name})
+        pipeline = Pipeline(len(starts), 3, starts=starts)
+        batch = draw_batch(Random(0), model, 3)
+        return prove_pipeline(model, program, dims, pipeline, batch)[0] < 1e-9
+    except (AutoparError, RuntimeError):
+        return False
+
+
+def skip_over_stages() -> bool:
+    s = Script()
+    early = s.linear(s.user(6, 5), 5)
+    late = s.linear(s.call(aten.tanh.default, Ref(early)), 5)
+    return holds_in_stages(s, s.call(aten.add.Tensor, Ref(early), Ref(late)), (0, 1, 2, 3))
+
+
+def tied_layers() -> bool:
+    s = Script()
+    weight = Ref(s.weight(5, 5))
+    x = s.call(aten.linear.default, Ref(s.user(6, 5)), weight)
+    return holds_in_stages(s, s.call(aten.linear.default, Ref(x), weight), (0, 1))
+
+
+def dropout_in_two_stages() -> bool:
+    s = Script()
+    x = s.linear(s.user(6, 5), 4)
+    for _ in range(2):
+        x = s.call(aten.dropout.default, Ref(x), 0.5, True)
+    return holds_in_stages(s, x, (0, 2))
 
 
 def optimum() -> bool:
@@ -203,6 +246,40 @@ def reverse_major_and_minor(patch: Patch) -> None:
     )
 
 
+def drop_relayed_gradients(patch: Patch) -> None:
+    """The tensor that was made first is received as if it had no gradient."""
+    leaves = autopar.proof.pipeline._leaves
+
+    def without_first(values: tuple[Tensor, ...], stage: StageProgram) -> tuple[Tensor, ...]:
+        found = leaves(values, stage)
+        return (found[0].detach(), *found[1:]) if len(found) > 1 else found
+
+    patch.setattr(autopar.proof.pipeline, "_leaves", without_first)
+
+
+def forget_a_tied_copy(patch: Patch) -> None:
+    total = autopar.proof.pipeline._gradient
+
+    def of_first(name: str, stages: Sequence[Any], *rest: Any) -> Tensor:
+        return total(name, [stage for stage in stages if name in stage.any.inputs][:1], *rest)
+
+    patch.setattr(autopar.proof.pipeline, "_gradient", of_first)
+
+
+def count_micro_batches_alike(patch: Patch) -> None:
+    """1 / M instead of the shares of the samples."""
+    patch.setattr(autopar.proof.pipeline, "loss_weight", lambda graph, share: 1 / 3)
+
+
+def sum_a_mean_loss(patch: Patch) -> None:
+    patch.setattr(autopar.proof.pipeline, "loss_weight", lambda graph, share: 1.0)
+
+
+def draw_the_first_stages_masks(patch: Patch) -> None:
+    """A later stage begins with the generator as the first one did, and draws its masks."""
+    patch.setattr(autopar.rewrite.stages, "_is_serial_draw", lambda node: False)
+
+
 def charge_shared_moves_twice(patch: Patch) -> None:
     at_least = LinearProgram.at_least
 
@@ -232,6 +309,11 @@ def charge_shared_moves_twice(patch: Patch) -> None:
         (dropout, draw_masks_apart),
         (both_axes_on_one_dim, ignore_minor_axes),
         (both_axes_on_one_dim, reverse_major_and_minor),
+        (skip_over_stages, drop_relayed_gradients),
+        (tied_layers, forget_a_tied_copy),
+        (tied_layers, count_micro_batches_alike),
+        (tied_layers, sum_a_mean_loss),
+        (dropout_in_two_stages, draw_the_first_stages_masks),
         (optimum, charge_shared_moves_twice),
     ],
     ids=lambda item: item.__name__,

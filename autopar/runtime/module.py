@@ -27,7 +27,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.part import Part
 from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
-from autopar.micro_batches import MicroBatch, split_batch
+from autopar.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.runtime import groups, serial
 from autopar.runtime.bound import Bound, find_in, gradient_key
 from autopar.runtime.clipping import refuse_torch_clipping, scale, total_norm
@@ -193,7 +193,9 @@ class ParallelModule(Container):
     def _accumulate(
         self, call: Arguments, batch: Sequence[MicroBatch], first: Bound, *, learn: bool
     ) -> Tensor:
-        """One micro-batch after the other; a longer one's program may not fit the shorter."""
+        """One micro-batch after the other; a longer one's program may not fit the shorter. With exact
+        masks each is drawn from the step's seed and its number, as in stages."""
+        seed = torch.initial_seed()
         programs = [
             first
             if micro.share == batch[0].share
@@ -202,6 +204,8 @@ class ParallelModule(Container):
         ]
         losses = []
         for number, (micro, program) in enumerate(zip(batch, programs, strict=True)):
+            if self._exact_random:
+                torch.manual_seed(mask_seed(seed, number))
             with program.adding_up(last=program not in programs[number + 1 :]):
                 loss = find_loss(program(micro.tensors))
                 if loss is None:
