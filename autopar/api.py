@@ -386,7 +386,7 @@ def _number(option: str, value: int | str) -> int | None:
     if isinstance(value, int) and value >= 1 or isinstance(value, str) and value.isdecimal() and int(value):
         return int(value)
     raise InputError(
-        where=option, found=repr(value), wanted="a whole number from 1, or auto", remedy=f"write {option} 2"
+        where=option, found=repr(value), wanted="at least 1, or auto", remedy=f"write {option} 2"
     )
 
 
