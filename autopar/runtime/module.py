@@ -161,6 +161,7 @@ class ParallelModule(Container):
             count = program.executable.plan.pipeline.micro_batches
             batch = split_batch(call.tensors, count, equal=isinstance(program, StagedProgram))
             if isinstance(program, StagedProgram):
+                _refuse_input_gradients(call)
                 return program.train(batch) if learn else program.evaluate(batch)
             return self._accumulate(call, batch, program, learn=learn)
 
@@ -510,6 +511,17 @@ class ParallelModule(Container):
         if self._current is None:
             return "ParallelModule(no plan yet: call it once, or pass example_inputs to parallelize)"
         return self._describe(self._current.executable)
+
+
+def _refuse_input_gradients(call: Arguments) -> None:
+    asked = [path for path, tensor in zip(call.paths, call.tensors, strict=True) if tensor.requires_grad]
+    if asked:
+        raise InputError(
+            where="train_step",
+            found=f"{', '.join(asked)} with requires_grad",
+            wanted="inputs without: their gradient would exist on the ranks of single stages only",
+            remedy="pass .detach(), or plan without pipeline stages",
+        )
 
 
 def _changed(name: str, planned: Tensor, now: Tensor) -> InputError:

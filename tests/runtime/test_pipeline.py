@@ -383,6 +383,17 @@ def test_a_call_of_the_module_names_train_step(pools: Pools) -> None:
     on_ranks(pools, "1f1b", _called)
 
 
+def _input_gradient(case: str) -> None:
+    _, ours = prepared(case)
+    x, y = batch()
+    with pytest.raises(InputError, match="input_0 with requires_grad"):
+        ours.train_step(x.requires_grad_(), y)
+
+
+def test_gradients_of_inputs_are_refused(pools: Pools) -> None:
+    on_ranks(pools, "1f1b", _input_gradient)
+
+
 def _raises() -> None:
     """One rank's stage fails at its third micro-batch, while the other waits for its gradients."""
     worker.init("cpu")
