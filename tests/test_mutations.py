@@ -33,6 +33,7 @@ from autopar.ops.rule import Rule, Site
 from autopar.ops.window import Window
 from autopar.proof import simulated
 from autopar.rewrite.stages import StageProgram
+from autopar.runtime import convolution as runtime_convolution
 from autopar.runtime import gradient_sync, groups
 from autopar.runtime.gradient_sync import GradientSync, Member
 from tests.ilp.brute_force import BruteForce, random_prices, small_space, twice, unfolded
@@ -361,3 +362,40 @@ def _sum_of_gradients() -> bool:
 def test_the_bucket_that_averages_is_caught(pools: Callable[[int], Pool]) -> None:
     assert pools(2).run(_sum_of_gradients) == [True, True]
     assert pools(2).run(_mean_of_gradients) == [False, False]
+
+
+# -- the strips that convolutions run with -------------------------------------------------------------------
+
+
+def _add_up(*, forget: bool) -> bool:
+    """On a worker: whether a split convolution gives the serial one's rows, and its input gradient."""
+    groups.setup(TWO, ["a@2"], timeout=TIMEOUT)
+    torch.manual_seed(0)
+    whole, weight = torch.randn(1, 2, 8, 5), torch.randn(3, 2, 3, 3)
+    serial = whole.clone().requires_grad_()
+    wanted = torch.conv2d(serial, weight, padding=1)
+    wanted.square().sum().backward()
+    first = 4 * dist.get_rank()
+    mine = whole[:, :, first : first + 4].clone().requires_grad_()
+    how = (2, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    y = torch.ops.autopar.convolution(mine, weight, None, "a@2", [0, 4, 8], [-1, 3], [5, 9], *how)
+    with pytest.MonkeyPatch.context() as patch:
+        if forget:
+            patch.setattr(runtime_convolution, "edge", lambda *args: None)
+        y.square().sum().backward()
+    assert mine.grad is not None and serial.grad is not None
+    torch.testing.assert_close(y, wanted[:, :, first : first + 4])
+    return torch.allclose(mine.grad, serial.grad[:, :, first : first + 4], atol=1e-4)
+
+
+def _forgets_the_strips_gradient() -> bool:
+    return _add_up(forget=True)
+
+
+def _returns_the_strips_gradient() -> bool:
+    return _add_up(forget=False)
+
+
+def test_a_halo_whose_gradient_stays_is_caught(pools: Callable[[int], Pool]) -> None:
+    assert pools(2).run(_returns_the_strips_gradient) == [True, True]
+    assert pools(2).run(_forgets_the_strips_gradient) == [False, False]

@@ -289,6 +289,8 @@ def _convolution(draft: Draft, x: str) -> str | None:
     groups = _divisor(draft, channels) if draft.chance(0.4) else 1
     kernel, stride = _pair(draft, 1, 4), _pair(draft, 1, 3)
     padding, dilation = _pair(draft, 0, 2), _pair(draft, 1, 2)
+    if draft.chance(0.5):  # as in most models: as many rows out as in
+        kernel, stride, padding = [3, 3], [1, 1], list(dilation)
     out = groups * draft.random.randint(1, 4)
     reach = [s + 2 * p - d * (k - 1) for s, p, d, k in zip(space, padding, dilation, kernel, strict=True)]
     if min(reach) < 1 or not _fits(draft, (batch, out, *reach)):
