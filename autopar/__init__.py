@@ -1,11 +1,21 @@
 """autopar: auto-parallelization of PyTorch models across batch, domain and model."""
 
-from autopar.api import parallelize, plan
+from autopar.api import compare, parallelize, plan
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.mesh import Mesh
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.runtime.module import ParallelModule
 
-__all__ = ["AutoparError", "ClusterSpec", "Link", "Mesh", "ParallelModule", "Plan", "parallelize", "plan"]
+__all__ = [
+    "AutoparError",
+    "ClusterSpec",
+    "Link",
+    "Mesh",
+    "ParallelModule",
+    "Plan",
+    "compare",
+    "parallelize",
+    "plan",
+]
 __version__ = "0.1.0"

@@ -10,7 +10,7 @@
   `rewrite` is known to `cost`.
 - `runtime` knows `core`; programs name its operators, so that `rewrite`, `cost` and `proof` import it.
 - Only `ilp/solver.py` talks to the solver.
-- A plan is printed by `show`, which it imports when it is printed.
+- A plan is printed by `show`, a comparison by `table`; they import it when they are printed.
 
 What is imported for types alone does not count.
 """
@@ -41,12 +41,13 @@ PASSES = {
     "rewrite",
     "ilp",
 }
-ABOVE = {"agree", "target", "planning", "compiler", "proof", "profile"}
+ABOVE = {"agree", "target", "planning", "compiler", "proof", "profile", "compare", "contest"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
-    "core": {"errors", "units", "show"},
+    "core": {"errors", "units", "show", "table"},
     "show": BASE,
+    "table": BASE,
     "schedules": BASE,
     "simulate": BASE,
     "draw": BASE,
@@ -70,8 +71,10 @@ ALLOWED: dict[str, set[str]] = {
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "planning"},
     "profile": BASE | PASSES | {"agree", "planning", "target"},
     "proof": BASE | PASSES | {"compiler", "planning", "target"},
+    "compare": BASE | PASSES | {"compiler", "planning", "target"},
+    "contest": BASE | PASSES | {"agree", "compare", "compiler", "planning", "profile", "target"},
     "api": BASE | PASSES | ABOVE,
-    "cli": BASE | {"api", "show", "progress", "target", "cluster", "planning", "runtime"},
+    "cli": BASE | {"api", "show", "table", "progress", "target", "cluster", "planning", "runtime"},
     "autopar": BASE | {"api", "cluster", "runtime"},
     "__main__": {"cli"},
 }
