@@ -1,6 +1,6 @@
 """autopar: auto-parallelization of PyTorch models across batch, domain, model and pipeline stages."""
 
-from autopar.api import parallelize, plan, timeline
+from autopar.api import compare, parallelize, plan, timeline
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.mesh import Mesh
 from autopar.core.plan import Plan
@@ -14,6 +14,7 @@ __all__ = [
     "Mesh",
     "ParallelModule",
     "Plan",
+    "compare",
     "parallelize",
     "plan",
     "timeline",

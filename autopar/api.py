@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -25,7 +26,10 @@ import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (register the rules and the operators that programs call)
 from autopar.agree import agree
 from autopar.cluster import ClusterSpec
+from autopar.compare import Comparer
 from autopar.compiler import Auto, Compiler
+from autopar.contest import Job, run_rows
+from autopar.core.comparison import Comparison
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.plan import Plan
@@ -44,7 +48,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.schedules import build_schedule
 from autopar.signature import LossFunction, split_inputs
 from autopar.simulate import simulate
-from autopar.target import Target
+from autopar.target import Target, load_target
 from autopar.units import parse_bytes
 from costdb.database import Database
 
@@ -243,6 +247,37 @@ def verify(
         request = settled(request, found)
     with Database.open(costdb) as database:
         return check(target, cluster, request, steps=steps, processes=processes, database=database)
+
+
+def compare(
+    target: Target | str,
+    cluster: ClusterSpec,
+    *,
+    memory: int | str | None = None,
+    time_limit: float | None = None,
+    gap: float = DEFAULT_GAP,
+    optimizer: str = "adam",
+    costdb: str | None = None,
+    measure: bool = True,
+    run: bool = False,
+    bar: Bar | None = None,
+) -> Comparison:
+    """Every pure strategy, data with filter, data with spatial, and the solver's own plan, side by side.
+
+    `target` is "file.py:function", as on the command line, or a model with example inputs; without
+    `run` it may be on the meta device, and no process group is needed. With `run` every row that fits
+    takes some training steps, with `optimizer`, on real processes of this machine, and the comparison
+    says how well that agrees. The other options are those of `plan`; `time_limit` is that of each row.
+
+    Raises what `plan` raises if no row fits, and with `run` InputError for another cluster than this
+    machine, WorkerError.
+    """
+    request = make_request(None, None, memory, time_limit, gap, optimizer, measure)
+    made = load_target(target) if isinstance(target, str) else target
+    if run:
+        return run_rows(Job(made.source, cluster, request, optimizer, costdb, bar), made)
+    with Database.open(costdb) as database, bar.shown() if bar else nullcontext():
+        return Comparer(made, cluster, request, database, bar).compare()
 
 
 def profile(

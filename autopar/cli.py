@@ -31,6 +31,7 @@ from autopar.planning import DEFAULT_GAP
 from autopar.progress import ProgressBar
 from autopar.runtime.launch import INTERRUPTED, start_script
 from autopar.show import WIDTH, render
+from autopar.table import render_comparison
 from autopar.target import load_target
 
 app = typer.Typer(
@@ -71,6 +72,7 @@ Memory = Annotated[str | None, typer.Option("--memory", metavar="2GiB", help="Ca
 TimeLimit = Annotated[float | None, typer.Option("--time-limit", metavar="S", help="Seconds for the solver.")]
 Gap = Annotated[float, typer.Option("--gap", metavar="G", help="Relative gap at which the solver may stop.")]
 CostDB = Annotated[str | None, typer.Option("--costdb", metavar="PATH", help="Database of measurements.")]
+Optimizer = Annotated[str, typer.Option(help="Whose state counts: sgd, momentum or adam.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 ShowProgress = Annotated[
     bool, typer.Option("--progress", help="Show progress also where stderr is no terminal.")
@@ -99,7 +101,7 @@ def plan(
     micro_batches: MicroBatches = "1",
     schedule: ScheduleName = api.DEFAULT_SCHEDULE,
     recompute: Recompute = "none",
-    optimizer: Annotated[str, typer.Option(help="Whose state counts: sgd, momentum or adam.")] = "adam",
+    optimizer: Optimizer = "adam",
     costdb: CostDB = None,
     no_measure: Annotated[
         bool, typer.Option("--no-measure", help="Estimate what is not measured yet.")
@@ -179,6 +181,42 @@ def verify(
         processes=processes,
     )
     return Answer(report.as_dict(), str(report), 0 if report.passed else 1)
+
+
+@app.command()
+def compare(
+    target: TargetName,
+    cluster: Cluster,
+    memory: Memory = None,
+    time_limit: TimeLimit = None,
+    gap: Gap = DEFAULT_GAP,
+    optimizer: Optimizer = "adam",
+    costdb: CostDB = None,
+    measure: Annotated[
+        bool | None,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Run all rows on this machine / estimate what is not measured yet.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    progress: ShowProgress = False,
+) -> Answer:
+    """Put the pure strategies and the solver's plan for TARGET side by side."""
+    found = api.compare(
+        load_target(target),
+        ClusterSpec.parse(cluster),
+        memory=memory,
+        time_limit=time_limit,
+        gap=gap,
+        optimizer=optimizer,
+        costdb=costdb,
+        measure=measure is not False,
+        run=measure is True,
+        bar=ProgressBar(progress),
+    )
+    return Answer(found.as_dict(), render_comparison(found))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -18,8 +18,13 @@ WIDTH = 120
 
 def plan_text(plan: Plan, *, width: int = WIDTH) -> str:
     """The plan as plain text."""
+    return as_text(render(plan), width=width)
+
+
+def as_text(shown: RenderableType, *, width: int = WIDTH) -> str:
+    """What a terminal would show, as plain text."""
     stream = io.StringIO()
-    Console(file=stream, width=width, no_color=True, highlight=False).print(render(plan))
+    Console(file=stream, width=width, no_color=True, highlight=False).print(shown)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 

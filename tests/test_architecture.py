@@ -11,7 +11,7 @@
 - `runtime` knows `core`, what a call and a micro-batch of it are; programs name its operators, so that
   `rewrite`, `cost` and `proof` import it.
 - Only `ilp/solver.py` talks to the solver.
-- A plan is printed by `show`, which it imports when it is printed.
+- A plan is printed by `show`, a comparison by `table`; they import it when they are printed.
 
 What is imported for types alone does not count.
 """
@@ -42,12 +42,13 @@ PASSES = {
     "rewrite",
     "ilp",
 }
-ABOVE = {"agree", "auto", "target", "planning", "compiler", "proof", "profile"}
+ABOVE = {"agree", "auto", "target", "planning", "compiler", "proof", "profile", "compare", "contest"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
-    "core": {"errors", "units", "show"},
+    "core": {"errors", "units", "show", "table"},
     "show": BASE,
+    "table": BASE,
     "schedules": BASE,
     "simulate": BASE,
     "draw": BASE,
@@ -73,8 +74,10 @@ ALLOWED: dict[str, set[str]] = {
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "auto", "planning"},
     "profile": BASE | PASSES | {"agree", "planning", "target"},
     "proof": BASE | PASSES | {"compiler", "planning", "target"},
+    "compare": BASE | PASSES | {"compiler", "planning", "target"},
+    "contest": BASE | PASSES | {"agree", "compare", "compiler", "planning", "profile", "target"},
     "api": BASE | PASSES | ABOVE | {"schedules", "simulate"},
-    "cli": BASE | {"api", "draw", "show", "progress", "target", "cluster", "planning", "runtime"},
+    "cli": BASE | {"api", "draw", "show", "table", "progress", "target", "cluster", "planning", "runtime"},
     "autopar": BASE | {"api", "cluster", "runtime"},
     "__main__": {"cli"},
 }

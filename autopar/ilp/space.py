@@ -181,11 +181,11 @@ def build_space(
         pin = pins.get(item.name, pins.get(item.module))
         if pin is None:
             offered = useful(item, offered, prices, anchors)
-        if force is None and pin is None:
-            offered = idle(offered, prices.dims)
-        offered = undominated(item, offered, prices)
         if force is not None:
             offered = forced(item, offered, force, kinds, prices)
+        elif pin is None:
+            offered = idle(offered, prices.dims)
+        offered = undominated(item, offered, prices)
         if pin is not None:
             used |= {item.name, item.module} & pins.keys()
             offered = pinned(item, offered, pin)

@@ -1,0 +1,198 @@
+"""`autopar compare`: every pure strategy, two mixtures and the solver's own plan, side by side.
+
+    serial         one device of the cluster
+    data           samples on all axes                       the batch factor wherever an operator has it
+    spatial        space or sequence on all axes
+    pipeline       one device for each stage                 the best of a few micro-batches and schedules
+    filter         output channels on all axes
+    channel        input channels on all axes
+    data+filter    samples on the major axis, output channels on the minor, on the best mesh of two axes
+    data+spatial   samples on the major axis, space or sequence on the minor
+    hybrid         what `autopar plan` decides
+
+Limits on devices are those up to which every layer that has the factor is split: P <= B for data, the
+least W H or sequence for spatial, the least number of output (input) channels for filter (channel), one
+operator for each stage. Layers with a single channel don't count: no strategy splits them.
+Source: Kahira et al., "An Oracle for Guiding Large-Scale Model/Hybrid Parallel Training of Convolutional
+Neural Networks", HPDC 2021, whose table this is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.cluster import ClusterSpec
+from autopar.compiler import Compiler
+from autopar.core.comparison import Comparison, Row
+from autopar.core.schedule import ScheduleKind, check_schedule
+from autopar.cost.model import Company, Progress, setting_of, using_threads
+from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
+from autopar.ilp.space import Force, Kinds, Parallelism, is_heavy
+from autopar.micro_batches import batch_length
+from autopar.planning import Found, Request, search
+from autopar.signature import flatten_arguments
+from autopar.target import Target
+from autopar.trace import Traced
+from autopar.units import show_bytes
+from costdb.database import Database
+
+FORCES: Mapping[str, Force] = {
+    "data": Parallelism.BATCH,
+    "spatial": Parallelism.DOMAIN,
+    "filter": Parallelism.FILTER,
+    "channel": Parallelism.CHANNEL,
+    "data+filter": (Parallelism.BATCH, Parallelism.FILTER),
+    "data+spatial": (Parallelism.BATCH, Parallelism.DOMAIN),
+}
+SERIAL, PIPELINE, HYBRID = "serial", "pipeline", "hybrid"
+ORDER = (SERIAL, "data", "spatial", PIPELINE, "filter", "channel", "data+filter", "data+spatial", HYBRID)
+SCHEDULES = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.GPIPE, ScheduleKind.ZB1P)  # one stage for each rank
+TIMES = (1, 2, 4)  # micro-batches for each stage, about
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a strategy comes to: a plan, with why it can't be used if it can't, or that alone."""
+
+    found: Found | None
+    reason: str | None = None
+    error: AutoparError | None = None
+
+    @property
+    def order(self) -> tuple[bool, float, float]:
+        """The best comes first: those that fit, then the faster, then the smaller."""
+        if self.found is None:
+            return True, math.inf, math.inf
+        return self.reason is not None, self.found.plan.step_seconds, self.found.plan.peak_bytes
+
+
+@dataclass(slots=True)
+class Comparer:
+    """Plans every strategy for one target, whose graphs it traces once for each micro-batch."""
+
+    target: Target
+    cluster: ClusterSpec
+    request: Request
+    database: Database
+    progress: Progress | None = None
+    company: Company | None = None  # for all but the serial row: one device runs alone
+    _graphs: dict[tuple[bool, int], Traced] = field(default_factory=dict)
+
+    def compare(self) -> Comparison:
+        """All rows; raises the solver's InfeasibleError or SolverError if none fits."""
+        candidates = {name: self.candidate(name) for name in ORDER}
+        serial, hybrid = candidates[SERIAL], candidates[HYBRID]
+        if hybrid.error and all(each.reason for each in candidates.values()):
+            raise hybrid.error
+        limits = self.limits(serial.found) if serial.found else dict.fromkeys(ORDER)
+        return Comparison(
+            cluster=str(self.cluster),
+            memory_cap=self.cap,
+            rows=tuple(
+                Row(name, each.found.plan if each.found else None, limits[name], each.reason)
+                for name, each in candidates.items()
+            ),
+            chosen=None if hybrid.reason else HYBRID,
+        )
+
+    @property
+    def cap(self) -> int | None:
+        """Bytes per device."""
+        return self.request.memory if self.request.memory is not None else self.cluster.memory
+
+    def traced(self, request: Request) -> Traced:
+        """The graph of one micro-batch; with stages its loss is the only output."""
+        key = request.stages > 1, request.micro_batches
+        if key not in self._graphs:
+            compiler = Compiler(self.cluster, request, self.target.loss_fn)
+            target = self.target
+            self._graphs[key] = compiler.trace_step(target.model, target.args, target.kwargs)
+        return self._graphs[key]
+
+    # -- one strategy -----------------------------------------------------------------------------
+
+    def candidate(self, name: str) -> Candidate:
+        """The best plan of the strategy called so."""
+        match name:
+            case "serial":
+                return self.serial()
+            case "pipeline":
+                return min((self.planned(each) for each in self.pipelines()), key=lambda each: each.order)
+            case "hybrid":
+                return self.planned(replace(self.request, alternatives=True))
+            case _:
+                return self.planned(replace(self.request, force=FORCES[name], alternatives=False))
+
+    def serial(self) -> Candidate:
+        """One device, with the threads that it has in the cluster."""
+        with using_threads(setting_of(self.cluster).threads):
+            alone = replace(self, cluster=self.cluster.stage(self.cluster.num_devices), company=None)
+            return alone.planned(replace(self.request, alternatives=False))
+
+    def pipelines(self) -> Iterator[Request]:
+        """One device for each stage: a few numbers of micro-batches, in every schedule that takes them."""
+        stages = self.cluster.num_devices
+        batch = batch_length(flatten_arguments(self.target.args, self.target.kwargs).tensors)
+        divisors = [count for count in range(1, batch + 1) if batch % count == 0] or [1]
+        counts = {max(each for each in divisors if each <= times * stages) for times in TIMES}
+        for count in sorted(counts):
+            for schedule in SCHEDULES:
+                try:
+                    check_schedule(schedule, ranks=stages, stages_per_rank=1, micro_batches=count)
+                except InputError:
+                    continue  # gpipe takes any number
+                yield replace(
+                    self.request, stages=stages, micro_batches=count, schedule=schedule, alternatives=False
+                )
+
+    def planned(self, request: Request) -> Candidate:
+        """The best plan that fits; else the best that would without the cap, and the reason."""
+        try:
+            return Candidate(self.search(request, self.cluster))
+        except InfeasibleError as error:
+            failure = error
+        except (InputError, SolverError) as error:
+            return Candidate(None, f"{error.where}: {error.found}", error)
+        if self.cap is None:
+            return Candidate(None, failure.found, failure)
+        try:
+            found = self.search(replace(request, memory=None), replace(self.cluster, memory=None))
+        except (InfeasibleError, SolverError) as error:
+            return Candidate(None, error.found, error)
+        least = f"needs {show_bytes(failure.least)}" if failure.least else "needs more memory"
+        return Candidate(found, f"{least}, the cap is {show_bytes(self.cap)}", failure)
+
+    def search(self, request: Request, cluster: ClusterSpec) -> Found:
+        return search(
+            self.traced(request).graph,
+            cluster,
+            request,
+            database=self.database,
+            progress=self.progress,
+            company=self.company,
+        )
+
+    # -- limits -----------------------------------------------------------------------------------
+
+    def limits(self, serial: Found) -> dict[str, int | None]:
+        """On how many devices each strategy can split all that it splits."""
+        graph = self.traced(self.request).graph
+        heavy = [item for item in graph.operators if is_heavy(item, serial.prices)]
+        kinds = Kinds(graph, serial.dims)
+
+        def limit(kind: Parallelism) -> int | None:
+            lengths = [math.prod(found.values()) for item in heavy if (found := kinds.lengths(item, kind))]
+            return min((length for length in lengths if length > 1), default=1) if lengths else None
+
+        def joint(force: Force) -> int | None:
+            factors = [limit(kind) for kind in (force if isinstance(force, tuple) else (force,))]
+            return None if None in factors else math.prod(factor for factor in factors if factor)
+
+        return {
+            SERIAL: 1,
+            PIPELINE: len(graph.operators),
+            HYBRID: None,
+            **{name: joint(force) for name, force in FORCES.items()},
+        }

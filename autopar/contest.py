@@ -1,0 +1,278 @@
+"""`autopar compare --measure`: all strategies that fit, on real processes of this machine.
+
+    parent   trace ── launch                                                      ── comparison
+    rank 0            plan all rows ── measure ── steps of all rows in turn ── peaks ──┘
+    rank 1            measure along              the same                  the same
+
+All rows are planned, by measurements of as many processes at the same time, and run in one launch. A row
+is a module of its own, made from its plan as `parallelize` makes it; rows whose plans are equal run
+once. As many rows are there together as fit a device's memory. The serial row is the eager model on
+rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar.agree import agree, measure_links
+from autopar.cluster import ClusterSpec
+from autopar.compare import SERIAL, Comparer
+from autopar.compiler import Compiler
+from autopar.core.comparison import Comparison, Measured, Row
+from autopar.core.plan import Plan
+from autopar.cost.model import Company
+from autopar.errors import AutoparError, InputError
+from autopar.planning import Request
+from autopar.profile import Bar
+from autopar.rewrite.render import describe
+from autopar.runtime import serial, worker
+from autopar.runtime.laps import Runner, largest, time_in_turn
+from autopar.runtime.launch import run_function
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.peak import peak_bytes
+from autopar.signature import find_loss, flatten_results, split_for_loss
+from autopar.target import Target, load_target
+from autopar.trace import trace
+from costdb.database import Database
+
+RATE = 1e-3  # of learning: so low that the numbers stay finite whatever the model
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=RATE),
+    "momentum": partial(torch.optim.SGD, lr=RATE, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=RATE),
+}
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank is told."""
+
+    source: str
+    cluster: ClusterSpec
+    request: Request
+    optimizer: str
+    costdb: str | None
+    bar: Bar | None
+
+
+def run_rows(job: Job, target: Target) -> Comparison:
+    """Plan and run all rows; `target` is that of `job.source`.
+
+    Raises InputError for a cluster that is not this machine, a model without values or a target without
+    a file; what planning raises; WorkerError.
+    """
+    job.cluster.check_local()
+    serial.check(target.model)
+    if any(parameter.is_meta for parameter in target.model.parameters()):
+        raise InputError(
+            where="model",
+            found="parameters on the meta device",
+            wanted="parameters with values, which steps compute with",
+            remedy="build the model on the CPU, or compare without measuring steps",
+        )
+    if not job.source:
+        raise InputError(
+            where="target",
+            found="a model without a file",
+            wanted="file.py:function, which every process runs to build the model",
+            remedy="pass that text, or compare without measuring steps",
+        )
+    trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn)  # what can't be is bad input
+    found = run_function(run_rank, job.cluster.num_devices, job)[0]
+    if isinstance(found, AutoparError):
+        raise found
+    return found
+
+
+def run_rank(job: Job) -> Comparison | AutoparError:
+    """One rank's part; the same comparison, or error, on every rank."""
+    worker.init(job.cluster.device_type, TIMEOUT.total_seconds())
+    job.cluster.check_world(dist.get_world_size())
+    target = load_target(job.source)
+    try:
+        if job.request.measure and job.cluster.device_type == "cpu":
+            measure_links(job.cluster, job.costdb, TIMEOUT)
+        with job.bar.shown() if job.bar and dist.get_rank() == 0 else nullcontext():
+            found = agree(partial(_plan, job, target), job.cluster)
+    except AutoparError as error:
+        return error
+    contest = Contest(job, target)
+    taken: dict[str, Measured] = {}
+    for heat in heats(found.rows, found.memory_cap):
+        taken |= contest.run(heat)
+    return replace(found, rows=tuple(replace(row, measured=taken.get(row.name)) for row in found.rows))
+
+
+def _plan(job: Job, target: Target, company: Company) -> Comparison:
+    """On rank 0: the rows, measured in company."""
+    with Database.open(job.costdb) as database:
+        return Comparer(target, job.cluster, job.request, database, job.bar, company).compare()
+
+
+def heats(rows: Sequence[Row], cap: int | None) -> Iterator[list[Row]]:
+    """The rows that fit, in groups that a device can hold together: the states of all and the most that
+    a step of one of them needs beside."""
+    heat: list[Row] = []
+    for row in (row for row in rows if row.feasible):
+        if heat and cap is not None and _together([*heat, row]) > cap:
+            yield heat
+            heat = []
+        heat.append(row)
+    if heat:
+        yield heat
+
+
+def _together(rows: Sequence[Row]) -> int:
+    plans = [row.plan for row in rows if row.plan]
+    return sum(plan.state_bytes for plan in plans) + max(plan.peak_bytes - plan.state_bytes for plan in plans)
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """Rows of one target as running modules, on this rank."""
+
+    job: Job
+    target: Target
+
+    @property
+    def device(self) -> torch.device:
+        if self.job.cluster.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def run(self, rows: Sequence[Row]) -> dict[str, Measured]:
+        """Seconds and bytes of each row, equal on all ranks; collective."""
+        same = {row.name: next(each.name for each in rows if _alike(each, row)) for row in rows}
+        trainers = {row.name: self.trainer(row) for row in rows if same[row.name] == row.name}
+        runners = {name: Runner(each.step, alone=name == SERIAL) for name, each in trainers.items()}
+        seconds = time_in_turn(runners, device=self.device)
+        nbytes = {name: self.peak(trainer, runners[name]) for name, trainer in trainers.items()}
+        return {name: Measured(seconds[first], nbytes[first]) for name, first in same.items()}
+
+    def peak(self, trainer: Trainer, runner: Runner) -> int:
+        mine = peak_bytes(runner.step, trainer.tensors(), self.device) if runner.is_mine else 0
+        return int(largest(mine, self.device))
+
+    def trainer(self, row: Row) -> Trainer:
+        """A fresh model, serial or by the row's plan, with its optimizer."""
+        assert row.plan is not None
+        model = copy.deepcopy(self.target.model)
+        args, kwargs = self.inputs()
+        if row.name == SERIAL:
+            model.to(self.device)
+            step = partial(_serial_step, model, self.target, args, kwargs)
+        else:
+            model = parallel = self.parallel(model, row.plan)
+            parallel.prepare(*args, **kwargs)
+            step = partial(_parallel_step, parallel, args, kwargs, by_steps=_by_steps(row.plan))
+        learned = [item for item in model.parameters() if item.requires_grad]
+        optimizer = OPTIMIZERS[self.job.optimizer](learned) if learned else None
+        return Trainer(model, optimizer, step, pytree.tree_leaves((args, kwargs)))
+
+    def parallel(self, model: nn.Module, plan: Plan) -> ParallelModule:
+        request = replace(
+            self.job.request,
+            mesh=plan.mesh,
+            stages=plan.pipeline.ranks,
+            micro_batches=plan.pipeline.micro_batches,
+            schedule=plan.pipeline.schedule,
+        )
+        compiler = Compiler(
+            self.job.cluster, request, self.target.loss_fn, costdb=self.job.costdb, plan=plan, timeout=TIMEOUT
+        )
+        return ParallelModule(
+            model,
+            compiler,
+            describe=describe,
+            device=self.device,
+            timeout=TIMEOUT,
+            by_steps=_by_steps(plan),
+        )
+
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The example call, on this rank's device."""
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.to(self.device), (self.target.args, self.target.kwargs)
+        )
+        return args, kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A model with its optimizer (None if it learns nothing) and its inputs; `learn` makes gradients."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    learn: Callable[[], None]
+    inputs: Sequence[Any]
+
+    def step(self) -> None:
+        """Forward, backward, and the optimizer's step."""
+        self.model.zero_grad()
+        self.learn()
+        if self.optimizer:
+            self.optimizer.step()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that lives between steps."""
+        yield from (item for item in self.inputs if isinstance(item, Tensor))
+        yield from self.model.buffers()
+        for parameter in self.model.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        state = self.optimizer.state if self.optimizer else {}
+        yield from (item for item in pytree.tree_leaves(list(state.values())) if isinstance(item, Tensor))
+
+
+def _serial_step(model: nn.Module, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    args, kwargs, loss_args, loss_kwargs = split_for_loss(model, target.loss_fn, args, kwargs)
+    output = model(*args, **kwargs)
+    _backward(target.loss_fn(output, *loss_args, **loss_kwargs) if target.loss_fn else output)
+
+
+def _parallel_step(
+    parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any], *, by_steps: bool
+) -> None:
+    if by_steps:
+        parallel.train_step(*args, **kwargs)
+    else:
+        _backward(parallel(*args, **kwargs))
+
+
+def _backward(output: Any) -> None:
+    """From the loss, or from all outputs if there is none."""
+    loss = find_loss(output)
+    outputs = flatten_results(output)[0] if loss is None else (loss,)
+    roots = [item for item in outputs if item.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(item) for item in roots])
+
+
+def _by_steps(plan: Plan) -> bool:
+    """Whether the plan is one for `train_step`."""
+    return plan.pipeline.is_staged or plan.pipeline.micro_batches > 1
+
+
+def _alike(first: Row, second: Row) -> bool:
+    """Whether both run the same program; the serial one is the eager model, and no program."""
+    if SERIAL in (first.name, second.name):
+        return first is second
+    return bool(
+        first.plan
+        and second.plan
+        and first.plan.program == second.plan.program
+        and first.plan.pipeline == second.plan.pipeline
+    )

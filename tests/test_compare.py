@@ -1,0 +1,284 @@
+"""Strategies side by side: the rows, why some can't be used, and how predictions and steps agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import api
+from autopar.cli import main
+from autopar.cluster import ClusterSpec, Link
+from autopar.compare import ORDER
+from autopar.contest import heats
+from autopar.core.comparison import Comparison, Measured, Row, spearman
+from autopar.core.plan import Plan
+from autopar.errors import InfeasibleError, InputError
+from autopar.planning import DEFAULT_GAP
+from autopar.target import Target, load_target
+
+TARGETS = Path(__file__).parent / "targets.py"
+NET, MLP = f"{TARGETS}:net", f"{TARGETS}:mlp"
+TWO, FOUR = ClusterSpec.local(2), ClusterSpec.local(4)
+KEYS = {
+    "name", "feasible", "reason", "step_seconds", "compute_seconds", "communication_seconds", "peak_bytes",
+    "device_limit", "measured_step_seconds", "measured_peak_bytes",
+}  # fmt: skip
+FIGURES = {"accuracy", "rank_correlation", "regret"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A data folder of its own, so that nobody's measurements are read or written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
+@cache
+def compared(target: str, cluster: ClusterSpec) -> Comparison:
+    return autopar.compare(target, cluster, measure=False)
+
+
+def by_name(found: Comparison) -> dict[str, Row]:
+    assert [row.name for row in found.rows] == list(ORDER)
+    return {row.name: row for row in found.rows}
+
+
+# rows
+
+
+def test_rows_are_the_plan_and_its_alternatives() -> None:
+    rows = by_name(compared(NET, TWO))
+    target = load_target(NET)
+    plan = autopar.plan(target.model, TWO, target.args, loss_fn=target.loss_fn, measure=False)
+    names = {"batch": "data", "domain": "spatial", "filter": "filter", "channel": "channel"}
+    for item in plan.alternatives:
+        row = rows[names[item.name]]
+        assert row.plan and row.feasible == item.feasible
+        assert row.plan.step_seconds == pytest.approx(item.step_seconds, rel=DEFAULT_GAP)
+        assert row.plan.peak_bytes == pytest.approx(item.peak_bytes, rel=0.1)
+    assert rows["hybrid"].plan and rows["hybrid"].plan.program == plan.program
+    assert rows["serial"].plan and rows["serial"].plan.communication_seconds < 1e-6
+
+
+def test_limits_on_devices_are_those_of_the_shortest_layer() -> None:
+    limits = {name: row.device_limit for name, row in by_name(compared(NET, TWO)).items()}
+    # 6 samples; images of 6 x 6; 8 filters, 12 and 4 outputs; 3 channels, 288 and 12 inputs
+    assert limits["serial"] == 1 and limits["hybrid"] is None
+    assert (limits["data"], limits["spatial"], limits["filter"], limits["channel"]) == (6, 36, 4, 3)
+    assert (limits["data+filter"], limits["data+spatial"]) == (6 * 4, 6 * 36)
+
+
+def test_mixtures_have_a_kind_for_each_axis_and_pipelines_a_stage_for_each_device() -> None:
+    rows = by_name(compared(NET, FOUR))
+    assert all(row.feasible for row in rows.values())
+    for name, kinds in {"data+filter": ("batch", "filter"), "data+spatial": ("batch", "domain")}.items():
+        plan = plan_of(rows[name])
+        assert plan.mesh.shape == (2, 2)
+        assert all(
+            have in (None, want)
+            for layer in plan.layers
+            for have, want in zip(layer.kinds, kinds, strict=True)
+        )
+        assert any(layer.kinds == kinds for layer in plan.layers)
+    pipeline = plan_of(rows["pipeline"]).pipeline
+    assert pipeline.num_stages == pipeline.ranks == 4 and pipeline.micro_batches in (3, 6)
+
+
+def plan_of(row: Row) -> Plan:
+    assert row.plan is not None
+    return row.plan
+
+
+def test_a_model_on_the_meta_device_needs_no_process_group() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        x = torch.zeros(8, 16, 64)
+    cluster = ClusterSpec(devices_per_node=2, device="h100", memory="80GB", intra=Link(2e-6, 450e9))
+    rows = by_name(autopar.compare(Target(model, (x, x), {}, nn.MSELoss(), ""), cluster))
+    assert {name for name, row in rows.items() if not row.feasible} == {"data+filter", "data+spatial"}
+    assert (rows["data"].device_limit, rows["spatial"].device_limit) == (8, 16)  # samples, sequence
+    parallel = (plan_of(row).step_seconds for name, row in rows.items() if row.plan and name != "pipeline")
+    assert plan_of(rows["hybrid"]).step_seconds <= min(parallel) * (1 + DEFAULT_GAP)
+
+
+# what can't be used, and why
+
+
+def test_a_factor_that_is_missing_or_too_short_is_named() -> None:
+    rows = by_name(compared(MLP, TWO))
+    reasons = {name: row.reason for name, row in rows.items()}
+    assert reasons["spatial"] == "no domain factor" and rows["spatial"].plan is None
+    assert reasons["data+filter"] == reasons["data+spatial"] == "no mesh of 2 axes"
+    assert reasons["pipeline"] == "loss: none in the output of the model"
+    assert rows["spatial"].device_limit is None
+    assert all(rows[name].feasible for name in ("serial", "data", "filter", "channel", "hybrid"))
+
+
+def test_a_short_batch_and_more_stages_than_operators_are_named() -> None:
+    target = Target(nn.Linear(4, 4), (torch.randn(2, 4), torch.randn(2, 4)), {}, nn.MSELoss(), "")
+    rows = by_name(autopar.compare(target, ClusterSpec.local(3), measure=False))
+    assert rows["pipeline"].reason == "--stages: 3 stages for 2 operators"
+    assert rows["data"].reason == "no batch factor longer than 2" and rows["data"].device_limit == 2
+
+
+def test_under_a_cap_what_a_row_needs_is_shown_beside_what_fits() -> None:
+    free = {name: plan_of(row).peak_bytes for name, row in by_name(compared(NET, TWO)).items() if row.plan}
+    cap = (free["filter"] + free["data"]) // 2
+    found = autopar.compare(NET, TWO, measure=False, memory=cap)
+    rows = {row.name: row for row in found.rows}
+    assert rows["filter"].feasible and rows["hybrid"].feasible and found.chosen == "hybrid"
+    assert plan_of(rows["hybrid"]).peak_bytes <= cap
+    assert not rows["serial"].feasible and plan_of(rows["serial"]).peak_bytes == free["serial"]
+    assert (
+        rows["serial"].reason and "needs" in rows["serial"].reason and "the cap is" in rows["serial"].reason
+    )
+    assert "needs" in str(found)
+
+
+def test_where_nothing_fits_the_least_that_would_is_said() -> None:
+    with pytest.raises(InfeasibleError, match=r"memory cap: found 100 B per device, wanted at least"):
+        autopar.compare(MLP, TWO, measure=False, memory=100)
+
+
+# figures
+
+
+def a_row(name: str, guess: float, seconds: float | None, nbytes: int = 1, state: int = 0) -> Row:
+    measured = None if seconds is None else Measured(seconds, nbytes)
+    plan = replace(PLAN, step_seconds=guess, peak_bytes=nbytes, state_bytes=state)
+    return Row(name, plan, 2, measured=measured)
+
+
+def plan() -> Plan:
+    target = load_target(MLP)
+    return autopar.plan(target.model, ClusterSpec.local(1), target.args, measure=False)
+
+
+PLAN = plan()
+
+
+def test_accuracy_order_and_regret_are_those_of_the_rows_that_ran() -> None:
+    rows = (
+        a_row("data", 1.0, 2.0),  # half of it
+        a_row("filter", 3.0, 4.0),  # three quarters
+        a_row("hybrid", 9.0, 3.0),  # three times too long: no accuracy at all
+        a_row("serial", 7.0, None),
+    )
+    found = Comparison("", None, rows, "hybrid")
+    assert found.accuracy == pytest.approx((0.5 + 0.75 + 0) / 3)
+    assert found.rank_correlation == pytest.approx(0.5)  # 1 2 3 against 1 3 2
+    assert found.regret == pytest.approx(0.5)
+    assert found.as_dict().keys() >= FIGURES
+    assert "41.7% of predicted" in str(found) and "50.0% of the chosen plan" in str(found)
+
+
+def test_figures_that_cannot_be_told_are_none() -> None:
+    one = Comparison("", None, (a_row("data", 1.0, 2.0),), None)
+    assert one.accuracy == 0.5 and one.rank_correlation is None and one.regret is None
+    assert json.dumps(one.as_dict(), allow_nan=False)
+    none = Comparison("", None, (a_row("data", 1.0, None),), None)
+    assert none.accuracy is None and not FIGURES & none.as_dict().keys()
+
+
+def test_equal_values_share_their_rank() -> None:
+    assert spearman([1, 2, 3], [10, 20, 21]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(3**0.5 / 2)  # ranks 1.5 1.5 3 against 1 2 3
+    assert spearman([5, 5], [1, 2]) is None and spearman([], []) is None
+
+
+# steps on real processes
+
+
+def test_rows_together_hold_at_most_what_a_device_has() -> None:
+    rows = [a_row(name, 1.0, None, nbytes=10, state=4) for name in "abcd"]  # 6 beside the state
+    forbidden = replace(rows[0], name="x", reason="no")
+    assert [[row.name for row in heat] for heat in heats([*rows, forbidden], None)] == [["a", "b", "c", "d"]]
+    assert [[row.name for row in heat] for heat in heats(rows, 14)] == [["a", "b"], ["c", "d"]]
+    assert [len(heat) for heat in heats(rows, 10)] == [1, 1, 1, 1]
+
+
+def test_every_row_that_fits_runs_and_takes_the_bytes_that_are_predicted() -> None:
+    found = autopar.compare(NET, TWO, measure=False, run=True)
+    rows = {row.name: row for row in found.rows}
+    ran = {name for name, row in rows.items() if row.measured}
+    assert ran == {"serial", "data", "spatial", "pipeline", "filter", "channel", "hybrid"}
+    for name in ran - {"pipeline"}:
+        measured = rows[name].measured
+        assert measured and measured.seconds > 0
+        assert measured.nbytes == pytest.approx(plan_of(rows[name]).peak_bytes, rel=0.35), name
+    assert rows["filter"].measured and rows["serial"].measured
+    assert rows["filter"].measured.nbytes < rows["serial"].measured.nbytes
+    assert found.accuracy is not None and 0 <= found.accuracy <= 1
+    assert found.rank_correlation is not None and found.regret is not None and found.regret >= 0
+    assert "rank correlation" in str(found)
+
+
+def test_what_cannot_run_here_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.contest.run_function", lambda *_: pytest.fail("launched"))
+    two_nodes = ClusterSpec(nodes=2, devices_per_node=2, inter=Link(50e-6, 1e9))
+    with pytest.raises(InputError, match="--cluster: found 2 nodes, wanted devices of this machine"):
+        autopar.compare(NET, two_nodes, run=True)
+    here = Target(nn.Linear(2, 2), (torch.randn(2, 2),), {}, None, "")
+    with pytest.raises(InputError, match="a model without a file"):
+        autopar.compare(here, TWO, run=True)
+    with pytest.raises(InputError, match="meta device"):
+        autopar.compare(replace(here, model=nn.Linear(2, 2, device="meta")), TWO, run=True)
+
+
+# the command
+
+
+def test_the_command_prints_every_key_that_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", MLP, "--cluster", "local:2", "--no-measure", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found.keys() == {"rows", "chosen"} and found["chosen"] == "hybrid"
+    assert [row["name"] for row in found["rows"]] == list(ORDER)
+    assert all(row.keys() == KEYS for row in found["rows"])
+    assert all(row["measured_step_seconds"] is None for row in found["rows"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "measure", "run"),
+    [([], True, False), (["--measure"], True, True), (["--no-measure"], False, False)],
+)
+def test_without_a_word_operators_are_measured_and_with_measure_steps_too(
+    flags: list[str],
+    measure: bool,
+    run: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def compare(*_: Any, **options: Any) -> Comparison:
+        asked.update(options)
+        return Comparison("here", None, (a_row("data", 1.0, None),), "data")
+
+    monkeypatch.setattr(api, "compare", compare)
+    assert main(["compare", MLP, "--cluster", "local:2", *flags]) == 0
+    assert (asked["measure"], asked["run"]) == (measure, run)
+    assert "data" in capsys.readouterr().out
+
+
+def test_the_command_exits_with_2_where_steps_cannot_be_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(
+        '[cluster]\nnodes = 2\ndevices_per_node = 2\n[links.inter]\nbandwidth = "1GB/s"\nlatency = "50us"\n'
+    )
+    assert main(["compare", MLP, "--cluster", str(path), "--measure", "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["found"] == "2 nodes" and "devices of this machine" in error["wanted"]
