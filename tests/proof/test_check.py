@@ -106,6 +106,15 @@ def test_a_dimension_that_both_axes_could_take_must_take_both() -> None:
     assert all(layer.kinds == ("batch", "batch") for layer in report.plan.layers if layer.flops)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("force", [None, "domain"])
+def test_the_full_photographs_are_restored_in_parallel_as_serially(force: str | None) -> None:
+    full = load_target(f"{Path(__file__).parents[2] / 'examples' / 'photographs.py'}:unet_full")
+    request = Request(force=Parallelism(force) if force else None, measure=False)
+    report = check(full, ClusterSpec.local(4), request, steps=1)
+    assert report.passed, report
+
+
 # Real processes
 
 
