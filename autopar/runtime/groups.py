@@ -16,10 +16,11 @@ nothing here keeps them alive.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -30,6 +31,7 @@ from autopar.core.mesh import Mesh, parse_key
 from autopar.errors import AutoparError, InputError
 
 _groups: WeakKeyDictionary[ProcessGroup, WeakValueDictionary[str, ProcessGroup]] = WeakKeyDictionary()
+_listed: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup | None]] = WeakKeyDictionary()
 _viewpoint: ContextVar[int | None] = ContextVar("rank", default=None)
 
 
@@ -74,6 +76,20 @@ def _create(key: str, world: ProcessGroup, timeout: timedelta) -> ProcessGroup:
         # halo exchange some may have nothing to say.
         dist.all_reduce(torch.zeros(1, device="cuda"), group=mine)
     return mine
+
+
+def of_ranks(ranks: Sequence[int], *, timeout: timedelta) -> ProcessGroup | None:
+    """The group of these ranks of the world, made at the first call; None on other ranks.
+
+    Every rank of the world calls this, for the same ranks in the same order.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    known = _listed.setdefault(world, {})
+    if tuple(ranks) not in known:
+        made: Any = dist.new_group(list(ranks), timeout=timeout)
+        known[tuple(ranks)] = made if dist.get_rank() in ranks else None
+    return known[tuple(ranks)]
 
 
 def group(key: str) -> ProcessGroup:

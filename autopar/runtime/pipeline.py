@@ -215,7 +215,9 @@ def _pipeline_group(made: StagedExecutable, timeout: timedelta) -> dist.ProcessG
     """The group of the ranks with this one's place in their meshes; collective."""
     devices, mine = made.mesh.num_devices, None
     for place in range(devices):
-        group = _new_group([rank * devices + place for rank in range(made.pipeline.ranks)], timeout)
+        group = groups.of_ranks(
+            [rank * devices + place for rank in range(made.pipeline.ranks)], timeout=timeout
+        )
         mine = group or mine
     assert mine is not None
     return mine
@@ -234,16 +236,10 @@ def _tied_groups(made: StagedExecutable, timeout: timedelta) -> dict[str, dist.P
         if holders not in known:
             known[holders] = None
             for place in range(devices):
-                group = _new_group([rank * devices + place for rank in holders], timeout)
+                group = groups.of_ranks([rank * devices + place for rank in holders], timeout=timeout)
                 known[holders] = group or known[holders]
         found[target] = known[holders]
     return found
-
-
-def _new_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup | None:
-    """The group, if this rank is one of its `ranks`; every rank of the world calls this."""
-    group: Any = dist.new_group(ranks, timeout=timeout)
-    return group if dist.get_rank() in ranks else None
 
 
 def _example(spec: TensorSpec) -> Tensor:
