@@ -19,14 +19,11 @@ def render_comparison(found: Comparison) -> RenderableType:
 
 def _rows(found: Comparison) -> Table:
     table = Table(title=f"Strategies on {found.cluster}", box=None, pad_edge=False)
-    table.add_column("strategy")
-    table.add_column("mesh")
-    for heading in ("step", "compute", "communication", "memory"):
-        table.add_column(heading, justify="right")
-    if found.is_measured:
-        table.add_column("measured step", justify="right")
-        table.add_column("measured memory", justify="right")
-    table.add_column("devices", justify="right")
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("mesh", no_wrap=True)
+    measured = ("measured", "its peak") if found.is_measured else ()
+    for heading in ("step", "compute", "communication", "memory", *measured, "devices"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for row in found.rows:
         style = None if row.feasible else "dim"
