@@ -170,9 +170,7 @@ STAGED = ("--stages", "2", "--micro-batches", "2")
     "options",
     [
         ("--cluster", "local:2", *STAGED),
-        ("--cluster", "local:2", *STAGED, "--schedule", "gpipe"),
-        ("--cluster", "local:2", *STAGED, "--schedule", "zbv"),
-        ("--cluster", "local:4", *STAGED, "--force", "batch"),
+        ("--cluster", "local:4", *STAGED, "--force", "batch", "--schedule", "gpipe"),
         ("--cluster", "local:2", "--micro-batches", "3"),
         ("--cluster", "local:3", "--force", "pipeline", "--micro-batches", "3"),
     ],
@@ -187,6 +185,7 @@ def test_verify_proves_stages_and_micro_batches(
     assert max(found["max_error"].values()) < 1e-9 and found["worst"] != "-"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [STAGED, ("--micro-batches", "2")], ids=" ".join)
 def test_verify_proves_them_on_real_processes(
     capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
