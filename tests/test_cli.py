@@ -209,7 +209,14 @@ def test_an_interrupt_exits_with_130_and_still_gives_an_object(tmp_path: Path) -
     slow = tmp_path / "slow.py"
     slow.write_text("import sys, time\n\ndef net():\n    print('ready', flush=True)\n    time.sleep(60)\n")
     words = [sys.executable, "-m", "autopar", "plan", f"{slow}:net", *LOCAL, "--json"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if "ready" in line:
