@@ -51,7 +51,7 @@ def split_batch(tensors: Sequence[Tensor], count: int, *, equal: bool = False) -
         raise InputError(
             where="micro-batches",
             found=f"{count} for a batch of {length}",
-            wanted=f"a divisor of {length}: stages exchange tensors of one shape"
+            wanted=f"a divisor of {length}: stages exchange tensors of one shape, and simulated ranks run one"
             if equal
             else f"at most {length}",
             remedy="choose another --micro-batches, or pad or drop samples",

@@ -63,21 +63,7 @@ class Bound:
         self._leaves = Leaves(parameters, [find(item.target) for item in parameters], self._receive, mesh)
         self._adding = False
         self._held: dict[int, Tensor] = {}
-        self._sync = GradientSync(
-            [
-                Member(
-                    index,
-                    item.target,
-                    key,
-                    item.spec.dtype,
-                    math.prod(item.part.shape) * item.spec.dtype.itemsize,
-                )
-                for index, item in reversed(list(enumerate(parameters)))
-                if (key := sync_key(item)) is not None
-            ],
-            self._leaves.deliver,
-            bucket_bytes=bucket_bytes,
-        )
+        self._sync = GradientSync(summed(parameters), self._leaves.deliver, bucket_bytes=bucket_bytes)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output for the `tensors` of one call."""
@@ -175,6 +161,18 @@ def gradient_key(item: InputPart, mesh: Mesh) -> str | None:
 def sync_key(item: InputPart) -> str | None:
     """Where a gradient is summed; a group of one rank has nothing to sum."""
     return item.sync if item.sync is not None and groups.size(item.sync) > 1 else None
+
+
+def summed(parameters: Sequence[InputPart]) -> list[Member]:
+    """Those whose gradients are to be summed over ranks, in the order of backward; `parameters` are in the
+    order of their first use, and their places there are the members' indices."""
+    return [
+        Member(
+            index, item.target, key, item.spec.dtype, math.prod(item.part.shape) * item.spec.dtype.itemsize
+        )
+        for index, item in reversed(list(enumerate(parameters)))
+        if (key := sync_key(item)) is not None
+    ]
 
 
 def by_first_use(executable: Executable) -> list[InputPart]:

@@ -33,6 +33,7 @@ from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
 from autopar.micro_batches import MicroBatch
 from autopar.runtime import groups
+from autopar.runtime.bound import summed
 from autopar.runtime.gradient_sync import assign
 from autopar.runtime.parameters import local
 from autopar.runtime.stage import Stage, splits_cleanly
@@ -166,7 +167,7 @@ class StagedProgram:
     def _sum(self, stage: Stage, gradients: dict[int, Tensor]) -> None:
         """Over the ranks of the stage's mesh, in buckets, in place of the local gradients."""
         flights = []
-        for bucket in assign(stage.members(), self._bucket_bytes):
+        for bucket in assign(summed(stage.learned), self._bucket_bytes):
             members = [member for member in bucket.members if member.index in gradients]
             if members:
                 flat = torch.cat([gradients[member.index].reshape(-1) for member in members])

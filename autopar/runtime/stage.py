@@ -9,7 +9,6 @@ Gradients add up in the leaves over all micro-batches; `take` hands them over on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,8 +18,7 @@ from torch import Tensor, fx, nn
 from autopar.core.executable import Executable, InputPart
 from autopar.core.graph import InputKind
 from autopar.micro_batches import MicroBatch, mask_seed
-from autopar.runtime.bound import by_first_use, cut_input, sync_key
-from autopar.runtime.gradient_sync import Member
+from autopar.runtime.bound import by_first_use, cut_input
 from autopar.runtime.parameters import Leaves, local
 
 
@@ -90,20 +88,6 @@ class Stage(nn.Module):
         """Let go of the parameters' storage."""
         self._leaves.untie()
         self._values = {}
-
-    def members(self) -> list[Member]:
-        """The parameters whose gradients are to be summed over ranks, in the order of backward."""
-        return [
-            Member(
-                index,
-                item.target,
-                key,
-                item.spec.dtype,
-                math.prod(item.part.shape) * item.spec.dtype.itemsize,
-            )
-            for index, item in reversed(list(enumerate(self.learned)))
-            if (key := sync_key(item)) is not None
-        ]
 
     def _take(self, item: InputPart, tensors: Sequence[Tensor]) -> Tensor:
         return cut_input(tensors[item.position], item, self.executable).to(self._device, non_blocking=True)
