@@ -107,7 +107,7 @@ def best_cut(
 
 
 def keep(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
-    """The cut that is given, whose `starts` are places of the table, as it is."""
+    """The cut that is given, whose `starts` are places of the table, as it is; stages may be empty."""
     problem = _Problem(table, schedule, None)
     path = np.searchsorted(table.places, [*starts, table.places[-1]])
     seconds = float(problem.seconds(path[None])[0])
@@ -180,13 +180,6 @@ class _Problem:
 
     def __post_init__(self) -> None:
         table, stages = self.table, self.schedule.stages
-        if stages > len(table.places) - 1:
-            raise InputError(
-                where="stages",
-                found=f"{stages} stages for {len(table.places) - 1} places to begin one",
-                wanted="at most one for each operator",
-                remedy="use fewer stages",
-            )
         void = np.tril(np.full_like(table.forward, np.inf))
         self.allowed = [
             void + np.where(self.stage_bytes(stage) > self.cap, np.inf, 0.0) if self.cap is not None else void
@@ -361,6 +354,14 @@ class _Problem:
 
     def solve(self, *, beat: float = math.inf) -> Cut:
         """The best cut; the search ends where it starts if that is far above `beat` seconds."""
+        stages, places = self.schedule.stages, len(self.table.places) - 1
+        if stages > places:
+            raise InputError(
+                where="stages",
+                found=f"{stages} stages for {places} places to begin one",
+                wanted="at most one for each operator",
+                remedy="use fewer stages",
+            )
         best = self.start()
         if best is None:
             raise _infeasible(self.table, self.schedule, self.cap or 0)
