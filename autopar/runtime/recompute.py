@@ -50,8 +50,11 @@ class Recomputed(nn.Module):
         return tuple(results)
 
 
-def _policy(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def stays(target: Any) -> bool:
+    """Whether what `target` gives is kept when the part that calls it is computed again."""
     random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-    if getattr(target, "namespace", "") == "autopar" and not random:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return getattr(target, "namespace", "") == "autopar" and not random
+
+
+def _policy(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if stays(target) else CheckpointPolicy.PREFER_RECOMPUTE
