@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from autopar.clock import CutCosts, step_seconds
 from autopar.core.schedule import SPLIT_BACKWARD, ActionKind, Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
+from autopar.cost.again import Shares
 from autopar.cost.intervals import Intervals
 from autopar.cost.rectangles import Row, Table
 from autopar.errors import InfeasibleError, InputError
@@ -56,6 +57,7 @@ ROUNDS = 40  # of the descent
 HOPELESS = 1.05  # times as slow as another schedule
 BATCH = 256  # cuts timed at once
 MOST_NODES = 4000  # partial cuts that the proof may visit
+QUANTILES = tuple(step / 16 for step in range(17))  # of seconds per byte, tried as a price
 MOST_ACTIONS = 1_000_000  # to run through in the proof, and a tenth of them in the descent
 
 Paths = NDArray[np.intp]  # [cut, stage + 1]: numbers of places
@@ -114,6 +116,17 @@ def best_cut(
         raise min(failures, key=lambda error: error.least or 0)
     best, schedule = min(found, key=lambda each: each[0].seconds)
     return replace(best, bound=min(each.bound for each, _ in found)), schedule
+
+
+def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
+    """A lower bound on the seconds of all cuts under `cap`, whatever is computed again.
+
+    `table` is the one without that. To keep D bytes less for each micro-batch a stage takes at least the
+    seconds of the operators that spare most for theirs, and a part of one: with l seconds per byte,
+
+        max over l of  l D - sum over its operators of max(0, l spared - seconds)
+    """
+    return min(_Problem([table], schedule, cap, shares=shares).bound for schedule in schedules)
 
 
 def _choices(tables: Sequence[Intervals], schedule: Schedule) -> list[tuple[int, Sequence[Intervals]]]:
@@ -175,6 +188,7 @@ class _Problem:
     schedule: Schedule
     cap: int | None
     first: int = 0  # number of the first level
+    shares: Shares | None = None  # to bound what is computed again, instead of choosing it
     table: Intervals = field(init=False)  # what all levels have in common
     level: list[NDArray[np.intp]] = field(init=False)  # [p, q], of every stage
     backward: list[Table] = field(init=False)  # the input gradients' part, with what is computed again
@@ -197,10 +211,12 @@ class _Problem:
                 remedy="use fewer stages",
             )
         self.choose_levels()
+        if self.shares is not None and self.cap is not None:
+            self.backward = [self.at_least(stage, self.shares, self.cap) for stage in range(stages)]
         void = np.tril(np.full_like(table.forward, np.inf))
         self.allowed = [
-            void + np.where(self.stage_bytes(stage) > self.cap, np.inf, 0.0) if self.cap is not None else void
-            for stage in range(stages)
+            void if self.cap is None or self.shares else void + np.where(nbytes > self.cap, np.inf, 0.0)
+            for nbytes in map(self.stage_bytes, range(stages))
         ]
         both = table.forward + table.weight_gradient
         if self.late:
@@ -234,6 +250,18 @@ class _Problem:
             self.level.append(level)
             for chosen, tables in ((self.backward, backward), (self.kept, kept), (self.working, working)):
                 chosen.append(np.take_along_axis(tables, level[None], axis=0)[0])
+
+    def at_least(self, stage: int, shares: Shares, cap: int) -> Table:
+        """Of a stage the seconds for gradients of inputs with the least that has to be computed again."""
+        places, worth = np.asarray(self.table.places), shares.spared > 0
+        excess = self.table.kept + (self.resident_bytes() - cap) / self.flight(stage)
+        prices = shares.seconds[worth] / shares.spared[worth]
+        found = np.zeros_like(excess)
+        for price in np.unique(np.quantile(prices, QUANTILES)) if worth.any() else ():
+            idle = np.maximum(0.0, price * shares.spared - shares.seconds)
+            before = np.cumsum([0.0, *idle])[places]
+            found = np.maximum(found, price * excess - (before[None, :] - before[:, None]))
+        return self.table.input_gradient + np.triu(found, 1)
 
     # -- the bound ------------------------------------------------------------------------------------
 
@@ -321,10 +349,13 @@ class _Problem:
         return self.bytes_of(stage, self.kept[stage], self.working[stage])
 
     def bytes_of(self, stage: int, kept: Table, working: Table) -> Table:
+        return self.resident_bytes() + self.flight(stage) * kept + working
+
+    def flight(self, stage: int) -> int:
+        """How many micro-batches the stage keeps at once."""
         rank = self.schedule.rank_of(stage)
         own = [each for each in range(self.schedule.stages) if self.schedule.rank_of(each) == rank]
-        most = max(counts[own.index(stage)] for counts in flights(self.schedule)[rank])
-        return self.resident_bytes() + most * kept + working
+        return max(counts[own.index(stage)] for counts in flights(self.schedule)[rank])
 
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
         """Peaks [cut, rank], all stages of a rank together."""

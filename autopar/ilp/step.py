@@ -15,12 +15,13 @@ from autopar.core.graph import Graph
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule
+from autopar.cost.again import shares
 from autopar.cost.intervals import choose_places, crossing_bytes, intervals
 from autopar.cost.prices import Prices
 from autopar.cost.step import StepCost, step_cost
 from autopar.ilp.choose import Solution
 from autopar.ilp.recompute import ladder
-from autopar.ilp.stages import MOST_PLACES, Cut, best_cut, keep
+from autopar.ilp.stages import MOST_PLACES, Cut, best_cut, bound_again, keep
 
 RUNGS = 8  # levels of recomputing, beside none, among which stages choose
 
@@ -90,13 +91,15 @@ def staged(
     programs = [solution.program]
     if starts is None:
         found, schedule = best_cut([table], schedules, cap=None)
-        floor = found.bound
         if cap is not None and max(found.rank_bytes) > cap:
+            bound = found.bound
             if recompute is Recompute.AUTO:
                 programs = ladder(graph, prices, solution.program, RUNGS)
+                spared = shares(graph, prices, solution.program)
+                bound = max(bound, bound_again(table, spared, schedules, cap=cap))
             tables = [table, *(intervals(graph, prices, each, hop, places=places) for each in programs[1:])]
             found, schedule = best_cut(tables, schedules, cap=cap)
-            found = replace(found, bound=floor)
+            found = replace(found, bound=min(bound, found.seconds)) if len(tables) > 1 else found
     else:
         found, schedule = keep(table, schedules[0], starts), schedules[0]
     program = _recomputed(programs, found, len(graph.operators))
