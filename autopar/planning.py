@@ -87,11 +87,12 @@ class Request:
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
     recompute: Recompute = Recompute.AUTO
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
+    relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def kinds(self) -> list[ScheduleKind]:
         """The schedule that is asked for, or all that can be run and timed; none without stages. Raises
         InputError, naming the rule, if there is none."""
-        if self.stages == 1:
+        if self.stages == 1 or self.relay:
             return []
         found, refused = [], []
         for kind in [self.schedule] if self.schedule else ScheduleKind:
@@ -249,6 +250,8 @@ class MeshProblem:
 
     def plan(self, force: Force | None, deadline: float | None, *, cap: int | None) -> Step:
         """The best step; with stages under a cap, of several placements for which memory has a price."""
+        if self.request.relay:
+            return unstaged(self.graph, self.prices, self.solve(force, deadline, cap=None), 1)
         if self.request.stages == 1:
             solution = self.solve(force, deadline, cap=cap)
             return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
@@ -293,7 +296,7 @@ class MeshProblem:
         """The placement's best step under any of the schedules."""
         starts = None
         if self.request.homes is not None:
-            starts = _kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
+            starts = kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
         return staged(
             self.graph,
             self.prices,
@@ -530,7 +533,7 @@ def _report(
         alternatives=tuple(alternatives),
         parameter_bytes=_parameter_bytes(problem, solution),
         notes=(*graph.notes, *_notes(graph, step, request)),
-        pipeline=_pipeline(step, request),
+        pipeline=_pipeline(graph, step, request),
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
@@ -538,7 +541,11 @@ def _report(
     return Found(plan, problem.dims, prices, solution, step)
 
 
-def _pipeline(step: Step, request: Request) -> Pipeline:
+def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
+    if request.relay:
+        assert request.schedule is not None and request.homes is not None
+        stages = request.stages * stages_per_rank(request.schedule)
+        return Pipeline(request.stages, 1, request.schedule, kept_starts(graph, request.homes, stages))
     if step.cut is None or step.schedule is None:
         return Pipeline(micro_batches=request.micro_batches)
     return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts)
@@ -591,6 +598,8 @@ def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     """How micro-batches count in the loss, and what the gap of a plan with stages covers."""
     counted = loss_notes(graph) if request.micro_batches > 1 else ()
+    if request.relay:
+        return ("the stages run one after the other; bytes are those of all of them together",)
     if step.cut is None:
         return counted
     everywhere = step.cut.places == len(graph.operators)
@@ -602,7 +611,7 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     )
 
 
-def _kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
+def kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
     """The cut that leaves every parameter and buffer on its stage: before the first operator that uses
     one of a later stage."""
     targets = {item.name: item.target for item in graph.inputs}

@@ -139,7 +139,7 @@ def _choices(tables: Sequence[Intervals], schedule: Schedule) -> list[tuple[int,
 
 
 def keep(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
-    """The cut that is given, whose `starts` are places of the table, as it is."""
+    """The cut that is given, whose `starts` are places of the table, as it is; stages may be empty."""
     problem = _Problem([table], schedule, None)
     path = np.searchsorted(table.places, [*starts, table.places[-1]])
     seconds = float(problem.seconds(path[None])[0])
@@ -203,13 +203,6 @@ class _Problem:
     def __post_init__(self) -> None:
         self.table = table = self.levels[0]
         stages = self.schedule.stages
-        if stages > len(table.places) - 1:
-            raise InputError(
-                where="stages",
-                found=f"{stages} stages for {len(table.places) - 1} places to begin one",
-                wanted="at most one for each operator",
-                remedy="use fewer stages",
-            )
         self.choose_levels()
         if self.shares is not None and self.cap is not None:
             self.backward = [self.at_least(stage, self.shares, self.cap) for stage in range(stages)]
@@ -439,6 +432,14 @@ class _Problem:
 
     def solve(self, *, beat: float = math.inf) -> Cut:
         """The best cut; the search ends where it starts if that is far above `beat` seconds."""
+        stages, places = self.schedule.stages, len(self.table.places) - 1
+        if stages > places:
+            raise InputError(
+                where="stages",
+                found=f"{stages} stages for {places} places to begin one",
+                wanted="at most one for each operator",
+                remedy="use fewer stages",
+            )
         best = self.start()
         if best is None:
             raise _infeasible(self.levels, self.schedule, self.cap or 0)
