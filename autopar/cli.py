@@ -62,7 +62,11 @@ _STAGES = typer.Option("--stages", metavar="K|auto", help="Pipeline ranks.")
 _MICRO_BATCHES = typer.Option(
     "--micro-batches", metavar="M|auto", help="Parts of the batch that follow each other."
 )
-_RECOMPUTE = typer.Option("--recompute", metavar="none|all", help="What to compute again in backward.")
+_RECOMPUTE = typer.Option(
+    "--recompute",
+    metavar="none|all|auto",
+    help="What to compute again in backward; auto: what a memory cap asks.",
+)
 _SCHEDULE = typer.Option(
     "--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto."
 )
@@ -111,7 +115,7 @@ def plan(
     stages: Stages = "1",
     micro_batches: MicroBatches = "1",
     schedule: ScheduleName = DEFAULT_SCHEDULE,
-    recompute: Recompute = "none",
+    recompute: Recompute = "auto",
     optimizer: Optimizer = "adam",
     costdb: CostDB = None,
     no_measure: NoMeasure = False,
@@ -165,7 +169,7 @@ def verify(
     stages: Stages = "1",
     micro_batches: MicroBatches = "1",
     schedule: ScheduleName = DEFAULT_SCHEDULE,
-    recompute: Recompute = "none",
+    recompute: Recompute = "auto",
     memory: Memory = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,

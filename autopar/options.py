@@ -36,7 +36,7 @@ class Options:
     stages: int | str = 1
     micro_batches: int | str = 1
     schedule: str = DEFAULT_SCHEDULE
-    recompute: str = "none"
+    recompute: str = "auto"
     costdb: str | None = None
     measure: bool = True
 

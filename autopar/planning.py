@@ -23,15 +23,14 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.plan import Alternative, Layer, Plan, Stage
+from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind, check_schedule
-from autopar.cost.intervals import crossing_bytes
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
 from autopar.ilp.placement import FREE, Dear, Space
-from autopar.ilp.recompute import segments
 from autopar.ilp.space import (
     Force,
     Kinds,
@@ -86,7 +85,7 @@ class Request:
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
-    recompute: bool = False  # all parts of the graph, in backward
+    recompute: Recompute = Recompute.AUTO
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
@@ -173,8 +172,6 @@ def search(
     alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
     found = best if request.pins else _prefer_simpler(best, alternatives)
-    if request.recompute:
-        found = found[0], _recomputed(found[0], found[1])
     return _report(found[0], found[1], whole, [item for item, _ in alternatives], cap, request)
 
 
@@ -260,12 +257,21 @@ class MeshProblem:
             return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
         fastest = self.solve(force, deadline, cap=None)
         try:
-            return self.stage(fastest, cap)
+            found = self.stage(fastest, cap)
         except InfeasibleError:
-            return self.leaner(fastest, force, deadline, cap)
+            return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
+        if self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
+            with contextlib.suppress(InfeasibleError):
+                return min(
+                    [found, *self.leaner(fastest, force, deadline, cap)], key=lambda step: step.seconds
+                )
+        return found
 
-    def leaner(self, fastest: Solution, force: Force | None, deadline: float | None, cap: int | None) -> Step:
-        """The fastest of the placements found by bisecting the price of memory that meet the cap."""
+    def leaner(
+        self, fastest: Solution, force: Force | None, deadline: float | None, cap: int | None
+    ) -> list[Step]:
+        """Placements that meet the cap, found by bisecting the price of memory to where they just do
+        without computing anything again."""
         kept = min(map(mean_flight, self.schedules))
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
 
@@ -279,10 +285,12 @@ class MeshProblem:
             middle = (low + high) / 2
             try:
                 found.append(at(math.exp(middle)))
-                high = middle
             except InfeasibleError:
                 low = middle
-        return min(found, key=lambda step: step.seconds)
+                continue
+            plain = self.request.recompute is Recompute.ALL or not found[-1].solution.program.recompute
+            low, high = (low, middle) if plain else (middle, high)
+        return found
 
     def stage(self, solution: Solution, cap: int | None, relaxed: float | None = None) -> Step:
         """The placement's best step under any of the schedules."""
@@ -298,6 +306,7 @@ class MeshProblem:
             cap=cap,
             relaxed=relaxed,
             starts=starts,
+            recompute=self.request.recompute,
         )
 
     def solve(
@@ -336,6 +345,7 @@ class MeshProblem:
             time_limit=None if deadline is None else max(0.1, deadline - time.monotonic()),
             dear=dear,
             bounded=bounded,
+            recompute=self.request.recompute,
         )
         if bounded:
             self.solved[force, cap, dear] = found
@@ -598,24 +608,6 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
         *counted,
         f"the gap is to all cuts of this placement{places}, and to all placements by the sum of their "
         "stages' seconds",
-    )
-
-
-def _recomputed(problem: MeshProblem, step: Step) -> Step:
-    """The step with parts that are computed again: their forward pass comes twice. The peak stays that
-    without them, from above."""
-    graph, prices, solution = problem.graph, problem.prices, step.solution
-    kept = [solution.peak.by_operator[item.name] for item in graph.operators]
-    found = segments(kept, crossing_bytes(graph, prices, solution.program))
-    again = sum(
-        prices.operator(item, solution.program.strategies[item.name]).forward
-        for first, stop in found
-        for item in graph.operators[first:stop]
-    )
-    program = dataclasses.replace(solution.program, recompute=found)
-    slower = 1 + again / step.cost.micro_batch if step.cost.micro_batch else 1.0
-    return dataclasses.replace(
-        step, solution=dataclasses.replace(solution, program=program), seconds=step.seconds * slower
     )
 
 

@@ -458,7 +458,8 @@ class ParallelModule(Container):
         values = self._values(full)
         if holders and dist.get_rank() // devices not in holders:
             return None, stored
-        mine = part.part.take(values).contiguous().to(self._device)
+        mine = part.part.take(values).to(self._device)
+        mine = mine.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
         if isinstance(full, nn.Parameter):
             outer = distribute(part, mine, self._mesh[1])
             return nn.Parameter(outer, requires_grad=full.requires_grad), stored

@@ -20,6 +20,7 @@ from autopar.core.graph import InputKind
 from autopar.micro_batches import MicroBatch, mask_seed
 from autopar.runtime.bound import by_first_use, cut_input
 from autopar.runtime.parameters import Leaves, local
+from autopar.runtime.regather import freeing
 
 
 class Stage(nn.Module):
@@ -37,7 +38,7 @@ class Stage(nn.Module):
         super().__init__()
         self.executable = executable
         self._device, self._exact_random = device, exact_random
-        self._program = (executable.module,)  # in a tuple: it is no child with parameters
+        self._program = (freeing(executable.module),)  # in a tuple: it is no child with parameters
         self._users = [item for item in executable.inputs if item.kind is InputKind.USER]
         self._held = {
             item.name: find(item.target) for item in executable.inputs if item.kind is InputKind.BUFFER
