@@ -105,7 +105,9 @@ def plan(
     if auto:
         return compiler.find_pipeline(model, args, kwargs, auto)
     traced = compiler.trace_step(model, args, kwargs)
-    return compiler.find(traced.graph, request)
+    found = compiler.find(traced.graph, request)
+    compiler.trace_shorter(model, args, kwargs, traced, found)  # refuses a plan that can't be run
+    return found
 
 
 def timeline(plan: Plan) -> Timeline:

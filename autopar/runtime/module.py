@@ -164,7 +164,7 @@ class ParallelModule(Container):
         with torch.set_grad_enabled(learn):
             program = self._current = self._program(call, step=self._by_steps)
             count = program.executable.plan.pipeline.micro_batches
-            batch = split_batch(call.tensors, count, equal=isinstance(program, StagedProgram))
+            batch = split_batch(call.tensors, count)
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
                 return program.train(batch) if learn else program.evaluate(batch)
