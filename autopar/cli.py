@@ -71,7 +71,9 @@ _SCHEDULE = typer.Option(
     "--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto."
 )
 _GAP = typer.Option("--gap", metavar="G", help="Relative gap at which the solver may stop.")
-_OPTIMIZER = typer.Option("--optimizer", help="Whose state counts: sgd, momentum or adam.")
+_OPTIMIZER = typer.Option(
+    "--optimizer", metavar="NAME", help="Whose state counts: sgd, sgd-momentum, adam or adamw."
+)
 Stages = Annotated[str, _STAGES]
 StagesOrNone = Annotated[str | None, _STAGES]
 MicroBatches = Annotated[str, _MICRO_BATCHES]

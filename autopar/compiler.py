@@ -151,6 +151,15 @@ class Compiler:
         check_plan(plan.program, traced.graph, shorter.graph)
         return shorter
 
+    def check_lengths(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan
+    ) -> None:
+        """Raise InputError for a plan with stages that doesn't hold for the shorter micro-batches."""
+        count = plan.pipeline.micro_batches
+        if plan.pipeline.is_staged and batch_length(flatten_arguments(args, kwargs).tensors) % count:
+            traced = self.trace_part(model, args, kwargs, count, staged=True)
+            self.trace_shorter(model, args, kwargs, traced, plan)
+
     def find_pipeline(
         self,
         model: nn.Module,
