@@ -75,9 +75,9 @@ def plan(
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
     optimizer: str = "adam",
-    stages: int | str = 1,
-    micro_batches: int | str = 1,
-    schedule: str = DEFAULT_SCHEDULE,
+    stages: int | str | None = None,
+    micro_batches: int | str | None = None,
+    schedule: str = AUTO,
     recompute: str = "auto",
     costdb: str | None = None,
     measure: bool = True,
@@ -92,7 +92,8 @@ def plan(
     each axis. `memory` caps bytes per device;
     `optimizer` ("sgd", "momentum", "adam") sizes its state. With `stages` the devices form so many
     pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
-    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. Each of the three can be "auto". With
+    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. Each of the three can be "auto"; so are both
+    numbers where None, but 1 where layers are forced, and as many stages as a `mesh` leaves. With
     `recompute` "all" little is kept for backward and the rest is computed again; with "auto" as much as it
     takes to meet the memory cap, where that is faster than other ways to meet it.
 
@@ -146,7 +147,7 @@ def parallelize(
     optimizer: str = "adam",
     stages: int | str = 1,
     micro_batches: int | str = 1,
-    schedule: str = DEFAULT_SCHEDULE,
+    schedule: str = AUTO,
     recompute: str = "auto",
     costdb: str | None = None,
     measure: bool = True,
@@ -227,9 +228,9 @@ def verify(
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
-    stages: int | str = 1,
-    micro_batches: int | str = 1,
-    schedule: str = DEFAULT_SCHEDULE,
+    stages: int | str | None = None,
+    micro_batches: int | str | None = None,
+    schedule: str = AUTO,
     recompute: str = "auto",
     costdb: str | None = None,
     steps: int = 3,
@@ -355,8 +356,8 @@ def with_pipeline(
     request: Request,
     cluster: ClusterSpec,
     force: Force | Pins | str | None,
-    stages: int | str,
-    micro_batches: int | str,
+    stages: int | str | None,
+    micro_batches: int | str | None,
     schedule: str,
     recompute: str,
 ) -> tuple[Request, Auto | None]:
@@ -378,7 +379,11 @@ def with_pipeline(
             remedy="choose one of these",
         )
     kind = kinds.get(schedule)
-    ranks, count = _number("--stages", stages), _number("--micro-batches", micro_batches)
+    default = 1 if force and force != PIPELINE else AUTO
+    if stages is None and request.mesh and cluster.num_devices % request.mesh.num_devices == 0:
+        stages = cluster.num_devices // request.mesh.num_devices
+    ranks = _number("--stages", default if stages is None else stages)
+    count = _number("--micro-batches", default if micro_batches is None else micro_batches)
     if force == PIPELINE:
         if ranks not in (None, 1, cluster.num_devices):
             raise InputError(
@@ -388,7 +393,7 @@ def with_pipeline(
                 remedy="leave out --stages or --force pipeline",
             )
         ranks = cluster.num_devices
-    if ranks != 1 and recompute == "all" and (kind is None or kind in SPLIT_BACKWARD):
+    if ranks != 1 and recompute == "all" and kind in SPLIT_BACKWARD:
         raise InputError(
             where="--recompute",
             found=f"all with schedule {schedule}, which may split backward in two",

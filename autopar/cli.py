@@ -57,9 +57,16 @@ Force = Annotated[
         help="One pure kind (batch, domain, filter, channel, pipeline), or one for each axis: batch+filter.",
     ),
 ]
-Stages = Annotated[str, typer.Option("--stages", metavar="K|auto", help="Pipeline ranks.")]
+Stages = Annotated[
+    str | None, typer.Option("--stages", metavar="K|auto", help="Pipeline ranks; 1 with --force, else auto.")
+]
 MicroBatches = Annotated[
-    str, typer.Option("--micro-batches", metavar="M|auto", help="Parts of the batch that follow each other.")
+    str | None,
+    typer.Option(
+        "--micro-batches",
+        metavar="M|auto",
+        help="Parts of the batch that follow each other; 1 with --force, else auto.",
+    ),
 ]
 Recompute = Annotated[
     str,
@@ -102,9 +109,9 @@ def plan(
     force: Force = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
-    stages: Stages = "1",
-    micro_batches: MicroBatches = "1",
-    schedule: ScheduleName = api.DEFAULT_SCHEDULE,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    schedule: ScheduleName = api.AUTO,
     recompute: Recompute = "auto",
     optimizer: Optimizer = "adam",
     costdb: CostDB = None,
@@ -158,9 +165,9 @@ def verify(
     processes: Annotated[
         bool, typer.Option("--processes", help="Real processes, not simulated ranks.")
     ] = False,
-    stages: Stages = "1",
-    micro_batches: MicroBatches = "1",
-    schedule: ScheduleName = api.DEFAULT_SCHEDULE,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    schedule: ScheduleName = api.AUTO,
     recompute: Recompute = "auto",
     memory: Memory = None,
     time_limit: TimeLimit = None,

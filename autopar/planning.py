@@ -24,7 +24,7 @@ from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.plan import Alternative, Layer, Plan, Stage
 from autopar.core.recompute import Recompute
-from autopar.core.schedule import Schedule, ScheduleKind, check_schedule
+from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind, check_schedule
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
@@ -95,7 +95,10 @@ class Request:
         if self.stages == 1 or self.relay:
             return []
         found, refused = [], []
+        whole = self.recompute is Recompute.ALL  # torch recomputes only for a backward that isn't split
         for kind in [self.schedule] if self.schedule else ScheduleKind:
+            if whole and kind in SPLIT_BACKWARD:
+                continue
             try:
                 check_schedule(
                     kind,
