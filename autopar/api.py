@@ -39,6 +39,7 @@ from autopar.core.timeline import Timeline
 from autopar.cost.model import Company, Progress
 from autopar.errors import InputError
 from autopar.ilp.space import Force, Parallelism, Pins
+from autopar.options import AUTO, Options, settle
 from autopar.planning import DEFAULT_GAP, Request
 from autopar.profile import Bar, Profile
 from autopar.profile import profile as measure_profile
@@ -55,9 +56,7 @@ from costdb.database import Database
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of the weight's size
 TIMEOUT = timedelta(minutes=10)
-DEFAULT_SCHEDULE = ScheduleKind.ONE_F_ONE_B.value
 RECOMPUTE = tuple(each.value for each in Recompute)
-AUTO = "auto"
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
 Reach = Literal["global", "local"]  # the whole batch on every rank, or each rank's own part
 
@@ -143,14 +142,14 @@ def parallelize(
     force: Force | Pins | str | None = None,
     memory: int | str | None = None,
     time_limit: float | None = None,
-    gap: float = DEFAULT_GAP,
-    optimizer: str = "adam",
-    stages: int | str = 1,
-    micro_batches: int | str = 1,
-    schedule: str = AUTO,
-    recompute: str = "auto",
+    gap: float | None = None,
+    optimizer: str | None = None,
+    stages: int | str | None = None,
+    micro_batches: int | str | None = None,
+    schedule: str | None = None,
+    recompute: str | None = None,
     costdb: str | None = None,
-    measure: bool = True,
+    measure: bool | None = None,
     exact_random: bool = False,
     timeout: timedelta = TIMEOUT,
     inputs: Reach = "global",
@@ -161,8 +160,11 @@ def parallelize(
     With examples it plans at once, otherwise at the first call; until then its parameters cannot be
     read. Rank 0 plans (and measures what is missing), the others receive the plan, and all continue
     with rank 0's parameters and random state. With `loss_fn` calling the module returns the loss.
-    `exact_random` draws the serial dropout masks, whole, on every rank: for proofs. The other options
-    are those of `plan`.
+    `exact_random` draws the serial dropout masks, whole, on every rank: for proofs.
+
+    The other options are those of `plan`. Where one is None it is what `autopar run` was told, as in
+    `autopar run SCRIPT --cluster local:4 --stages 2`, by the environment variable AUTOPAR_OPTIONS, which
+    holds a JSON object of options by name; or else the default of `plan`.
 
     Every rank passes the global batch, or with `inputs="local"` the samples that it needs alone:
     `parallel.samples` says which, `parallel.sampler(dataset)` gives a DataLoader their indices. The
@@ -193,11 +195,24 @@ def parallelize(
     require_launcher()
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
-    request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    request, auto = with_pipeline(request, cluster_spec, force, stages, micro_batches, schedule, recompute)
+    options = settle(
+        mesh=mesh,
+        force=force,
+        memory=memory,
+        time_limit=time_limit,
+        gap=gap,
+        optimizer=optimizer,
+        stages=stages,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        recompute=recompute,
+        costdb=costdb,
+        measure=measure,
+    )
+    request, auto = request_of(options, cluster_spec)
     request = replace(request, local_inputs=local_inputs, local_outputs=local_outputs)
     compiler = Compiler(
-        cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
+        cluster_spec, request, loss_fn, costdb=options.costdb, exact_random=exact_random, timeout=timeout
     )
     share_random_state()
     if auto:
@@ -294,6 +309,31 @@ def profile(
     request = make_request(mesh, None, None, None, DEFAULT_GAP, "adam", measure=True)
     with Database.open(costdb) as database:
         return measure_profile(cluster, database, target=target, request=request, bar=bar)
+
+
+def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | None]:
+    """What the search takes, and the numbers of stages and micro-batches if any is to be chosen; raises
+    InputError for options that make no sense."""
+    request = make_request(
+        options.mesh,
+        options.force,
+        options.memory,
+        options.time_limit,
+        options.gap,
+        options.optimizer,
+        options.measure,
+    )
+    request, auto = with_pipeline(
+        request,
+        cluster,
+        options.force,
+        options.stages,
+        options.micro_batches,
+        options.schedule,
+        options.recompute,
+    )
+    cluster.stage(request.stages)
+    return request, auto
 
 
 def make_request(
