@@ -33,7 +33,8 @@ from autopar.core.comparison import Comparison
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.plan import Plan
-from autopar.core.schedule import ScheduleKind, check_schedule
+from autopar.core.recompute import Recompute
+from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
 from autopar.core.timeline import Timeline
 from autopar.cost.model import Company, Progress
 from autopar.errors import InputError
@@ -55,9 +56,8 @@ from costdb.database import Database
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of the weight's size
 TIMEOUT = timedelta(minutes=10)
 DEFAULT_SCHEDULE = ScheduleKind.ONE_F_ONE_B.value
-RECOMPUTE = ("none", "all")
+RECOMPUTE = tuple(each.value for each in Recompute)
 AUTO = "auto"
-SPLIT_BACKWARD = (ScheduleKind.ZB1P, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
 Reach = Literal["global", "local"]  # the whole batch on every rank, or each rank's own part
 
@@ -78,7 +78,7 @@ def plan(
     stages: int | str = 1,
     micro_batches: int | str = 1,
     schedule: str = DEFAULT_SCHEDULE,
-    recompute: str = "none",
+    recompute: str = "auto",
     costdb: str | None = None,
     measure: bool = True,
     progress: Progress | None = None,
@@ -93,7 +93,8 @@ def plan(
     `optimizer` ("sgd", "momentum", "adam") sizes its state. With `stages` the devices form so many
     pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
     one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. Each of the three can be "auto". With
-    `recompute` "all" little is kept for backward, and the rest is computed again.
+    `recompute` "all" little is kept for backward and the rest is computed again; with "auto" as much as it
+    takes to meet the memory cap, where that is faster than other ways to meet it.
 
     Raises InfeasibleError, SolverError, TraceError or InputError.
     """
@@ -146,7 +147,7 @@ def parallelize(
     stages: int | str = 1,
     micro_batches: int | str = 1,
     schedule: str = DEFAULT_SCHEDULE,
-    recompute: str = "none",
+    recompute: str = "auto",
     costdb: str | None = None,
     measure: bool = True,
     exact_random: bool = False,
@@ -229,7 +230,7 @@ def verify(
     stages: int | str = 1,
     micro_batches: int | str = 1,
     schedule: str = DEFAULT_SCHEDULE,
-    recompute: str = "none",
+    recompute: str = "auto",
     costdb: str | None = None,
     steps: int = 3,
     processes: bool = False,
@@ -387,14 +388,14 @@ def with_pipeline(
                 remedy="leave out --stages or --force pipeline",
             )
         ranks = cluster.num_devices
-    if ranks != 1 and recompute != "none" and (kind is None or kind in SPLIT_BACKWARD):
+    if ranks != 1 and recompute == "all" and (kind is None or kind in SPLIT_BACKWARD):
         raise InputError(
             where="--recompute",
-            found=f"{recompute} with schedule {schedule}, which may split backward in two",
+            found=f"all with schedule {schedule}, which may split backward in two",
             wanted="gpipe, 1f1b or interleaved: torch recomputes only for one whole backward",
             remedy="choose one of these schedules, or --recompute none",
         )
-    request = replace(request, schedule=kind, recompute=recompute == "all")
+    request = replace(request, schedule=kind, recompute=Recompute(recompute))
     if ranks is None or count is None:
         return request, (ranks, count)
     if ranks != 1 and kind is not None:

@@ -62,7 +62,12 @@ MicroBatches = Annotated[
     str, typer.Option("--micro-batches", metavar="M|auto", help="Parts of the batch that follow each other.")
 ]
 Recompute = Annotated[
-    str, typer.Option("--recompute", metavar="none|all", help="What to compute again in backward.")
+    str,
+    typer.Option(
+        "--recompute",
+        metavar="none|all|auto",
+        help="What to compute again in backward; auto: what a memory cap asks.",
+    ),
 ]
 ScheduleName = Annotated[
     str,
@@ -100,7 +105,7 @@ def plan(
     stages: Stages = "1",
     micro_batches: MicroBatches = "1",
     schedule: ScheduleName = api.DEFAULT_SCHEDULE,
-    recompute: Recompute = "none",
+    recompute: Recompute = "auto",
     optimizer: Optimizer = "adam",
     costdb: CostDB = None,
     no_measure: Annotated[
@@ -156,7 +161,7 @@ def verify(
     stages: Stages = "1",
     micro_batches: MicroBatches = "1",
     schedule: ScheduleName = api.DEFAULT_SCHEDULE,
-    recompute: Recompute = "none",
+    recompute: Recompute = "auto",
     memory: Memory = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,

@@ -71,17 +71,7 @@ class Compiler:
         step: bool = False,
     ) -> Executable | StagedExecutable:
         """This rank's program for one kind of call; collective."""
-        request = replace(self.request, training=training)
-        if pinned is not None:
-            request = replace(
-                request,
-                mesh=pinned.mesh,
-                stored=pinned.stored,
-                user_layouts=pinned.users,
-                homes=pinned.homes or None,
-            )
-        if not step:
-            request = replace(request, stages=1, micro_batches=1)
+        request = self._request(pinned, training=training, step=step)
         if self.traced is not None and pinned is None:
             traced = self.traced
         elif step:
@@ -93,6 +83,16 @@ class Compiler:
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request)
         make = build_stages if plan.pipeline.is_staged else build
         return make(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)
+
+    def _request(self, pinned: Pinned | None, *, training: bool, step: bool) -> Request:
+        """What is asked of the search for one kind of call."""
+        request = replace(self.request, training=training)
+        if pinned is not None:
+            request = replace(request, mesh=pinned.mesh, stored=pinned.stored, user_layouts=pinned.users)
+        if pinned is not None and pinned.pipeline.is_staged:
+            request = replace(request, homes=pinned.homes, schedule=pinned.pipeline.schedule)
+            return request if step else replace(request, micro_batches=1, relay=True, local_outputs=False)
+        return request if step else replace(request, micro_batches=1, stages=1)
 
     def trace_step(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of the first micro-batch of a global batch; with stages its loss is the only output."""
@@ -216,21 +216,20 @@ def build_stages(
         for index in pipeline.stages_of(mine)
     )
     users: dict[str, list[int]] = {
-        item.target: [index for index, each in enumerate(cut) if item.name in each.inputs] or [0]
+        item.target: found
         for item in graph.inputs
         if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        if (found := [index for index, each in enumerate(cut) if item.name in each.inputs])
     }
     return StagedExecutable(
         mesh=plan.mesh,
         pipeline=pipeline,
         stages=stages,
         inputs=_parts(traced, plan, dims, place, {}),
-        holders={
-            target: tuple(sorted(set(map(pipeline.rank_of, stages)))) for target, stages in users.items()
-        },
-        homes={target: stages[0] for target, stages in users.items()},
+        holders={target: tuple(sorted(set(map(pipeline.rank_of, each)))) for target, each in users.items()},
+        homes={target: each[0] for target, each in users.items()},
         groups=tuple(sorted({key for each in stages for key in each.groups})),
-        loss=graph.specs[graph.outputs[0]],
+        outputs=tuple(graph.specs[name] for name in graph.outputs),
         loss_is_sum=is_sum(graph),
         plan=plan,
     )

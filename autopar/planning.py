@@ -23,15 +23,14 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.plan import Alternative, Layer, Plan, Stage
+from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind, check_schedule
-from autopar.cost.intervals import crossing_bytes
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
 from autopar.ilp.placement import FREE, Dear, Space
-from autopar.ilp.recompute import segments
 from autopar.ilp.space import (
     Force,
     Kinds,
@@ -86,13 +85,14 @@ class Request:
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
-    recompute: bool = False  # all parts of the graph, in backward
+    recompute: Recompute = Recompute.AUTO
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
+    relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def kinds(self) -> list[ScheduleKind]:
         """The schedule that is asked for, or all that can be run and timed; none without stages. Raises
         InputError, naming the rule, if there is none."""
-        if self.stages == 1:
+        if self.stages == 1 or self.relay:
             return []
         found, refused = [], []
         for kind in [self.schedule] if self.schedule else ScheduleKind:
@@ -172,8 +172,6 @@ def search(
     alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
     found = best if request.pins else _prefer_simpler(best, alternatives)
-    if request.recompute:
-        found = found[0], _recomputed(found[0], found[1])
     return _report(found[0], found[1], whole, [item for item, _ in alternatives], cap, request)
 
 
@@ -252,17 +250,28 @@ class MeshProblem:
 
     def plan(self, force: Force | None, deadline: float | None, *, cap: int | None) -> Step:
         """The best step; with stages under a cap, of several placements for which memory has a price."""
+        if self.request.relay:
+            return unstaged(self.graph, self.prices, self.solve(force, deadline, cap=None), 1)
         if self.request.stages == 1:
             solution = self.solve(force, deadline, cap=cap)
             return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
         fastest = self.solve(force, deadline, cap=None)
         try:
-            return self.stage(fastest, cap)
+            found = self.stage(fastest, cap)
         except InfeasibleError:
-            return self.leaner(fastest, force, deadline, cap)
+            return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
+        if self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
+            with contextlib.suppress(InfeasibleError):
+                return min(
+                    [found, *self.leaner(fastest, force, deadline, cap)], key=lambda step: step.seconds
+                )
+        return found
 
-    def leaner(self, fastest: Solution, force: Force | None, deadline: float | None, cap: int | None) -> Step:
-        """The fastest of the placements found by bisecting the price of memory that meet the cap."""
+    def leaner(
+        self, fastest: Solution, force: Force | None, deadline: float | None, cap: int | None
+    ) -> list[Step]:
+        """Placements that meet the cap, found by bisecting the price of memory to where they just do
+        without computing anything again."""
         kept = min(map(mean_flight, self.schedules))
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
 
@@ -276,16 +285,18 @@ class MeshProblem:
             middle = (low + high) / 2
             try:
                 found.append(at(math.exp(middle)))
-                high = middle
             except InfeasibleError:
                 low = middle
-        return min(found, key=lambda step: step.seconds)
+                continue
+            plain = self.request.recompute is Recompute.ALL or not found[-1].solution.program.recompute
+            low, high = (low, middle) if plain else (middle, high)
+        return found
 
     def stage(self, solution: Solution, cap: int | None, relaxed: float | None = None) -> Step:
         """The placement's best step under any of the schedules."""
         starts = None
         if self.request.homes is not None:
-            starts = _kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
+            starts = kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
         return staged(
             self.graph,
             self.prices,
@@ -295,6 +306,7 @@ class MeshProblem:
             cap=cap,
             relaxed=relaxed,
             starts=starts,
+            recompute=self.request.recompute,
         )
 
     def solve(
@@ -333,6 +345,7 @@ class MeshProblem:
             time_limit=None if deadline is None else max(0.1, deadline - time.monotonic()),
             dear=dear,
             bounded=bounded,
+            recompute=self.request.recompute,
         )
         if bounded:
             self.solved[force, cap, dear] = found
@@ -520,7 +533,7 @@ def _report(
         alternatives=tuple(alternatives),
         parameter_bytes=_parameter_bytes(problem, solution),
         notes=(*graph.notes, *_notes(graph, step, request)),
-        pipeline=_pipeline(step, request),
+        pipeline=_pipeline(graph, step, request),
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
@@ -528,7 +541,11 @@ def _report(
     return Found(plan, problem.dims, prices, solution, step)
 
 
-def _pipeline(step: Step, request: Request) -> Pipeline:
+def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
+    if request.relay:
+        assert request.schedule is not None and request.homes is not None
+        stages = request.stages * stages_per_rank(request.schedule)
+        return Pipeline(request.stages, 1, request.schedule, kept_starts(graph, request.homes, stages))
     if step.cut is None or step.schedule is None:
         return Pipeline(micro_batches=request.micro_batches)
     return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts)
@@ -581,6 +598,8 @@ def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     """How micro-batches count in the loss, and what the gap of a plan with stages covers."""
     counted = loss_notes(graph) if request.micro_batches > 1 else ()
+    if request.relay:
+        return ("the stages run one after the other; bytes are those of all of them together",)
     if step.cut is None:
         return counted
     everywhere = step.cut.places == len(graph.operators)
@@ -592,25 +611,7 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     )
 
 
-def _recomputed(problem: MeshProblem, step: Step) -> Step:
-    """The step with parts that are computed again: their forward pass comes twice. The peak stays that
-    without them, from above."""
-    graph, prices, solution = problem.graph, problem.prices, step.solution
-    kept = [solution.peak.by_operator[item.name] for item in graph.operators]
-    found = segments(kept, crossing_bytes(graph, prices, solution.program))
-    again = sum(
-        prices.operator(item, solution.program.strategies[item.name]).forward
-        for first, stop in found
-        for item in graph.operators[first:stop]
-    )
-    program = dataclasses.replace(solution.program, recompute=found)
-    slower = 1 + again / step.cost.micro_batch if step.cost.micro_batch else 1.0
-    return dataclasses.replace(
-        step, solution=dataclasses.replace(solution, program=program), seconds=step.seconds * slower
-    )
-
-
-def _kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
+def kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
     """The cut that leaves every parameter and buffer on its stage: before the first operator that uses
     one of a later stage."""
     targets = {item.name: item.target for item in graph.inputs}

@@ -28,8 +28,7 @@ from autopar.ops.analysis import find_atoms, strategies_of
 from autopar.ops.dims import Dims
 from autopar.ops.equation import GATHERED, Option
 from autopar.ops.rule import Strategy
-from autopar.planning import Request
-from autopar.planning import _kept_starts as kept_starts
+from autopar.planning import Request, kept_starts
 from autopar.signature import LossFunction
 from autopar.trace import Traced
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.convert.table import Action, effect, gathers
 from autopar.core.gathering import Gathering
@@ -20,7 +20,8 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Broadcast, Layout, R
 from autopar.core.plan import Program
 from autopar.cost.gathering import copies, copy_bytes
-from autopar.cost.prices import Prices
+from autopar.cost.prices import Price, Prices
+from autopar.cost.values import find_values
 
 Storage = tuple[str, Layout]
 
@@ -56,6 +57,19 @@ class Footing:
     working: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Memory that is not at rest: it is made at `home`, -1 if users pass it; `uses` are the places of the
+    operators that read it, `keepers` of those whose backward does. What ranks exchanged is `held` when an
+    operator is computed again."""
+
+    nbytes: int
+    home: int
+    held: bool
+    uses: tuple[int, ...]
+    keepers: tuple[int, ...]
+
+
 def value_layout(layout: Layout) -> Layout:
     """The layout of the value alone: B is R."""
     return tuple(R if isinstance(item, Broadcast) else item for item in layout)
@@ -69,6 +83,11 @@ def peak_memory(graph: Graph, prices: Prices, program: Program) -> Peak:
 def footing(graph: Graph, prices: Prices, program: Program) -> Footing:
     """What each operator of the largest rank holds, for cuts into pipeline stages to add up."""
     return _Replay(graph, prices, program).footing()
+
+
+def lives(graph: Graph, prices: Prices, program: Program) -> tuple[Life, ...]:
+    """All storages of the largest rank that occur in a step, as if nothing were computed again."""
+    return _Replay(graph, prices, replace(program, recompute=())).lives()
 
 
 Step = tuple[list[Storage], list[Storage], set[Storage], int]
@@ -161,11 +180,46 @@ class _Replay:
             working=tuple(working),
         )
 
+    def lives(self) -> tuple[Life, ...]:
+        steps = [self.step(index) for index in range(len(self.graph.operators))]
+        homes: dict[Storage, int] = {}
+        computed: set[Storage] = set()
+        uses: dict[Storage, set[int]] = {}
+        keepers: dict[Storage, list[int]] = {}
+        for place, (operands, results, holds, _) in enumerate(steps):
+            held = self.price(place).kept.held
+            for index, key in enumerate(results):
+                if key not in operands and index not in held:
+                    computed.add(key)
+                homes.setdefault(key, place)
+            for key in operands:
+                uses.setdefault(key, set()).add(place)
+            for key in holds:
+                keepers.setdefault(key, []).append(place)
+        for value in find_values(self.graph, self.program, training=self.prices.training).of.values():
+            key = self.storage(value.name, value.layout)
+            uses.setdefault(key, set()).update(value.uses)
+            homes.setdefault(key, value.home)
+        return tuple(
+            Life(
+                nbytes=self.size[key],
+                home=homes[key],
+                held=key not in computed,
+                uses=tuple(sorted(uses.get(key, ()))),
+                keepers=tuple(keepers.get(key, ())),
+            )
+            for key in homes
+            if self.size[key] and key not in self.shards
+        )
+
+    def price(self, index: int) -> Price:
+        item = self.graph.operators[index]
+        return self.prices.operator(item, self.program.strategies[item.name])
+
     def step(self, index: int) -> Step:
         """(operands, results, kept, own bytes) of an operator."""
         item = self.graph.operators[index]
-        strategy = self.program.strategies[item.name]
-        price = self.prices.operator(item, strategy)
+        strategy, price = self.program.strategies[item.name], self.price(index)
         operands = [
             self.storage(name, tuple(option.operands[place] for option in strategy))
             for place, name in enumerate(item.operands)

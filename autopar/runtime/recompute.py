@@ -53,8 +53,12 @@ class Recomputed(nn.Module):
         return tuple(results)
 
 
-def _policy(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def stays(target: Any) -> bool:
+    """Whether what `target` gives is kept when the part that calls it is computed again."""
     random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-    if getattr(target, "namespace", "") == "autopar" and not random and not is_again(target):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    ours = getattr(target, "namespace", "") == "autopar"
+    return ours and not random and not is_again(target)
+
+
+def _policy(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if stays(target) else CheckpointPolicy.PREFER_RECOMPUTE

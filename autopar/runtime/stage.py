@@ -66,8 +66,12 @@ class Stage(nn.Module):
         return iter(leaves)
 
     def forward(self, *received: Tensor, micro_batch: Tensor) -> Any:
-        """What the program makes of micro-batch number `micro_batch`."""
-        number = int(micro_batch)
+        """What the program sends on of micro-batch number `micro_batch`, or its loss."""
+        results = self.run(received, int(micro_batch))
+        return results[0] if self.executable.outputs else results
+
+    def run(self, received: Sequence[Tensor], number: int) -> tuple[Tensor, ...]:
+        """What the program makes of micro-batch `number`: what it sends on, or the outputs."""
         if self._exact_random:
             torch.manual_seed(mask_seed(self._seed, number))
         values = dict(self._values) | self._constants
@@ -79,7 +83,7 @@ class Stage(nn.Module):
         with torch.no_grad():
             for name, value in zip(self.executable.writes, results[count:], strict=True):
                 values[name].copy_(value)
-        return results[0] if self.executable.outputs else tuple(results[:count])
+        return tuple(results[:count])
 
     def take(self) -> dict[int, Tensor]:
         """The gradients of `learned`, by number, as they have added up."""
