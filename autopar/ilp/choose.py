@@ -77,7 +77,9 @@ def choose(
     for _ in range(MEMORY_ROUNDS):
         rows_cap -= max(solution.peak.nbytes - cap, cap // 200)
         try:
-            solution = _solve_once(graph, prices, space, folding, cap=rows_cap, gap=gap, deadline=deadline)
+            solution = _solve_once(
+                graph, prices, space, folding, cap=rows_cap, gap=gap, deadline=deadline, bounded=False
+            )
         except InfeasibleError:
             break
         if solution.peak.nbytes <= cap:
@@ -147,7 +149,8 @@ def _solve_once(
             remedy="report this model",
         )
     peak = peak_memory(graph, prices, program)
-    return _judged(Solution(program, seconds, bound, answer.status, peak), bound, gap)
+    found = Solution(program, seconds, bound, answer.status, peak)
+    return _judged(found, bound, gap) if bounded else found
 
 
 def _optimism(problem: Problem, program: Program) -> float:

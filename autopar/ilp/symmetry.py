@@ -77,7 +77,7 @@ def choose_named(
     few = named(space, problem, answer, alike)
     try:
         found = choose(
-            graph, prices, few, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
+            graph, prices, few, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=False
         )
     except InfeasibleError:
         return choose(
