@@ -24,8 +24,8 @@ DEFAULT_OPTIMIZER = "adam"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Every option of `plan` that a command line can say, with the default of `parallelize`: a loop that calls
-    backward needs one stage and one micro-batch."""
+    """Every option of `plan` that a command line can say, with the default of `parallelize`: a loop that
+    calls backward needs one stage and one micro-batch."""
 
     mesh: Mesh | str | None = None
     force: Any = None
