@@ -25,6 +25,7 @@ from autopar.core.placement import Layout
 from autopar.core.plan import Alternative, Layer, Plan, Stage
 from autopar.core.schedule import Schedule, ScheduleKind, check_schedule
 from autopar.cost.intervals import crossing_bytes
+from autopar.cost.memory import peak_memory
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
@@ -593,8 +594,7 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
 
 
 def _recomputed(problem: MeshProblem, step: Step) -> Step:
-    """The step with parts that are computed again: their forward pass comes twice. The peak stays that
-    without them, from above."""
+    """The step with parts that are computed again: their forward pass comes twice."""
     graph, prices, solution = problem.graph, problem.prices, step.solution
     kept = [solution.peak.by_operator[item.name] for item in graph.operators]
     found = segments(kept, crossing_bytes(graph, prices, solution.program))
@@ -605,9 +605,21 @@ def _recomputed(problem: MeshProblem, step: Step) -> Step:
     )
     program = dataclasses.replace(solution.program, recompute=found)
     slower = 1 + again / step.cost.micro_batch if step.cost.micro_batch else 1.0
-    return dataclasses.replace(
-        step, solution=dataclasses.replace(solution, program=program), seconds=step.seconds * slower
-    )
+    solution = dataclasses.replace(solution, program=program, peak=peak_memory(graph, prices, program))
+    if step.cut is None:
+        leaner = unstaged(graph, prices, solution, problem.request.micro_batches)
+    else:
+        assert step.schedule is not None
+        leaner = staged(
+            graph,
+            prices,
+            solution,
+            schedules=[step.schedule],
+            hop=problem.hop,
+            cap=None,
+            starts=step.cut.starts,
+        )
+    return dataclasses.replace(leaner, seconds=step.seconds * slower, bound=step.bound)
 
 
 def _kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
