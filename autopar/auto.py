@@ -36,7 +36,7 @@ from autopar.ilp.fold import fold
 from autopar.ilp.recompute import everything
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
-from autopar.planning import Found, MeshProblem, Request, search
+from autopar.planning import Decision, Found, MeshProblem, Request, decide, finish
 from costdb.database import Database
 
 SAMPLE = 16  # micro-batches of the graph that is screened, about
@@ -144,10 +144,10 @@ def search_all(
             remedy="choose another number, or pad or drop samples",
         )
     choices = _Screen(graph_of, counts, cluster, request, database).choices(stages)
-    found: list[Found] = []
+    found: list[Decision] = []
     failures: list[InfeasibleError | SolverError] = []
     for choice in _few(choices):
-        fastest = min((each.plan.step_seconds for each in found), default=math.inf)
+        fastest = min((each.step.seconds for each in found), default=math.inf)
         if choice.seconds >= fastest:
             continue  # estimates are those of perfectly balanced stages
         asked = replace(request, stages=choice.ranks, micro_batches=choice.micro_batches)
@@ -155,12 +155,12 @@ def search_all(
             asked = replace(asked, mesh=choice.mesh)
         graph = graph_of(choice.micro_batches)
         try:
-            found.append(search(graph, cluster, asked, database=database, progress=progress, company=company))
+            found.append(decide(graph, cluster, asked, database=database, progress=progress, company=company))
         except (InfeasibleError, SolverError) as error:
             failures.append(error)
     if not found:
         raise min(failures, key=lambda error: getattr(error, "least", None) or math.inf)
-    best = min(found, key=lambda each: each.plan.step_seconds)
+    best = finish(min(found, key=lambda each: each.step.seconds))
     note = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
     return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, note)))
 

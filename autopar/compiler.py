@@ -23,9 +23,10 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan
 from autopar.cost.model import Company, Progress
 from autopar.errors import CheckError
-from autopar.micro_batches import batch_length, is_sum, split_batch
+from autopar.micro_batches import batch_length, is_sum, reducer_of, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
+from autopar.ops.independence import mixing_operator
 from autopar.planning import Request, search
 from autopar.rewrite.program import RankProgram, rewrite
 from autopar.rewrite.recompute import wrap
@@ -119,16 +120,29 @@ class Compiler:
         auto: Auto,
         company: Company | None = None,
     ) -> Plan:
-        """The best plan where the number of stages, of micro-batches, or both are to be chosen."""
+        """The best plan where the number of stages, of micro-batches, or both are to be chosen.
+
+        Micro-batches are chosen only where that changes no numbers: a model that mixes samples keeps one,
+        unless more are asked for.
+        """
         stages, micro_batches = auto
+        whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
+        plain = replace(self.request, stages=1, micro_batches=1)
+        if whole.loss is None and stages in (None, 1) and micro_batches in (None, 1):
+            return self.find(whole, plain, company)
+        samples = batch_length(flatten_arguments(args, kwargs).tensors)
+        notes: tuple[str, ...] = ()
+        if micro_batches is None and (reason := together(whole, samples)):
+            micro_batches = 1
+            notes = (f"one micro-batch, as {reason}; --micro-batches M takes more",)
 
         def graph_of(count: int) -> Graph:
             return self.trace_part(model, args, kwargs, count, staged=True).graph
 
         with Database.open(self.costdb) as database:
-            return search_all(
+            plan = search_all(
                 graph_of,
-                batch_length(flatten_arguments(args, kwargs).tensors),
+                samples,
                 self.cluster,
                 self.request,
                 stages=stages,
@@ -137,6 +151,9 @@ class Compiler:
                 progress=self.progress,
                 company=company,
             ).plan
+        if plan.pipeline.ranks == plan.pipeline.micro_batches == 1:
+            plan = self.find(whole, replace(plain, mesh=plan.mesh), company)
+        return replace(plan, notes=(*plan.notes, *notes))
 
     def device(self) -> torch.device:
         if self.cluster.device_type == "cuda":
@@ -167,6 +184,17 @@ class Compiler:
             return search(
                 graph, self.cluster, request, database=database, progress=self.progress, company=company
             ).plan
+
+
+def together(graph: Graph, samples: int) -> str | None:
+    """Why micro-batches of the graph would not compute what the batch does, or None if they would."""
+    reducer = reducer_of(graph)
+    if reducer is None:
+        return "the loss is no plain mean or sum of samples"
+    mixing = mixing_operator(graph, samples, end=reducer)
+    if mixing is None:
+        return None
+    return f"{mixing.module or mixing.name} ({mixing.target}) takes samples together"
 
 
 def graph_digest(graph: Graph) -> str:

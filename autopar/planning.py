@@ -24,7 +24,7 @@ from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.plan import Alternative, Layer, Plan, Stage
 from autopar.core.recompute import Recompute
-from autopar.core.schedule import Schedule, ScheduleKind, check_schedule
+from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind, check_schedule
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
@@ -95,7 +95,10 @@ class Request:
         if self.stages == 1 or self.relay:
             return []
         found, refused = [], []
+        whole = self.recompute is Recompute.ALL  # torch recomputes only for a backward that isn't split
         for kind in [self.schedule] if self.schedule else ScheduleKind:
+            if whole and kind in SPLIT_BACKWARD:
+                continue
             try:
                 check_schedule(
                     kind,
@@ -127,6 +130,17 @@ class Found:
     step: Step
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The best step of the best mesh, before it is set beside others."""
+
+    problem: MeshProblem
+    step: Step
+    cluster: ClusterSpec
+    request: Request
+    deadline: float | None
+
+
 def search(
     graph: Graph,
     cluster: ClusterSpec,
@@ -136,7 +150,20 @@ def search(
     progress: Progress | None = None,
     company: Company | None = None,
 ) -> Found:
-    """The best plan over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none,
+    """The best plan over all meshes of `cluster`, with its report; see `decide`."""
+    return finish(decide(graph, cluster, request, database=database, progress=progress, company=company))
+
+
+def decide(
+    graph: Graph,
+    cluster: ClusterSpec,
+    request: Request,
+    *,
+    database: Database | None = None,
+    progress: Progress | None = None,
+    company: Company | None = None,
+) -> Decision:
+    """The best step over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none,
     InputError for stages or micro-batches that can't be run.
 
     `graph` is that of one of `request.micro_batches` micro-batches.
@@ -169,10 +196,19 @@ def search(
     else:
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         best = _best(problems, deadline)
-    alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
+    return Decision(best[0], best[1], whole, request, deadline)
+
+
+def finish(decision: Decision) -> Found:
+    """The report of a decision beside the pure strategies; one of these that is faster replaces it."""
+    problem, step, request = decision.problem, decision.step, decision.request
+    asked = request.alternatives and not request.force
+    alternatives = _alternatives(problem, decision.deadline) if asked else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
-    found = best if request.pins else _prefer_simpler(best, alternatives)
-    return _report(found[0], found[1], whole, [item for item, _ in alternatives], cap, request)
+    if not request.pins:
+        problem, step = _prefer_simpler((problem, step), alternatives)
+    rows = [item for item, _ in alternatives]
+    return _report(problem, step, decision.cluster, rows, problem.cap, request)
 
 
 def measure_operators(
@@ -199,7 +235,7 @@ def measure_operators(
         problem = MeshProblem(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
         for force in (None, *Parallelism):
             with contextlib.suppress(InfeasibleError):
-                calls += _calls(problem, problem.solve(force, deadline, cap=None))
+                calls += _calls(problem, problem.solve(force, deadline, cap=None, bounded=False))
     model = model.measure(calls, database, progress, company)
     return len({call.key() for call in calls} & model.measured.keys())
 
@@ -248,14 +284,17 @@ class MeshProblem:
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[object, Solution] = dataclasses.field(default_factory=dict)
 
-    def plan(self, force: Force | None, deadline: float | None, *, cap: int | None) -> Step:
-        """The best step; with stages under a cap, of several placements for which memory has a price."""
+    def plan(
+        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
+    ) -> Step:
+        """The best step; with stages under a cap, of several placements for which memory has a price. Its
+        bound is none if it need not be `bounded`."""
         if self.request.relay:
             return unstaged(self.graph, self.prices, self.solve(force, deadline, cap=None), 1)
         if self.request.stages == 1:
-            solution = self.solve(force, deadline, cap=cap)
+            solution = self.solve(force, deadline, cap=cap, bounded=bounded)
             return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
-        fastest = self.solve(force, deadline, cap=None)
+        fastest = self.solve(force, deadline, cap=None, bounded=bounded)
         try:
             found = self.stage(fastest, cap)
         except InfeasibleError:
@@ -319,8 +358,9 @@ class MeshProblem:
         bounded: bool = True,
     ) -> Solution:
         """The best placement of the whole graph; see `choose`."""
-        if (force, cap, dear) in self.solved:
-            return self.solved[force, cap, dear]
+        for proven in (True, False)[: 1 if bounded else 2]:
+            if (force, cap, dear, proven) in self.solved:
+                return self.solved[force, cap, dear, proven]
         if force not in self.spaces:
             if force is not None:
                 check_force(self.graph, self.prices, force)
@@ -347,8 +387,7 @@ class MeshProblem:
             bounded=bounded,
             recompute=self.request.recompute,
         )
-        if bounded:
-            self.solved[force, cap, dear] = found
+        self.solved[force, cap, dear, bounded] = found
         return found
 
 
@@ -442,7 +481,7 @@ def _alternatives(problem: MeshProblem, deadline: float | None) -> list[tuple[Al
         return found
     for kind in Parallelism:
         try:
-            step = problem.plan(kind, deadline, cap=None)
+            step = problem.plan(kind, deadline, cap=None, bounded=False)
         except (InfeasibleError, SolverError):
             found.append((Alternative(kind.value, None, None, feasible=False), None))
             continue

@@ -79,7 +79,7 @@ def choose(
     search = _Search(graph, prices, space, folding, cap, gap, deadline, recompute)
     if cap is None:
         return search.once(dear=dear, bounded=bounded)
-    return search.under_cap(cap)
+    return search.under_cap(cap, bounded=bounded)
 
 
 @dataclass(slots=True)
@@ -93,18 +93,18 @@ class _Search:
     deadline: float | None
     recompute: Recompute
 
-    def under_cap(self, cap: int) -> Solution:
-        first = self.once(rows=cap)
+    def under_cap(self, cap: int, *, bounded: bool) -> Solution:
+        first = self.once(rows=cap, bounded=bounded)
         found = self.tightened(first, cap)
-        if not found or found[0].seconds > first.bound * (1 + self.gap):
+        if not found or bounded and found[0].seconds > first.bound * (1 + self.gap):
             found += self.priced(cap)
         if not found:
             last = self.least()
             if last is None or last.peak.nbytes > cap:
                 raise infeasible(self.graph, self.prices, cap, last)
             found = [last]
-        best = min(found, key=lambda each: each.seconds)
-        return _judged(replace(best, status=first.status), first.bound, self.gap)
+        best = replace(min(found, key=lambda each: each.seconds), status=first.status)
+        return _judged(best, first.bound, self.gap) if bounded else best
 
     def tightened(self, solution: Solution, cap: int) -> list[Solution]:
         """The solution, or the first one under tighter rows, that fits; none if there is none."""
@@ -114,7 +114,7 @@ class _Search:
                 return [solution]
             rows -= max(solution.peak.nbytes - cap, cap // 200)
             try:
-                solution = self.once(rows=rows)
+                solution = self.once(rows=rows, bounded=False)
             except InfeasibleError:
                 break
         return [solution] if solution.peak.nbytes <= cap else []
@@ -183,7 +183,8 @@ class _Search:
         program = read(problem, answer)
         self.check(problem, answer, program)
         solution = completed(self.graph, self.prices, program, self.cap, self.recompute)
-        return _judged(replace(solution, bound=bound, status=answer.status), bound, self.gap)
+        solution = replace(solution, bound=bound, status=answer.status)
+        return _judged(solution, bound, self.gap) if bounded else solution
 
     def check(self, problem: Problem, answer: Answer, program: Program) -> None:
         """Raises CheckError if what the solver promised is not what the program costs."""

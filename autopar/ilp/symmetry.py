@@ -70,11 +70,10 @@ def choose_named(
         gap=gap,
         time_limit=time_limit,
         dear=dear,
-        bounded=bounded,
         recompute=recompute,
     )
     if not alike:
-        return ask(space)
+        return ask(space, bounded=bounded)
     again = recompute is not Recompute.NONE
     problem = Problem(
         graph, prices, forget(space, alike), folding, cap=cap, alike=alike, dear=dear, again=again
@@ -89,11 +88,11 @@ def choose_named(
         )
         bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
     if answer.values is None:
-        return ask(space)
+        return ask(space, bounded=bounded)
     try:
-        found = ask(named(space, problem, answer, alike))
+        found = ask(named(space, problem, answer, alike), bounded=False)
     except InfeasibleError:
-        return ask(space)
+        return ask(space, bounded=bounded)
     bound = min(bound, found.seconds)
     proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds
     status = "gap_limit" if found.status == "optimal" and not proven else found.status

@@ -162,7 +162,7 @@ class ParallelModule(Container):
         call = flatten_arguments(args, kwargs)
         self._require_global("train_step")
         with torch.set_grad_enabled(learn):
-            program = self._current = self._program(call, step=True)
+            program = self._current = self._program(call, step=self._by_steps)
             count = program.executable.plan.pipeline.micro_batches
             batch = split_batch(call.tensors, count, equal=isinstance(program, StagedProgram))
             if isinstance(program, StagedProgram):
