@@ -30,26 +30,30 @@ def mixing_operator(graph: Graph, samples: int, *, end: Operator | None) -> Oper
     for item in graph.operators:
         if item is end:
             return None
-        if _has(item, dims, batch) and not _keeps_apart(item, dims, batch):
+        if any(_has(name, dims, batch) for name in item.operands) and not _keeps_apart(item, dims, batch):
             return item
     return None
 
 
-def _has(item: Operator, dims: Dims, batch: Collection[Atom]) -> bool:
+def _has(name: str, dims: Dims, batch: Collection[Atom]) -> bool:
     return any(
         dims.atoms.components[(name, dim, atom)] in batch
-        for name in item.operands
         for dim, atoms in enumerate(dims.atoms.of[name])
         for atom in range(len(atoms))
     )
 
 
 def _keeps_apart(item: Operator, dims: Dims, batch: Collection[Atom]) -> bool:
-    """Whether the operator can be sharded by samples, and shards then need nothing of each other."""
+    """Whether the operator can be sharded by samples, in all that it takes of them, and shards then need
+    nothing of each other."""
+    rows = {place for place, name in enumerate(item.operands) if _has(name, dims, batch)}
     for option in options_of(item, dims):
-        placed = [*zip(item.operands, option.operands, strict=True)]
-        shards = [(name, each) for name, each in placed if isinstance(each, Shard)]
-        if any(dims.component(name, each) in batch for name, each in shards):
+        sharded = {
+            place
+            for place, (name, each) in enumerate(zip(item.operands, option.operands, strict=True))
+            if isinstance(each, Shard) and dims.component(name, each) in batch
+        }
+        if sharded == rows:
             return P not in option.results and not _is_statistic(item, option, dims)
     return False
 
