@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.convert.table import effect
+from autopar.core.gathering import ShardState
 from autopar.core.graph import Call, Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, stages_per_rank
@@ -30,6 +31,7 @@ from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
+from autopar.ilp.gathering import gathering_notes, when, whole_notes
 from autopar.ilp.placement import FREE, Dear, Space
 from autopar.ilp.space import (
     Force,
@@ -86,6 +88,7 @@ class Request:
     micro_batches: int = 1
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
     recompute: Recompute = Recompute.AUTO
+    shard_state: ShardState = ShardState.AUTO
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
@@ -361,6 +364,10 @@ class MeshProblem:
         for proven in (True, False)[: 1 if bounded else 2]:
             if (force, cap, dear, proven) in self.solved:
                 return self.solved[force, cap, dear, proven]
+        if cap is not None:
+            fastest = self.solve(force, deadline, cap=None, bounded=bounded)
+            if fastest.peak.nbytes <= cap:
+                return fastest
         if force not in self.spaces:
             if force is not None:
                 check_force(self.graph, self.prices, force)
@@ -374,6 +381,7 @@ class MeshProblem:
                 local_inputs=self.request.local_inputs,
                 user_layouts=self.request.user_layouts,
                 local_outputs=self.request.local_outputs,
+                shard_state=self.request.shard_state,
             )
         found = choose_named(
             self.graph,
@@ -554,7 +562,9 @@ def _report(
         cluster=str(cluster),
         layers=tuple(layers),
         conversions=tuple(
-            f"{name}: {move} ({effect(move).name})" for name, moves in program.moves.items() for move in moves
+            f"{name}: {move} ({effect(move).name}{when(program, name, move)})"
+            for name, moves in program.moves.items()
+            for move in moves
         ),
         status=solution.status,
         gap=step.gap,
@@ -571,7 +581,12 @@ def _report(
         ),
         alternatives=tuple(alternatives),
         parameter_bytes=_parameter_bytes(problem, solution),
-        notes=(*graph.notes, *_notes(graph, step, request)),
+        notes=(
+            *graph.notes,
+            *gathering_notes(graph, program),
+            *whole_notes(graph, problem.dims, program, request.shard_state),
+            *_notes(graph, step, request),
+        ),
         pipeline=_pipeline(graph, step, request),
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),

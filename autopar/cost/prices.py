@@ -329,13 +329,10 @@ class Prices:
         return self.model.collectives.cost(kind, nbytes, size, link, nodes=nodes).seconds
 
     def weight_move(self, name: str, move: Move, *, leads: bool) -> float:
-        """A weight's conversion as it counts beside what each micro-batch does.
-
-        The `r_to_b` that lead from where the weight is stored are left to the end of the step, when
-        gradients have added up; all others are made for every micro-batch.
-        """
+        """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
+        the weight is stored are made once a step."""
         seconds = self.gradient_sync(name, move)
-        return self.once * seconds if leads and effect(move).name == "r_to_b" else seconds
+        return self.once * seconds if leads else seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
         """A weight's conversion: its all-reduce shares a bucket's latency with others."""
