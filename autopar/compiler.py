@@ -23,9 +23,10 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan
 from autopar.cost.model import Company, Progress
 from autopar.errors import CheckError
-from autopar.micro_batches import batch_length, is_sum, split_batch
+from autopar.micro_batches import batch_length, is_sum, reducer_of, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
+from autopar.ops.independence import mixing_operator
 from autopar.planning import Request, search
 from autopar.rewrite.program import RankProgram, rewrite
 from autopar.rewrite.recompute import wrap
@@ -71,17 +72,7 @@ class Compiler:
         step: bool = False,
     ) -> Executable | StagedExecutable:
         """This rank's program for one kind of call; collective."""
-        request = replace(self.request, training=training)
-        if pinned is not None:
-            request = replace(
-                request,
-                mesh=pinned.mesh,
-                stored=pinned.stored,
-                user_layouts=pinned.users,
-                homes=pinned.homes or None,
-            )
-        if not step:
-            request = replace(request, stages=1, micro_batches=1)
+        request = self._request(pinned, training=training, step=step)
         if self.traced is not None and pinned is None:
             traced = self.traced
         elif step:
@@ -93,6 +84,16 @@ class Compiler:
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request)
         make = build_stages if plan.pipeline.is_staged else build
         return make(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)
+
+    def _request(self, pinned: Pinned | None, *, training: bool, step: bool) -> Request:
+        """What is asked of the search for one kind of call."""
+        request = replace(self.request, training=training)
+        if pinned is not None:
+            request = replace(request, mesh=pinned.mesh, stored=pinned.stored, user_layouts=pinned.users)
+        if pinned is not None and pinned.pipeline.is_staged:
+            request = replace(request, homes=pinned.homes, schedule=pinned.pipeline.schedule)
+            return request if step else replace(request, micro_batches=1, relay=True, local_outputs=False)
+        return request if step else replace(request, micro_batches=1, stages=1)
 
     def trace_step(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of the first micro-batch of a global batch; with stages its loss is the only output."""
@@ -119,16 +120,29 @@ class Compiler:
         auto: Auto,
         company: Company | None = None,
     ) -> Plan:
-        """The best plan where the number of stages, of micro-batches, or both are to be chosen."""
+        """The best plan where the number of stages, of micro-batches, or both are to be chosen.
+
+        Micro-batches are chosen only where that changes no numbers: a model that mixes samples keeps one,
+        unless more are asked for.
+        """
         stages, micro_batches = auto
+        whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
+        plain = replace(self.request, stages=1, micro_batches=1)
+        if whole.loss is None and stages in (None, 1) and micro_batches in (None, 1):
+            return self.find(whole, plain, company)
+        samples = batch_length(flatten_arguments(args, kwargs).tensors)
+        notes: tuple[str, ...] = ()
+        if micro_batches is None and (reason := together(whole, samples)):
+            micro_batches = 1
+            notes = (f"one micro-batch, as {reason}; --micro-batches M takes more",)
 
         def graph_of(count: int) -> Graph:
             return self.trace_part(model, args, kwargs, count, staged=True).graph
 
         with Database.open(self.costdb) as database:
-            return search_all(
+            plan = search_all(
                 graph_of,
-                batch_length(flatten_arguments(args, kwargs).tensors),
+                samples,
                 self.cluster,
                 self.request,
                 stages=stages,
@@ -137,6 +151,9 @@ class Compiler:
                 progress=self.progress,
                 company=company,
             ).plan
+        if plan.pipeline.ranks == plan.pipeline.micro_batches == 1:
+            plan = self.find(whole, replace(plain, mesh=plan.mesh), company)
+        return replace(plan, notes=(*plan.notes, *notes))
 
     def device(self) -> torch.device:
         if self.cluster.device_type == "cuda":
@@ -171,6 +188,17 @@ class Compiler:
             return search(
                 graph, self.cluster, request, database=database, progress=self.progress, company=company
             ).plan
+
+
+def together(graph: Graph, samples: int) -> str | None:
+    """Why micro-batches of the graph would not compute what the batch does, or None if they would."""
+    reducer = reducer_of(graph)
+    if reducer is None:
+        return "the loss is no plain mean or sum of samples"
+    mixing = mixing_operator(graph, samples, end=reducer)
+    if mixing is None:
+        return None
+    return f"{mixing.module or mixing.name} ({mixing.target}) takes samples together"
 
 
 def graph_digest(graph: Graph) -> str:
@@ -220,21 +248,20 @@ def build_stages(
         for index in pipeline.stages_of(mine)
     )
     users: dict[str, list[int]] = {
-        item.target: [index for index, each in enumerate(cut) if item.name in each.inputs] or [0]
+        item.target: found
         for item in graph.inputs
         if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        if (found := [index for index, each in enumerate(cut) if item.name in each.inputs])
     }
     return StagedExecutable(
         mesh=plan.mesh,
         pipeline=pipeline,
         stages=stages,
         inputs=_parts(traced, plan, dims, place, {}),
-        holders={
-            target: tuple(sorted(set(map(pipeline.rank_of, stages)))) for target, stages in users.items()
-        },
-        homes={target: stages[0] for target, stages in users.items()},
+        holders={target: tuple(sorted(set(map(pipeline.rank_of, each)))) for target, each in users.items()},
+        homes={target: each[0] for target, each in users.items()},
         groups=tuple(sorted({key for each in stages for key in each.groups})),
-        loss=graph.specs[graph.outputs[0]],
+        outputs=tuple(graph.specs[name] for name in graph.outputs),
         loss_is_sum=is_sum(graph),
         plan=plan,
     )

@@ -400,10 +400,12 @@ def _module_of(node: fx.Node) -> str:
     return re.sub(r"^model(\.|$)", "", re.sub(r"@\d+$", "", str(path)))
 
 
+_OURS = (__file__.rsplit("/", 1)[0] + "/", sysconfig.get_path("stdlib") + "/")
+
+
 def is_library(file: str) -> bool:
     """Whether a source file is autopar's, torch's or Python's own: not the user's."""
-    ours = file.startswith((__file__.rsplit("/", 1)[0] + "/", sysconfig.get_path("stdlib") + "/"))
-    return ours or "site-packages" in file or "/torch/" in file or file.startswith("<")
+    return file.startswith(_OURS) or "site-packages" in file or "/torch/" in file or file.startswith("<")
 
 
 def _frames(text: str) -> Iterator[str]:

@@ -42,7 +42,18 @@ PASSES = {
     "rewrite",
     "ilp",
 }
-ABOVE = {"agree", "auto", "target", "planning", "compiler", "proof", "profile", "compare", "contest"}
+ABOVE = {
+    "agree",
+    "auto",
+    "options",
+    "target",
+    "planning",
+    "compiler",
+    "proof",
+    "profile",
+    "compare",
+    "contest",
+}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
@@ -70,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     "target": BASE | {"signature", "trace"},
     "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "micro_batches", "ops"},
     "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning"},
+    "options": BASE | {"planning"},
     "agree": BASE | {"cluster", "cost", "costdb"},
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "auto", "planning"},
     "profile": BASE | PASSES | {"agree", "planning", "target"},
@@ -77,7 +89,8 @@ ALLOWED: dict[str, set[str]] = {
     "compare": BASE | PASSES | {"compiler", "planning", "target"},
     "contest": BASE | PASSES | {"agree", "compare", "compiler", "planning", "profile", "target"},
     "api": BASE | PASSES | ABOVE | {"schedules", "simulate"},
-    "cli": BASE | {"api", "draw", "show", "table", "progress", "target", "cluster", "planning", "runtime"},
+    "cli": BASE
+    | {"api", "draw", "show", "table", "progress", "target", "cluster", "options", "planning", "runtime"},
     "autopar": BASE | {"api", "cluster", "runtime"},
     "__main__": {"cli"},
 }

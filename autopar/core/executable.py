@@ -46,13 +46,14 @@ class Pinned:
     """What a later program must keep to: the mesh, and the layouts that tensors already have.
 
     `stored` are parameters and buffers, by their names in the model, `users` user inputs, by path;
-    `homes` is the first stage of each parameter and buffer, where there are stages.
+    `homes` is the first stage of each parameter and buffer, where `pipeline` has stages.
     """
 
     mesh: Mesh
     stored: Mapping[str, Layout]
     users: Mapping[str, Layout]
     homes: Mapping[str, int] = field(default_factory=dict)
+    pipeline: Pipeline = Pipeline()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,9 @@ class StagedExecutable:
     """One rank's programs of the stages that it holds.
 
     `inputs` are those of the whole graph; `holders` says which pipeline ranks have each parameter and
-    buffer, by target (several have a tied weight), and `homes` its first stage. `loss_is_sum` says how
-    micro-batches' losses add up.
+    buffer that is used, by target (several have a tied weight), and `homes` its first stage. `outputs`
+    are the last stage's, global on every rank; of a step that is the loss alone, and `loss_is_sum` says
+    how micro-batches' losses add up.
     """
 
     mesh: Mesh  # of one stage
@@ -102,6 +104,6 @@ class StagedExecutable:
     holders: Mapping[str, tuple[int, ...]]
     homes: Mapping[str, int]
     groups: tuple[str, ...]
-    loss: TensorSpec
+    outputs: tuple[TensorSpec, ...]
     loss_is_sum: bool
     plan: Any

@@ -7,6 +7,7 @@ the slowest link of their group. Nothing is the serial time divided by n.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from autopar.ops.dims import Dims
 from autopar.ops.equation import Option
 from autopar.ops.rule import GATHER, Site, Strategy, rule_of
 from autopar.rewrite.emit import GraphEmitter, Written
+from autopar.runtime.recompute import stays
 from costdb.footprint import footprint
 
 _COLLECTIVE = {
@@ -46,12 +48,14 @@ BUCKET_BYTES = 25 << 20  # gradients summed together share one latency; Distribu
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What an operator keeps for its backward pass: operands and results by position, and bytes of
-    its own. `aliases` holds for each result the operand whose memory it shares, or None."""
+    its own. `aliases` holds for each result the operand whose memory it shares, or None; the results
+    `held` stay in memory when the operator is computed again in backward: ranks exchanged them."""
 
     operands: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
     extra_bytes: int = 0
     aliases: tuple[int | None, ...] = ()
+    held: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class Price:
     `forward` is the part of `seconds` before the loss, `weights` the part of the backward pass that
     only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
     `missing_seconds` the part of `compute` that is an estimate; `kept` what stays in memory for backward.
+    `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
     """
 
     compute: float
@@ -72,6 +77,7 @@ class Price:
     tie: float = 0.0  # seconds that only break ties: of equally fast plans the one that keeps less
     forward: float = 0.0
     weights: float = 0.0
+    again: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -178,10 +184,10 @@ class Prices:
             )
             raise
         stand_ins = _stand_ins(emitter)
-        local = tuple(
-            item.call for item in (*emitter.written, *stand_ins) if item.call.target.namespace == "aten"
-        )
+        local = tuple(item.call for item in (*emitter.written, *stand_ins) if _is_local(item))
         costs = [self.call(item) for item in emitter.calls if item.target.namespace != "aten"]
+        again = sum(item.forward_seconds for item in costs)
+        again += sum(self.call(item.call).forward_seconds for item in emitter.written if _is_local(item))
         costs += [self.call(item) for item in local]
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
@@ -200,7 +206,8 @@ class Prices:
             if operation.operands[index] not in self._parameters
         )
         tie = TIE * (sum(sizes) + kept.extra_bytes) / self.device.bandwidth
-        return Price(compute, talk, missing, work, local, kept, tie, ahead, weights)
+        again *= self.model.contention
+        return Price(compute, talk, missing, work, local, kept, tie, ahead, weights, again)
 
     def _weights_share(self, operation: Operator, flops: int) -> float:
         """The part of the operator's backward pass that gives gradients of weights alone.
@@ -372,6 +379,16 @@ def _factor(option: Option) -> str:
     return option.factor
 
 
+def _is_held(node: fx.Node) -> bool:
+    """Whether recomputing keeps what the node gives; so it does where ranks exchanged something."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and stays(source.target)
+
+
+def _is_local(written: Written) -> bool:
+    return bool(written.call.target.namespace == "aten")
+
+
 def _stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
     """Local calls that cost and keep about what a collective operator does: batch norm of the shard, the
     convolution of the own rows."""
@@ -450,4 +467,5 @@ def _kept(
         results=frozenset(ends[value] for value in kept if value in ends and value not in places),
         extra_bytes=extra,
         aliases=tuple(places.get(root.get(result, result)) for result in results),
+        held=frozenset(index for value, index in ends.items() if _is_held(value)),
     )

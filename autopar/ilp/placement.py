@@ -8,8 +8,10 @@ changes of one placement on one axis (convert/table.py).
 an output, x[t,p]: how it leaves the graph.
 f[t,v,a] >= 0: the flow of use (t, v) over move a. z[t,a] >= 0: move a of t is made.
 y[t,p] >= 0: t is kept for backward in layout p.
+r[v,s] <= x[v,s]: what v makes is made again in backward instead, where that may be chosen.
 
 **Minimise**  sum cost[v,s] x[v,s] + sum cost[t,a] z[t,a] + sum update[t,p] x[t,p] + price * memory
+              + sum again[v,s] r[v,s]
 
 Costs are seconds of one micro-batch; what is done once a step, the optimizer's update and the sums of
 gradients by those r_to_b that lead from where a weight is stored, counts `once` of its seconds
@@ -22,11 +24,15 @@ is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row c
               out[t,p] = sum of x[producer,s] with result p;  need[v,p] = sum of x[v,s] with operand p,
               or x[t,p] where t leaves the graph
     share     z[t,a] >= f[t,v,a]                                    a shared conversion is paid once
-    keep      y[t,p] >= sum of x[v,s] that keep t as p              ... and kept once
-    memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] x[v,s] <= cap
+    keep      y[t,p] >= sum of x[v,s] that keep t as p              ... and kept once,
+                        less r[v,s] of the maker of t as p
+    memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] (x[v,s] - r[v,s]) <= cap
 
 A tensor with one use needs no z: its cost is on f. Without `memory` the relaxation was integral on
 every graph tried, so it is solved first and mixed-integer branching starts only if it has to.
+
+Operators are computed again in whole parts, whose inputs are kept (recompute.py): r, which asks for no
+more than each operator's own time, is a relaxation of that, for the bound and for a placement to begin with.
 
 **Folding.** Operators of one class (fold.py) share x, and every sum counts its members. That
 restricts the program, so the bound comes from a relaxation that does not: x[v] is then the mean
@@ -113,6 +119,7 @@ class Problem:
         relaxed: bool = False,
         alike: tuple[tuple[int, ...], ...] = (),
         dear: Dear = FREE,
+        again: bool = False,
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
         self.cap, self.relaxed, self.alike, self.dear = cap, relaxed, alike, dear
@@ -128,7 +135,10 @@ class Problem:
             self.members.setdefault(folding.class_of[item.name], []).append(item.name)
         self.memory: Terms = []
         self.paid: Terms = []  # what the price of memory adds to the costs
+        self.again: dict[str, list[int]] = {}  # r, by operator class
         self.add_operators()
+        if again and (cap is not None or dear.kept):
+            self.add_again()
         self.tensors = self.tensor_classes()
         for tensor in self.tensors:
             self.add_tensor(tensor)
@@ -149,6 +159,35 @@ class Problem:
                 if cost.kept.extra_bytes:
                     self.hold(cost.kept.extra_bytes * len(members), variable, self.dear.kept)
 
+    def add_again(self) -> None:
+        """r of every strategy; a view is made again only with what it views."""
+        for name, members in self.members.items():
+            operation = self.operators[name]
+            costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
+            self.again[name] = [self.lp.variable(cost.again * len(members), upper=1.0) for cost in costs]
+            for cost, x, r in zip(costs, self.x[name], self.again[name], strict=True):
+                self.lp.at_least([(1.0, x), (-1.0, r)], 0.0, f"again {name}")
+                if cost.kept.extra_bytes:
+                    self.hold(-cost.kept.extra_bytes * len(members), r, self.dear.kept)
+        makers = {made: item for item in self.graph.operators for made in item.results if made}
+        for name, members in self.members.items():
+            viewed = {self.viewed(member) for member in members} - {None}
+            bases = {self.folding.class_of[makers[base].name] if base in makers else None for base in viewed}
+            if len(bases) == 1:
+                (base,) = bases
+                own = [(1.0, r) for r in self.again[name]]
+                others = [(-1.0, r) for r in self.again[base]] if base is not None else []
+                self.lp.at_most([*own, *others], 0.0, f"again {name} as a view")
+
+    def viewed(self, name: str) -> str | None:
+        """The tensor whose memory the first result of an operator shares, if it is a view."""
+        operation = self.operators[name]
+        aliases = self.prices.operator(
+            operation, self.space.strategies[self.folding.class_of[name]][0]
+        ).kept.aliases
+        place = aliases[0] if aliases else None
+        return None if place is None else operation.operands[place]
+
     def hold(self, nbytes: float, variable: int, price: float) -> None:
         """Count bytes that `variable` holds."""
         self.memory.append((float(nbytes), variable))
@@ -159,6 +198,10 @@ class Problem:
     def memory_cost(self, values: Sequence[float]) -> float:
         """Seconds of an answer's cost that are the price of its memory."""
         return sum(cost * values[variable] for cost, variable in self.paid)
+
+    def again_cost(self, values: Sequence[float]) -> float:
+        """Seconds of an answer's cost that are spent on computing again."""
+        return sum(self.lp.costs[r] * values[r] for each in self.again.values() for r in each)
 
     def mean(self, name: str, repetitions: frozenset[int]) -> list[Terms]:
         """For each strategy of a class the terms of x, averaged over some of its repetitions."""
@@ -476,9 +519,12 @@ class Problem:
         if self.cap is None and not self.dear.kept:
             return
         sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
+        again: Marginal = {}
         if tensor.name in self.makers:
             operation, index = self.makers[tensor.name]
-            sums.append(self.keepers(self.folding.class_of[operation.name], index, of="results"))
+            maker = self.folding.class_of[operation.name]
+            sums.append(self.keepers(maker, index, of="results"))
+            again = self.made_again(maker, index)
         stored = self.input_layouts.get(tensor.name, {}) if self.at_rest(tensor.name) else {}
         at_rest = {self.value(layout): v for layout, v in stored.items()}
         y: dict[Layout, int] = {}
@@ -489,7 +535,19 @@ class Problem:
                     nbytes = self.prices.local_bytes(tensor.name, layout) * count
                     self.hold(nbytes, y[layout], self.dear.kept)
                 own = [(1.0, at_rest[layout])] if layout in at_rest else []
-                self.lp.at_least([(1.0, y[layout]), *own, *((-c, v) for c, v in terms)], 0.0, "keep")
+                spared = again.get(layout, [])
+                row = [(1.0, y[layout]), *own, *spared, *((-c, v) for c, v in terms)]
+                self.lp.at_least(row, 0.0, "keep")
+
+    def made_again(self, name: str, index: int) -> Marginal:
+        """For each layout of a result the r of the strategies that give it; not of what recomputing holds."""
+        found: Marginal = {}
+        if name in self.again:
+            for strategy, r in zip(self.space.strategies[name], self.again[name], strict=True):
+                if index not in self.prices.operator(self.operators[name], strategy).kept.held:
+                    layout = self.value(tuple(option.results[index] for option in strategy))
+                    found.setdefault(layout, []).append((1.0, r))
+        return found
 
     def keepers(self, name: str, position: int, *, of: str) -> Marginal:
         """For each layout the strategies of a class that keep one operand, or result, in it."""

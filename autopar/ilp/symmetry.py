@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.core.graph import Graph
 from autopar.core.placement import Layout
+from autopar.core.recompute import Recompute
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, choose
@@ -52,37 +54,45 @@ def choose_named(
     time_limit: float | None,
     dear: Dear = FREE,
     bounded: bool = True,
+    recompute: Recompute = Recompute.NONE,
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
 
     Should no naming of what was chosen meet the cap, the whole program is solved after all.
     """
     alike = axes_alike(prices)
+    ask = partial(
+        choose,
+        graph,
+        prices,
+        folding=folding,
+        cap=cap,
+        gap=gap,
+        time_limit=time_limit,
+        dear=dear,
+        recompute=recompute,
+    )
     if not alike:
-        return choose(
-            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
-        )
-    problem = Problem(graph, prices, forget(space, alike), folding, cap=cap, alike=alike, dear=dear)
+        return ask(space, bounded=bounded)
+    again = recompute is not Recompute.NONE
+    problem = Problem(
+        graph, prices, forget(space, alike), folding, cap=cap, alike=alike, dear=dear, again=again
+    )
     answer = solve(problem.lp, relaxed=True, time_limit=time_limit)
     bound = answer.bound
     if dear != FREE or not bounded:
         bound = -math.inf
     elif folding.count > 1:
-        free = Problem(graph, prices, forget(space, alike), folding, cap=cap, relaxed=True, alike=alike)
+        free = Problem(
+            graph, prices, forget(space, alike), folding, cap=cap, relaxed=True, alike=alike, again=again
+        )
         bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
     if answer.values is None:
-        return choose(
-            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
-        )
-    few = named(space, problem, answer, alike)
+        return ask(space, bounded=bounded)
     try:
-        found = choose(
-            graph, prices, few, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
-        )
+        found = ask(named(space, problem, answer, alike), bounded=False)
     except InfeasibleError:
-        return choose(
-            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
-        )
+        return ask(space, bounded=bounded)
     bound = min(bound, found.seconds)
     proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds
     status = "gap_limit" if found.status == "optimal" and not proven else found.status

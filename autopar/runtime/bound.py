@@ -26,6 +26,7 @@ from autopar.runtime import groups
 from autopar.runtime.gradient_sync import GradientSync, Member
 from autopar.runtime.memory import dense
 from autopar.runtime.parameters import Leaves, local
+from autopar.runtime.regather import freeing
 
 
 class Bound:
@@ -46,6 +47,7 @@ class Bound:
         samples: Samples | None = None,
     ) -> None:
         self.executable, self.samples = executable, samples
+        self._run = freeing(executable.module)
         self._rank = dist.get_rank()
         self._device = device
         self.users = [item for item in executable.inputs if item.kind is InputKind.USER]
@@ -73,7 +75,7 @@ class Bound:
         values |= self._constants
         values |= {name: local(find()) for name, find in self._buffers.items()}
         values |= {item.name: self._take(item, tensors) for item in self.users}
-        results = self.executable.module(*(values[item.name] for item in self.executable.inputs))
+        results = self._run(*(values[item.name] for item in self.executable.inputs))
         count = len(self.executable.outputs)
         with torch.no_grad():
             for name, value in zip(self.executable.writes, results[count:], strict=True):

@@ -16,12 +16,12 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import VIRTUAL
 from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
-from autopar.cost.intervals import Intervals, crossing_bytes, intervals
+from autopar.cost.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.stages import choose_places, cut, flights, scheduled
+from autopar.ilp.stages import cut, flights, scheduled
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.rewrite.program import rewrite
