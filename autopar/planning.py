@@ -182,7 +182,7 @@ def decide(
     whole, cluster = cluster, cluster.stage(request.stages)
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
-    hop = whole.hop(request.stages)
+    hop = model.hop(whole, request.stages)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
     for _ in range(MEASURING_ROUNDS if request.measure and model.here else 1):

@@ -92,7 +92,7 @@ class Prices:
     _operators: dict[Any, Price] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    _links: dict[int, Link] = field(default_factory=dict)
+    _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
     _parameters: frozenset[str] = frozenset()
@@ -322,10 +322,11 @@ class Prices:
         size = 1
         for axis in axes:
             size *= self.dims.mesh.shape[axis]
-        if axes[0] not in self._links:
-            self._links[axes[0]] = self.cluster.link(self.dims.mesh, axes[0])
-        link = self._links[axes[0]]
-        nodes = self.dims.mesh.shape[0] if self.cluster.nodes > 1 and 0 in axes else 1
+        key = tuple(axes)
+        if key not in self._links:
+            mesh = self.dims.mesh
+            self._links[key] = self.cluster.link(mesh, axes[0]), self.cluster.nodes_of(mesh, key)
+        link, nodes = self._links[key]
         return self.model.collectives.cost(kind, nbytes, size, link, nodes=nodes).seconds
 
     def weight_move(self, name: str, move: Move, *, leads: bool) -> float:
