@@ -30,6 +30,7 @@ from autopar.compare import Comparer
 from autopar.compiler import Auto, Compiler
 from autopar.contest import Job, run_rows
 from autopar.core.comparison import Comparison
+from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.plan import Plan
@@ -40,7 +41,7 @@ from autopar.cost.model import Company, Progress
 from autopar.errors import InputError
 from autopar.ilp.space import Force, Parallelism, Pins
 from autopar.optimizer import OptimizerLike, states_of
-from autopar.options import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULE, Options, settle
+from autopar.options import AUTO, DEFAULT_OPTIMIZER, Options, settle
 from autopar.planning import DEFAULT_GAP, Request
 from autopar.profile import Bar, Profile
 from autopar.profile import profile as measure_profile
@@ -57,7 +58,6 @@ from costdb.database import Database
 
 TIMEOUT = timedelta(minutes=10)
 RECOMPUTE = tuple(each.value for each in Recompute)
-AUTO = "auto"
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
 Reach = Literal["global", "local"]  # the whole batch on every rank, or each rank's own part
 
@@ -75,10 +75,11 @@ def plan(
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
     optimizer: OptimizerLike = DEFAULT_OPTIMIZER,
-    stages: int | str = 1,
-    micro_batches: int | str = 1,
-    schedule: str = DEFAULT_SCHEDULE,
+    stages: int | str | None = None,
+    micro_batches: int | str | None = None,
+    schedule: str = AUTO,
     recompute: str = "auto",
+    shard_state: str = "auto",
     costdb: str | None = None,
     measure: bool = True,
     progress: Progress | None = None,
@@ -93,13 +94,17 @@ def plan(
     `optimizer` sizes its state: "sgd", "sgd-momentum", "adam", "adamw", or a class, a function of the
     parameters, or an optimizer, of which the size is measured. With `stages` the devices form so many
     pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
-    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. Each of the three can be "auto". With
+    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. Each of the three can be "auto"; so are both
+    numbers where None, but 1 where layers are forced, and as many stages as a `mesh` leaves. With
     `recompute` "all" little is kept for backward and the rest is computed again; with "auto" as much as it
-    takes to meet the memory cap, where that is faster than other ways to meet it.
+    takes to meet the memory cap, where that is faster than other ways to meet it. `shard_state` says what
+    of the trainable weights' state is stored in shards, as far as their dims are long enough: "none",
+    "optimizer" (and gradients, but for full copies of weights and gradients that last all step),
+    "gradients" (full weights last from forward to backward), "weights", or as is best for each, "auto".
 
     Raises InfeasibleError, SolverError, TraceError or InputError.
     """
-    request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
+    request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure, shard_state=shard_state)
     request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     compiler = Compiler(cluster, request, loss_fn, costdb=costdb, progress=progress)
@@ -151,6 +156,7 @@ def parallelize(
     micro_batches: int | str | None = None,
     schedule: str | None = None,
     recompute: str | None = None,
+    shard_state: str | None = None,
     costdb: str | None = None,
     measure: bool | None = None,
     exact_random: bool = False,
@@ -209,6 +215,7 @@ def parallelize(
         micro_batches=micro_batches,
         schedule=schedule,
         recompute=recompute,
+        shard_state=shard_state,
         costdb=costdb,
         measure=measure,
     )
@@ -246,10 +253,11 @@ def verify(
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
-    stages: int | str = 1,
-    micro_batches: int | str = 1,
-    schedule: str = DEFAULT_SCHEDULE,
+    stages: int | str | None = None,
+    micro_batches: int | str | None = None,
+    schedule: str = AUTO,
     recompute: str = "auto",
+    shard_state: str = "auto",
     costdb: str | None = None,
     steps: int = 3,
     processes: bool = False,
@@ -259,7 +267,9 @@ def verify(
     On simulated ranks, or with `processes` on real ones. The plan may rest on estimates, so nothing is
     measured. The other options are those of `plan`.
     """
-    request = make_request(mesh, force, memory, time_limit, gap, "sgd-momentum", measure=False)
+    request = make_request(
+        mesh, force, memory, time_limit, gap, "sgd-momentum", measure=False, shard_state=shard_state
+    )
     request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     if auto:
         compiler = Compiler(cluster, request, target.loss_fn, costdb=costdb)
@@ -277,6 +287,7 @@ def compare(
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
     optimizer: str = "adam",
+    shard_state: str = "auto",
     costdb: str | None = None,
     measure: bool = True,
     run: bool = False,
@@ -292,7 +303,7 @@ def compare(
     Raises what `plan` raises if no row fits, and with `run` InputError for another cluster than this
     machine, WorkerError.
     """
-    request = make_request(None, None, memory, time_limit, gap, optimizer, measure)
+    request = make_request(None, None, memory, time_limit, gap, optimizer, measure, shard_state=shard_state)
     made = load_target(target) if isinstance(target, str) else target
     if run:
         return run_rows(Job(made.source, cluster, request, optimizer, costdb, bar), made)
@@ -325,6 +336,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         options.gap,
         options.optimizer,
         options.measure,
+        shard_state=options.shard_state,
     )
     request, auto = with_pipeline(
         request,
@@ -347,6 +359,8 @@ def make_request(
     gap: float,
     optimizer: OptimizerLike,
     measure: bool,
+    *,
+    shard_state: str = AUTO,
 ) -> Request:
     """Options as the user writes them -> what the search takes."""
     if time_limit is not None and not 0 < time_limit < math.inf:
@@ -369,6 +383,7 @@ def make_request(
         gap=gap,
         measure=measure,
         optimizer_states=states_of(optimizer),
+        shard_state=ShardState.parse(shard_state),
     )
 
 
@@ -392,8 +407,8 @@ def with_pipeline(
     request: Request,
     cluster: ClusterSpec,
     force: Force | Pins | str | None,
-    stages: int | str,
-    micro_batches: int | str,
+    stages: int | str | None,
+    micro_batches: int | str | None,
     schedule: str,
     recompute: str,
 ) -> tuple[Request, Auto | None]:
@@ -415,7 +430,11 @@ def with_pipeline(
             remedy="choose one of these",
         )
     kind = kinds.get(schedule)
-    ranks, count = _number("--stages", stages), _number("--micro-batches", micro_batches)
+    default = 1 if force and force != PIPELINE else AUTO
+    if stages is None and request.mesh and cluster.num_devices % request.mesh.num_devices == 0:
+        stages = cluster.num_devices // request.mesh.num_devices
+    ranks = _number("--stages", default if stages is None else stages)
+    count = _number("--micro-batches", default if micro_batches is None else micro_batches)
     if force == PIPELINE:
         if ranks not in (None, 1, cluster.num_devices):
             raise InputError(
@@ -425,7 +444,7 @@ def with_pipeline(
                 remedy="leave out --stages or --force pipeline",
             )
         ranks = cluster.num_devices
-    if ranks != 1 and recompute == "all" and (kind is None or kind in SPLIT_BACKWARD):
+    if ranks != 1 and recompute == "all" and kind in SPLIT_BACKWARD:
         raise InputError(
             where="--recompute",
             found=f"all with schedule {schedule}, which may split backward in two",
@@ -479,6 +498,7 @@ def agreed(
     def find(company: Company) -> tuple[Plan, str]:
         return compiler.find_pipeline(model, args, kwargs, auto, company), ""
 
+    compiler.measure_links()
     plan, _ = agree(find, compiler.cluster)
     return settled(compiler.request, plan)
 

@@ -36,7 +36,7 @@ from autopar.ilp.fold import fold
 from autopar.ilp.recompute import everything
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
-from autopar.planning import Found, MeshProblem, Request, search
+from autopar.planning import Decision, Found, MeshProblem, Request, decide, finish
 from costdb.database import Database
 
 SAMPLE = 16  # micro-batches of the graph that is screened, about
@@ -137,10 +137,10 @@ def search_all(
     graph_of = lru_cache(maxsize=None)(graph_of)
     counts = [micro_batches] if micro_batches else _divisors(batch)
     choices = _Screen(graph_of, counts, cluster, request, database).choices(stages)
-    found: list[Found] = []
+    found: list[Decision] = []
     failures: list[InfeasibleError | SolverError] = []
     for choice in _few(choices):
-        fastest = min((each.plan.step_seconds for each in found), default=math.inf)
+        fastest = min((each.step.seconds for each in found), default=math.inf)
         if choice.seconds >= fastest:
             continue  # estimates are those of perfectly balanced stages
         asked = replace(request, stages=choice.ranks, micro_batches=choice.micro_batches)
@@ -148,12 +148,12 @@ def search_all(
             asked = replace(asked, mesh=choice.mesh)
         graph = graph_of(choice.micro_batches)
         try:
-            found.append(search(graph, cluster, asked, database=database, progress=progress, company=company))
+            found.append(decide(graph, cluster, asked, database=database, progress=progress, company=company))
         except (InfeasibleError, SolverError) as error:
             failures.append(error)
     if not found:
         raise min(failures, key=lambda error: getattr(error, "least", None) or math.inf)
-    best = min(found, key=lambda each: each.plan.step_seconds)
+    best = finish(min(found, key=lambda each: each.step.seconds))
     note = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
     return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, note)))
 
@@ -220,9 +220,7 @@ class _Screen:
             yield self.screen(ranks)
             return
         most = self.blocks()
-        options = [
-            each for each in _divisors(self.cluster.num_devices) if each <= most and self.can_cut(each)
-        ]
+        options = [each for each in self.cluster.stage_counts() if each <= most]
         middle = options.index(_nearest(options, self.cluster.nodes))
         best, seen = None, set()
         for order in (options[middle:], options[:middle][::-1]):
@@ -242,13 +240,6 @@ class _Screen:
         blocks = fold(self.graph, Dims(self.graph, self.atoms, Mesh((1,)))).count
         return blocks if blocks > 1 else len(self.graph.operators)
 
-    def can_cut(self, ranks: int) -> bool:
-        try:
-            self.cluster.stage(ranks)
-        except InputError:
-            return False
-        return True
-
     def meshes(self, ranks: int) -> list[Mesh]:
         """Few meshes: those of one or two axes whose minor axis comes closest to filling a node."""
         if self.request.mesh is not None:
@@ -266,10 +257,9 @@ class _Screen:
             alternatives=False,
         )
         stage, found = self.cluster.stage(ranks), []
+        hop = self.model.hop(self.cluster, ranks)
         for mesh in self.meshes(ranks):
-            problem = MeshProblem(
-                self.graph, self.atoms, mesh, stage, self.model, request, None, self.cluster.hop(ranks)
-            )
+            problem = MeshProblem(self.graph, self.atoms, mesh, stage, self.model, request, None, hop)
             solution = problem.solve(request.force, None, cap=None, bounded=False)
             prices = [
                 problem.prices.operator(item, solution.program.strategies[item.name])
@@ -291,7 +281,7 @@ class _Screen:
                     largest=max(price.seconds for price in prices),
                     fixed=launches * self.model.device.launch_seconds,
                     hop_bytes=self.least_crossing(problem, solution),
-                    hop=self.cluster.hop(ranks),
+                    hop=hop,
                     state_bytes=solution.peak.state,
                     kept_bytes=solution.peak.kept,
                     again=again_seconds(self.graph, problem.prices, program) if lean else 0.0,

@@ -27,7 +27,7 @@ from autopar import api
 from autopar.cluster import ClusterSpec
 from autopar.draw import timeline_text, write_trace
 from autopar.errors import AutoparError, InputError, WorkerError
-from autopar.options import DEFAULT_SCHEDULE, settle, write
+from autopar.options import AUTO, settle, write
 from autopar.planning import DEFAULT_GAP
 from autopar.progress import ProgressBar
 from autopar.runtime.launch import INTERRUPTED, start_script
@@ -58,14 +58,15 @@ Force = Annotated[
         help="One pure kind (batch, domain, filter, channel, pipeline), or one for each axis: batch+filter.",
     ),
 ]
-_STAGES = typer.Option("--stages", metavar="K|auto", help="Pipeline ranks.")
-_MICRO_BATCHES = typer.Option(
-    "--micro-batches", metavar="M|auto", help="Parts of the batch that follow each other."
-)
 _RECOMPUTE = typer.Option(
     "--recompute",
     metavar="none|all|auto",
     help="What to compute again in backward; auto: what a memory cap asks.",
+)
+_SHARD_STATE = typer.Option(
+    "--shard-state",
+    metavar="LEVEL",
+    help="What of the weights' state lies in shards: none, optimizer, gradients, weights; auto: as is best.",
 )
 _SCHEDULE = typer.Option(
     "--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto."
@@ -74,11 +75,20 @@ _GAP = typer.Option("--gap", metavar="G", help="Relative gap at which the solver
 _OPTIMIZER = typer.Option(
     "--optimizer", metavar="NAME", help="Whose state counts: sgd, sgd-momentum, adam or adamw."
 )
-Stages = Annotated[str, _STAGES]
-StagesOrNone = Annotated[str | None, _STAGES]
-MicroBatches = Annotated[str, _MICRO_BATCHES]
-MicroBatchesOrNone = Annotated[str | None, _MICRO_BATCHES]
+Stages = Annotated[
+    str | None, typer.Option("--stages", metavar="K|auto", help="Pipeline ranks; 1 with --force, else auto.")
+]
+MicroBatches = Annotated[
+    str | None,
+    typer.Option(
+        "--micro-batches",
+        metavar="M|auto",
+        help="Parts of the batch that follow each other; 1 with --force, else auto.",
+    ),
+]
 Recompute = Annotated[str, _RECOMPUTE]
+ShardState = Annotated[str, _SHARD_STATE]
+ShardStateOrNone = Annotated[str | None, _SHARD_STATE]
 RecomputeOrNone = Annotated[str | None, _RECOMPUTE]
 ScheduleName = Annotated[str, _SCHEDULE]
 ScheduleOrNone = Annotated[str | None, _SCHEDULE]
@@ -114,10 +124,11 @@ def plan(
     force: Force = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
-    stages: Stages = "1",
-    micro_batches: MicroBatches = "1",
-    schedule: ScheduleName = DEFAULT_SCHEDULE,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    schedule: ScheduleName = AUTO,
     recompute: Recompute = "auto",
+    shard_state: ShardState = "auto",
     optimizer: Optimizer = "adam",
     costdb: CostDB = None,
     no_measure: NoMeasure = False,
@@ -146,6 +157,7 @@ def plan(
             micro_batches=micro_batches,
             schedule=schedule,
             recompute=recompute,
+            shard_state=shard_state,
             costdb=costdb,
             measure=not no_measure,
             progress=bar,
@@ -168,10 +180,11 @@ def verify(
     processes: Annotated[
         bool, typer.Option("--processes", help="Real processes, not simulated ranks.")
     ] = False,
-    stages: Stages = "1",
-    micro_batches: MicroBatches = "1",
-    schedule: ScheduleName = DEFAULT_SCHEDULE,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    schedule: ScheduleName = AUTO,
     recompute: Recompute = "auto",
+    shard_state: ShardState = "auto",
     memory: Memory = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
@@ -191,6 +204,7 @@ def verify(
         micro_batches=micro_batches,
         schedule=schedule,
         recompute=recompute,
+        shard_state=shard_state,
         costdb=costdb,
         steps=steps,
         processes=processes,
@@ -206,6 +220,7 @@ def compare(
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
     optimizer: Optimizer = "adam",
+    shard_state: ShardState = "auto",
     costdb: CostDB = None,
     measure: Annotated[
         bool | None,
@@ -226,6 +241,7 @@ def compare(
         time_limit=time_limit,
         gap=gap,
         optimizer=optimizer,
+        shard_state=shard_state,
         costdb=costdb,
         measure=measure is not False,
         run=measure is True,
@@ -247,10 +263,11 @@ def run(
     mesh: MeshOption = None,
     force: Force = None,
     memory: Memory = None,
-    stages: StagesOrNone = None,
-    micro_batches: MicroBatchesOrNone = None,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
     schedule: ScheduleOrNone = None,
     recompute: RecomputeOrNone = None,
+    shard_state: ShardStateOrNone = None,
     optimizer: OptimizerOrNone = None,
     time_limit: TimeLimit = None,
     gap: GapOrNone = None,
@@ -274,6 +291,7 @@ def run(
         "micro_batches": micro_batches,
         "schedule": schedule,
         "recompute": recompute,
+        "shard_state": shard_state,
         "optimizer": optimizer,
         "time_limit": time_limit,
         "gap": gap,

@@ -14,18 +14,18 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autopar.core.mesh import Mesh
-from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
 from autopar.planning import DEFAULT_GAP
 
 VARIABLE = "AUTOPAR_OPTIONS"  # of the environment: a JSON object of options by name
-DEFAULT_SCHEDULE = ScheduleKind.ONE_F_ONE_B.value
+AUTO = "auto"
 DEFAULT_OPTIMIZER = "adam"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Every option of `plan` that a command line can say, with its default."""
+    """Every option of `plan` that a command line can say, with the default of `parallelize`: a loop that
+    calls backward needs one stage and one micro-batch."""
 
     mesh: Mesh | str | None = None
     force: Any = None
@@ -35,8 +35,9 @@ class Options:
     optimizer: Any = DEFAULT_OPTIMIZER
     stages: int | str = 1
     micro_batches: int | str = 1
-    schedule: str = DEFAULT_SCHEDULE
-    recompute: str = "auto"
+    schedule: str = AUTO
+    recompute: str = AUTO
+    shard_state: str = AUTO
     costdb: str | None = None
     measure: bool = True
 

@@ -22,6 +22,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Program
 from autopar.cost.again import repeated
 from autopar.cost.collectives import all_reduce, send_recv
+from autopar.cost.gathering import copies, copy_bytes, regathers
 from autopar.cost.memory import footing
 from autopar.cost.prices import Prices
 from autopar.cost.rectangles import Rectangles, Row, Table
@@ -169,6 +170,8 @@ class _Seconds:
             free = made and self.values.free.issuperset(made)
             users = (self.values.carriers[item.name] or (place,)) if free else (place,)
             self.add(users, price.forward, price.backward - price.weights, price.weights)
+        for each in regathers(self.graph, self.prices, self.program, self.values):
+            self.add((each.place,), 0.0, each.seconds, 0.0)
         for value in self.values.of.values():
             if value.move is not None and not value.leads:
                 weight = value.name in parameters
@@ -193,20 +196,24 @@ def _weights(
     """
     state, sync, update = (Rectangles(places) for _ in range(3))
     largest = np.zeros(len(graph.operators))
+    full = copies(graph, prices, program, values)
     for item in graph.inputs:
         if item.kind is InputKind.USER:
             continue
         layout = program.inputs[item.name]
         users = values.source(item.name).carriers or (0,)
         state.add_each(users, float(prices.state_bytes(item.name, layout)))
+        if item.name in full:
+            layout = full[item.name].layout  # in which it is used, and its gradient adds up
+            state.add_each(users, float(copy_bytes(graph, prices, item.name, layout)))
         if item.kind is not InputKind.PARAMETER:
             continue
-        update.add_each(users, prices.update(item.name, layout))
+        update.add_each(users, prices.update(item.name, program.inputs[item.name]))
         if not item.spec.requires_grad:
             continue
         nbytes = prices.local_bytes(item.name, layout)
         largest[list(users)] = np.maximum(largest[list(users)], nbytes)
-        shared = all_reduce(nbytes, 2, hop)
+        shared = all_reduce(prices.local_bytes(item.name, program.inputs[item.name]), 2, hop)
         sync.add_each(users, shared)
         sync.add_first(users[0], users[-1], -shared)  # the stage that has them all shares with nobody
     for value in values.of.values():
