@@ -30,6 +30,7 @@ from autopar.compare import Comparer
 from autopar.compiler import Auto, Compiler
 from autopar.contest import Job, run_rows
 from autopar.core.comparison import Comparison
+from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.plan import Plan
@@ -78,6 +79,7 @@ def plan(
     micro_batches: int | str | None = None,
     schedule: str = AUTO,
     recompute: str = "auto",
+    shard_state: str = "auto",
     costdb: str | None = None,
     measure: bool = True,
     progress: Progress | None = None,
@@ -94,11 +96,14 @@ def plan(
     one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. Each of the three can be "auto"; so are both
     numbers where None, but 1 where layers are forced, and as many stages as a `mesh` leaves. With
     `recompute` "all" little is kept for backward and the rest is computed again; with "auto" as much as it
-    takes to meet the memory cap, where that is faster than other ways to meet it.
+    takes to meet the memory cap, where that is faster than other ways to meet it. `shard_state` says what
+    of the trainable weights' state is stored in shards, as far as their dims are long enough: "none",
+    "optimizer" (and gradients, but for full copies of weights and gradients that last all step),
+    "gradients" (full weights last from forward to backward), "weights", or as is best for each, "auto".
 
     Raises InfeasibleError, SolverError, TraceError or InputError.
     """
-    request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
+    request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure, shard_state=shard_state)
     request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     compiler = Compiler(cluster, request, loss_fn, costdb=costdb, progress=progress)
@@ -148,6 +153,7 @@ def parallelize(
     micro_batches: int | str | None = None,
     schedule: str | None = None,
     recompute: str | None = None,
+    shard_state: str | None = None,
     costdb: str | None = None,
     measure: bool | None = None,
     exact_random: bool = False,
@@ -206,6 +212,7 @@ def parallelize(
         micro_batches=micro_batches,
         schedule=schedule,
         recompute=recompute,
+        shard_state=shard_state,
         costdb=costdb,
         measure=measure,
     )
@@ -247,6 +254,7 @@ def verify(
     micro_batches: int | str | None = None,
     schedule: str = AUTO,
     recompute: str = "auto",
+    shard_state: str = "auto",
     costdb: str | None = None,
     steps: int = 3,
     processes: bool = False,
@@ -256,7 +264,7 @@ def verify(
     On simulated ranks, or with `processes` on real ones. The plan may rest on estimates, so nothing is
     measured. The other options are those of `plan`.
     """
-    request = make_request(mesh, force, memory, time_limit, gap, "momentum", measure=False)
+    request = make_request(mesh, force, memory, time_limit, gap, "momentum", False, shard_state=shard_state)
     request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     if auto:
         compiler = Compiler(cluster, request, target.loss_fn, costdb=costdb)
@@ -274,6 +282,7 @@ def compare(
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
     optimizer: str = "adam",
+    shard_state: str = "auto",
     costdb: str | None = None,
     measure: bool = True,
     run: bool = False,
@@ -289,7 +298,7 @@ def compare(
     Raises what `plan` raises if no row fits, and with `run` InputError for another cluster than this
     machine, WorkerError.
     """
-    request = make_request(None, None, memory, time_limit, gap, optimizer, measure)
+    request = make_request(None, None, memory, time_limit, gap, optimizer, measure, shard_state=shard_state)
     made = load_target(target) if isinstance(target, str) else target
     if run:
         return run_rows(Job(made.source, cluster, request, optimizer, costdb, bar), made)
@@ -322,6 +331,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         options.gap,
         options.optimizer,
         options.measure,
+        shard_state=options.shard_state,
     )
     request, auto = with_pipeline(
         request,
@@ -344,6 +354,8 @@ def make_request(
     gap: float,
     optimizer: str,
     measure: bool,
+    *,
+    shard_state: str = AUTO,
 ) -> Request:
     """Options as the user writes them -> what the search takes."""
     if optimizer not in OPTIMIZER_STATES:
@@ -373,6 +385,7 @@ def make_request(
         gap=gap,
         measure=measure,
         optimizer_states=OPTIMIZER_STATES[optimizer],
+        shard_state=ShardState.parse(shard_state),
     )
 
 

@@ -63,6 +63,11 @@ _RECOMPUTE = typer.Option(
     metavar="none|all|auto",
     help="What to compute again in backward; auto: what a memory cap asks.",
 )
+_SHARD_STATE = typer.Option(
+    "--shard-state",
+    metavar="LEVEL",
+    help="What of the weights' state lies in shards: none, optimizer, gradients, weights; auto: as is best.",
+)
 _SCHEDULE = typer.Option(
     "--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto."
 )
@@ -80,6 +85,8 @@ MicroBatches = Annotated[
     ),
 ]
 Recompute = Annotated[str, _RECOMPUTE]
+ShardState = Annotated[str, _SHARD_STATE]
+ShardStateOrNone = Annotated[str | None, _SHARD_STATE]
 RecomputeOrNone = Annotated[str | None, _RECOMPUTE]
 ScheduleName = Annotated[str, _SCHEDULE]
 ScheduleOrNone = Annotated[str | None, _SCHEDULE]
@@ -119,6 +126,7 @@ def plan(
     micro_batches: MicroBatches = None,
     schedule: ScheduleName = AUTO,
     recompute: Recompute = "auto",
+    shard_state: ShardState = "auto",
     optimizer: Optimizer = "adam",
     costdb: CostDB = None,
     no_measure: NoMeasure = False,
@@ -147,6 +155,7 @@ def plan(
             micro_batches=micro_batches,
             schedule=schedule,
             recompute=recompute,
+            shard_state=shard_state,
             costdb=costdb,
             measure=not no_measure,
             progress=bar,
@@ -173,6 +182,7 @@ def verify(
     micro_batches: MicroBatches = None,
     schedule: ScheduleName = AUTO,
     recompute: Recompute = "auto",
+    shard_state: ShardState = "auto",
     memory: Memory = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
@@ -192,6 +202,7 @@ def verify(
         micro_batches=micro_batches,
         schedule=schedule,
         recompute=recompute,
+        shard_state=shard_state,
         costdb=costdb,
         steps=steps,
         processes=processes,
@@ -207,6 +218,7 @@ def compare(
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
     optimizer: Optimizer = "adam",
+    shard_state: ShardState = "auto",
     costdb: CostDB = None,
     measure: Annotated[
         bool | None,
@@ -227,6 +239,7 @@ def compare(
         time_limit=time_limit,
         gap=gap,
         optimizer=optimizer,
+        shard_state=shard_state,
         costdb=costdb,
         measure=measure is not False,
         run=measure is True,
@@ -252,6 +265,7 @@ def run(
     micro_batches: MicroBatches = None,
     schedule: ScheduleOrNone = None,
     recompute: RecomputeOrNone = None,
+    shard_state: ShardStateOrNone = None,
     optimizer: OptimizerOrNone = None,
     time_limit: TimeLimit = None,
     gap: GapOrNone = None,
@@ -275,6 +289,7 @@ def run(
         "micro_batches": micro_batches,
         "schedule": schedule,
         "recompute": recompute,
+        "shard_state": shard_state,
         "optimizer": optimizer,
         "time_limit": time_limit,
         "gap": gap,

@@ -19,8 +19,9 @@ from autopar.agree import agree, measure_links
 from autopar.auto import search_all
 from autopar.cluster import ClusterSpec
 from autopar.core.executable import Executable, InputPart, Pinned, StagedExecutable
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
-from autopar.core.plan import Plan
+from autopar.core.plan import Plan, Program
 from autopar.cost.model import Company, Progress
 from autopar.errors import CheckError
 from autopar.micro_batches import batch_length, is_sum, reducer_of, split_batch
@@ -32,7 +33,7 @@ from autopar.rewrite.program import RankProgram, rewrite
 from autopar.rewrite.recompute import wrap
 from autopar.rewrite.samples import find_samples
 from autopar.rewrite.stages import StageProgram, split
-from autopar.rewrite.sync import defer
+from autopar.rewrite.sync import Deferred, defer
 from autopar.signature import LossFunction, flatten_arguments
 from autopar.simplify import only_loss, without_gradients
 from autopar.trace import Traced, trace
@@ -216,16 +217,16 @@ def build(
     dims = Dims(graph, find_atoms(graph), plan.mesh)
     mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
-    body, sums = defer(mine.graph, parameters)
+    body, deferred = defer(mine.graph, parameters, _gathered_once(program))
     coordinate = plan.mesh.coordinate(rank)
     return Executable(
         mesh=plan.mesh,
         module=_module(body, mine, traced.graph, plan, name="ParallelProgram"),
-        inputs=_parts(traced, plan, dims, rank, sums),
+        inputs=_parts(traced, plan, dims, rank, deferred),
         outputs=tuple(dims.part(name, program.outputs[name], coordinate) for name in graph.outputs),
         writes=tuple(buffer for buffer, _ in graph.writes),
         rebuild=traced.results.rebuild,
-        groups=tuple(sorted(_group_keys(body) | set(sums.values()))),
+        groups=tuple(sorted(_group_keys(body) | _deferred_keys(deferred))),
         constants={item.target: item.value for item in graph.inputs if item.value is not None},
         plan=plan,
         layers=mine.layers,
@@ -279,8 +280,8 @@ def _stage(
 ) -> Executable:
     graph, coordinate = traced.graph, plan.mesh.coordinate(place)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
-    body, sums = defer(program.graph, parameters)
-    inputs = [item for item in _parts(traced, plan, dims, place, sums) if item.name in program.inputs]
+    body, deferred = defer(program.graph, parameters, _gathered_once(plan.program))
+    inputs = [item for item in _parts(traced, plan, dims, place, deferred) if item.name in program.inputs]
     constants = {item.target: item.value for item in graph.inputs if item.value is not None}
     return Executable(
         mesh=plan.mesh,
@@ -289,7 +290,7 @@ def _stage(
         outputs=tuple(dims.part(name, plan.program.outputs[name], coordinate) for name in program.outputs),
         writes=program.writes,
         rebuild=traced.results.rebuild,
-        groups=tuple(sorted(_group_keys(body) | set(sums.values()))),
+        groups=tuple(sorted(_group_keys(body) | _deferred_keys(deferred))),
         constants=constants,
         plan=plan,
         stage=stage,
@@ -306,7 +307,7 @@ def _module(body: fx.Graph, program: RankProgram, graph: Graph, plan: Plan, *, n
 
 
 def _parts(
-    traced: Traced, plan: Plan, dims: Dims, rank: int, sums: Mapping[str, str]
+    traced: Traced, plan: Plan, dims: Dims, rank: int, deferred: Mapping[str, Deferred]
 ) -> tuple[InputPart, ...]:
     """How a rank of the mesh takes each input of the graph."""
     users = list(traced.arguments.paths)
@@ -321,11 +322,22 @@ def _parts(
             part=dims.part(item.name, layouts[item.name], plan.mesh.coordinate(rank)),
             aliases=item.aliases,
             mutated=item.mutated,
-            sync=sums.get(item.name),
+            sync=deferred[item.name].key if item.name in deferred else None,
+            gathers=deferred[item.name].gathers if item.name in deferred else (),
             position=users.index(item.target) if item.kind is InputKind.USER else -1,
         )
         for item in traced.graph.inputs
     )
+
+
+def _gathered_once(program: Program) -> set[str]:
+    return {name for name in program.gatherings if program.gathering(name) is Gathering.ONCE}
+
+
+def _deferred_keys(deferred: Mapping[str, Deferred]) -> set[str]:
+    """Every group key of what is done once a step."""
+    keys = {str(gather.arguments[0]) for item in deferred.values() for gather in item.gathers}
+    return keys | {item.key for item in deferred.values() if item.key is not None}
 
 
 def _group_keys(graph: fx.Graph) -> set[str]:

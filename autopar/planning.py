@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.convert.table import effect
+from autopar.core.gathering import ShardState
 from autopar.core.graph import Call, Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, stages_per_rank
@@ -28,8 +29,11 @@ from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind, check_
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.ilp.checkpoints import notes as checkpoint_notes
+from autopar.ilp.checkpoints import respect
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
+from autopar.ilp.gathering import gathering_notes, when, whole_notes
 from autopar.ilp.placement import FREE, Dear, Space
 from autopar.ilp.space import (
     Force,
@@ -86,6 +90,7 @@ class Request:
     micro_batches: int = 1
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
     recompute: Recompute = Recompute.AUTO
+    shard_state: ShardState = ShardState.AUTO
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
@@ -287,8 +292,18 @@ class MeshProblem:
     def plan(
         self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
     ) -> Step:
-        """The best step; with stages under a cap, of several placements for which memory has a price. Its
-        bound is none if it need not be `bounded`."""
+        """The best step; in it the model's own checkpoints, if no others are asked for. Its bound is none if
+        it need not be `bounded`."""
+        found = self.fastest(force, deadline, cap=cap, bounded=bounded)
+        if not self.request.training or self.request.recompute is not Recompute.AUTO:
+            return found
+        count = self.request.micro_batches
+        return respect(self.graph, self.prices, found, micro_batches=count, hop=self.hop, cap=cap)
+
+    def fastest(
+        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
+    ) -> Step:
+        """The best step; with stages under a cap, of several placements for which memory has a price."""
         if self.request.relay:
             return unstaged(self.graph, self.prices, self.solve(force, deadline, cap=None), 1)
         if self.request.stages == 1:
@@ -361,6 +376,10 @@ class MeshProblem:
         for proven in (True, False)[: 1 if bounded else 2]:
             if (force, cap, dear, proven) in self.solved:
                 return self.solved[force, cap, dear, proven]
+        if cap is not None:
+            fastest = self.solve(force, deadline, cap=None, bounded=bounded)
+            if fastest.peak.nbytes <= cap:
+                return fastest
         if force not in self.spaces:
             if force is not None:
                 check_force(self.graph, self.prices, force)
@@ -374,6 +393,7 @@ class MeshProblem:
                 local_inputs=self.request.local_inputs,
                 user_layouts=self.request.user_layouts,
                 local_outputs=self.request.local_outputs,
+                shard_state=self.request.shard_state,
             )
         found = choose_named(
             self.graph,
@@ -554,7 +574,9 @@ def _report(
         cluster=str(cluster),
         layers=tuple(layers),
         conversions=tuple(
-            f"{name}: {move} ({effect(move).name})" for name, moves in program.moves.items() for move in moves
+            f"{name}: {move} ({effect(move).name}{when(program, name, move)})"
+            for name, moves in program.moves.items()
+            for move in moves
         ),
         status=solution.status,
         gap=step.gap,
@@ -571,7 +593,12 @@ def _report(
         ),
         alternatives=tuple(alternatives),
         parameter_bytes=_parameter_bytes(problem, solution),
-        notes=(*graph.notes, *_notes(graph, step, request)),
+        notes=(
+            *graph.notes,
+            *gathering_notes(graph, program),
+            *whole_notes(graph, problem.dims, program, request.shard_state),
+            *_notes(graph, step, request),
+        ),
         pipeline=_pipeline(graph, step, request),
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
@@ -639,6 +666,8 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     counted = loss_notes(graph) if request.micro_batches > 1 else ()
     if request.relay:
         return ("the stages run one after the other; bytes are those of all of them together",)
+    if request.training:
+        counted += checkpoint_notes(graph, step, request.recompute)
     if step.cut is None:
         return counted
     everywhere = step.cut.places == len(graph.operators)

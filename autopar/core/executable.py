@@ -20,13 +20,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Gather:
+    """A registered gathering operator, by name, and its arguments after the tensor: group key, dim, blocks,
+    sizes."""
+
+    operator: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class InputPart:
     """One placeholder of the program: which tensor it takes and which part of it.
 
     `target` is the qualified name in the model (parameters, buffers), the constant's name, or the
     path of a user input; `aliases` are further names of a tied parameter. `sync` is the group key
     over which the parameter's gradient is summed in buckets after backward; None if the program
-    itself does all that is needed.
+    itself does all that is needed. A parameter with `gathers` is gathered by them once a step, ahead of the
+    program, and its gradient, once it has added up, scattered the other way round.
     """
 
     name: str
@@ -38,6 +48,7 @@ class InputPart:
     aliases: tuple[str, ...] = ()
     mutated: bool = False
     sync: str | None = None
+    gathers: tuple[Gather, ...] = ()
     position: int = -1  # among the call's flat tensors, for user inputs
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.convert.path import tree
-from autopar.convert.table import canonical
+from autopar.convert.table import canonical, gathers
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.move import Move
 from autopar.core.placement import Layout, replicated
@@ -17,13 +18,14 @@ from autopar.core.recompute import Recompute
 from autopar.cost.memory import Peak, peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
-from autopar.cost.values import find_values, leading
+from autopar.cost.values import can_lead, find_values, leading
 from autopar.errors import CheckError, InfeasibleError, SolverError
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import Answer
 from autopar.ilp.placement import FREE, Dear, Problem, Space, TensorClass
 from autopar.ilp.recompute import everything, fit
 from autopar.ilp.solver import solve
+from autopar.ops.rule import Strategy
 from autopar.units import show_bytes
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
@@ -303,11 +305,13 @@ def read(problem: Problem, answer: Answer) -> Program:
     }
     strategies = {item.name: picked[folding.class_of[item.name]] for item in graph.operators}
     inputs: dict[str, Layout] = {item.name: problem.space.inputs[item.name][0] for item in graph.inputs}
+    gatherings: dict[str, Gathering] = {}
     for tensor in problem.tensors:
-        choices = problem.input_layouts.get(tensor.name)
+        choices = problem.inputs.get(tensor.name)
         if choices:
-            layout = max(choices, key=lambda item: values[choices[item]])
+            layout, gathering = max(choices, key=lambda item: values[choices[item]])
             inputs |= dict.fromkeys(tensor.members, layout)
+            gatherings |= dict.fromkeys(tensor.members, gathering)
     outputs = {name: layouts[0] for name, layouts in problem.space.outputs.items()}
     outputs |= {
         name: max(choices, key=lambda item: values[choices[item]])
@@ -315,18 +319,26 @@ def read(problem: Problem, answer: Answer) -> Program:
     }
     moves: dict[str, tuple[Move, ...]] = {}
     for tensor in problem.tensors:
-        chosen = _moves_of(problem, tensor, strategies, inputs, outputs, values)
+        gathering = gatherings.get(tensor.name, Gathering.KEEP)
+        chosen = _moves_of(problem, tensor, strategies, inputs, outputs, values, gathering)
         moves |= dict.fromkeys(tensor.members, chosen)
-    return Program(problem.prices.dims.mesh, inputs, strategies, moves, outputs)
+    special = {
+        name: gathering
+        for name, gathering in gatherings.items()
+        if gathering is not Gathering.KEEP and any(map(gathers, moves[name]))
+    }
+    mesh = problem.prices.dims.mesh
+    return Program(mesh, inputs, strategies, moves, outputs, gatherings=special)
 
 
 def _moves_of(
     problem: Problem,
     tensor: TensorClass,
-    strategies: Mapping[str, object],
+    strategies: Mapping[str, Strategy],
     inputs: Mapping[str, Layout],
     outputs: Mapping[str, Layout],
     values: tuple[float, ...],
+    gathering: Gathering,
 ) -> tuple[Move, ...]:
     """The cheaper of: what the flows use, and paths found anew between the chosen layouts."""
     prices = problem.prices
@@ -339,23 +351,54 @@ def _moves_of(
     parameter = problem.is_parameter(tensor.name)
 
     def path(*, leads: bool) -> tuple[Move, ...]:
+        def price(move: Move) -> float:
+            if gathers(move) and not problem.may_gather(tensor.name):
+                return math.inf
+            return problem.move_seconds(tensor.name, move, leads=leads and can_lead(move, gathering))
+
         return tree(
             source,
             needs,
-            lambda move: problem.move_seconds(tensor.name, move, leads=leads),
+            price,
             legal=lambda layout: prices.dims.legal(tensor.name, layout),
             differentiable=prices.training and problem.graph.specs[tensor.name].requires_grad,
         )
 
-    candidates = [item for item in (flowing, path(leads=False)) if item is not None]
+    candidates = [flowing] if flowing is not None else []
+    if problem.may_gather(tensor.name) or not candidates:
+        candidates.append(path(leads=False))
     if parameter and prices.once < 1.0:
         candidates.append(path(leads=True))
 
     def seconds(moves: tuple[Move, ...]) -> float:
-        first = leading(source, needs, moves) if parameter else ()
-        return sum(problem.move_seconds(tensor.name, move, leads=move in first) for move in moves)
+        first = leading(source, needs, moves, gathering) if parameter else ()
+        repeated = sum(problem.move_seconds(tensor.name, move, leads=move in first) for move in moves)
+        return repeated + _again_seconds(problem, tensor.name, moves, strategies, gathering)
 
     return min(candidates, key=seconds)
+
+
+def _again_seconds(
+    problem: Problem,
+    name: str,
+    moves: Sequence[Move],
+    strategies: Mapping[str, Strategy],
+    gathering: Gathering,
+) -> float:
+    """Seconds for which backward gathers a weight again, were it converted by `moves`."""
+    if gathering is not Gathering.AGAIN:
+        return 0.0
+    before = {move.target: move for move in moves}
+    total = 0.0
+    for item, index in problem.uses[name]:
+        strategy = strategies[item.name]
+        if index in problem.prices.operator(item, strategy).kept.operands:
+            layout = problem.canonical(name, tuple(option.operands[index] for option in strategy))
+            while layout in before:
+                if gathers(before[layout]):
+                    total += problem.prices.move_parts(name, before[layout])[0]
+                layout = before[layout].source
+    return total
 
 
 def ends(

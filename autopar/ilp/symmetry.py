@@ -112,7 +112,8 @@ def forget(space: Space, alike: Alike) -> Space:
             for name, layouts in ends.items()
         }
 
-    return Space(strategies, nameless(space.inputs), nameless(space.outputs))
+    inputs, outputs = nameless(space.inputs), nameless(space.outputs)
+    return replace(space, strategies=strategies, inputs=inputs, outputs=outputs)
 
 
 def named(space: Space, problem: Problem, answer: Answer, alike: Alike) -> Space:
@@ -128,16 +129,21 @@ def named(space: Space, problem: Problem, answer: Answer, alike: Alike) -> Space
         strategies[name] = [item for item in offered if _strategy_key(item, alike) in chosen]
 
     def chosen_ends(
-        ends: Mapping[str, Sequence[Layout]], variables: Mapping[str, Mapping[Layout, int]]
+        ends: Mapping[str, Sequence[Layout]], variables: Mapping[str, Sequence[tuple[Layout, int]]]
     ) -> dict[str, Sequence[Layout]]:
         found = dict(ends)
         for name, layouts in variables.items():
-            kept = {layout for layout, variable in layouts.items() if values[variable] > SUPPORT}
+            kept = {layout for layout, variable in layouts if values[variable] > SUPPORT}
             found[name] = [layout for layout in ends[name] if unnamed(layout, alike) in kept]
         return found
 
-    inputs = chosen_ends(space.inputs, problem.input_layouts)
-    return Space(strategies, inputs, chosen_ends(space.outputs, problem.output_layouts))
+    stored = {
+        name: [(layout, variable) for (layout, _), variable in choices.items()]
+        for name, choices in problem.inputs.items()
+    }
+    leaving = {name: list(choices.items()) for name, choices in problem.output_layouts.items()}
+    inputs, outputs = chosen_ends(space.inputs, stored), chosen_ends(space.outputs, leaving)
+    return replace(space, strategies=strategies, inputs=inputs, outputs=outputs)
 
 
 def _strategy_key(strategy: Strategy, alike: Alike) -> tuple[str, ...]:

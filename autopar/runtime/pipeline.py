@@ -85,17 +85,24 @@ class StagedProgram:
         """
         losses = self._run(batch, self._schedule.step)
         self._deliver()
+        self._end()
         return self._share(losses)
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> Tensor:
         """The loss of the batch, on every rank, without gradients."""
         with torch.no_grad():
-            return self._share(self._run(batch, self._schedule.eval))
+            losses = self._run(batch, self._schedule.eval)
+            self._end()
+            return self._share(losses)
 
     def untie(self) -> None:
         """Let go of the parameters' storage."""
         for stage in self._stages:
             stage.untie()
+
+    def _end(self) -> None:
+        for stage in self._stages:
+            stage.end()
 
     # -- a step ---------------------------------------------------------------------------------
 

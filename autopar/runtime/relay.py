@@ -74,6 +74,7 @@ class Relay:
                 source = pipeline.rank_of(number - 1)
                 values = tuple(self._receive(spec, source) for spec in stage.executable.received)
             values = stage.run(values, 0)
+            stage.end()
             if number + 1 < pipeline.num_stages and number + 1 not in self._stages:
                 for value in values:
                     dist.send(value, group=self.group, group_dst=pipeline.rank_of(number + 1))

@@ -57,6 +57,7 @@ class Stage(nn.Module):
     def begin(self, batch: Sequence[MicroBatch], seed: int) -> None:
         """Take the micro-batches of a step; with exact masks each is drawn from `seed` and its number."""
         self._batch, self._seed = batch, seed
+        self._leaves.release()
         leaves = self._leaves.read()
         self._values = {item.name: leaf for item, leaf in zip(self.learned, leaves, strict=True)}
 
@@ -88,6 +89,11 @@ class Stage(nn.Module):
     def take(self) -> dict[int, Tensor]:
         """The gradients of `learned`, by number, as they have added up."""
         return self._leaves.take()
+
+    def end(self) -> None:
+        """Let go of full copies of weights, which the next step gathers anew."""
+        self._leaves.release()
+        self._values = {}
 
     def untie(self) -> None:
         """Let go of the parameters' storage."""

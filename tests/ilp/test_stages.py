@@ -17,6 +17,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import VIRTUAL
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
+from autopar.cost.gathering import copies, copy_bytes
 from autopar.cost.intervals import SPLIT_SECONDS, Intervals, choose_places, crossing_bytes, intervals
 from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
@@ -231,6 +232,11 @@ def test_what_crosses_and_what_a_stage_has_is_that_of_its_program(
         for (p, q), stage in zip(((0, place), (place, count)), split(mine, graph, (0, place)), strict=True):
             wanted = sum(
                 prices.state_bytes(name, program.inputs[name]) for name in states.intersection(stage.inputs)
+            )
+            wanted += sum(
+                copy_bytes(graph, prices, name, copy.layout)
+                for name, copy in copies(graph, prices, program).items()
+                if name in stage.inputs
             )
             assert table.state[p, q] == wanted
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
-from autopar.runtime import regather, transport
+from autopar.runtime import groups, regather, transport
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import local
 from autopar.runtime.peak import peak_bytes
@@ -125,8 +126,16 @@ def local_gap(ours: Any, theirs: Tensor, parameter: Any) -> float:
     return gap(ours, theirs)
 
 
-@pytest.mark.parametrize("gathering", [Gathering.KEEP, Gathering.AGAIN], ids=lambda item: item.value)
-@pytest.mark.parametrize("plan", PLANS)
+SHORT = [("recomputed", Gathering.AGAIN), ("zb1p", Gathering.AGAIN), ("micro-batches", Gathering.ONCE)]
+
+
+@pytest.mark.parametrize(
+    "plan, gathering",
+    [
+        pytest.param(*case, marks=[] if case in SHORT else pytest.mark.long, id=f"{case[0]}, {case[1].value}")
+        for case in itertools.product(PLANS, Gathering)
+    ],
+)
 def test_training_equals_serial_training(plan: str, gathering: Gathering, pools: Pools) -> None:
     shape, _, pipeline, _ = PLANS[plan]
     pools(Mesh(shape).num_devices * pipeline.ranks).run(_train, plan, gathering)
@@ -207,25 +216,60 @@ def test_weights_that_changed_since_forward_are_refused(pools: Pools) -> None:
     pools(2).run(_step_too_early)
 
 
-def _gathers(recomputed: bool) -> int:
-    """How often a step gathers weights: each one in forward, and once more in backward."""
-    counts: Counter[str] = Counter()
-    kernel = transport.all_gather
+Counts = dict[str, int]
 
-    def counted(*args: Any) -> None:
-        counts["all"] += 1
-        kernel(*args)
+
+def _collectives(gathering: Gathering, recomputed: bool, micro_batches: int) -> Counts:
+    """How often a step gathers weights, and scatters their gradients."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., Any]:
+        kernel = getattr(transport, name)
+
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return kernel(*args)
+
+        return call
+
+    pipeline = Pipeline(micro_batches=micro_batches)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "reduce_scatter"):
+            patch.setattr(transport, name, counted(name))
+        compiler = forced(Mesh((2,)), ["batch"], pipeline=pipeline, gathering=gathering, recompute=recomputed)
+        ours = ParallelModule(Deep(3).double(), compiler, describe=describe, device=CPU, by_steps=True)
+        ours.train_step(torch.randn(8, WIDTH, dtype=torch.float64))
+    return dict(counts)
+
+
+@pytest.mark.parametrize(
+    "gathering, recomputed, gathers, scatters",
+    [
+        (Gathering.ONCE, False, 3, 3),
+        (Gathering.KEEP, False, 2 * 3, 2 * 3),
+        (Gathering.AGAIN, False, 2 * (3 + 2), 2 * 3),
+        (Gathering.AGAIN, True, 2 * (3 + 3), 2 * 3),
+    ],
+)
+def test_weights_are_gathered_and_gradients_scattered_as_often_as_said(
+    gathering: Gathering, recomputed: bool, gathers: int, scatters: int, pools: Pools
+) -> None:
+    """In two micro-batches. The samples need no gradient, so that the first layer's weight isn't gathered
+    again; a part of the program that is recomputed as a whole gathers it all the same."""
+    for counts in pools(2).run(_collectives, gathering, recomputed, 2):
+        assert counts == {"all_gather": gathers, "reduce_scatter": scatters}
+
+
+def _forget_the_sum(gathering: Gathering) -> None:
+    def mine(_: Tensor, parts: Sequence[Tensor], group: str) -> Tensor:
+        return parts[groups.index(group)].clone()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "all_gather", counted)
-        compiler = forced(Mesh((2,)), ["batch"], gathering=Gathering.AGAIN, recompute=recomputed)
-        ours = ParallelModule(Deep(3).double(), compiler, describe=describe, device=CPU)
-        ours(torch.randn(4, WIDTH, dtype=torch.float64)).backward()
-    return counts["all"]
+        patch.setattr(transport, "reduce_scatter", mine)
+        with pytest.raises(AssertionError):
+            _train("micro-batches", gathering)
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_each_weight_is_gathered_once_more_in_backward(recomputed: bool, pools: Pools) -> None:
-    """Not that of the first layer, whose samples need no gradient; a part of the program that is
-    recomputed as a whole gathers it all the same."""
-    assert pools(2).run(_gathers, recomputed) == [3 + 2 + recomputed] * 2
+@pytest.mark.parametrize("gathering", Gathering, ids=lambda item: item.value)
+def test_gradients_that_are_cut_but_not_summed_are_found(gathering: Gathering, pools: Pools) -> None:
+    pools(2).run(_forget_the_sum, gathering)
