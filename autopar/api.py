@@ -500,6 +500,7 @@ def agreed(
     def find(company: Company) -> tuple[Plan, str]:
         return compiler.find_pipeline(model, args, kwargs, auto, company), ""
 
+    compiler.measure_links()
     plan, _ = agree(find, compiler.cluster)
     return settled(compiler.request, plan)
 

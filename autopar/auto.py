@@ -227,9 +227,7 @@ class _Screen:
             yield self.screen(ranks)
             return
         most = self.blocks()
-        options = [
-            each for each in _divisors(self.cluster.num_devices) if each <= most and self.can_cut(each)
-        ]
+        options = [each for each in self.cluster.stage_counts() if each <= most]
         middle = options.index(_nearest(options, self.cluster.nodes))
         best, seen = None, set()
         for order in (options[middle:], options[:middle][::-1]):
@@ -249,13 +247,6 @@ class _Screen:
         blocks = fold(self.graph, Dims(self.graph, self.atoms, Mesh((1,)))).count
         return blocks if blocks > 1 else len(self.graph.operators)
 
-    def can_cut(self, ranks: int) -> bool:
-        try:
-            self.cluster.stage(ranks)
-        except InputError:
-            return False
-        return True
-
     def meshes(self, ranks: int) -> list[Mesh]:
         """Few meshes: those of one or two axes whose minor axis comes closest to filling a node."""
         if self.request.mesh is not None:
@@ -273,10 +264,9 @@ class _Screen:
             alternatives=False,
         )
         stage, found = self.cluster.stage(ranks), []
+        hop = self.model.hop(self.cluster, ranks)
         for mesh in self.meshes(ranks):
-            problem = MeshProblem(
-                self.graph, self.atoms, mesh, stage, self.model, request, None, self.cluster.hop(ranks)
-            )
+            problem = MeshProblem(self.graph, self.atoms, mesh, stage, self.model, request, None, hop)
             solution = problem.solve(request.force, None, cap=None, bounded=False)
             prices = [
                 problem.prices.operator(item, solution.program.strategies[item.name])
@@ -298,7 +288,7 @@ class _Screen:
                     largest=max(price.seconds for price in prices),
                     fixed=launches * self.model.device.launch_seconds,
                     hop_bytes=self.least_crossing(problem, solution),
-                    hop=self.cluster.hop(ranks),
+                    hop=hop,
                     state_bytes=solution.peak.state,
                     kept_bytes=solution.peak.kept,
                     again=again_seconds(self.graph, problem.prices, program) if lean else 0.0,

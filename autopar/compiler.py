@@ -161,10 +161,14 @@ class Compiler:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
+    def measure_links(self) -> None:
+        """Measure the collectives that nobody has measured, where plans may measure; collective."""
+        if self.request.measure and self.cluster.device_type == "cpu":
+            measure_links(self.cluster, self.costdb, self.timeout)
+
     def agree(self, traced: Traced, request: Request) -> Plan:
         """Rank 0's plan on every rank; its error on every rank if it has none."""
-        if request.measure and self.cluster.device_type == "cpu" and self.cluster.nodes == 1:
-            measure_links(self.cluster, self.costdb, self.timeout)
+        self.measure_links()
 
         def find(company: Company) -> tuple[Plan, str]:
             return self.find(traced.graph, request, company), graph_digest(traced.graph)

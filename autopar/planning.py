@@ -29,6 +29,8 @@ from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind, check_
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.ilp.checkpoints import notes as checkpoint_notes
+from autopar.ilp.checkpoints import respect
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
 from autopar.ilp.gathering import gathering_notes, when, whole_notes
@@ -180,7 +182,7 @@ def decide(
     whole, cluster = cluster, cluster.stage(request.stages)
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
-    hop = whole.hop(request.stages)
+    hop = model.hop(whole, request.stages)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
     for _ in range(MEASURING_ROUNDS if request.measure and model.here else 1):
@@ -290,8 +292,18 @@ class MeshProblem:
     def plan(
         self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
     ) -> Step:
-        """The best step; with stages under a cap, of several placements for which memory has a price. Its
-        bound is none if it need not be `bounded`."""
+        """The best step; in it the model's own checkpoints, if no others are asked for. Its bound is none if
+        it need not be `bounded`."""
+        found = self.fastest(force, deadline, cap=cap, bounded=bounded)
+        if not self.request.training or self.request.recompute is not Recompute.AUTO:
+            return found
+        count = self.request.micro_batches
+        return respect(self.graph, self.prices, found, micro_batches=count, hop=self.hop, cap=cap)
+
+    def fastest(
+        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
+    ) -> Step:
+        """The best step; with stages under a cap, of several placements for which memory has a price."""
         if self.request.relay:
             return unstaged(self.graph, self.prices, self.solve(force, deadline, cap=None), 1)
         if self.request.stages == 1:
@@ -654,6 +666,8 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     counted = loss_notes(graph) if request.micro_batches > 1 else ()
     if request.relay:
         return ("the stages run one after the other; bytes are those of all of them together",)
+    if request.training:
+        counted += checkpoint_notes(graph, step, request.recompute)
     if step.cut is None:
         return counted
     everywhere = step.cut.places == len(graph.operators)

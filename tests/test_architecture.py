@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 
 BASE = {"errors", "units", "core"}
 PASSES = {
+    "checkpoints",
     "cluster",
     "signature",
     "simplify",
@@ -74,13 +75,14 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": BASE | {"signature", "simplify", "micro_batches"},
     "simplify": BASE,
     "micro_batches": BASE,
-    "trace": BASE | {"signature", "simplify"},
+    "trace": BASE | {"checkpoints", "signature", "simplify"},
     "rewrite": BASE | {"emit", "convert", "ops", "runtime"},
     "cost": BASE | {"cluster", "convert", "costdb", "ops", "emit", "runtime"},
     "ilp": BASE | {"clock", "convert", "cost", "ops", "schedules"},
     "target": BASE | {"signature", "trace"},
     "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "micro_batches", "ops"},
     "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning"},
+    "checkpoints": set(),
     "options": BASE | {"planning"},
     "agree": BASE | {"cluster", "cost", "costdb"},
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "auto", "planning"},

@@ -69,6 +69,9 @@ _TABLE: dict[tuple[type, type], Effect] = {
 }
 
 
+EFFECTS = {each.name: each for each in _TABLE.values()}
+
+
 def effect(move: Move) -> Effect:
     """What `move` does."""
     source, target = move.placements

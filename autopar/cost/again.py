@@ -80,9 +80,6 @@ def savings(graph: Graph, prices: Prices, program: Program, places: Sequence[int
     seconds, spared, taken = (Rectangles(places) for _ in range(3))
     for place, until, cost in repeats(graph, prices, program):
         seconds.add_first(place, until, cost)
-    for place, item in enumerate(graph.operators):
-        own = prices.operator(item, program.strategies[item.name]).kept.extra_bytes
-        spared.add_first(place, place, float(own))
     for life in lives(graph, prices, program):
         nbytes, before = float(life.nbytes), life.home
         if life.held and life.home >= 0 and not life.keepers:
@@ -99,7 +96,7 @@ def shares(graph: Graph, prices: Prices, program: Program) -> Shares:
     """What each operator by itself could spare: bytes that are kept are spared only if what makes them is
     run again, so no parts spare as much for fewer seconds."""
     chosen = [prices.operator(item, program.strategies[item.name]) for item in graph.operators]
-    spared = np.asarray([float(price.kept.extra_bytes) for price in chosen])
+    spared = np.zeros(len(chosen))
     for life in lives(graph, prices, program):
         if life.keepers and not life.held:
             spared[life.home] += life.nbytes
