@@ -92,14 +92,14 @@ def lives(graph: Graph, prices: Prices, program: Program) -> tuple[Life, ...]:
     keepers: dict[int, list[int]] = {}
     own = []
     for call in tape.calls:
-        memory = call.memory
-        home |= {item.value: (call.place, not memory.repeats) for item in memory.gives if item.alias is None}
+        memory, place = call.memory, min(call.place, len(graph.operators) - 1)  # outputs leave at the last
+        home |= {item.value: (place, not memory.repeats) for item in memory.gives if item.alias is None}
         for value in memory.takes:
-            uses.setdefault(tape.root[value], []).append(call.place)
+            uses.setdefault(tape.root[value], []).append(place)
         for root in memory.keeps:
-            keepers.setdefault(root, []).append(call.place)
+            keepers.setdefault(root, []).append(place)
         if memory.own:
-            own.append(Life(memory.own, call.place, not memory.repeats, (), (call.place,)))
+            own.append(Life(memory.own, place, not memory.repeats, (), (place,)))
     found = (
         Life(
             nbytes=tape.nbytes[root],
