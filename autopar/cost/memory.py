@@ -92,11 +92,7 @@ def lives(graph: Graph, prices: Prices, program: Program) -> tuple[Life, ...]:
     keepers: dict[int, list[int]] = {}
     own = []
     for call in tape.calls:
-<<<<<<< HEAD
-        memory, place = call.memory, min(call.place, len(graph.operators) - 1)
-=======
         memory, place = call.memory, min(call.place, len(graph.operators) - 1)  # outputs leave at the last
->>>>>>> shard
         home |= {item.value: (place, not memory.repeats) for item in memory.gives if item.alias is None}
         for value in memory.takes:
             uses.setdefault(tape.root[value], []).append(place)
