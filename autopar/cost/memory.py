@@ -51,10 +51,12 @@ class KeptStorage:
 @dataclass(frozen=True, slots=True)
 class Footing:
     """What operators hold, one by one: storages kept for backward, bytes `own` of each operator that
-    nobody else sees, and the `working` bytes beside all that while it runs, forward or backward."""
+    nobody else sees, bytes `held` of it between the halves of a split backward, and the `working` bytes
+    beside what is kept while it runs, forward or backward."""
 
     kept: tuple[KeptStorage, ...]
     own: tuple[int, ...]
+    held: tuple[int, ...]
     working: tuple[int, ...]
 
 
@@ -120,6 +122,9 @@ class _Replay:
         self.variables: set[Hashable] = set()  # storages that a later call takes
         self.keepers: dict[int, list[int]] = {}  # of each storage that is kept, by place
         self.own = [0] * (len(graph.operators) + 1)
+        self.held = [0] * (len(graph.operators) + 1)
+        self.held_back: set[Hashable] = set()
+        self.with_weights = self.weighted() if staged else set()
         self.working = [0] * (len(graph.operators) + 1)
         self.by_operator = [0] * (len(graph.operators) + 1)
         self.kept: Counter[int] = Counter()
@@ -174,8 +179,31 @@ class _Replay:
                 if self.tape.nbytes[root]
             ),
             own=tuple(self.own[:last]),
+            held=tuple(self.held[:last]),
             working=tuple(working),
         )
+
+    def weighted(self) -> set[int]:
+        """The calls that make something of a weight and of other values."""
+        found: set[int] = set()
+        weights = {weight.value for weight in self.tape.weights}
+        for number, call in enumerate(self.calls):
+            if weights.isdisjoint(item.value for item in call.memory.gradients):
+                continue
+            if len(call.memory.takes) == 1:  # a conversion of the weight, or a view
+                weights.update(item.value for item in call.memory.gives)
+            else:
+                found.add(number)
+        return found
+
+    def hold_back(self, number: int, gradients: Iterable[Hashable]) -> None:
+        """A backward that is split keeps the gradients of what was made with a weight until that of the
+        weight is made of them."""
+        if number in self.with_weights:
+            for key in dict.fromkeys(gradients):
+                if key not in self.held_back:
+                    self.held_back.add(key)
+                    self.held[self.calls[number].place] += self.heap.sizes[key]
 
     # -- what is kept -----------------------------------------------------------------------------
 
@@ -359,6 +387,7 @@ class _Replay:
         incoming = {
             item.value: self.slots.pop(item.value) for item in call.memory.gives if item.value in self.slots
         }
+        self.hold_back(number, incoming.values())
         made = []
         for item in call.memory.gradients if incoming else ():
             if item.alias is None:

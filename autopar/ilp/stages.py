@@ -5,8 +5,8 @@
 micro-batch, B = I + W, and E once a step, to sum gradients and to update (cost/intervals.py).
 
 **Minimise** the step time of the schedule (clock.py), the longest path through all its actions: no closed
-form holds for uneven stages. **Subject to** each rank's bytes <= cap: state, receive buffers for all
-M micro-batches, what micro-batches in flight keep, and the most that an operator needs beside that.
+form holds for uneven stages. **Subject to** each rank's bytes <= cap: state, the batch, what was sent
+and what micro-batches in flight keep, and the most that an operator needs beside that.
 
 **Bound.** Some paths through the actions are known in advance. With t the seconds for which a stage keeps
 its rank busy for one micro-batch, h_k[p] the least that stages before it can take forward, b_k[p] backward,
@@ -137,28 +137,41 @@ def choose_places(crossing: Sequence[int], most: int = MOST_PLACES) -> tuple[int
     return (0, *inner, count)
 
 
+Counts = tuple[int, ...]
+
+
 @lru_cache(maxsize=64)
-def flights(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """For each rank the micro-batches that its stages, in order, keep at once: all such tuples that no
-    other one exceeds. A micro-batch is kept from its F to its B or W."""
+def flights(schedule: Schedule) -> tuple[tuple[Counts, tuple[Counts, ...]], ...]:
+    """For each rank the micro-batches that its stages, in order, keep at once, and then those of them whose
+    backward is half done: at the rank's first B or W, and all such counts of later ones that no other one
+    exceeds. A micro-batch is kept from its F to its B or W."""
     found = []
     for rank in range(schedule.ranks):
         own = [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
         now = [0] * len(own)
-        seen: set[tuple[int, ...]] = set()
+        half = [0] * len(own)
+        seen: list[Counts] = []
         for action in schedule.actions(rank):
-            if action.kind is ActionKind.FORWARD:
-                now[own.index(action.stage)] += 1
-            elif action.kind is not ActionKind.INPUT_GRADIENT:
-                seen.add(tuple(now))
-                now[own.index(action.stage)] -= 1
-        found.append(tuple(each for each in seen if not any(_exceeds(other, each) for other in seen)))
+            stage = own.index(action.stage)
+            match action.kind:
+                case ActionKind.FORWARD:
+                    now[stage] += 1
+                case ActionKind.INPUT_GRADIENT:
+                    half[stage] += 1
+                case kind:
+                    seen.append((*now, *half))
+                    now[stage] -= 1
+                    half[stage] -= kind is ActionKind.WEIGHT_GRADIENT
+        first, later = seen[0], set(seen[1:])
+        found.append((first, tuple(each for each in later if not any(_exceeds(o, each) for o in later))))
     return tuple(found)
 
 
 def mean_flight(schedule: Schedule) -> float:
     """How many micro-batches a stage keeps at once, on the average stage."""
-    return sum(max(map(sum, rank)) for rank in flights(schedule)) / schedule.stages
+    kept = schedule.stages_per_rank
+    most = (max(sum(each[:kept]) for each in (first, *later)) for first, later in flights(schedule))
+    return sum(most) / schedule.stages
 
 
 def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -277,28 +290,62 @@ class _Problem:
 
     # -- memory ---------------------------------------------------------------------------------------
 
-    def resident_bytes(self) -> Table:
-        """Of any stage: state, and the receive buffers of all micro-batches."""
+    def lasting(self, stage: int) -> Table:
+        """Of a stage: its state, on the first of a rank's stages the batch, and what was sent, outputs and
+        gradients of inputs, which torch's schedules of several stages keep until the step ends."""
         table, count = self.table, self.schedule.micro_batches
-        return np.triu(table.state + count * (table.received[:, None] + table.received_back[None, :]), 1)
+        batch = count * table.batch if stage < self.schedule.ranks else 0.0
+        sent = self.is_sent_late(stage) * table.received[None, :]
+        sent = sent + self.is_sent_late(stage - 1) * table.received_back[:, None]
+        return np.triu(table.state + batch + count * sent, 1)
+
+    def kept(self, stage: int) -> Table:
+        """By a micro-batch in flight, with its output if that doesn't last longer."""
+        own = 0.0 if self.is_sent_late(stage) else self.table.received[None, :]
+        return np.triu(self.table.kept + own, 1)
+
+    def is_sent_late(self, stage: int) -> bool:
+        """Whether what a stage sends to the next one leaves at some time, while the rank goes on."""
+        schedule = self.schedule
+        if self.late or not 0 <= stage < schedule.stages - 1:
+            return False
+        return schedule.rank_of(stage) != schedule.rank_of(stage + 1)
 
     def stage_bytes(self, stage: int) -> Table:
         """The peak of a rank with this one stage alone."""
-        rank = self.schedule.rank_of(stage)
+        table, rank = self.table, self.schedule.rank_of(stage)
         own = [each for each in range(self.schedule.stages) if self.schedule.rank_of(each) == rank]
-        most = max(counts[own.index(stage)] for counts in flights(self.schedule)[rank])
-        return self.resident_bytes() + most * self.table.kept + self.table.working
+        place, count = own.index(stage), len(own)
+
+        def kept(counts: Counts) -> Table:
+            return counts[place] * self.kept(stage) + counts[count + place] * table.held
+
+        first, later = flights(self.schedule)[rank]
+        peak = kept(first) + table.early - table.gradients
+        for counts in later:
+            peak = np.maximum(peak, kept(counts) + table.working)
+        return np.triu(self.lasting(stage) + peak, 1)
 
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
         """Peaks [cut, rank], all stages of a rank together."""
         starts, stops = paths[:, :-1], paths[:, 1:]
-        resident = self.resident_bytes()[starts, stops]
-        kept, working = self.table.kept[starts, stops], self.table.working[starts, stops]
+        table = self.table
+        stages = range(self.schedule.stages)
+        ends = list(zip(starts.T, stops.T, strict=True))
+        lasting = np.stack([self.lasting(each)[ends[each]] for each in stages], axis=1)
+        kept = np.stack([self.kept(each)[ends[each]] for each in stages], axis=1)
+        gradients, held = table.gradients[starts, stops], table.held[starts, stops]
+        working, early = table.working[starts, stops], table.early[starts, stops]
         found = []
-        for rank, counts in enumerate(flights(self.schedule)):
-            own = [stage for stage in range(self.schedule.stages) if self.schedule.rank_of(stage) == rank]
-            most = np.maximum.reduce([kept[:, own] @ np.asarray(each, dtype=float) for each in counts])
-            found.append(resident[:, own].sum(axis=1) + most + working[:, own].max(axis=1))
+        for rank, (first, later) in enumerate(flights(self.schedule)):
+            own = [stage for stage in stages if self.schedule.rank_of(stage) == rank]
+            both = np.concatenate([kept[:, own], held[:, own]], axis=1)
+            peak = both @ np.asarray(first, dtype=float) + early[:, own].max(axis=1)
+            peak = peak - gradients[:, own].sum(axis=1)
+            for counts in later:
+                moment = both @ np.asarray(counts, dtype=float) + working[:, own].max(axis=1)
+                peak = np.maximum(peak, moment)
+            found.append(lasting[:, own].sum(axis=1) + peak)
         return np.stack(found, axis=1)
 
     # -- time -----------------------------------------------------------------------------------------
@@ -323,9 +370,8 @@ class _Problem:
         return np.where((self.rank_bytes(paths) > self.cap).any(axis=1), np.inf, found)
 
     def stage_costs(self, path: NDArray[np.intp]) -> tuple[StageCost, ...]:
-        costs, count = self.costs(path[None]), self.schedule.micro_batches
+        costs, table = self.costs(path[None]), self.table
         starts, stops = path[:-1], path[1:]
-        table = self.table
         return tuple(
             StageCost(
                 forward=float(costs.forward[stage, 0]),
@@ -336,10 +382,12 @@ class _Problem:
                 sync=float(costs.sync[stage, 0]),
                 update=float(costs.update[stage, 0]),
                 state=int(table.state[p, q]),
-                buffers=count * int(table.received[p] + table.received_back[q]),
-                kept=int(table.kept[p, q]),
-                kept_for_weight=int(table.kept[p, q]),
+                lasting=int(self.lasting(stage)[p, q] - table.state[p, q]),
+                kept=int(self.kept(stage)[p, q]),
+                kept_for_weight=int(self.kept(stage)[p, q] + table.held[p, q]),
                 working=int(table.working[p, q]),
+                gradients=int(table.gradients[p, q]),
+                early=int(table.early[p, q]),
             )
             for stage, (p, q) in enumerate(zip(starts, stops, strict=True))
         )

@@ -428,6 +428,8 @@ class ParallelModule(Container):
         if holders and dist.get_rank() // devices not in holders:
             return None, stored
         mine = part.part.take(values).contiguous().to(self._device)
+        if mine.untyped_storage().nbytes() > mine.nbytes:  # a view, which would keep the whole alive
+            mine = mine.clone()
         if isinstance(full, nn.Parameter):
             outer = distribute(part, mine, self._mesh[1])
             return nn.Parameter(outer, requires_grad=full.requires_grad), stored
