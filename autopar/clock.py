@@ -1,17 +1,21 @@
 """The step times of many cuts under one schedule, all at once: `autopar.simulate` on vectors of costs.
 
-Which action waits for which is a matter of the schedule alone. So the actions are put into one order in
-which each comes after all that it waits for, and every time becomes a vector with an entry for each cut:
+Which action waits for which is a matter of the schedule alone. So its actions are put into waves, at most
+one of each rank in a wave, and all that an action waits for into waves before its own:
 
-    order   0F0  0F1  1F0  1B0  0B0 ...           start = max(end of the rank's action before, arrivals)
-    cut A     2    4    3    5    7               end   = start + the action's seconds
-    cut B     1    2    4    8   10
+    wave     1    2    3    4    5             start = max(end of the rank's action before, arrival)
+    rank 0  0F0  0F1   .    .   0B0            end   = start + the action's seconds
+    rank 1   .   1F0  1B0  1F1  1B1
+
+Every time is a row with an entry for each cut, and a wave a few operations on the rows of its ranks. A
+result that waits to be taken has a slot, which is then another's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +24,9 @@ from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, Slot
 from autopar.simulate import Receives
 
 Seconds: TypeAlias = Any  # a float array [stage, cut], or [cut] of one stage
+Rows: TypeAlias = Any  # numbers of rows, [place]
+Result: TypeAlias = tuple[int, bool, int]  # stage, forward?, micro-batch
+Turn: TypeAlias = tuple[Action, tuple[Result, ...]]  # an action, and what leaves its rank after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,137 +42,252 @@ class CutCosts:
     update: Seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Results on their way to, or from, the actions at `places` in one wave."""
+
+    places: Rows
+    slots: Rows
+    hops: Rows  # of the hops' seconds
+    links: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Actions of different ranks that run side by side.
+
+    After those at `last` the backward pass of `stages` may be over. An overlapped pair sends two results,
+    one after the other.
+    """
+
+    ranks: Rows
+    work: Rows  # of the actions' seconds
+    last: Rows
+    stages: Rows
+    taken: Transfers | None
+    sent: tuple[Transfers, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waves:
+    """A schedule in waves; links by their number lead from `senders`."""
+
+    waves: tuple[Wave, ...]
+    slots: int
+    senders: tuple[int, ...]
+
+
 def step_seconds(schedule: Schedule, costs: CutCosts) -> Seconds:
     """Seconds of a training step for each cut, [cut]; those that `simulate` gives one by one."""
-    return _Run(schedule, costs).seconds()
+    return _Run(schedule, costs, in_waves(schedule)).seconds()
 
 
-def in_order(schedule: Schedule) -> tuple[tuple[Action, tuple[Action, ...]], ...]:
-    """All ranks' actions, each behind all that it needs, with those whose results are sent after it."""
-    left = [list(_with_sends(order)) for order in schedule.orders]
-    place = [0] * schedule.ranks
-    done: set[tuple[int, bool, int]] = set()
-    found: list[tuple[Action, tuple[Action, ...]]] = []
+# -- the order ----------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def in_waves(schedule: Schedule) -> Waves:
+    """All ranks' actions, each as early as what it waits for allows."""
+    writer = _Writer(schedule)
+    waves = tuple(writer.wave(turns) for turns in _by_wave(schedule))
+    return Waves(waves, writer.slots, tuple(sender for sender, _ in writer.links))
+
+
+def _by_wave(schedule: Schedule) -> list[list[Turn]]:
+    orders = [list(_turns(order)) for order in schedule.orders]
+    place, wave = [0] * schedule.ranks, [-1] * schedule.ranks
+    ready: dict[Result, int] = {}  # the wave after which a result is there
+    found: list[list[Turn]] = []
     moved = True
     while moved:
         moved = False
-        for rank, todo in enumerate(left):
-            while place[rank] < len(todo):
-                action, sends = todo[place[rank]]
-                if not done.issuperset(_needs(action, schedule.stages)):
+        for rank, order in enumerate(orders):
+            while place[rank] < len(order):
+                action, results = order[place[rank]]
+                needed = _needed(action, schedule)
+                if needed and needed not in ready:
                     break
-                if action.kind is not ActionKind.WEIGHT_GRADIENT:
-                    done.add((action.stage, action.kind is ActionKind.FORWARD, action.micro_batch))
-                found.append((action, sends))
+                wave[rank] = 1 + max(wave[rank], ready[needed] if needed else -1)
+                if wave[rank] == len(found):
+                    found.append([])
+                found[wave[rank]].append((action, results))
+                ready |= dict.fromkeys(results, wave[rank])
                 place[rank] += 1
                 moved = True
-    assert all(at == len(todo) for at, todo in zip(place, left, strict=True)), "a schedule that deadlocks"
-    return tuple(found)
+    assert all(at == len(order) for at, order in zip(place, orders, strict=True)), "a schedule that deadlocks"
+    return found
 
 
-def _with_sends(order: Sequence[Slot]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
+def _turns(order: Sequence[Slot]) -> Iterator[Turn]:
     """The halves of an overlapped pair are sent when both are computed."""
     for slot in order:
         if isinstance(slot, Overlap):
             yield slot.forward, ()
-            yield slot.backward, (slot.forward, slot.backward)
+            yield slot.backward, (_result(slot.forward), _result(slot.backward))
+        elif slot.kind is ActionKind.WEIGHT_GRADIENT:
+            yield slot, ()
         else:
-            yield slot, (slot,)
+            yield slot, (_result(slot),)
 
 
-def _needs(action: Action, stages: int) -> Iterator[tuple[int, bool, int]]:
-    """The results (stage, forward?, micro-batch) of other stages that an action waits for."""
-    if action.kind is ActionKind.FORWARD:
-        if action.stage:
-            yield action.stage - 1, True, action.micro_batch
-    elif action.kind is not ActionKind.WEIGHT_GRADIENT and action.stage < stages - 1:
-        yield action.stage + 1, False, action.micro_batch
+def _result(action: Action) -> Result:
+    return action.stage, action.kind is ActionKind.FORWARD, action.micro_batch
+
+
+def _needed(action: Action, schedule: Schedule) -> Result | None:
+    """The result of another rank that an action waits for."""
+    forward = action.kind is ActionKind.FORWARD
+    maker = action.stage + (-1 if forward else 1)
+    if action.kind is ActionKind.WEIGHT_GRADIENT or not 0 <= maker < schedule.stages:
+        return None
+    if schedule.rank_of(maker) == schedule.rank_of(action.stage):
+        return None  # it has run before on this very rank
+    return maker, forward, action.micro_batch
+
+
+class _Writer:
+    """Numbers what a wave's actions read and write."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.links: dict[tuple[int, int], int] = {}
+        self.held: dict[Result, int] = {}
+        self.free: list[int] = []
+        self.slots = 0
+
+    def wave(self, turns: Sequence[Turn]) -> Wave:
+        taken, sent = [], ([], [])  # type: ignore[var-annotated]
+        for place, (action, _) in enumerate(turns):
+            if needed := _needed(action, self.schedule):
+                taken.append((place, self.held.pop(needed), *self.way(needed)))
+        self.free += [slot for _, slot, _, _ in taken]
+        for place, (_, results) in enumerate(turns):
+            leaving = [result for result in results if self.leaves(result)]
+            for row, result in zip(sent, leaving, strict=False):
+                row.append((place, self.hold(result), *self.way(result)))
+        done = [
+            place
+            for place, (action, _) in enumerate(turns)
+            if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+        ]
+        kinds = list(ActionKind)
+        return Wave(
+            ranks=np.array([self.schedule.rank_of(action.stage) for action, _ in turns]),
+            work=np.array(
+                [kinds.index(action.kind) * self.schedule.stages + action.stage for action, _ in turns]
+            ),
+            last=np.array(done, dtype=np.intp),
+            stages=np.array([turns[place][0].stage for place in done], dtype=np.intp),
+            taken=_transfers(taken) if taken else None,
+            sent=tuple(_transfers(row) for row in sent if row),
+        )
+
+    def hold(self, result: Result) -> int:
+        """A slot for a result."""
+        if self.free:
+            slot = self.free.pop()
+        else:
+            slot, self.slots = self.slots, self.slots + 1
+        self.held[result] = slot
+        return slot
+
+    def leaves(self, result: Result) -> bool:
+        to = self.taker(result)
+        inside = 0 <= to < self.schedule.stages
+        return inside and self.schedule.rank_of(to) != self.schedule.rank_of(result[0])
+
+    def way(self, result: Result) -> tuple[int, int]:
+        """The rows of a result's hop and link."""
+        stage, forward, _ = result
+        link = self.schedule.rank_of(stage), self.schedule.rank_of(self.taker(result))
+        hop = stage if forward else self.schedule.stages + stage
+        return hop, self.links.setdefault(link, len(self.links))
+
+    def taker(self, result: Result) -> int:
+        """The stage that takes it."""
+        return result[0] + (1 if result[1] else -1)
+
+
+def _transfers(rows: Sequence[tuple[int, int, int, int]]) -> Transfers:
+    return Transfers(*np.array(rows).T)
+
+
+# -- the clock ----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Run:
-    """The clocks of ranks and links; `sent` is when a result is on the rank that needs it, or, where
+    """The clocks of ranks and links; `held` is when a result is on the rank that needs it, or, where
     receives are late, when it may set out."""
 
     schedule: Schedule
     costs: CutCosts
+    waves: Waves
     late: bool = field(init=False)
-    free: list[Seconds] = field(init=False)
-    links: dict[tuple[int, int], Seconds] = field(default_factory=dict)
-    sent: dict[tuple[int, bool, int], Seconds] = field(default_factory=dict)
-    backward: dict[int, Seconds] = field(default_factory=dict)  # the end of each stage's last one
-    delivered: list[Seconds] = field(init=False)  # the end of each rank's last send
+    work: Seconds = field(init=False)
+    hops: Seconds = field(init=False)
+    counts: Any = field(init=False)  # whether a hop takes any time
+    free: Seconds = field(init=False)  # [rank, cut]
+    links: Seconds = field(init=False)  # [link, cut]
+    held: Seconds = field(init=False)  # [slot, cut]
+    backward: Seconds = field(init=False)  # the end of each stage's last one
+    delivered: Seconds = field(init=False)  # the end of each link's last send
 
     def __post_init__(self) -> None:
+        costs, cuts = self.costs, self.costs.forward.shape[1]
         self.late = Receives.of_torch(self.schedule.kind) is Receives.LATE
-        self.free, self.delivered = (
-            [np.zeros(self.costs.forward.shape[1]) for _ in range(self.schedule.ranks)] for _ in range(2)
-        )
+        seconds = {
+            ActionKind.FORWARD: costs.forward,
+            ActionKind.BACKWARD: costs.input_gradient + costs.weight_gradient,
+            ActionKind.INPUT_GRADIENT: costs.input_gradient,
+            ActionKind.WEIGHT_GRADIENT: costs.weight_gradient,
+        }
+        self.work = np.concatenate([seconds[kind] for kind in ActionKind])
+        self.hops = np.concatenate([costs.send_output, costs.send_gradient])
+        self.counts = self.hops > 0
+        links = len(self.waves.senders)
+        self.free, self.backward = np.zeros((self.schedule.ranks, cuts)), np.zeros_like(costs.forward)
+        self.held = np.zeros((self.waves.slots, cuts))
+        self.links, self.delivered = np.zeros((links, cuts)), np.zeros((links, cuts))
 
     def seconds(self) -> Seconds:
-        for action, sends in in_order(self.schedule):
-            self.run(action)
-            for result in sends:
-                self.send(result, self.free[self.schedule.rank_of(action.stage)])
+        for wave in self.waves.waves:
+            self.run(wave)
         return np.max([self.end(rank) for rank in range(self.schedule.ranks)], axis=0)
 
-    def run(self, action: Action) -> None:
-        rank = self.schedule.rank_of(action.stage)
-        start = self.free[rank]
-        for needed in _needs(action, self.schedule.stages):
-            if self.schedule.rank_of(needed[0]) == rank:
-                continue  # it has run before on this very rank
-            arrival = self.sent.pop(needed)
+    def run(self, wave: Wave) -> None:
+        now = self.free[wave.ranks]
+        if taken := wave.taken:
+            arrival, waiting = self.held[taken.slots], now[taken.places]
             if self.late:
-                arrival = np.maximum(arrival, self.free[rank])
-                arrival = self.carry(needed[0], arrival, forward=needed[1])
-            start = np.maximum(start, arrival)
-        self.free[rank] = start + self.duration(action)
-        if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT):
-            self.backward[action.stage] = self.free[rank]
+                arrival = self.carry(taken, np.maximum(arrival, waiting))
+            now[taken.places] = np.maximum(waiting, arrival)
+        now += self.work[wave.work]
+        self.free[wave.ranks] = now
+        self.backward[wave.stages] = now[wave.last]
+        for sent in wave.sent:
+            begin = now[sent.places]
+            if not self.late:
+                begin = self.carry(sent, np.maximum(begin, self.links[sent.links]))
+                self.links[sent.links] = begin
+            self.held[sent.slots] = begin
 
-    def duration(self, action: Action) -> Seconds:
-        stage, costs = action.stage, self.costs
-        match action.kind:
-            case ActionKind.FORWARD:
-                return costs.forward[stage]
-            case ActionKind.INPUT_GRADIENT:
-                return costs.input_gradient[stage]
-            case ActionKind.WEIGHT_GRADIENT:
-                return costs.weight_gradient[stage]
-            case ActionKind.BACKWARD:
-                return costs.input_gradient[stage] + costs.weight_gradient[stage]
-
-    def carry(self, stage: int, begin: Seconds, *, forward: bool) -> Seconds:
-        """When what a stage sends from `begin` on has arrived."""
-        hop = (self.costs.send_output if forward else self.costs.send_gradient)[stage]
-        rank, arrival = self.schedule.rank_of(stage), begin + hop
-        self.delivered[rank] = np.where(
-            hop > 0, np.maximum(self.delivered[rank], arrival), self.delivered[rank]
-        )
+    def carry(self, transfers: Transfers, begin: Seconds) -> Seconds:
+        """When what is sent from `begin` on has arrived."""
+        arrival, before = begin + self.hops[transfers.hops], self.delivered[transfers.links]
+        counts = self.counts[transfers.hops]
+        self.delivered[transfers.links] = np.where(counts, np.maximum(before, arrival), before)
         return arrival
-
-    def send(self, action: Action, now: Seconds) -> None:
-        forward = action.kind is ActionKind.FORWARD
-        to = action.stage + (1 if forward else -1)
-        if action.kind is ActionKind.WEIGHT_GRADIENT or not 0 <= to < self.schedule.stages:
-            return
-        link = self.schedule.rank_of(action.stage), self.schedule.rank_of(to)
-        if link[0] == link[1]:
-            return
-        if not self.late:
-            begin = np.maximum(now, self.links[link]) if link in self.links else now
-            self.links[link] = now = self.carry(action.stage, begin, forward=forward)
-        self.sent[action.stage, forward, action.micro_batch] = now
 
     def end(self, rank: int) -> Seconds:
         """When the rank's sends and gradient sums, one after the other, and then its updates are done."""
         stages = np.asarray([s for s in range(self.schedule.stages) if self.schedule.rank_of(s) == rank])
-        computed = np.stack([self.backward[stage] for stage in stages])
+        computed = self.backward[stages]
         order = np.argsort(computed, axis=0, kind="stable")
         sync = np.take_along_axis(self.costs.sync[stages], order, axis=0)
         now = np.zeros_like(computed[0])
         for turn, ready in enumerate(np.take_along_axis(computed, order, axis=0)):
             now = np.where(sync[turn] > 0, np.maximum(now, ready) + sync[turn], now)
-        done = np.maximum(np.maximum(now, self.free[rank]), self.delivered[rank])
+        own = [link for link, sender in enumerate(self.waves.senders) if sender == rank]
+        done = np.maximum(np.maximum(now, self.free[rank]), self.delivered[own].max(axis=0, initial=0.0))
         return done + self.costs.update[stages].sum(axis=0)

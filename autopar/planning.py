@@ -18,21 +18,23 @@ from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.convert.table import effect
+from autopar.core.gathering import ShardState
 from autopar.core.graph import Call, Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.plan import Alternative, Layer, Plan, Stage
-from autopar.core.schedule import Schedule, ScheduleKind, check_schedule
-from autopar.cost.intervals import crossing_bytes
-from autopar.cost.memory import peak_memory
+from autopar.core.recompute import Recompute
+from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind, check_schedule
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.ilp.checkpoints import notes as checkpoint_notes
+from autopar.ilp.checkpoints import respect
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
+from autopar.ilp.gathering import gathering_notes, when, whole_notes
 from autopar.ilp.placement import FREE, Dear, Space
-from autopar.ilp.recompute import segments
 from autopar.ilp.space import (
     Force,
     Kinds,
@@ -87,16 +89,21 @@ class Request:
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
-    recompute: bool = False  # all parts of the graph, in backward
+    recompute: Recompute = Recompute.AUTO
+    shard_state: ShardState = ShardState.AUTO
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
+    relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def kinds(self) -> list[ScheduleKind]:
         """The schedule that is asked for, or all that can be run and timed; none without stages. Raises
         InputError, naming the rule, if there is none."""
-        if self.stages == 1:
+        if self.stages == 1 or self.relay:
             return []
         found, refused = [], []
+        whole = self.recompute is Recompute.ALL  # torch recomputes only for a backward that isn't split
         for kind in [self.schedule] if self.schedule else ScheduleKind:
+            if whole and kind in SPLIT_BACKWARD:
+                continue
             try:
                 check_schedule(
                     kind,
@@ -128,6 +135,17 @@ class Found:
     step: Step
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The best step of the best mesh, before it is set beside others."""
+
+    problem: MeshProblem
+    step: Step
+    cluster: ClusterSpec
+    request: Request
+    deadline: float | None
+
+
 def search(
     graph: Graph,
     cluster: ClusterSpec,
@@ -137,7 +155,20 @@ def search(
     progress: Progress | None = None,
     company: Company | None = None,
 ) -> Found:
-    """The best plan over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none,
+    """The best plan over all meshes of `cluster`, with its report; see `decide`."""
+    return finish(decide(graph, cluster, request, database=database, progress=progress, company=company))
+
+
+def decide(
+    graph: Graph,
+    cluster: ClusterSpec,
+    request: Request,
+    *,
+    database: Database | None = None,
+    progress: Progress | None = None,
+    company: Company | None = None,
+) -> Decision:
+    """The best step over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none,
     InputError for stages or micro-batches that can't be run.
 
     `graph` is that of one of `request.micro_batches` micro-batches.
@@ -151,7 +182,7 @@ def search(
     whole, cluster = cluster, cluster.stage(request.stages)
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
-    hop = whole.hop(request.stages)
+    hop = model.hop(whole, request.stages)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
     for _ in range(MEASURING_ROUNDS if request.measure and model.here else 1):
@@ -170,12 +201,19 @@ def search(
     else:
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         best = _best(problems, deadline)
-    alternatives = _alternatives(best[0], deadline) if request.alternatives and not request.force else []
+    return Decision(best[0], best[1], whole, request, deadline)
+
+
+def finish(decision: Decision) -> Found:
+    """The report of a decision beside the pure strategies; one of these that is faster replaces it."""
+    problem, step, request = decision.problem, decision.step, decision.request
+    asked = request.alternatives and not request.force
+    alternatives = _alternatives(problem, decision.deadline) if asked else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
-    found = best if request.pins else _prefer_simpler(best, alternatives)
-    if request.recompute:
-        found = found[0], _recomputed(found[0], found[1])
-    return _report(found[0], found[1], whole, [item for item, _ in alternatives], cap, request)
+    if not request.pins:
+        problem, step = _prefer_simpler((problem, step), alternatives)
+    rows = [item for item, _ in alternatives]
+    return _report(problem, step, decision.cluster, rows, problem.cap, request)
 
 
 def measure_operators(
@@ -202,7 +240,7 @@ def measure_operators(
         problem = MeshProblem(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
         for force in (None, *Parallelism):
             with contextlib.suppress(InfeasibleError):
-                calls += _calls(problem, problem.solve(force, deadline, cap=None))
+                calls += _calls(problem, problem.solve(force, deadline, cap=None, bounded=False))
     model = model.measure(calls, database, progress, company)
     return len({call.key() for call in calls} & model.measured.keys())
 
@@ -251,19 +289,43 @@ class MeshProblem:
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[object, Solution] = dataclasses.field(default_factory=dict)
 
-    def plan(self, force: Force | None, deadline: float | None, *, cap: int | None) -> Step:
-        """The best step; with stages under a cap, of several placements for which memory has a price."""
-        if self.request.stages == 1:
-            solution = self.solve(force, deadline, cap=cap)
-            return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
-        fastest = self.solve(force, deadline, cap=None)
-        try:
-            return self.stage(fastest, cap)
-        except InfeasibleError:
-            return self.leaner(fastest, force, deadline, cap)
+    def plan(
+        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
+    ) -> Step:
+        """The best step; in it the model's own checkpoints, if no others are asked for. Its bound is none if
+        it need not be `bounded`."""
+        found = self.fastest(force, deadline, cap=cap, bounded=bounded)
+        if not self.request.training or self.request.recompute is not Recompute.AUTO:
+            return found
+        count = self.request.micro_batches
+        return respect(self.graph, self.prices, found, micro_batches=count, hop=self.hop, cap=cap)
 
-    def leaner(self, fastest: Solution, force: Force | None, deadline: float | None, cap: int | None) -> Step:
-        """The fastest of the placements found by bisecting the price of memory that meet the cap."""
+    def fastest(
+        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
+    ) -> Step:
+        """The best step; with stages under a cap, of several placements for which memory has a price."""
+        if self.request.relay:
+            return unstaged(self.graph, self.prices, self.solve(force, deadline, cap=None), 1)
+        if self.request.stages == 1:
+            solution = self.solve(force, deadline, cap=cap, bounded=bounded)
+            return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
+        fastest = self.solve(force, deadline, cap=None, bounded=bounded)
+        try:
+            found = self.stage(fastest, cap)
+        except InfeasibleError:
+            return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
+        if self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
+            with contextlib.suppress(InfeasibleError):
+                return min(
+                    [found, *self.leaner(fastest, force, deadline, cap)], key=lambda step: step.seconds
+                )
+        return found
+
+    def leaner(
+        self, fastest: Solution, force: Force | None, deadline: float | None, cap: int | None
+    ) -> list[Step]:
+        """Placements that meet the cap, found by bisecting the price of memory to where they just do
+        without computing anything again."""
         kept = min(map(mean_flight, self.schedules))
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
 
@@ -277,16 +339,18 @@ class MeshProblem:
             middle = (low + high) / 2
             try:
                 found.append(at(math.exp(middle)))
-                high = middle
             except InfeasibleError:
                 low = middle
-        return min(found, key=lambda step: step.seconds)
+                continue
+            plain = self.request.recompute is Recompute.ALL or not found[-1].solution.program.recompute
+            low, high = (low, middle) if plain else (middle, high)
+        return found
 
     def stage(self, solution: Solution, cap: int | None, relaxed: float | None = None) -> Step:
         """The placement's best step under any of the schedules."""
         starts = None
         if self.request.homes is not None:
-            starts = _kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
+            starts = kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
         return staged(
             self.graph,
             self.prices,
@@ -296,6 +360,7 @@ class MeshProblem:
             cap=cap,
             relaxed=relaxed,
             starts=starts,
+            recompute=self.request.recompute,
         )
 
     def solve(
@@ -308,8 +373,13 @@ class MeshProblem:
         bounded: bool = True,
     ) -> Solution:
         """The best placement of the whole graph; see `choose`."""
-        if (force, cap, dear) in self.solved:
-            return self.solved[force, cap, dear]
+        for proven in (True, False)[: 1 if bounded else 2]:
+            if (force, cap, dear, proven) in self.solved:
+                return self.solved[force, cap, dear, proven]
+        if cap is not None:
+            fastest = self.solve(force, deadline, cap=None, bounded=bounded)
+            if fastest.peak.nbytes <= cap:
+                return fastest
         if force not in self.spaces:
             if force is not None:
                 check_force(self.graph, self.prices, force)
@@ -323,6 +393,7 @@ class MeshProblem:
                 local_inputs=self.request.local_inputs,
                 user_layouts=self.request.user_layouts,
                 local_outputs=self.request.local_outputs,
+                shard_state=self.request.shard_state,
             )
         found = choose_named(
             self.graph,
@@ -334,9 +405,9 @@ class MeshProblem:
             time_limit=None if deadline is None else max(0.1, deadline - time.monotonic()),
             dear=dear,
             bounded=bounded,
+            recompute=self.request.recompute,
         )
-        if bounded:
-            self.solved[force, cap, dear] = found
+        self.solved[force, cap, dear, bounded] = found
         return found
 
 
@@ -430,7 +501,7 @@ def _alternatives(problem: MeshProblem, deadline: float | None) -> list[tuple[Al
         return found
     for kind in Parallelism:
         try:
-            step = problem.plan(kind, deadline, cap=None)
+            step = problem.plan(kind, deadline, cap=None, bounded=False)
         except (InfeasibleError, SolverError):
             found.append((Alternative(kind.value, None, None, feasible=False), None))
             continue
@@ -503,7 +574,9 @@ def _report(
         cluster=str(cluster),
         layers=tuple(layers),
         conversions=tuple(
-            f"{name}: {move} ({effect(move).name})" for name, moves in program.moves.items() for move in moves
+            f"{name}: {move} ({effect(move).name}{when(program, name, move)})"
+            for name, moves in program.moves.items()
+            for move in moves
         ),
         status=solution.status,
         gap=step.gap,
@@ -520,8 +593,13 @@ def _report(
         ),
         alternatives=tuple(alternatives),
         parameter_bytes=_parameter_bytes(problem, solution),
-        notes=(*graph.notes, *_notes(graph, step, request)),
-        pipeline=_pipeline(step, request),
+        notes=(
+            *graph.notes,
+            *gathering_notes(graph, program),
+            *whole_notes(graph, problem.dims, program, request.shard_state),
+            *_notes(graph, step, request),
+        ),
+        pipeline=_pipeline(graph, step, request),
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
@@ -529,7 +607,11 @@ def _report(
     return Found(plan, problem.dims, prices, solution, step)
 
 
-def _pipeline(step: Step, request: Request) -> Pipeline:
+def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
+    if request.relay:
+        assert request.schedule is not None and request.homes is not None
+        stages = request.stages * stages_per_rank(request.schedule)
+        return Pipeline(request.stages, 1, request.schedule, kept_starts(graph, request.homes, stages))
     if step.cut is None or step.schedule is None:
         return Pipeline(micro_batches=request.micro_batches)
     return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts)
@@ -582,6 +664,10 @@ def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     """How micro-batches count in the loss, and what the gap of a plan with stages covers."""
     counted = loss_notes(graph) if request.micro_batches > 1 else ()
+    if request.relay:
+        return ("the stages run one after the other; bytes are those of all of them together",)
+    if request.training:
+        counted += checkpoint_notes(graph, step, request.recompute)
     if step.cut is None:
         return counted
     everywhere = step.cut.places == len(graph.operators)
@@ -593,36 +679,7 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     )
 
 
-def _recomputed(problem: MeshProblem, step: Step) -> Step:
-    """The step with parts that are computed again: their forward pass comes twice."""
-    graph, prices, solution = problem.graph, problem.prices, step.solution
-    kept = [solution.peak.by_operator[item.name] for item in graph.operators]
-    found = segments(kept, crossing_bytes(graph, prices, solution.program))
-    again = sum(
-        prices.operator(item, solution.program.strategies[item.name]).forward
-        for first, stop in found
-        for item in graph.operators[first:stop]
-    )
-    program = dataclasses.replace(solution.program, recompute=found)
-    slower = 1 + again / step.cost.micro_batch if step.cost.micro_batch else 1.0
-    solution = dataclasses.replace(solution, program=program, peak=peak_memory(graph, prices, program))
-    if step.cut is None:
-        leaner = unstaged(graph, prices, solution, problem.request.micro_batches)
-    else:
-        assert step.schedule is not None
-        leaner = staged(
-            graph,
-            prices,
-            solution,
-            schedules=[step.schedule],
-            hop=problem.hop,
-            cap=None,
-            starts=step.cut.starts,
-        )
-    return dataclasses.replace(leaner, seconds=step.seconds * slower, bound=step.bound)
-
-
-def _kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
+def kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
     """The cut that leaves every parameter and buffer on its stage: before the first operator that uses
     one of a later stage."""
     targets = {item.name: item.target for item in graph.inputs}

@@ -14,7 +14,6 @@ SMALL = (
     Case("tiny", 2, {"mesh": "2", "force": "batch", "recompute": "all"}),
     Case("tiny", 2, {"stages": 2, "micro_batches": 2}, "momentum"),
     Case("small_unet", 2, {"mesh": "2", "force": "domain"}, "sgd"),
-    Case("tiny", 2, {"mesh": "2", "force": "batch"}, sharded=True),
 )
 
 

@@ -78,6 +78,11 @@ def effect(move: Move) -> Effect:
     return _TABLE[type(source), type(target)]
 
 
+def gathers(move: Move) -> bool:
+    """Whether `move` is an all-gather."""
+    return effect(move).forward is Action.ALL_GATHER
+
+
 def exists(source: Placement, target: Placement) -> bool:
     """Whether the table has a row for this change of placement."""
     if isinstance(source, Shard) and isinstance(target, Shard):

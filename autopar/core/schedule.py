@@ -43,6 +43,9 @@ class ScheduleKind(Enum):
         return self in (ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
 
 
+SPLIT_BACKWARD = (ScheduleKind.ZB1P, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)  # into inputs' and weights'
+
+
 class ActionKind(Enum):
     """What an action computes; values are torch's letters."""
 
@@ -103,6 +106,10 @@ class Schedule:
             micro_batches=self.micro_batches,
         )
         _check_orders(self)
+
+    def __hash__(self) -> int:
+        """Without the orders, which are long and follow from the rest in all schedules but tests'."""
+        return hash((self.kind, self.ranks, self.stages_per_rank, self.micro_batches))
 
     @property
     def stages(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +12,21 @@ from torch import fx
 
 from autopar.core.graph import Call
 from autopar.rewrite.emit import GraphEmitter, Written
+from autopar.runtime.recompute import stays
 from costdb.footprint import footprint
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What an operator keeps for its backward pass: operands and results by position, and bytes of
-    its own. `aliases` holds for each result the operand whose memory it shares, or None."""
+    its own. `aliases` holds for each result the operand whose memory it shares, or None; the results
+    `held` stay in memory when the operator is computed again in backward: ranks exchanged them."""
 
     operands: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
     extra_bytes: int = 0
     aliases: tuple[int | None, ...] = ()
+    held: frozenset[int] = frozenset()
 
 
 def stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
@@ -103,4 +107,11 @@ def keep(
         results=frozenset(ends[value] for value in kept if value in ends and value not in places),
         extra_bytes=extra,
         aliases=tuple(places.get(root.get(result, result)) for result in results),
+        held=frozenset(index for value, index in ends.items() if _is_held(value)),
     )
+
+
+def _is_held(node: fx.Node) -> bool:
+    """Whether recomputing keeps what the node gives; so it does where ranks exchanged something."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and stays(source.target)

@@ -1,7 +1,8 @@
 """Peak memory of a plan, by replaying one step: what is alive at every moment, in bytes.
 
-    state       weights and the optimizer's state, all step long
-    kept        storages and scratch that backward reads: from forward to there
+    state       weights, the optimizer's state, and copies that are gathered once: all step long
+    kept        storages and scratch that backward reads: from forward to there; of a weight that is gathered
+                again nothing
     working     what calls take and give, and gradients, while somebody still needs them
 
     forward     | x ====================== |            a part that is computed again keeps what it takes
@@ -60,6 +61,19 @@ class Footing:
     working: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Memory that is not at rest: it is made at `home`, -1 if users pass it; `uses` are the places of the
+    operators that read it, `keepers` of those whose backward does. What ranks exchanged is `held` when an
+    operator is computed again."""
+
+    nbytes: int
+    home: int
+    held: bool
+    uses: tuple[int, ...]
+    keepers: tuple[int, ...]
+
+
 def peak_memory(graph: Graph, prices: Prices, program: Program) -> Peak:
     """Replay one step of the largest rank, with the parts of the program that are computed again."""
     return _Replay(graph, prices, program).run()
@@ -70,6 +84,36 @@ def footing(graph: Graph, prices: Prices, program: Program) -> Footing:
     replay = _Replay(graph, prices, program, staged=True)
     replay.run()
     return replay.footing()
+
+
+def lives(graph: Graph, prices: Prices, program: Program) -> tuple[Life, ...]:
+    """All memory of the largest rank that comes and goes in a step, as if nothing were computed again."""
+    tape = record(graph, prices, program)
+    home = dict.fromkeys((tape.root[value] for value in tape.users), (-1, True))
+    uses: dict[int, list[int]] = {}
+    keepers: dict[int, list[int]] = {}
+    own = []
+    for call in tape.calls:
+        memory = call.memory
+        home |= {item.value: (call.place, not memory.repeats) for item in memory.gives if item.alias is None}
+        for value in memory.takes:
+            uses.setdefault(tape.root[value], []).append(call.place)
+        for root in memory.keeps:
+            keepers.setdefault(root, []).append(call.place)
+        if memory.own:
+            own.append(Life(memory.own, call.place, not memory.repeats, (), (call.place,)))
+    found = (
+        Life(
+            nbytes=tape.nbytes[root],
+            home=place,
+            held=held,
+            uses=tuple(dict.fromkeys(uses.get(root, ()))),
+            keepers=tuple(dict.fromkeys(keepers.get(root, ()))),
+        )
+        for root, (place, held) in home.items()
+        if tape.nbytes[root] and root not in tape.gathered
+    )
+    return (*found, *own)
 
 
 class _Heap:
@@ -144,7 +188,7 @@ class _Replay:
 
     def run(self) -> Peak:
         state = [item for item in self.graph.inputs if item.kind is not InputKind.USER]
-        state_bytes = sum(
+        state_bytes = self.tape.copies + sum(
             self.prices.state_bytes(item.name, self.program.inputs[item.name]) for item in state
         )
         if not self.staged:
@@ -254,7 +298,7 @@ class _Replay:
             while number < stop:
                 self.call(number)
                 if self.prices.training:
-                    for root in self.calls[number].memory.keeps:
+                    for root in self.calls[number].memory.keeps - self.tape.gathered:
                         self.keep(root, self.calls[number].place)
                     self.keep_own(number)
                 self.finish(number, left)
@@ -289,6 +333,12 @@ class _Replay:
         inside = self.given(part)
         found = (self.tape.root[value] for number in part.calls for value in self.calls[number].memory.takes)
         return [root for root in dict.fromkeys(found) if root not in inside]
+
+    def leaving(self, part: _Part) -> set[int]:
+        """Storages that a part makes for later calls."""
+        later = self.uses(self.calls[part.stop :])
+        outputs = {self.tape.root[value] for value in self.tape.outputs}
+        return {root for root in self.given(part) if later[root] or root in outputs}
 
     def given(self, part: _Part) -> set[int]:
         """Storages that a part makes."""
@@ -358,8 +408,8 @@ class _Replay:
         kept = {item.value for call in calls if not call.memory.repeats for item in call.memory.gives}
         self.copies = self.given(part) - kept
         left = self.uses(calls)
-        for root in self.given(part):
-            left[root] += 1  # what leaves the part stays until it has run
+        for root in self.leaving(part):
+            left[root] += 1  # stays until the part has run
         until = max(
             (
                 number
@@ -388,6 +438,9 @@ class _Replay:
             item.value: self.slots.pop(item.value) for item in call.memory.gives if item.value in self.slots
         }
         self.hold_back(number, incoming.values())
+        gathered = call.memory.keeps & self.tape.gathered if part is None and incoming else frozenset()
+        for root in gathered:
+            self.heap.hold(("gathered", root), self.tape.nbytes[root])
         made = []
         for item in call.memory.gradients if incoming else ():
             if item.alias is None:
@@ -396,8 +449,10 @@ class _Replay:
                 self.heap.hold(incoming[item.alias], 0)
                 made.append((item.value, incoming[item.alias]))
         self.note(call.place, call.memory.backward_scratch if incoming else 0)
+        for root in gathered:
+            self.heap.drop(("gathered", root))
         if part is None:
-            for root in call.memory.keeps:
+            for root in call.memory.keeps - self.tape.gathered:
                 self.release(root)
             self.release_own(number)
         else:

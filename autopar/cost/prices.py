@@ -30,7 +30,7 @@ from autopar.errors import AutoparError
 from autopar.ops.dims import Dims
 from autopar.ops.equation import Option
 from autopar.ops.rule import GATHER, Site, Strategy, rule_of
-from autopar.rewrite.emit import GraphEmitter
+from autopar.rewrite.emit import GraphEmitter, Written
 
 _COLLECTIVE = {
     Action.ALL_REDUCE: Collective.ALL_REDUCE,
@@ -50,6 +50,7 @@ class Price:
     `forward` is the part of `seconds` before the loss, `weights` the part of the backward pass that
     only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
     `missing_seconds` the part of `compute` that is an estimate; `kept` what stays in memory for backward.
+    `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
     """
 
     compute: float
@@ -61,6 +62,7 @@ class Price:
     tie: float = 0.0  # seconds that only break ties: of equally fast plans the one that keeps less
     forward: float = 0.0
     weights: float = 0.0
+    again: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -90,7 +92,7 @@ class Prices:
     _operators: dict[Any, Price] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    _links: dict[int, Link] = field(default_factory=dict)
+    _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
     _parameters: frozenset[str] = frozenset()
@@ -180,10 +182,10 @@ class Prices:
     def _price(self, operation: Operator, strategy: Strategy) -> Price:
         emitter, values, results = self._lower(operation, strategy)
         doubles = stand_ins(emitter)
-        local = tuple(
-            item.call for item in (*emitter.written, *doubles) if item.call.target.namespace == "aten"
-        )
+        local = tuple(item.call for item in (*emitter.written, *doubles) if _is_local(item))
         costs = [self.call(item) for item in emitter.calls if item.target.namespace != "aten"]
+        again = sum(item.forward_seconds for item in costs)
+        again += sum(self.call(item.call).forward_seconds for item in emitter.written if _is_local(item))
         costs += [self.call(item) for item in local]
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
@@ -202,7 +204,8 @@ class Prices:
             if operation.operands[index] not in self._parameters
         )
         tie = TIE * (sum(sizes) + kept.extra_bytes) / self.device.bandwidth
-        return Price(compute, talk, missing, work, local, kept, tie, ahead, weights)
+        again *= self.model.contention
+        return Price(compute, talk, missing, work, local, kept, tie, ahead, weights, again)
 
     def _weights_share(self, operation: Operator, flops: int) -> float:
         """The part of the operator's backward pass that gives gradients of weights alone.
@@ -319,20 +322,18 @@ class Prices:
         size = 1
         for axis in axes:
             size *= self.dims.mesh.shape[axis]
-        if axes[0] not in self._links:
-            self._links[axes[0]] = self.cluster.link(self.dims.mesh, axes[0])
-        link = self._links[axes[0]]
-        nodes = self.dims.mesh.shape[0] if self.cluster.nodes > 1 and 0 in axes else 1
+        key = tuple(axes)
+        if key not in self._links:
+            mesh = self.dims.mesh
+            self._links[key] = self.cluster.link(mesh, axes[0]), self.cluster.nodes_of(mesh, key)
+        link, nodes = self._links[key]
         return self.model.collectives.cost(kind, nbytes, size, link, nodes=nodes).seconds
 
     def weight_move(self, name: str, move: Move, *, leads: bool) -> float:
-        """A weight's conversion as it counts beside what each micro-batch does.
-
-        The `r_to_b` that lead from where the weight is stored are left to the end of the step, when
-        gradients have added up; all others are made for every micro-batch.
-        """
+        """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
+        the weight is stored are made once a step."""
         seconds = self.gradient_sync(name, move)
-        return self.once * seconds if leads and effect(move).name == "r_to_b" else seconds
+        return self.once * seconds if leads else seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
         """A weight's conversion: its all-reduce shares a bucket's latency with others."""
@@ -371,3 +372,7 @@ class Prices:
 
 def _factor(option: Option) -> str:
     return option.factor
+
+
+def _is_local(written: Written) -> bool:
+    return bool(written.call.target.namespace == "aten")

@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.convert.table import Action, canonical, effect
+from autopar.convert.table import Action, canonical, effect, gathers
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
 from autopar.core.plan import Program
 from autopar.cost.calls import CallMemory, Given, Gradient
+from autopar.cost.gathering import copies, copy_bytes
 from autopar.cost.prices import Prices
 from autopar.cost.values import leading
 
@@ -38,8 +40,8 @@ class TapeCall:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter that learns: its value, and over which ranks its gradient is summed when backward ends,
-    None if nowhere."""
+    """A parameter that learns: its value, the bytes of its gradient when backward comes to it, and over
+    which ranks that is summed when backward ends, None if nowhere."""
 
     name: str
     value: int
@@ -61,6 +63,8 @@ class Tape:
     outputs: tuple[int, ...]
     losses: tuple[int, ...]  # the outputs that backward begins with: the loss, or all if there is none
     weights: tuple[Weight, ...]
+    gathered: frozenset[int]  # roots that backward gathers again
+    copies: int  # bytes of what is gathered once a step, and of its gradients
 
 
 def record(graph: Graph, prices: Prices, program: Program) -> Tape:
@@ -82,6 +86,8 @@ class _Recorder:
             for move in moves
         }
         self.deferred = self.find_deferred()
+        self.gathered: set[int] = set()
+        self.copies = {name: each.layout for name, each in copies(graph, prices, program).items()}
 
     def record(self) -> Tape:
         inputs = {item.name: self.input(item) for item in self.graph.inputs}
@@ -120,6 +126,10 @@ class _Recorder:
                 self.weight(item, inputs[item.name])
                 for item in self.graph.inputs
                 if item.kind is InputKind.PARAMETER and item.spec.requires_grad and self.prices.training
+            ),
+            gathered=frozenset(self.gathered),
+            copies=sum(
+                copy_bytes(self.graph, self.prices, name, layout) for name, layout in self.copies.items()
             ),
         )
 
@@ -177,7 +187,8 @@ class _Recorder:
     def convert(self, name: str, move: Move, place: int) -> int:
         source = self.converted(name, move.source, place)
         what, deferred = effect(move), (name, move) in self.deferred
-        passes = what.forward is Action.NOTHING
+        passes = what.forward is Action.NOTHING or deferred  # a copy that is gathered once lies there
+        again = gathers(move) and self.program.gathering(name) is Gathering.AGAIN
         nbytes = 0 if passes else self.prices.local_bytes(name, move.target)
         value = self.new(name, nbytes, source if passes else None)
         gradients: tuple[Gradient, ...] = ()
@@ -185,8 +196,10 @@ class _Recorder:
             returns = deferred or what.backward is Action.NOTHING
             back = 0 if returns else self.prices.local_bytes(name, move.source)
             gradients = (Gradient(source, back, value if returns else None),)
+        if again:
+            self.gathered.add(value)
         given = Given(value, nbytes, source if passes else None)
-        self.add(place, CallMemory((source,), (given,), frozenset(), 0, gradients, repeats=passes))
+        self.add(place, CallMemory((source,), (given,), frozenset(), 0, gradients, repeats=passes or again))
         return value
 
     def find_deferred(self) -> set[tuple[str, Move]]:
@@ -204,6 +217,7 @@ class _Recorder:
                 self.tidy(item.name, self.program.inputs[item.name]),
                 needs.get(item.name, ()),
                 self.program.moves.get(item.name, ()),
+                self.program.gathering(item.name),
             )
         }
 
@@ -211,7 +225,8 @@ class _Recorder:
         mesh = self.prices.dims.mesh
         axes = {move.axis for name, move in self.deferred if name == item.name}
         summed = math.prod(mesh.shape[axis] for axis in axes) > 1
-        nbytes = self.prices.local_bytes(item.name, self.program.inputs[item.name])
+        layout = self.copies.get(item.name, self.program.inputs[item.name])
+        nbytes = self.prices.local_bytes(item.name, layout)
         return Weight(item.name, value, nbytes, item.spec.dtype, mesh.key(sorted(axes)) if summed else None)
 
 

@@ -8,12 +8,15 @@ changes of one placement on one axis (convert/table.py).
 an output, x[t,p]: how it leaves the graph.
 f[t,v,a] >= 0: the flow of use (t, v) over move a. z[t,a] >= 0: move a of t is made.
 y[t,p] >= 0: t is kept for backward in layout p.
+r[v,s] <= x[v,s]: what v makes is made again in backward instead, where that may be chosen.
 
 **Minimise**  sum cost[v,s] x[v,s] + sum cost[t,a] z[t,a] + sum update[t,p] x[t,p] + price * memory
+              + sum again[v,s] r[v,s]
 
 Costs are seconds of one micro-batch; what is done once a step, the optimizer's update and the sums of
 gradients by those r_to_b that lead from where a weight is stored, counts `once` of its seconds
-(cost/prices.py): the flow of a weight has a first phase, of such moves alone. `price`, seconds per byte,
+(cost/prices.py): the flow of a weight goes through phases (phases.py), by when it is gathered: x[t,p] of a
+weight in shards is one variable for each way of gathering it that may serve. `price`, seconds per byte,
 is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row could state the cap.
 
 **Subject to**
@@ -22,11 +25,16 @@ is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row c
               out[t,p] = sum of x[producer,s] with result p;  need[v,p] = sum of x[v,s] with operand p,
               or x[t,p] where t leaves the graph
     share     z[t,a] >= f[t,v,a]                                    a shared conversion is paid once
-    keep      y[t,p] >= sum of x[v,s] that keep t as p              ... and kept once
-    memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] x[v,s] <= cap
+    keep      y[t,p] >= sum of x[v,s] that keep t as p              ... and kept once,
+                        less r[v,s] of the maker of t as p
+                        (not of a weight that is gathered again)
+    memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] (x[v,s] - r[v,s]) <= cap
 
 A tensor with one use needs no z: its cost is on f. Without `memory` the relaxation was integral on
 every graph tried, so it is solved first and mixed-integer branching starts only if it has to.
+
+Operators are computed again in whole parts, whose inputs are kept (recompute.py): r, which asks for no
+more than each operator's own time, is a relaxation of that, for the bound and for a placement to begin with.
 
 **Folding.** Operators of one class (fold.py) share x, and every sum counts its members. That
 restricts the program, so the bound comes from a relaxation that does not: x[v] is then the mean
@@ -46,19 +54,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.convert.path import interesting
-from autopar.convert.table import canonical, effect, exists, moves
+from autopar.convert.table import canonical, exists, gathers, moves
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Broadcast, Layout, Placement, R, Shard
 from autopar.cost.prices import Prices
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
+from autopar.ilp.phases import Arc, Phase, Place, first_phase, phased
 from autopar.ops.pointwise import Dropout, Pointwise
 from autopar.ops.rule import Strategy, rule_of
 from autopar.ops.views import Expand, Permute, Reshape, Split
 
 Marginal = dict[Layout, Terms]
-Arc = tuple[Move, bool]  # a move, and whether it is left to the end of the step
+Stored = tuple[Layout, Gathering]  # how an input lies, and when it is gathered if it is a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +84,13 @@ FREE = Dear()
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What the solver may choose from: strategies of operator classes, layouts of inputs and outputs."""
+    """What the solver may choose from: strategies of operator classes, layouts of inputs and outputs, and
+    when weights in shards may be gathered: never if there is nothing to choose."""
 
     strategies: Mapping[str, Sequence[Strategy]]
     inputs: Mapping[str, Sequence[Layout]]
     outputs: Mapping[str, Sequence[Layout]]
+    gatherings: tuple[Gathering, ...] = (Gathering.KEEP,)
 
 
 @dataclass(slots=True)
@@ -113,6 +125,7 @@ class Problem:
         relaxed: bool = False,
         alike: tuple[tuple[int, ...], ...] = (),
         dear: Dear = FREE,
+        again: bool = False,
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
         self.cap, self.relaxed, self.alike, self.dear = cap, relaxed, alike, dear
@@ -121,14 +134,17 @@ class Problem:
         self.operators = {item.name: item for item in graph.operators}
         self.x: dict[str, list[int]] = {}
         self.ends: dict[tuple[str, int], list[int]] = {}
-        self.input_layouts: dict[str, dict[Layout, int]] = {}
+        self.inputs: dict[str, dict[Stored, int]] = {}
         self.output_layouts: dict[str, dict[Layout, int]] = {}
         self.members: dict[str, list[str]] = {}
         for item in graph.operators:
             self.members.setdefault(folding.class_of[item.name], []).append(item.name)
         self.memory: Terms = []
         self.paid: Terms = []  # what the price of memory adds to the costs
+        self.again: dict[str, list[int]] = {}  # r, by operator class
         self.add_operators()
+        if again and (cap is not None or dear.kept):
+            self.add_again()
         self.tensors = self.tensor_classes()
         for tensor in self.tensors:
             self.add_tensor(tensor)
@@ -149,6 +165,35 @@ class Problem:
                 if cost.kept.extra_bytes:
                     self.hold(cost.kept.extra_bytes * len(members), variable, self.dear.kept)
 
+    def add_again(self) -> None:
+        """r of every strategy; a view is made again only with what it views."""
+        for name, members in self.members.items():
+            operation = self.operators[name]
+            costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
+            self.again[name] = [self.lp.variable(cost.again * len(members), upper=1.0) for cost in costs]
+            for cost, x, r in zip(costs, self.x[name], self.again[name], strict=True):
+                self.lp.at_least([(1.0, x), (-1.0, r)], 0.0, f"again {name}")
+                if cost.kept.extra_bytes:
+                    self.hold(-cost.kept.extra_bytes * len(members), r, self.dear.kept)
+        makers = {made: item for item in self.graph.operators for made in item.results if made}
+        for name, members in self.members.items():
+            viewed = {self.viewed(member) for member in members} - {None}
+            bases = {self.folding.class_of[makers[base].name] if base in makers else None for base in viewed}
+            if len(bases) == 1:
+                (base,) = bases
+                own = [(1.0, r) for r in self.again[name]]
+                others = [(-1.0, r) for r in self.again[base]] if base is not None else []
+                self.lp.at_most([*own, *others], 0.0, f"again {name} as a view")
+
+    def viewed(self, name: str) -> str | None:
+        """The tensor whose memory the first result of an operator shares, if it is a view."""
+        operation = self.operators[name]
+        aliases = self.prices.operator(
+            operation, self.space.strategies[self.folding.class_of[name]][0]
+        ).kept.aliases
+        place = aliases[0] if aliases else None
+        return None if place is None else operation.operands[place]
+
     def hold(self, nbytes: float, variable: int, price: float) -> None:
         """Count bytes that `variable` holds."""
         self.memory.append((float(nbytes), variable))
@@ -159,6 +204,10 @@ class Problem:
     def memory_cost(self, values: Sequence[float]) -> float:
         """Seconds of an answer's cost that are the price of its memory."""
         return sum(cost * values[variable] for cost, variable in self.paid)
+
+    def again_cost(self, values: Sequence[float]) -> float:
+        """Seconds of an answer's cost that are spent on computing again."""
+        return sum(self.lp.costs[r] * values[r] for each in self.again.values() for r in each)
 
     def mean(self, name: str, repetitions: frozenset[int]) -> list[Terms]:
         """For each strategy of a class the terms of x, averaged over some of its repetitions."""
@@ -251,7 +300,8 @@ class Problem:
         return unnamed(canonical(layout, differentiable=differentiable), self.alike)
 
     def add_tensor(self, tensor: TensorClass) -> None:
-        sources = self.sources(tensor)
+        starts = self.starts(tensor)
+        sources = dict.fromkeys(layout for layout, _ in starts)
         uses = self.uses_of(tensor)
         fixed = tensor.name in self.kinds and self.kinds[tensor.name].mutated
         count = float(len(tensor.members))
@@ -260,61 +310,90 @@ class Problem:
         learns = self.prices.training and self.graph.specs[tensor.name].requires_grad
         targets = interesting(needs, differentiable=learns)
         arcs_of = [
-            [] if fixed else self.arcs(tensor.name, sources, use, targets, alone=not shared) for use in uses
+            phased(
+                starts,
+                [] if fixed else self.arcs(tensor.name, sources, use, targets, alone=not shared),
+                self.real,
+            )
+            for use in uses
         ]
-        waits = not fixed and self.is_parameter(tensor.name) and self.prices.once < 1.0
         paid: dict[Arc, int] = {}
         for arcs in arcs_of:
-            for move, leads in self.phases(sources, arcs) if waits else [(move, False) for move in arcs]:
-                if (move, leads) not in paid:
-                    seconds = self.move_seconds(tensor.name, self.named.get(move, move), leads=leads)
-                    paid[move, leads] = self.lp.variable(seconds * count)
+            for move, phase in arcs:
+                if (move, phase) not in paid:
+                    leads = phase.next is not None
+                    seconds = self.move_seconds(tensor.name, self.real(move), leads=leads)
+                    paid[move, phase] = self.lp.variable(seconds * count)
         tensor.arcs = [(move, variable) for (move, _), variable in paid.items()]
+        copies: dict[Layout, int] = {}
         for use, arcs in zip(uses, arcs_of, strict=True):
-            mine = self.phases(sources, arcs) if waits else [(move, False) for move in arcs]
-            flows = {arc: self.lp.variable() if shared else paid[arc] for arc in mine}
-            if shared:
-                for arc, flow in flows.items():
+            flows = {arc: self.lp.variable() if shared else paid[arc] for arc in arcs}
+            for arc, flow in flows.items():
+                self.lp.costs[flow] += self.again_seconds(tensor.name, use, arc) * count
+                if shared:
                     self.lp.at_least([(1.0, paid[arc]), (-1.0, flow)], 0.0, "share")
-            self.conserve(tensor, sources, use, flows, waits=waits)
+            self.conserve(tensor, starts, use, flows, copies=copies)
         self.keep(tensor, uses, count)
 
-    def phases(self, sources: Marginal, arcs: Sequence[Move]) -> list[Arc]:
-        """All moves as of every micro-batch, and again those that can be left to the end of the step:
-        `r_to_b` alone from where the weight is stored."""
-        leading: list[Move] = []
-        reached = set(sources)
-        for _ in self.prices.dims.mesh.shape:
-            for move in arcs:
-                if (
-                    move.source in reached
-                    and move not in leading
-                    and _sums_gradients(self.named.get(move, move))
-                ):
-                    leading.append(move)
-                    reached.add(move.target)
-        return [*((move, False) for move in arcs), *((move, True) for move in leading)]
+    def real(self, move: Move) -> Move:
+        """The move itself, or one that a move between unnamed layouts stands for."""
+        return self.named.get(move, move)
+
+    def starts(self, tensor: TensorClass) -> dict[Place, Terms]:
+        """out[t, .] in the phases in which the flow begins."""
+        if tensor.name not in self.kinds:
+            return {(layout, Phase.EVERY): terms for layout, terms in self.sources(tensor).items()}
+        waits = self.is_parameter(tensor.name) and self.prices.once < 1.0
+        found: dict[Place, Terms] = {}
+        for (layout, gathering), variable in self.input_sources(tensor).items():
+            phase = first_phase(gathering, waits=waits)
+            found.setdefault((self.canonical(tensor.name, layout), phase), []).append((1.0, variable))
+        return found
+
+    def again_seconds(self, name: str, use: Use, arc: Arc) -> float:
+        """Seconds for which a use gathers a weight again in backward, where the arc is a gather."""
+        move, phase = arc
+        if phase is not Phase.AGAIN or use.consumer is None or not gathers(self.real(move)):
+            return 0.0
+        if not self.keepers(use.consumer, use.position, of="operands"):
+            return 0.0
+        return self.prices.move_parts(name, self.real(move))[0]
 
     def conserve(
-        self, tensor: TensorClass, sources: Marginal, use: Use, flows: Mapping[Arc, int], *, waits: bool
+        self,
+        tensor: TensorClass,
+        starts: Mapping[Place, Terms],
+        use: Use,
+        flows: Mapping[Arc, int],
+        *,
+        copies: dict[Layout, int],
     ) -> None:
-        """Flow into a layout is flow out of it; a weight whose gradient can wait starts in a phase of its
-        own, which it leaves for good."""
-        rows: dict[tuple[Layout, bool], Terms] = {}
-        for layout, terms in sources.items():
-            rows.setdefault((layout, waits), []).extend(terms)
-        for layout, terms in use.needs.items():
-            rows.setdefault((layout, False), []).extend(
-                (-coefficient, variable) for coefficient, variable in terms
-            )
-        for (move, leads), variable in flows.items():
-            rows.setdefault((move.source, leads), []).append((-1.0, variable))
-            rows.setdefault((move.target, leads), []).append((1.0, variable))
-        for layout, first in list(rows):
-            if first:
+        """Flow into a layout is flow out of it, in each phase; what a weight that is gathered once is
+        gathered to stays all step long (`copies`)."""
+        rows: dict[tuple[Layout, Phase | None], Terms] = {}
+        for place, terms in starts.items():
+            rows.setdefault(place, []).extend(terms)
+        for (move, phase), variable in flows.items():
+            rows.setdefault((move.source, phase), []).append((-1.0, variable))
+            rows.setdefault((move.target, phase), []).append((1.0, variable))
+        for layout, begun in list(rows):
+            if begun is not None and begun.next is not None:
                 leaving = self.lp.variable()
-                rows[layout, True].append((-1.0, leaving))
-                rows.setdefault((layout, False), []).append((1.0, leaving))
+                rows[layout, begun].append((-1.0, leaving))
+                rows.setdefault((layout, begun.next), []).append((1.0, leaving))
+                if begun is Phase.ONCE and (layout, begun) not in starts:
+                    self.hold_copy(tensor, layout, leaving, copies)
+        last = list(dict.fromkeys(phase.next or phase for _, phase in starts))
+        for layout, terms in use.needs.items():
+            needed = [(-coefficient, variable) for coefficient, variable in terms]
+            if len(last) == 1:
+                rows.setdefault((layout, last[0]), []).extend(needed)
+                continue
+            for end in last:
+                arriving = self.lp.variable()
+                rows.setdefault((layout, end), []).append((-1.0, arriving))
+                rows.setdefault((layout, None), []).append((1.0, arriving))
+            rows[layout, None].extend(needed)
         for (layout, _), terms in rows.items():
             constants = sum(coefficient for coefficient, variable in terms if variable < 0)
             self.lp.equal(
@@ -323,11 +402,19 @@ class Problem:
                 f"flow {tensor.name} {use.consumer} {layout}",
             )
 
+    def hold_copy(self, tensor: TensorClass, layout: Layout, leaving: int, copies: dict[Layout, int]) -> None:
+        """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it."""
+        if not (self.prices.training and self.graph.specs[tensor.name].requires_grad):
+            return
+        if layout not in copies:
+            copies[layout] = self.lp.variable()
+            nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
+            self.hold(nbytes, copies[layout], self.dear.state)
+        self.lp.at_least([(1.0, copies[layout]), (-1.0, leaving)], 0.0, "copy")
+
     def sources(self, tensor: TensorClass) -> Marginal:
-        """out[t, .]: in which layouts the tensor is made, or kept if it is an input."""
+        """out[t, .]: in which layouts an operator makes the tensor."""
         found: Marginal = {}
-        if tensor.name in self.kinds:
-            return self.input_sources(tensor)
         operation, index = self.makers[tensor.name]
         name = self.folding.class_of[operation.name]
         repetitions = self.repetitions(self.makers[member][0].name for member in tensor.members)
@@ -337,23 +424,44 @@ class Problem:
             found.setdefault(self.canonical(tensor.name, layout), []).extend(terms)
         return found
 
-    def input_sources(self, tensor: TensorClass) -> Marginal:
-        layouts = self.space.inputs[tensor.name]
+    def input_sources(self, tensor: TensorClass) -> dict[Stored, int]:
+        """x[t, p] of an input, and of a weight in shards for each way of gathering it."""
         count = len(tensor.members)
-        variables = {}
-        for layout in layouts:
+        variables: dict[Stored, int] = {}
+        for stored in itertools.chain.from_iterable(
+            self.stored(tensor.name, layout) for layout in self.space.inputs[tensor.name]
+        ):
+            layout, _ = stored
             cost = self.prices.update(tensor.name, layout) if self.is_parameter(tensor.name) else 0.0
             cost *= self.prices.once
-            variables[layout] = self.lp.variable(cost * count, integer=True, upper=1.0)
+            variables[stored] = self.lp.variable(cost * count, integer=True, upper=1.0)
             if self.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
-                self.hold(nbytes, variables[layout], self.dear.state)
+                self.hold(nbytes, variables[stored], self.dear.state)
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0, f"one {tensor.name}")
-        self.input_layouts[tensor.name] = variables
-        found: Marginal = {}
-        for layout, variable in variables.items():
-            found.setdefault(self.canonical(tensor.name, layout), []).append((1.0, variable))
-        return found
+        self.inputs[tensor.name] = variables
+        return variables
+
+    def stored(self, name: str, layout: Layout) -> list[Stored]:
+        """An input in a layout, with each way of gathering it that could serve: again only where memory is
+        scarce, once only where something else is repeated."""
+        kept = [(layout, Gathering.KEEP)]
+        if not self.is_parameter(name) or not self.prices.training:
+            return kept
+        if not self.space.gatherings or not any(isinstance(place, Shard) for place in layout):
+            return kept
+        if len(self.space.gatherings) == 1:
+            return [(layout, self.space.gatherings[0])]
+        serve = {
+            Gathering.KEEP: True,
+            Gathering.AGAIN: self.cap is not None or self.dear != FREE,
+            Gathering.ONCE: self.prices.once < 1.0,
+        }
+        return [(layout, gathering) for gathering in self.space.gatherings if serve[gathering]]
+
+    def may_gather(self, name: str) -> bool:
+        """Whether a tensor may be gathered: all but weights where there is no way for those."""
+        return bool(self.space.gatherings) or not self.is_parameter(name)
 
     def at_rest(self, name: str) -> bool:
         """Whether the tensor is on the device all the time: what the user passes comes and goes."""
@@ -405,7 +513,13 @@ class Problem:
         return self.prices.weight_move(name, move, leads=leads)
 
     def arcs(
-        self, name: str, sources: Marginal, use: Use, targets: Sequence[tuple[Placement, ...]], *, alone: bool
+        self,
+        name: str,
+        sources: Iterable[Layout],
+        use: Use,
+        targets: Sequence[tuple[Placement, ...]],
+        *,
+        alone: bool,
     ) -> list[Move]:
         """Moves that a flow from `sources` to the use's needs can take.
 
@@ -423,10 +537,12 @@ class Problem:
             layout = waiting.pop()
             settled = through and layout in use.needs
             for move in self.moves(layout, tuple(targets)):
-                after = self.named.get(move, move).placements[1]
+                after = self.real(move).placements[1]
                 if settled and (view or not isinstance(after, Shard)):
                     continue
                 if not self.prices.dims.legal(name, move.target):
+                    continue
+                if gathers(self.real(move)) and not self.may_gather(name):
                     continue
                 found.append(move)
                 if move.target not in seen:
@@ -471,16 +587,19 @@ class Problem:
     def keep(self, tensor: TensorClass, uses: Sequence[Use], count: float) -> None:
         """y[t, p] and its bytes, once for all that keep the tensor in one layout.
 
-        A parameter's own storage is state already: only a converted copy of it counts.
+        A parameter's own storage is state already: only a converted copy of it counts, and none that is
+        gathered again.
         """
         if self.cap is None and not self.dear.kept:
             return
         sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
+        again: Marginal = {}
         if tensor.name in self.makers:
             operation, index = self.makers[tensor.name]
-            sums.append(self.keepers(self.folding.class_of[operation.name], index, of="results"))
-        stored = self.input_layouts.get(tensor.name, {}) if self.at_rest(tensor.name) else {}
-        at_rest = {self.value(layout): v for layout, v in stored.items()}
+            maker = self.folding.class_of[operation.name]
+            sums.append(self.keepers(maker, index, of="results"))
+            again = self.made_again(maker, index)
+        stored = self.inputs.get(tensor.name, {}) if self.at_rest(tensor.name) else {}
         y: dict[Layout, int] = {}
         for by_layout in sums:
             for layout, terms in by_layout.items():
@@ -488,8 +607,24 @@ class Problem:
                     y[layout] = self.lp.variable()
                     nbytes = self.prices.local_bytes(tensor.name, layout) * count
                     self.hold(nbytes, y[layout], self.dear.kept)
-                own = [(1.0, at_rest[layout])] if layout in at_rest else []
-                self.lp.at_least([(1.0, y[layout]), *own, *((-c, v) for c, v in terms)], 0.0, "keep")
+                own = [
+                    (1.0, variable)
+                    for (at, gathering), variable in stored.items()
+                    if self.value(at) == layout or gathering is Gathering.AGAIN
+                ]
+                spared = again.get(layout, [])
+                row = [(1.0, y[layout]), *own, *spared, *((-c, v) for c, v in terms)]
+                self.lp.at_least(row, 0.0, "keep")
+
+    def made_again(self, name: str, index: int) -> Marginal:
+        """For each layout of a result the r of the strategies that give it; not of what recomputing holds."""
+        found: Marginal = {}
+        if name in self.again:
+            for strategy, r in zip(self.space.strategies[name], self.again[name], strict=True):
+                if index not in self.prices.operator(self.operators[name], strategy).kept.held:
+                    layout = self.value(tuple(option.results[index] for option in strategy))
+                    found.setdefault(layout, []).append((1.0, r))
+        return found
 
     def keepers(self, name: str, position: int, *, of: str) -> Marginal:
         """For each layout the strategies of a class that keep one operand, or result, in it."""
@@ -522,10 +657,6 @@ def unnamed(layout: Layout, alike: tuple[tuple[int, ...], ...]) -> Layout:
 
 def _order(item: Placement) -> tuple[int, str]:
     return (0 if isinstance(item, Shard) else 1), str(item)
-
-
-def _sums_gradients(move: Move) -> bool:
-    return effect(move).name == "r_to_b"
 
 
 def _leading_to(needs: set[Layout], found: list[Move]) -> list[Move]:
