@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class StagedProgram:
         self.executable = made
         self._find, self._device, self._bucket_bytes = find, device, bucket_bytes
         self._stages = [
-            Stage(each, find, mesh=mesh, device=device, exact_random=exact_random) for each in made.stages
+            Stage(each, find, mesh=mesh, device=device, exact_random=exact_random, shorter=shorter)
+            for each, shorter in zip_longest(made.stages, made.shorter)
         ]
         self.group = pipeline_group(made, timeout)
         self._tied = _tied_groups(made, timeout)
@@ -208,7 +210,45 @@ def _nothing_left() -> Callable[[], None]:
 
 
 class _TorchStage(PipelineStage):
-    """In `eval` torch asks for the gradient of a neighbour on the same rank too, and finds none."""
+    """Torch's stage, but for two things.
+
+    It takes all micro-batches to be like the first: here each has buffers of its own shapes. And in `eval`
+    it asks for the gradient of a neighbour on the same rank too, and finds none.
+    """
+
+    submod: Stage
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+        self._fit(self.args_recv_info, self.submod.received)
+        return made
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
+        self._fit(self.grad_recv_info, self.submod.sent)
+        return made
+
+    def _fit(self, buffers: Any, specs_of: Callable[[int], tuple[TensorSpec, ...]]) -> None:
+        """Give the buffers of every micro-batch its own shapes."""
+        for number, infos in buffers.items():
+            for info, spec in zip(infos, specs_of(number), strict=False):  # the first stage has arguments
+                if info.buffer is not None and info.buffer.shape != spec.shape:
+                    info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_first:
+            gradients, specs = self.bwd_cache[bwd_chunk_id], self.submod.received(bwd_chunk_id)
+            self.bwd_cache[bwd_chunk_id] = tuple(map(self._sent_back, gradients, specs))
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def _sent_back(self, gradient: Tensor | None, spec: TensorSpec) -> Tensor | None:
+        """The gradient of a received value; zeros if it got none, as the stage before waits for it."""
+        if gradient is not None or not spec.requires_grad:
+            return gradient
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        """Older torch compares every micro-batch's with the first one's."""
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]

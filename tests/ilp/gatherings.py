@@ -39,10 +39,11 @@ class EveryGathering(BruteForce):
                 seconds = work + sum(self.tensor(name, strategies, kept.get(name)) for name in rest)
                 if seconds == math.inf:
                     continue
+                fixed = {name: self.moves(name, strategies, kept.get(name)) for name in rest}
                 weights = [name for name in self.tensors() if self.is_weight(name)]
                 every = [list(self.ways(name, strategies, kept[name])) for name in weights]
                 for ways in itertools.product(*every):
-                    moves = {name: way[2] for name, way in zip(weights, ways, strict=True)}
+                    moves = fixed | {name: way[2] for name, way in zip(weights, ways, strict=True)}
                     gatherings = {name: way[1] for name, way in zip(weights, ways, strict=True)}
                     mesh = self.prices.dims.mesh
                     program = Program(mesh, kept, strategies, moves, outputs, gatherings=gatherings)
