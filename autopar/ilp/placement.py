@@ -411,6 +411,8 @@ class Problem:
         """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it."""
         if not (self.prices.training and self.graph.specs[tensor.name].requires_grad):
             return
+        if self.prices.once == 1.0:  # it is scattered as soon as it comes
+            return
         if layout not in copies:
             copies[layout] = self.lp.variable()
             nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
