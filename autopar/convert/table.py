@@ -71,7 +71,11 @@ _TABLE: dict[tuple[type, type], Effect] = {
 
 def effect(move: Move) -> Effect:
     """What `move` does."""
-    source, target = move.placements
+    return effect_of(*move.placements)
+
+
+def effect_of(source: Placement, target: Placement) -> Effect:
+    """What a change of placement does."""
     return _TABLE[type(source), type(target)]
 
 

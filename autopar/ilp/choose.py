@@ -181,8 +181,7 @@ def _is_integral(problem: Problem, answer: Answer) -> bool:
 def least(graph: Graph, prices: Prices, space: Space, folding: Folding) -> Solution | None:
     """The plan in `space` that needs least memory by its linear rows, of several a fast one; None if
     it is not found in time."""
-    problem = Problem(graph, prices, space, folding, cap=1 << 60)
-    problem.lp.rows.pop()
+    problem = Problem(graph, prices, space, folding, cap=math.inf)
     problem.lp.costs = [TIE * cost for cost in problem.lp.costs]
     for nbytes, variable in problem.memory:
         problem.lp.costs[variable] += nbytes / 2**30
@@ -256,7 +255,7 @@ def _moves_of(
     source, needs = ends(problem.graph, prices, tensor.name, strategies, inputs, outputs)
     if all(need == source for need in needs):
         return ()
-    used = {move for move, variable in tensor.arcs if values[variable] > INTEGRAL}
+    used = tensor.used(values, INTEGRAL)
     flowing = _reach(source, needs, used)
 
     parameter = problem.is_parameter(tensor.name)

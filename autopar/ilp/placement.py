@@ -42,14 +42,19 @@ multisets of placements there (symmetry.py). That relaxes it, to a quarter of it
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.convert.network import Alike, Flags, Network, Numbers, order, unnamed
 from autopar.convert.path import interesting
-from autopar.convert.table import canonical, effect, exists, moves
+from autopar.convert.table import canonical
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
-from autopar.core.placement import Broadcast, Layout, Placement, R, Shard
+from autopar.core.placement import Broadcast, Layout, R
 from autopar.cost.prices import Prices
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
@@ -58,7 +63,6 @@ from autopar.ops.rule import Strategy, rule_of
 from autopar.ops.views import Expand, Permute, Reshape, Split
 
 Marginal = dict[Layout, Terms]
-Arc = tuple[Move, bool]  # a move, and whether it is left to the end of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +96,26 @@ class Use:
 
 @dataclass(slots=True)
 class TensorClass:
-    """Tensors that the plan treats alike; `name` stands for them."""
+    """Tensors that the plan treats alike; `name` stands for them.
+
+    For each move of `network` there is the variable that pays for it, or -1: as of every micro-batch
+    (`repeated`), and as of the end of the step (`leading`), where that is possible at all.
+    """
 
     name: str
     members: list[str]
-    arcs: list[tuple[Move, int]] = field(default_factory=list)  # move and the variable that pays for it
+    network: Network = field(init=False)
+    repeated: Numbers = field(init=False)
+    leading: Numbers = field(init=False)
+
+    def used(self, values: Sequence[float], least: float) -> set[Move]:
+        """The moves of which an answer makes more than `least`."""
+        pairs = (
+            (move, variable) for paid in (self.repeated, self.leading) for move, variable in enumerate(paid)
+        )
+        return {
+            self.network.move(move) for move, variable in pairs if variable >= 0 and values[variable] > least
+        }
 
 
 class Problem:
@@ -109,14 +128,13 @@ class Problem:
         space: Space,
         folding: Folding,
         *,
-        cap: int | None,
+        cap: float | None,
         relaxed: bool = False,
-        alike: tuple[tuple[int, ...], ...] = (),
+        alike: Alike = (),
         dear: Dear = FREE,
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
         self.cap, self.relaxed, self.alike, self.dear = cap, relaxed, alike, dear
-        self.named: dict[Move, Move] = {}  # a move between unnamed layouts -> one that it stands for
         self.lp = LinearProgram()
         self.operators = {item.name: item for item in graph.operators}
         self.x: dict[str, list[int]] = {}
@@ -132,8 +150,8 @@ class Problem:
         self.tensors = self.tensor_classes()
         for tensor in self.tensors:
             self.add_tensor(tensor)
-        if cap is not None:
-            self.lp.at_most(self.memory, float(cap), "memory")
+        if cap is not None and cap < math.inf:
+            self.lp.at_most(self.memory, float(cap))
 
     # -- operators ------------------------------------------------------------------------------------
 
@@ -144,7 +162,7 @@ class Problem:
             self.x[name] = [
                 self.lp.variable(cost.seconds * len(members), integer=True, upper=1.0) for cost in costs
             ]
-            self.lp.equal([(1.0, variable) for variable in self.x[name]], 1.0, f"one {name}")
+            self.lp.equal([(1.0, variable) for variable in self.x[name]], 1.0)
             for cost, variable in zip(costs, self.x[name], strict=True):
                 if cost.kept.extra_bytes:
                     self.hold(cost.kept.extra_bytes * len(members), variable, self.dear.kept)
@@ -183,11 +201,11 @@ class Problem:
         key = (name, repetition)
         if key not in self.ends:
             self.ends[key] = [self.lp.variable(upper=1.0) for _ in self.x[name]]
-            self.lp.equal([(1.0, variable) for variable in self.ends[key]], 1.0, f"one {key}")
+            self.lp.equal([(1.0, variable) for variable in self.ends[key]], 1.0)
             count = float(len(self.members[name]))
             if repetition >= 0:
                 for whole, part in zip(self.x[name], self.ends[key], strict=True):
-                    self.lp.at_least([(count, whole), (-1.0, part)], 0.0, "a repetition is part of the mean")
+                    self.lp.at_least([(count, whole), (-1.0, part)], 0.0)
         return self.ends[key]
 
     def repetitions(self, operations: Iterable[str]) -> frozenset[int]:
@@ -251,77 +269,121 @@ class Problem:
         return unnamed(canonical(layout, differentiable=differentiable), self.alike)
 
     def add_tensor(self, tensor: TensorClass) -> None:
-        sources = self.sources(tensor)
-        uses = self.uses_of(tensor)
+        sources, uses = self.sources(tensor), self.uses_of(tensor)
+        tensor.network = network = self.network(tensor.name, sources, uses)
         fixed = tensor.name in self.kinds and self.kinds[tensor.name].mutated
-        count = float(len(tensor.members))
-        shared = len(uses) > 1
-        needs = itertools.chain(sources, *(use.needs for use in uses))
-        learns = self.prices.training and self.graph.specs[tensor.name].requires_grad
-        targets = interesting(needs, differentiable=learns)
-        arcs_of = [
-            [] if fixed else self.arcs(tensor.name, sources, use, targets, alone=not shared) for use in uses
-        ]
         waits = not fixed and self.is_parameter(tensor.name) and self.prices.once < 1.0
-        paid: dict[Arc, int] = {}
-        for arcs in arcs_of:
-            for move, leads in self.phases(sources, arcs) if waits else [(move, False) for move in arcs]:
-                if (move, leads) not in paid:
-                    seconds = self.move_seconds(tensor.name, self.named.get(move, move), leads=leads)
-                    paid[move, leads] = self.lp.variable(seconds * count)
-        tensor.arcs = [(move, variable) for (move, _), variable in paid.items()]
-        for use, arcs in zip(uses, arcs_of, strict=True):
-            mine = self.phases(sources, arcs) if waits else [(move, False) for move in arcs]
-            flows = {arc: self.lp.variable() if shared else paid[arc] for arc in mine}
-            if shared:
-                for arc, flow in flows.items():
-                    self.lp.at_least([(1.0, paid[arc]), (-1.0, flow)], 0.0, "share")
-            self.conserve(tensor, sources, use, flows, waits=waits)
+        made, shared = network.flags(list(sources)), len(uses) > 1
+        taken = [
+            (np.zeros(len(network.source), dtype=np.bool_), np.zeros(0, dtype=np.bool_))
+            if fixed
+            else self.arcs(tensor.name, network, made, use, alone=not shared, waits=waits)
+            for use in uses
+        ]
+        count = float(len(tensor.members))
+        repeated = np.logical_or.reduce([often for often, _ in taken])
+        leading = np.logical_or.reduce([first for _, first in taken])
+        tensor.repeated, tensor.leading = (
+            self.pay(repeated, network.seconds * count),
+            self.pay(leading, network.seconds[: len(leading)] * (count * self.prices.once)),
+        )
+        for use, (often, first) in zip(uses, taken, strict=True):
+            flows = self.flow(often, tensor.repeated, shared), self.flow(first, tensor.leading, shared)
+            self.conserve(network, sources, use, *flows, waits=waits)
         self.keep(tensor, uses, count)
 
-    def phases(self, sources: Marginal, arcs: Sequence[Move]) -> list[Arc]:
-        """All moves as of every micro-batch, and again those that can be left to the end of the step:
-        `r_to_b` alone from where the weight is stored."""
-        leading: list[Move] = []
-        reached = set(sources)
-        for _ in self.prices.dims.mesh.shape:
-            for move in arcs:
-                if (
-                    move.source in reached
-                    and move not in leading
-                    and _sums_gradients(self.named.get(move, move))
-                ):
-                    leading.append(move)
-                    reached.add(move.target)
-        return [*((move, False) for move in arcs), *((move, True) for move in leading)]
+    def network(self, name: str, sources: Marginal, uses: Sequence[Use]) -> Network:
+        """The moves between the layouts of interest.
+
+        Placements are those that anybody makes or needs on an axis, so that uses can share a way, and the
+        hubs R, P and B, through which changes lead that are illegal or, on some links, slower.
+        """
+        ends = dict.fromkeys(itertools.chain(sources, *(use.needs for use in uses)))
+        learns = self.prices.training and self.graph.specs[name].requires_grad
+        placements = list(interesting(ends, differentiable=learns))
+        for axes in self.alike:
+            joined = dict.fromkeys(itertools.chain.from_iterable(placements[axis] for axis in axes))
+            for axis in axes:
+                placements[axis] = tuple(sorted(joined, key=order))
+        fixed = frozenset(end for end in ends if not self.prices.dims.legal(name, end))
+        return self.prices.network(name, tuple(placements), alike=self.alike, fixed=fixed)
+
+    def arcs(
+        self, name: str, network: Network, made: Flags, use: Use, *, alone: bool, waits: bool
+    ) -> tuple[Flags, Flags]:
+        """Which moves a flow from where the tensor is `made` to the use's needs can take; and which of them
+        can be left to the end of the step, if that is of use: `r_to_b` alone from where a weight is stored.
+
+        Into an operator that only hands the tensor on, layouts that it can take are not converted: that
+        is as cheap behind it. Before an elementwise operator those that end in shards stay, because they
+        spare it work.
+        """
+        through, view = self.passes(name, use) if alone else (False, False)
+        needs = network.flags(list(use.needs))
+        allowed = np.ones(len(network.source), dtype=np.bool_)
+        if through:
+            allowed = ~needs[network.source]
+            if not view:
+                allowed |= network.into_shard
+        found = network.between(made, needs, allowed)
+        return found, network.leading(made, found) if waits else np.zeros(0, dtype=np.bool_)
+
+    def pay(self, moves: Flags, seconds: NDArray[np.float64]) -> Numbers:
+        """For each move the variable that pays for it, -1 where it isn't made."""
+        paid = np.full(len(moves), -1)
+        paid[moves] = self.lp.variables(seconds[moves])
+        return paid
+
+    def flow(self, moves: Flags, paid: Numbers, shared: bool) -> Numbers:
+        """For each move the variable of the flow over it, or -1; z[t,a] >= f[t,v,a] where others share it."""
+        if not shared:
+            return paid
+        flows, number = np.full(len(moves), -1), int(np.count_nonzero(moves))
+        flows[moves] = self.lp.variables(np.zeros(number))
+        rows = self.lp.between([0.0] * number, [math.inf] * number)
+        self.lp.enter(rows, paid[moves], 1.0)
+        self.lp.enter(rows, flows[moves], -1.0)
+        return flows
 
     def conserve(
-        self, tensor: TensorClass, sources: Marginal, use: Use, flows: Mapping[Arc, int], *, waits: bool
+        self,
+        network: Network,
+        sources: Marginal,
+        use: Use,
+        repeated: Numbers,
+        leading: Numbers,
+        *,
+        waits: bool,
     ) -> None:
         """Flow into a layout is flow out of it; a weight whose gradient can wait starts in a phase of its
         own, which it leaves for good."""
-        rows: dict[tuple[Layout, bool], Terms] = {}
-        for layout, terms in sources.items():
-            rows.setdefault((layout, waits), []).extend(terms)
-        for layout, terms in use.needs.items():
-            rows.setdefault((layout, False), []).extend(
-                (-coefficient, variable) for coefficient, variable in terms
-            )
-        for (move, leads), variable in flows.items():
-            rows.setdefault((move.source, leads), []).append((-1.0, variable))
-            rows.setdefault((move.target, leads), []).append((1.0, variable))
-        for layout, first in list(rows):
-            if first:
-                leaving = self.lp.variable()
-                rows[layout, True].append((-1.0, leaving))
-                rows.setdefault((layout, False), []).append((1.0, leaving))
-        for (layout, _), terms in rows.items():
-            constants = sum(coefficient for coefficient, variable in terms if variable < 0)
-            self.lp.equal(
-                [(c, v) for c, v in terms if v >= 0],
-                -constants,
-                f"flow {tensor.name} {use.consumer} {layout}",
-            )
+        size = len(network.layouts)  # rows are numbers of layouts, those of the first phase behind the others
+        ends: list[tuple[int, int, float]] = []
+        constants: dict[int, float] = {}
+        for sign, offset, marginal in ((1.0, size * waits, sources), (-1.0, 0, use.needs)):
+            for layout, terms in marginal.items():
+                row = network.place[layout] + offset
+                ends += [(row, variable, sign * amount) for amount, variable in terms if variable != _ONE]
+                known = sum(sign * amount for amount, variable in terms if variable == _ONE)
+                constants[row] = constants.get(row, 0.0) - known
+        places, variables, amounts = map(np.array, zip(*ends, strict=True))
+        entries = [(places, variables, amounts)]
+        for flows, offset in ((repeated, 0), (leading, size)):
+            over = np.flatnonzero(flows >= 0)
+            entries.append((network.source[over] + offset, flows[over], np.full(len(over), -1.0)))
+            entries.append((network.target[over] + offset, flows[over], np.full(len(over), 1.0)))
+        if waits:
+            starting = np.unique(np.concatenate([each for each, _, _ in entries]))
+            starting = starting[starting >= size]
+            leaving = self.lp.variables(np.zeros(len(starting)))
+            entries.append((starting, leaving, np.full(len(starting), -1.0)))
+            entries.append((starting - size, leaving, np.full(len(starting), 1.0)))
+        row_of = np.full(2 * size, -1)
+        touched = np.unique(np.concatenate([list(constants), *(each for each, _, _ in entries)]))
+        values = [constants.get(place, 0.0) for place in touched.tolist()]
+        row_of[touched] = self.lp.between(values, values)
+        for each, variables, amounts in entries:
+            self.lp.enter(row_of[each], variables, amounts)
 
     def sources(self, tensor: TensorClass) -> Marginal:
         """out[t, .]: in which layouts the tensor is made, or kept if it is an input."""
@@ -348,7 +410,7 @@ class Problem:
             if self.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
                 self.hold(nbytes, variables[layout], self.dear.state)
-        self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0, f"one {tensor.name}")
+        self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
         self.input_layouts[tensor.name] = variables
         found: Marginal = {}
         for layout, variable in variables.items():
@@ -389,7 +451,7 @@ class Problem:
         if len(layouts) == 1:
             return {self.canonical(name, layouts[0]): [(1.0, _ONE)]}
         variables = {layout: self.lp.variable(integer=True, upper=1.0) for layout in layouts}
-        self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0, f"one output {name}")
+        self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
         self.output_layouts[name] = variables
         found: Marginal = {}
         for layout, variable in variables.items():
@@ -403,52 +465,6 @@ class Problem:
         if not self.is_parameter(name):
             return self.prices.move(name, move)
         return self.prices.weight_move(name, move, leads=leads)
-
-    def arcs(
-        self, name: str, sources: Marginal, use: Use, targets: Sequence[tuple[Placement, ...]], *, alone: bool
-    ) -> list[Move]:
-        """Moves that a flow from `sources` to the use's needs can take.
-
-        Targets are what anybody makes or needs on an axis, so that uses can share a way, and the hubs
-        R, P and B, through which changes lead that are illegal or, on some links, slower.
-
-        Into an operator that only hands the tensor on, layouts that it can take are not converted: that
-        is as cheap behind it. Before an elementwise operator those that end in shards stay, because they
-        spare it work.
-        """
-        through, view = self.passes(name, use) if alone else (False, False)
-        waiting = list(sources)
-        seen, found = set(waiting), []
-        while waiting:
-            layout = waiting.pop()
-            settled = through and layout in use.needs
-            for move in self.moves(layout, tuple(targets)):
-                after = self.named.get(move, move).placements[1]
-                if settled and (view or not isinstance(after, Shard)):
-                    continue
-                if not self.prices.dims.legal(name, move.target):
-                    continue
-                found.append(move)
-                if move.target not in seen:
-                    seen.add(move.target)
-                    waiting.append(move.target)
-        return _leading_to(set(use.needs), found)
-
-    def moves(self, layout: Layout, targets: tuple[tuple[Placement, ...], ...]) -> Iterable[Move]:
-        """The legal moves from `layout`; between unnamed layouts every move that some naming allows."""
-        if not self.alike:
-            yield from moves(layout, targets)
-            return
-        for axis, choices in enumerate(targets):
-            for target in choices:
-                if exists(layout[axis], target):
-                    named = Move(axis, layout, (*layout[:axis], target, *layout[axis + 1 :]))
-                    move = Move(axis, layout, unnamed(named.target, self.alike))
-                    if move not in self.named:
-                        self.named[move] = named
-                        yield move
-                    elif self.named[move] == named:
-                        yield move
 
     def passes(self, name: str, use: Use) -> tuple[bool, bool]:
         """Whether the user only hands the tensor on, as one of equal size, and whether it is a mere view.
@@ -489,7 +505,7 @@ class Problem:
                     nbytes = self.prices.local_bytes(tensor.name, layout) * count
                     self.hold(nbytes, y[layout], self.dear.kept)
                 own = [(1.0, at_rest[layout])] if layout in at_rest else []
-                self.lp.at_least([(1.0, y[layout]), *own, *((-c, v) for c, v in terms)], 0.0, "keep")
+                self.lp.at_least([(1.0, y[layout]), *own, *((-c, v) for c, v in terms)], 0.0)
 
     def keepers(self, name: str, position: int, *, of: str) -> Marginal:
         """For each layout the strategies of a class that keep one operand, or result, in it."""
@@ -508,35 +524,3 @@ class Problem:
 
 
 _ONE = -1  # stands for the constant 1 among variables
-
-
-def unnamed(layout: Layout, alike: tuple[tuple[int, ...], ...]) -> Layout:
-    """`layout` in an order that forgets which of the axes alike is which, shards first."""
-    placed = list(layout)
-    for axes in alike:
-        items = sorted((placed[axis] for axis in axes), key=_order)
-        for axis, item in zip(axes, items, strict=True):
-            placed[axis] = item
-    return tuple(placed)
-
-
-def _order(item: Placement) -> tuple[int, str]:
-    return (0 if isinstance(item, Shard) else 1), str(item)
-
-
-def _sums_gradients(move: Move) -> bool:
-    return effect(move).name == "r_to_b"
-
-
-def _leading_to(needs: set[Layout], found: list[Move]) -> list[Move]:
-    """The moves from which some need can still be reached."""
-    into: dict[Layout, list[Move]] = {}
-    for move in found:
-        into.setdefault(move.target, []).append(move)
-    good, waiting = set(needs), list(needs)
-    while waiting:
-        for move in into.get(waiting.pop(), ()):
-            if move.source not in good:
-                good.add(move.source)
-                waiting.append(move.source)
-    return [move for move in found if move.target in good]

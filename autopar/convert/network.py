@@ -1,0 +1,204 @@
+"""All moves between the layouts of interest of one tensor, as arrays: what its flows may take.
+
+    placements   axis 0: R P B S(0)    axis 1: R P B S(0) S(1)        20 layouts, numbered row by row
+    a move       from one number to another that differs in one digit
+
+Without names (`alike`) layouts are multisets of placements on axes that are alike, so a move stands for
+all that some naming allows, and only the numbers of layouts in one fixed order are used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.convert.table import Effect, effect_of, exists
+from autopar.core.move import Move
+from autopar.core.placement import Layout, Placement, Shard
+
+Numbers: TypeAlias = NDArray[np.intp]
+Flags: TypeAlias = NDArray[np.bool_]
+Alike: TypeAlias = tuple[tuple[int, ...], ...]  # groups of axes whose names are forgotten
+Placements: TypeAlias = tuple[tuple[Placement, ...], ...]  # of interest, on each axis
+Price = Callable[["Change", Numbers, Numbers], NDArray[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of placement on an axis."""
+
+    axis: int
+    source: Placement
+    target: Placement
+
+    @property
+    def effect(self) -> Effect:
+        return effect_of(self.source, self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Layouts and the moves between them, each from number `source` to number `target`, with its seconds;
+    `into_shard` and `sums` say which end in a shard, and which are `r_to_b`."""
+
+    layouts: tuple[Layout, ...]
+    place: dict[Layout, int]
+    source: Numbers
+    target: Numbers
+    axis: Numbers
+    seconds: NDArray[np.float64]
+    into_shard: Flags
+    sums: Flags
+
+    def move(self, number: int) -> Move:
+        return Move(
+            int(self.axis[number]),
+            self.layouts[self.source[number]],
+            self.layouts[self.target[number]],
+        )
+
+    def flags(self, layouts: Sequence[Layout]) -> Flags:
+        """Which of the layouts are among these."""
+        found = np.zeros(len(self.layouts), dtype=np.bool_)
+        found[[self.place[layout] for layout in layouts]] = True
+        return found
+
+    def between(self, sources: Flags, needs: Flags, allowed: Flags) -> Flags:
+        """The allowed moves that lie on ways from some source to some need."""
+        ahead = _reach(sources, self.source, self.target, allowed)
+        behind = _reach(needs, self.target, self.source, allowed & ahead[self.source])
+        return allowed & ahead[self.source] & behind[self.target]
+
+    def leading(self, sources: Flags, allowed: Flags) -> Flags:
+        """The allowed `r_to_b` to which nothing but others lead from a source."""
+        sums = allowed & self.sums
+        return sums & _reach(sources, self.source, self.target, sums)[self.source]
+
+
+def _reach(begin: Flags, source: Numbers, target: Numbers, allowed: Flags) -> Flags:
+    reached, count = begin.copy(), -1
+    source, target = source[allowed], target[allowed]
+    while count != (count := int(np.count_nonzero(reached))):
+        reached[target[reached[source]]] = True
+    return reached
+
+
+def network(
+    placements: Placements,
+    *,
+    legal: Callable[[Layout], bool],
+    price: Callable[[Sequence[Layout]], Price],
+    alike: Alike = (),
+) -> Network:
+    """The moves between all layouts of `placements` that are `legal` for the tensor.
+
+    `price(layouts)` gives seconds of one change between numbers of these layouts.
+    """
+    return _Builder(placements, alike).build(legal, price)
+
+
+class _Builder:
+    """Layouts by their digits; `slots` has, for each number, that of its fixed order among axes alike."""
+
+    def __init__(self, placements: Placements, alike: Alike) -> None:
+        self.placements, self.alike = placements, alike
+        self.axes = range(len(placements))
+        self.group = {axis: axes for axes in alike for axis in axes}
+        self.sizes = tuple(map(len, placements))
+        self.digits = np.indices(self.sizes).reshape(len(placements), -1)  # [axis, number]
+        self.count = self.digits.shape[1]
+
+    def build(self, legal: Callable[[Layout], bool], price: Callable[[Sequence[Layout]], Price]) -> Network:
+        layouts = list(itertools.product(*self.placements))
+        ordered = self.ordered()
+        good = np.array([legal(layout) for layout in layouts]) & (ordered == np.arange(self.count))
+        kept = np.flatnonzero(good)
+        number = np.full(self.count, -1)
+        number[kept] = np.arange(len(kept))
+        own = tuple(layouts[index] for index in kept)
+        seconds = price(own)
+        found: list[tuple[Any, ...]] = []
+        for axis in self.axes:
+            for old, new in itertools.permutations(range(self.sizes[axis]), 2):
+                change = Change(axis, self.placements[axis][old], self.placements[axis][new])
+                if not exists(change.source, change.target):
+                    continue
+                begin = kept[self.digits[axis, kept] == old]
+                begin = begin[~self.blocked(begin, change)]
+                end = number[ordered[begin + (new - old) * self.stride(axis)]]
+                start, end = number[begin[end >= 0]], end[end >= 0]
+                shard, sums = isinstance(change.target, Shard), change.effect.name == "r_to_b"
+                found.append((start, end, axis, seconds(change, start, end), shard, sums))
+        return self.network(own, found)
+
+    def network(self, layouts: tuple[Layout, ...], found: Sequence[tuple[Any, ...]]) -> Network:
+        lengths = [len(start) for start, *_ in found]
+        source, target, seconds = (np.concatenate([row[column] for row in found]) for column in (0, 1, 3))
+        axis, shard, sums = (np.repeat([row[column] for row in found], lengths) for column in (2, 4, 5))
+        first = slice(None)
+        if self.alike:  # on axes alike a move has a twin on each
+            _, first = np.unique(source * len(layouts) + target, return_index=True)  # type: ignore[assignment]
+        return Network(
+            layouts,
+            {layout: index for index, layout in enumerate(layouts)},
+            source[first],
+            target[first],
+            axis[first],
+            seconds[first],
+            shard[first],
+            sums[first],
+        )
+
+    def stride(self, axis: int) -> int:
+        return int(np.prod(self.sizes[axis + 1 :], dtype=np.intp))
+
+    def ordered(self) -> Numbers:
+        """For each number that of the layout with its axes alike in order, shards first; itself without."""
+        digits = self.digits.copy()
+        for axes in self.alike:
+            assert len({self.placements[axis] for axis in axes}) == 1
+            choices = self.placements[axes[0]]
+            rank = np.argsort(sorted(range(len(choices)), key=lambda each: order(choices[each])))
+            back = np.argsort(rank)
+            digits[list(axes)] = back[np.sort(rank[digits[list(axes)]], axis=0)]
+        return np.asarray(np.ravel_multi_index(tuple(digits), self.sizes), dtype=np.intp)
+
+    def blocked(self, numbers: Numbers, change: Change) -> Flags:
+        """Whether the change splits or joins an atom that an axis minor to its own shards, whatever axes
+        alike are called."""
+        found = np.zeros(len(numbers), dtype=np.bool_)
+        own = self.group.get(change.axis, (change.axis,))
+        for shard in {change.source, change.target}:
+            if not isinstance(shard, Shard):
+                continue
+            for axes in (*self.alike, *((axis,) for axis in self.axes if axis not in self.group)):
+                if axes == own:
+                    continue
+                sharding = sum(
+                    self.digits[axis, numbers] == self.placements[axis].index(shard)
+                    for axis in axes
+                    if shard in self.placements[axis]
+                )
+                # Some of them must be minor, even if as many as can be are called major.
+                found |= sharding > sum(axis < max(own) for axis in axes)
+        return found
+
+
+def order(item: Placement) -> tuple[int, str]:
+    """Among axes alike shards come first."""
+    return (0 if isinstance(item, Shard) else 1), str(item)
+
+
+def unnamed(layout: Layout, alike: Alike) -> Layout:
+    """`layout` in an order that forgets which of the axes alike is which, shards first."""
+    placed = list(layout)
+    for axes in alike:
+        items = sorted((placed[axis] for axis in axes), key=order)
+        for axis, item in zip(axes, items, strict=True):
+            placed[axis] = item
+    return tuple(placed)
