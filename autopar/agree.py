@@ -21,7 +21,7 @@ import torch.distributed as dist
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call
 from autopar.cost import links
-from autopar.cost.model import Company, measure_calls, setting_of
+from autopar.cost.model import Company, measure_calls, network_of, setting_of
 from autopar.errors import AutoparError
 from costdb.database import Database
 
@@ -75,18 +75,22 @@ def _unpacked(packed: bytes) -> Call:
 
 
 def measure_links(cluster: ClusterSpec, costdb: str | None, timeout: timedelta) -> None:
-    """Measure what the database lacks of this machine's collectives; collective."""
+    """Measure what the database lacks of the cluster's collectives; collective."""
     missing: list[links.Point] = []
     if dist.get_rank() == 0:
         with Database.open(costdb) as database:
             known = {
-                (item.size, item.kind)
-                for item in database.collectives(setting_of(cluster))
+                (item.size, item.nodes, item.kind)
+                for item in database.collectives(network_of(cluster))
                 if item.backend == dist.get_backend()
             }
-        missing = [point for point in links.wanted(cluster) if point[:2] not in known]
+        missing = [
+            (span, kind, nbytes)
+            for span, kind, nbytes in links.wanted(cluster)
+            if (span.size, span.nodes, kind) not in known
+        ]
     missing = _tell(missing)
     found = links.measure(missing, timeout)
     if found and dist.get_rank() == 0:
         with Database.open(costdb) as database:
-            database.write_collectives(setting_of(cluster), found)
+            database.write_collectives(network_of(cluster), found)

@@ -30,14 +30,17 @@ from autopar.compare import Comparer
 from autopar.compiler import Auto, Compiler
 from autopar.contest import Job, run_rows
 from autopar.core.comparison import Comparison
+from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.plan import Plan
-from autopar.core.schedule import ScheduleKind, check_schedule
+from autopar.core.recompute import Recompute
+from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
 from autopar.core.timeline import Timeline
 from autopar.cost.model import Company, Progress
 from autopar.errors import InputError
 from autopar.ilp.space import Force, Parallelism, Pins
+from autopar.options import AUTO, Options, settle
 from autopar.planning import DEFAULT_GAP, Request
 from autopar.profile import Bar, Profile
 from autopar.profile import profile as measure_profile
@@ -54,10 +57,7 @@ from costdb.database import Database
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of the weight's size
 TIMEOUT = timedelta(minutes=10)
-DEFAULT_SCHEDULE = ScheduleKind.ONE_F_ONE_B.value
-RECOMPUTE = ("none", "all")
-AUTO = "auto"
-SPLIT_BACKWARD = (ScheduleKind.ZB1P, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
+RECOMPUTE = tuple(each.value for each in Recompute)
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
 Reach = Literal["global", "local"]  # the whole batch on every rank, or each rank's own part
 
@@ -75,10 +75,11 @@ def plan(
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
     optimizer: str = "adam",
-    stages: int | str = 1,
-    micro_batches: int | str = 1,
-    schedule: str = DEFAULT_SCHEDULE,
-    recompute: str = "none",
+    stages: int | str | None = None,
+    micro_batches: int | str | None = None,
+    schedule: str = AUTO,
+    recompute: str = "auto",
+    shard_state: str = "auto",
     costdb: str | None = None,
     measure: bool = True,
     progress: Progress | None = None,
@@ -92,12 +93,17 @@ def plan(
     each axis. `memory` caps bytes per device;
     `optimizer` ("sgd", "momentum", "adam") sizes its state. With `stages` the devices form so many
     pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
-    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. Each of the three can be "auto". With
-    `recompute` "all" little is kept for backward, and the rest is computed again.
+    one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. Each of the three can be "auto"; so are both
+    numbers where None, but 1 where layers are forced, and as many stages as a `mesh` leaves. With
+    `recompute` "all" little is kept for backward and the rest is computed again; with "auto" as much as it
+    takes to meet the memory cap, where that is faster than other ways to meet it. `shard_state` says what
+    of the trainable weights' state is stored in shards, as far as their dims are long enough: "none",
+    "optimizer" (and gradients, but for full copies of weights and gradients that last all step),
+    "gradients" (full weights last from forward to backward), "weights", or as is best for each, "auto".
 
     Raises InfeasibleError, SolverError, TraceError or InputError.
     """
-    request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
+    request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure, shard_state=shard_state)
     request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     compiler = Compiler(cluster, request, loss_fn, costdb=costdb, progress=progress)
@@ -141,14 +147,15 @@ def parallelize(
     force: Force | Pins | str | None = None,
     memory: int | str | None = None,
     time_limit: float | None = None,
-    gap: float = DEFAULT_GAP,
-    optimizer: str = "adam",
-    stages: int | str = 1,
-    micro_batches: int | str = 1,
-    schedule: str = DEFAULT_SCHEDULE,
-    recompute: str = "none",
+    gap: float | None = None,
+    optimizer: str | None = None,
+    stages: int | str | None = None,
+    micro_batches: int | str | None = None,
+    schedule: str | None = None,
+    recompute: str | None = None,
+    shard_state: str | None = None,
     costdb: str | None = None,
-    measure: bool = True,
+    measure: bool | None = None,
     exact_random: bool = False,
     timeout: timedelta = TIMEOUT,
     inputs: Reach = "global",
@@ -159,8 +166,11 @@ def parallelize(
     With examples it plans at once, otherwise at the first call; until then its parameters cannot be
     read. Rank 0 plans (and measures what is missing), the others receive the plan, and all continue
     with rank 0's parameters and random state. With `loss_fn` calling the module returns the loss.
-    `exact_random` draws the serial dropout masks, whole, on every rank: for proofs. The other options
-    are those of `plan`.
+    `exact_random` draws the serial dropout masks, whole, on every rank: for proofs.
+
+    The other options are those of `plan`. Where one is None it is what `autopar run` was told, as in
+    `autopar run SCRIPT --cluster local:4 --stages 2`, by the environment variable AUTOPAR_OPTIONS, which
+    holds a JSON object of options by name; or else the default of `plan`.
 
     Every rank passes the global batch, or with `inputs="local"` the samples that it needs alone:
     `parallel.samples` says which, `parallel.sampler(dataset)` gives a DataLoader their indices. The
@@ -191,11 +201,25 @@ def parallelize(
     require_launcher()
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
-    request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure)
-    request, auto = with_pipeline(request, cluster_spec, force, stages, micro_batches, schedule, recompute)
+    options = settle(
+        mesh=mesh,
+        force=force,
+        memory=memory,
+        time_limit=time_limit,
+        gap=gap,
+        optimizer=optimizer,
+        stages=stages,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        recompute=recompute,
+        shard_state=shard_state,
+        costdb=costdb,
+        measure=measure,
+    )
+    request, auto = request_of(options, cluster_spec)
     request = replace(request, local_inputs=local_inputs, local_outputs=local_outputs)
     compiler = Compiler(
-        cluster_spec, request, loss_fn, costdb=costdb, exact_random=exact_random, timeout=timeout
+        cluster_spec, request, loss_fn, costdb=options.costdb, exact_random=exact_random, timeout=timeout
     )
     share_random_state()
     if auto:
@@ -226,10 +250,11 @@ def verify(
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
-    stages: int | str = 1,
-    micro_batches: int | str = 1,
-    schedule: str = DEFAULT_SCHEDULE,
-    recompute: str = "none",
+    stages: int | str | None = None,
+    micro_batches: int | str | None = None,
+    schedule: str = AUTO,
+    recompute: str = "auto",
+    shard_state: str = "auto",
     costdb: str | None = None,
     steps: int = 3,
     processes: bool = False,
@@ -239,7 +264,7 @@ def verify(
     On simulated ranks, or with `processes` on real ones. The plan may rest on estimates, so nothing is
     measured. The other options are those of `plan`.
     """
-    request = make_request(mesh, force, memory, time_limit, gap, "momentum", measure=False)
+    request = make_request(mesh, force, memory, time_limit, gap, "momentum", False, shard_state=shard_state)
     request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     if auto:
         compiler = Compiler(cluster, request, target.loss_fn, costdb=costdb)
@@ -257,6 +282,7 @@ def compare(
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
     optimizer: str = "adam",
+    shard_state: str = "auto",
     costdb: str | None = None,
     measure: bool = True,
     run: bool = False,
@@ -272,7 +298,7 @@ def compare(
     Raises what `plan` raises if no row fits, and with `run` InputError for another cluster than this
     machine, WorkerError.
     """
-    request = make_request(None, None, memory, time_limit, gap, optimizer, measure)
+    request = make_request(None, None, memory, time_limit, gap, optimizer, measure, shard_state=shard_state)
     made = load_target(target) if isinstance(target, str) else target
     if run:
         return run_rows(Job(made.source, cluster, request, optimizer, costdb, bar), made)
@@ -294,6 +320,32 @@ def profile(
         return measure_profile(cluster, database, target=target, request=request, bar=bar)
 
 
+def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | None]:
+    """What the search takes, and the numbers of stages and micro-batches if any is to be chosen; raises
+    InputError for options that make no sense."""
+    request = make_request(
+        options.mesh,
+        options.force,
+        options.memory,
+        options.time_limit,
+        options.gap,
+        options.optimizer,
+        options.measure,
+        shard_state=options.shard_state,
+    )
+    request, auto = with_pipeline(
+        request,
+        cluster,
+        options.force,
+        options.stages,
+        options.micro_batches,
+        options.schedule,
+        options.recompute,
+    )
+    cluster.stage(request.stages)
+    return request, auto
+
+
 def make_request(
     mesh: Mesh | str | None,
     force: Force | Pins | str | None,
@@ -302,6 +354,8 @@ def make_request(
     gap: float,
     optimizer: str,
     measure: bool,
+    *,
+    shard_state: str = AUTO,
 ) -> Request:
     """Options as the user writes them -> what the search takes."""
     if optimizer not in OPTIMIZER_STATES:
@@ -331,6 +385,7 @@ def make_request(
         gap=gap,
         measure=measure,
         optimizer_states=OPTIMIZER_STATES[optimizer],
+        shard_state=ShardState.parse(shard_state),
     )
 
 
@@ -354,8 +409,8 @@ def with_pipeline(
     request: Request,
     cluster: ClusterSpec,
     force: Force | Pins | str | None,
-    stages: int | str,
-    micro_batches: int | str,
+    stages: int | str | None,
+    micro_batches: int | str | None,
     schedule: str,
     recompute: str,
 ) -> tuple[Request, Auto | None]:
@@ -377,7 +432,11 @@ def with_pipeline(
             remedy="choose one of these",
         )
     kind = kinds.get(schedule)
-    ranks, count = _number("--stages", stages), _number("--micro-batches", micro_batches)
+    default = 1 if force and force != PIPELINE else AUTO
+    if stages is None and request.mesh and cluster.num_devices % request.mesh.num_devices == 0:
+        stages = cluster.num_devices // request.mesh.num_devices
+    ranks = _number("--stages", default if stages is None else stages)
+    count = _number("--micro-batches", default if micro_batches is None else micro_batches)
     if force == PIPELINE:
         if ranks not in (None, 1, cluster.num_devices):
             raise InputError(
@@ -387,14 +446,14 @@ def with_pipeline(
                 remedy="leave out --stages or --force pipeline",
             )
         ranks = cluster.num_devices
-    if ranks != 1 and recompute != "none" and (kind is None or kind in SPLIT_BACKWARD):
+    if ranks != 1 and recompute == "all" and kind in SPLIT_BACKWARD:
         raise InputError(
             where="--recompute",
-            found=f"{recompute} with schedule {schedule}, which may split backward in two",
+            found=f"all with schedule {schedule}, which may split backward in two",
             wanted="gpipe, 1f1b or interleaved: torch recomputes only for one whole backward",
             remedy="choose one of these schedules, or --recompute none",
         )
-    request = replace(request, schedule=kind, recompute=recompute == "all")
+    request = replace(request, schedule=kind, recompute=Recompute(recompute))
     if ranks is None or count is None:
         return request, (ranks, count)
     if ranks != 1 and kind is not None:
@@ -441,6 +500,7 @@ def agreed(
     def find(company: Company) -> tuple[Plan, str]:
         return compiler.find_pipeline(model, args, kwargs, auto, company), ""
 
+    compiler.measure_links()
     plan, _ = agree(find, compiler.cluster)
     return settled(compiler.request, plan)
 

@@ -22,14 +22,18 @@ from autopar.cluster import ClusterSpec
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
+from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
+from autopar.cost.again import again_seconds
 from autopar.cost.collectives import send_recv
 from autopar.cost.intervals import crossing_bytes
+from autopar.cost.memory import peak_memory
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.step import StepCost, step_cost
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import fold
+from autopar.ilp.recompute import everything
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
 from autopar.planning import Decision, Found, MeshProblem, Request, decide, finish
@@ -48,7 +52,8 @@ class Screened:
     """What one of `count` micro-batches costs on one mesh, all `ranks` stages together; `weights` are the
     seconds that gradients of weights alone take, `fixed` those that don't shrink with the samples,
     `largest` those of the operator that takes longest, which no cut can divide. Of `hop_bytes` are the
-    values that cross a good cut."""
+    values that cross a good cut. If everything is computed again in backward, that takes `again` seconds
+    and `lean_bytes` are kept."""
 
     ranks: int
     mesh: Mesh
@@ -61,6 +66,8 @@ class Screened:
     hop: LinkLike
     state_bytes: int
     kept_bytes: int
+    again: float
+    lean_bytes: int
 
     def scaled(self, seconds: float, micro_batches: int) -> float:
         """Seconds of the screened micro-batch as those of one of `micro_batches`."""
@@ -81,10 +88,20 @@ class Screened:
         slowest = max(self.scaled(self.largest, micro_batches), hop)
         return max(balanced + 2 * others * hop, micro_batches * slowest)
 
-    def nbytes(self, micro_batches: int) -> float:
+    def choice(self, micro_batches: int, cap: float) -> Choice:
+        """With as much computed again as it takes to meet the cap: in proportion."""
+        seconds, nbytes = self.seconds(micro_batches), self.nbytes(micro_batches, self.kept_bytes)
+        spared = nbytes - self.nbytes(micro_batches, self.lean_bytes)
+        if nbytes > cap and spared > 0:
+            share = min(1.0, (nbytes - cap) / spared)
+            again = micro_batches * self.scaled(self.again, micro_batches) / self.ranks
+            seconds, nbytes = seconds + share * again, nbytes - share * spared
+        return Choice(self.ranks, self.mesh, micro_batches, seconds, nbytes)
+
+    def nbytes(self, micro_batches: int, kept: int) -> float:
         """Estimated bytes of the fullest rank under 1F1B."""
         flight = min(micro_batches, self.ranks) / self.ranks
-        return self.state_bytes / self.ranks + self.kept_bytes * self.count / micro_batches * flight
+        return self.state_bytes / self.ranks + kept * self.count / micro_batches * flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +227,7 @@ class _Screen:
             yield self.screen(ranks)
             return
         most = self.blocks()
-        options = [
-            each for each in _divisors(self.cluster.num_devices) if each <= most and self.can_cut(each)
-        ]
+        options = [each for each in self.cluster.stage_counts() if each <= most]
         middle = options.index(_nearest(options, self.cluster.nodes))
         best, seen = None, set()
         for order in (options[middle:], options[:middle][::-1]):
@@ -232,13 +247,6 @@ class _Screen:
         blocks = fold(self.graph, Dims(self.graph, self.atoms, Mesh((1,)))).count
         return blocks if blocks > 1 else len(self.graph.operators)
 
-    def can_cut(self, ranks: int) -> bool:
-        try:
-            self.cluster.stage(ranks)
-        except InputError:
-            return False
-        return True
-
     def meshes(self, ranks: int) -> list[Mesh]:
         """Few meshes: those of one or two axes whose minor axis comes closest to filling a node."""
         if self.request.mesh is not None:
@@ -256,15 +264,19 @@ class _Screen:
             alternatives=False,
         )
         stage, found = self.cluster.stage(ranks), []
+        hop = self.model.hop(self.cluster, ranks)
         for mesh in self.meshes(ranks):
-            problem = MeshProblem(
-                self.graph, self.atoms, mesh, stage, self.model, request, None, self.cluster.hop(ranks)
-            )
+            problem = MeshProblem(self.graph, self.atoms, mesh, stage, self.model, request, None, hop)
             solution = problem.solve(request.force, None, cap=None, bounded=False)
             prices = [
                 problem.prices.operator(item, solution.program.strategies[item.name])
                 for item in self.graph.operators
             ]
+            program, lean = solution.program, None
+            largest = solution.peak.kept * self.count / ranks  # of the fewest micro-batches
+            if request.recompute is Recompute.AUTO and solution.peak.state / ranks + largest > self.cap:
+                program = everything(self.graph, problem.prices, program)
+                lean = peak_memory(self.graph, problem.prices, program)
             launches = 2 * sum(len(price.calls) for price in prices)
             found.append(
                 Screened(
@@ -276,9 +288,11 @@ class _Screen:
                     largest=max(price.seconds for price in prices),
                     fixed=launches * self.model.device.launch_seconds,
                     hop_bytes=self.least_crossing(problem, solution),
-                    hop=self.cluster.hop(ranks),
+                    hop=hop,
                     state_bytes=solution.peak.state,
                     kept_bytes=solution.peak.kept,
+                    again=again_seconds(self.graph, problem.prices, program) if lean else 0.0,
+                    lean_bytes=lean.kept if lean else solution.peak.kept,
                 )
             )
         return found
@@ -292,7 +306,7 @@ class _Screen:
     def rated(self, screened: Sequence[Screened]) -> Iterator[Choice]:
         for each in screened:
             for count in self.micro_batches(each.ranks):
-                yield Choice(each.ranks, each.mesh, count, each.seconds(count), each.nbytes(count))
+                yield each.choice(count, self.cap)
 
     def micro_batches(self, ranks: int) -> list[int]:
         """Few numbers that a schedule can run; 1 without stages, or as many as memory asks."""

@@ -27,6 +27,7 @@ from autopar import api
 from autopar.cluster import ClusterSpec
 from autopar.draw import timeline_text, write_trace
 from autopar.errors import AutoparError, InputError, WorkerError
+from autopar.options import AUTO, settle, write
 from autopar.planning import DEFAULT_GAP
 from autopar.progress import ProgressBar
 from autopar.runtime.launch import INTERRUPTED, start_script
@@ -57,22 +58,46 @@ Force = Annotated[
         help="One pure kind (batch, domain, filter, channel, pipeline), or one for each axis: batch+filter.",
     ),
 ]
-Stages = Annotated[str, typer.Option("--stages", metavar="K|auto", help="Pipeline ranks.")]
+_RECOMPUTE = typer.Option(
+    "--recompute",
+    metavar="none|all|auto",
+    help="What to compute again in backward; auto: what a memory cap asks.",
+)
+_SHARD_STATE = typer.Option(
+    "--shard-state",
+    metavar="LEVEL",
+    help="What of the weights' state lies in shards: none, optimizer, gradients, weights; auto: as is best.",
+)
+_SCHEDULE = typer.Option(
+    "--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto."
+)
+_GAP = typer.Option("--gap", metavar="G", help="Relative gap at which the solver may stop.")
+_OPTIMIZER = typer.Option("--optimizer", help="Whose state counts: sgd, momentum or adam.")
+Stages = Annotated[
+    str | None, typer.Option("--stages", metavar="K|auto", help="Pipeline ranks; 1 with --force, else auto.")
+]
 MicroBatches = Annotated[
-    str, typer.Option("--micro-batches", metavar="M|auto", help="Parts of the batch that follow each other.")
+    str | None,
+    typer.Option(
+        "--micro-batches",
+        metavar="M|auto",
+        help="Parts of the batch that follow each other; 1 with --force, else auto.",
+    ),
 ]
-Recompute = Annotated[
-    str, typer.Option("--recompute", metavar="none|all", help="What to compute again in backward.")
-]
-ScheduleName = Annotated[
-    str,
-    typer.Option("--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto."),
-]
+Recompute = Annotated[str, _RECOMPUTE]
+ShardState = Annotated[str, _SHARD_STATE]
+ShardStateOrNone = Annotated[str | None, _SHARD_STATE]
+RecomputeOrNone = Annotated[str | None, _RECOMPUTE]
+ScheduleName = Annotated[str, _SCHEDULE]
+ScheduleOrNone = Annotated[str | None, _SCHEDULE]
+Gap = Annotated[float, _GAP]
+GapOrNone = Annotated[float | None, _GAP]
+Optimizer = Annotated[str, _OPTIMIZER]
+OptimizerOrNone = Annotated[str | None, _OPTIMIZER]
+NoMeasure = Annotated[bool, typer.Option("--no-measure", help="Estimate what is not measured yet.")]
 Memory = Annotated[str | None, typer.Option("--memory", metavar="2GiB", help="Cap per device.")]
 TimeLimit = Annotated[float | None, typer.Option("--time-limit", metavar="S", help="Seconds for the solver.")]
-Gap = Annotated[float, typer.Option("--gap", metavar="G", help="Relative gap at which the solver may stop.")]
 CostDB = Annotated[str | None, typer.Option("--costdb", metavar="PATH", help="Database of measurements.")]
-Optimizer = Annotated[str, typer.Option(help="Whose state counts: sgd, momentum or adam.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 ShowProgress = Annotated[
     bool, typer.Option("--progress", help="Show progress also where stderr is no terminal.")
@@ -97,15 +122,14 @@ def plan(
     force: Force = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
-    stages: Stages = "1",
-    micro_batches: MicroBatches = "1",
-    schedule: ScheduleName = api.DEFAULT_SCHEDULE,
-    recompute: Recompute = "none",
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    schedule: ScheduleName = AUTO,
+    recompute: Recompute = "auto",
+    shard_state: ShardState = "auto",
     optimizer: Optimizer = "adam",
     costdb: CostDB = None,
-    no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="Estimate what is not measured yet.")
-    ] = False,
+    no_measure: NoMeasure = False,
     trace: Annotated[
         str | None, typer.Option("--trace", metavar="FILE", help="Write the timeline of the stages.")
     ] = None,
@@ -131,6 +155,7 @@ def plan(
             micro_batches=micro_batches,
             schedule=schedule,
             recompute=recompute,
+            shard_state=shard_state,
             costdb=costdb,
             measure=not no_measure,
             progress=bar,
@@ -153,10 +178,11 @@ def verify(
     processes: Annotated[
         bool, typer.Option("--processes", help="Real processes, not simulated ranks.")
     ] = False,
-    stages: Stages = "1",
-    micro_batches: MicroBatches = "1",
-    schedule: ScheduleName = api.DEFAULT_SCHEDULE,
-    recompute: Recompute = "none",
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    schedule: ScheduleName = AUTO,
+    recompute: Recompute = "auto",
+    shard_state: ShardState = "auto",
     memory: Memory = None,
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
@@ -176,6 +202,7 @@ def verify(
         micro_batches=micro_batches,
         schedule=schedule,
         recompute=recompute,
+        shard_state=shard_state,
         costdb=costdb,
         steps=steps,
         processes=processes,
@@ -191,6 +218,7 @@ def compare(
     time_limit: TimeLimit = None,
     gap: Gap = DEFAULT_GAP,
     optimizer: Optimizer = "adam",
+    shard_state: ShardState = "auto",
     costdb: CostDB = None,
     measure: Annotated[
         bool | None,
@@ -211,6 +239,7 @@ def compare(
         time_limit=time_limit,
         gap=gap,
         optimizer=optimizer,
+        shard_state=shard_state,
         costdb=costdb,
         measure=measure is not False,
         run=measure is True,
@@ -225,14 +254,50 @@ def run(
     cluster: Cluster,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ARGS]...", help="The script's own; after -- also --json and --cluster."),
+        typer.Argument(
+            metavar="[ARGS]...", help="The script's own; after -- also those that are named here."
+        ),
     ] = None,
+    mesh: MeshOption = None,
+    force: Force = None,
+    memory: Memory = None,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    schedule: ScheduleOrNone = None,
+    recompute: RecomputeOrNone = None,
+    shard_state: ShardStateOrNone = None,
+    optimizer: OptimizerOrNone = None,
+    time_limit: TimeLimit = None,
+    gap: GapOrNone = None,
+    costdb: CostDB = None,
+    no_measure: NoMeasure = False,
     as_json: AsJson = False,
 ) -> Answer:
-    """Run SCRIPT on every device of a local cluster."""
+    """Run SCRIPT on every device of a local cluster.
+
+    The options of a plan reach parallelize() in SCRIPT wherever it doesn't
+    say otherwise, by the environment variable AUTOPAR_OPTIONS. Stages and
+    micro-batches need a SCRIPT that trains by train_step().
+    """
     spec = ClusterSpec.parse(cluster)
     spec.check_local()
-    start_script(script, spec.num_devices, arguments or ())
+    said = {
+        "mesh": mesh,
+        "force": force,
+        "memory": memory,
+        "stages": stages,
+        "micro_batches": micro_batches,
+        "schedule": schedule,
+        "recompute": recompute,
+        "shard_state": shard_state,
+        "optimizer": optimizer,
+        "time_limit": time_limit,
+        "gap": gap,
+        "costdb": None if costdb is None else str(Path(costdb).absolute()),
+        "measure": False if no_measure else None,
+    }
+    api.request_of(settle(**said), spec)  # what makes no sense is told here, not by every rank
+    start_script(script, spec.num_devices, arguments or (), variables=write(said))
     return Answer({"script": script, "processes": spec.num_devices, "exit_code": 0}, "")
 
 

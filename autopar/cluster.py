@@ -15,7 +15,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -65,13 +65,16 @@ class ClusterSpec:
     """`nodes` machines with `devices_per_node` devices each.
 
     `device` is "cpu" or a kind of GPU ("h100", "cuda"); `memory` is bytes per device, None for no
-    cap. `intra` links devices of one node, `inter` devices of different nodes.
+    cap. `intra` links devices of one node, `inter` devices of different nodes. `cores` are those that
+    the CPU devices of a node share, counted as containers count them (0.5 is half of one's time), None
+    for as many as this machine has.
     """
 
     nodes: int
     devices_per_node: int
     device: str
     memory: int | None
+    cores: float | None
     intra: Link
     inter: Link | None
 
@@ -82,6 +85,7 @@ class ClusterSpec:
         nodes: int = 1,
         device: str = "cpu",
         memory: int | str | None = None,
+        cores: float | None = None,
         intra: Link | None = None,
         inter: Link | None = None,
     ) -> None:
@@ -90,7 +94,13 @@ class ClusterSpec:
         Raises `InputError` with all violations at once.
         """
         wrong: list[InputError] = []
-        given = {"nodes": nodes, "devices_per_node": devices_per_node, "device": device, "memory": memory}
+        given = {
+            "nodes": nodes,
+            "devices_per_node": devices_per_node,
+            "device": device,
+            "memory": memory,
+            "cores": cores,
+        }
         values = _read("cluster", given, CLUSTER_KEYS, wrong)
         wrong += _missing_inter(values.get("nodes", 1), inter)
         _raise("ClusterSpec", wrong)
@@ -146,6 +156,8 @@ class ClusterSpec:
         device = "h100"
         memory = "80GB"                 [links.inter] likewise; needed if nodes > 1
 
+        Bandwidths count bytes or bits: "200Mbit/s" is "25MB/s". A cluster of CPUs may say `cores` too.
+
         Raises `InputError` with all violations at once.
         """
         try:
@@ -189,6 +201,12 @@ class ClusterSpec:
         crosses = any(len({rank // self.devices_per_node for rank in group}) > 1 for group in groups)
         return self.inter if crosses and self.inter else self.intra
 
+    def nodes_of(self, mesh: Mesh, axes: Sequence[int]) -> int:
+        """How many nodes a group along `axes` spans, at most."""
+        self.check_world(mesh.num_devices)
+        groups = (mesh.group(tuple(axes), rank) for rank in range(mesh.num_devices))
+        return max(len({rank // self.devices_per_node for rank in group}) for group in groups)
+
     def stage(self, count: int) -> ClusterSpec:
         """The part that one of `count` pipeline ranks has: equally many devices, of one node or of whole
         nodes. Raises `InputError` if the cluster can't be cut so.
@@ -207,8 +225,17 @@ class ClusterSpec:
             devices_per_node=devices if inside else self.devices_per_node,
             device=self.device,
             memory=self.memory,
+            cores=self.cores,
             intra=self.intra,
             inter=None if inside else self.inter,
+        )
+
+    def stage_counts(self) -> tuple[int, ...]:
+        """The numbers of pipeline ranks that `stage` can cut the cluster into."""
+        return tuple(
+            count
+            for count in range(1, self.num_devices + 1)
+            if self.num_devices % count == 0 and (count % self.nodes == 0 or self.nodes % count == 0)
         )
 
     def hop(self, count: int) -> Link:
@@ -246,10 +273,10 @@ class ClusterSpec:
 
     def __str__(self) -> str:
         memory = f" of {show_bytes(self.memory)}" if self.memory is not None else ""
+        cores = f", {self.cores:g} cores a node" if self.cores is not None else ""
         inter = f"; between nodes {self.inter}" if self.inter else ""
-        return (
-            f"{self.nodes} x {self.devices_per_node} {self.device}{memory}; within a node {self.intra}{inter}"
-        )
+        devices = f"{self.nodes} x {self.devices_per_node} {self.device}{memory}{cores}"
+        return f"{devices}; within a node {self.intra}{inter}"
 
 
 Reader: TypeAlias = Callable[[str, object], Any]  # (where, value) -> the value read; raises InputError
@@ -271,6 +298,14 @@ def _memory(where: str, value: object) -> int | None:
     if value is None:
         return None
     return _count(where, parse_bytes(value, where=where) if isinstance(value, str) else value)
+
+
+def _cores(where: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+        return float(value)
+    raise _wrong(where, repr(value), "a number of cores above 0 such as 8 or 0.5")
 
 
 def _rate(where: str, value: object) -> float:
@@ -296,6 +331,7 @@ CLUSTER_KEYS: Mapping[str, Reader] = {
     "devices_per_node": _count,
     "device": _device,
     "memory": _memory,
+    "cores": _cores,
 }
 LINK_KEYS: Mapping[str, Reader] = {"bandwidth": _rate, "latency": _seconds}
 

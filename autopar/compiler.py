@@ -19,19 +19,21 @@ from autopar.agree import agree, measure_links
 from autopar.auto import search_all
 from autopar.cluster import ClusterSpec
 from autopar.core.executable import Executable, InputPart, Pinned, StagedExecutable
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
-from autopar.core.plan import Plan
+from autopar.core.plan import Plan, Program
 from autopar.cost.model import Company, Progress
 from autopar.errors import CheckError
-from autopar.micro_batches import batch_length, is_sum, split_batch
+from autopar.micro_batches import batch_length, is_sum, reducer_of, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
+from autopar.ops.independence import mixing_operator
 from autopar.planning import Request, search
 from autopar.rewrite.program import RankProgram, rewrite
 from autopar.rewrite.recompute import wrap
 from autopar.rewrite.samples import find_samples
 from autopar.rewrite.stages import StageProgram, split
-from autopar.rewrite.sync import defer
+from autopar.rewrite.sync import Deferred, defer
 from autopar.signature import LossFunction, flatten_arguments
 from autopar.simplify import only_loss, without_gradients
 from autopar.trace import Traced, trace
@@ -71,17 +73,7 @@ class Compiler:
         step: bool = False,
     ) -> Executable | StagedExecutable:
         """This rank's program for one kind of call; collective."""
-        request = replace(self.request, training=training)
-        if pinned is not None:
-            request = replace(
-                request,
-                mesh=pinned.mesh,
-                stored=pinned.stored,
-                user_layouts=pinned.users,
-                homes=pinned.homes or None,
-            )
-        if not step:
-            request = replace(request, stages=1, micro_batches=1)
+        request = self._request(pinned, training=training, step=step)
         if self.traced is not None and pinned is None:
             traced = self.traced
         elif step:
@@ -93,6 +85,16 @@ class Compiler:
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request)
         make = build_stages if plan.pipeline.is_staged else build
         return make(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)
+
+    def _request(self, pinned: Pinned | None, *, training: bool, step: bool) -> Request:
+        """What is asked of the search for one kind of call."""
+        request = replace(self.request, training=training)
+        if pinned is not None:
+            request = replace(request, mesh=pinned.mesh, stored=pinned.stored, user_layouts=pinned.users)
+        if pinned is not None and pinned.pipeline.is_staged:
+            request = replace(request, homes=pinned.homes, schedule=pinned.pipeline.schedule)
+            return request if step else replace(request, micro_batches=1, relay=True, local_outputs=False)
+        return request if step else replace(request, micro_batches=1, stages=1)
 
     def trace_step(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of the first micro-batch of a global batch; with stages its loss is the only output."""
@@ -119,16 +121,29 @@ class Compiler:
         auto: Auto,
         company: Company | None = None,
     ) -> Plan:
-        """The best plan where the number of stages, of micro-batches, or both are to be chosen."""
+        """The best plan where the number of stages, of micro-batches, or both are to be chosen.
+
+        Micro-batches are chosen only where that changes no numbers: a model that mixes samples keeps one,
+        unless more are asked for.
+        """
         stages, micro_batches = auto
+        whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
+        plain = replace(self.request, stages=1, micro_batches=1)
+        if whole.loss is None and stages in (None, 1) and micro_batches in (None, 1):
+            return self.find(whole, plain, company)
+        samples = batch_length(flatten_arguments(args, kwargs).tensors)
+        notes: tuple[str, ...] = ()
+        if micro_batches is None and (reason := together(whole, samples)):
+            micro_batches = 1
+            notes = (f"one micro-batch, as {reason}; --micro-batches M takes more",)
 
         def graph_of(count: int) -> Graph:
             return self.trace_part(model, args, kwargs, count, staged=True).graph
 
         with Database.open(self.costdb) as database:
-            return search_all(
+            plan = search_all(
                 graph_of,
-                batch_length(flatten_arguments(args, kwargs).tensors),
+                samples,
                 self.cluster,
                 self.request,
                 stages=stages,
@@ -137,16 +152,23 @@ class Compiler:
                 progress=self.progress,
                 company=company,
             ).plan
+        if plan.pipeline.ranks == plan.pipeline.micro_batches == 1:
+            plan = self.find(whole, replace(plain, mesh=plan.mesh), company)
+        return replace(plan, notes=(*plan.notes, *notes))
 
     def device(self) -> torch.device:
         if self.cluster.device_type == "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
+    def measure_links(self) -> None:
+        """Measure the collectives that nobody has measured, where plans may measure; collective."""
+        if self.request.measure and self.cluster.device_type == "cpu":
+            measure_links(self.cluster, self.costdb, self.timeout)
+
     def agree(self, traced: Traced, request: Request) -> Plan:
         """Rank 0's plan on every rank; its error on every rank if it has none."""
-        if request.measure and self.cluster.device_type == "cpu" and self.cluster.nodes == 1:
-            measure_links(self.cluster, self.costdb, self.timeout)
+        self.measure_links()
 
         def find(company: Company) -> tuple[Plan, str]:
             return self.find(traced.graph, request, company), graph_digest(traced.graph)
@@ -169,6 +191,17 @@ class Compiler:
             ).plan
 
 
+def together(graph: Graph, samples: int) -> str | None:
+    """Why micro-batches of the graph would not compute what the batch does, or None if they would."""
+    reducer = reducer_of(graph)
+    if reducer is None:
+        return "the loss is no plain mean or sum of samples"
+    mixing = mixing_operator(graph, samples, end=reducer)
+    if mixing is None:
+        return None
+    return f"{mixing.module or mixing.name} ({mixing.target}) takes samples together"
+
+
 def graph_digest(graph: Graph) -> str:
     """Equal for graphs that are planned alike."""
     parts = [f"{item.target}{item.args}{item.kwargs}{item.results}" for item in graph.operators]
@@ -184,16 +217,16 @@ def build(
     dims = Dims(graph, find_atoms(graph), plan.mesh)
     mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
-    body, sums = defer(mine.graph, parameters)
+    body, deferred = defer(mine.graph, parameters, _gathered_once(program))
     coordinate = plan.mesh.coordinate(rank)
     return Executable(
         mesh=plan.mesh,
         module=_module(body, mine, traced.graph, plan, name="ParallelProgram"),
-        inputs=_parts(traced, plan, dims, rank, sums),
+        inputs=_parts(traced, plan, dims, rank, deferred),
         outputs=tuple(dims.part(name, program.outputs[name], coordinate) for name in graph.outputs),
         writes=tuple(buffer for buffer, _ in graph.writes),
         rebuild=traced.results.rebuild,
-        groups=tuple(sorted(_group_keys(body) | set(sums.values()))),
+        groups=tuple(sorted(_group_keys(body) | _deferred_keys(deferred))),
         constants={item.target: item.value for item in graph.inputs if item.value is not None},
         plan=plan,
         layers=mine.layers,
@@ -216,21 +249,20 @@ def build_stages(
         for index in pipeline.stages_of(mine)
     )
     users: dict[str, list[int]] = {
-        item.target: [index for index, each in enumerate(cut) if item.name in each.inputs] or [0]
+        item.target: found
         for item in graph.inputs
         if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        if (found := [index for index, each in enumerate(cut) if item.name in each.inputs])
     }
     return StagedExecutable(
         mesh=plan.mesh,
         pipeline=pipeline,
         stages=stages,
         inputs=_parts(traced, plan, dims, place, {}),
-        holders={
-            target: tuple(sorted(set(map(pipeline.rank_of, stages)))) for target, stages in users.items()
-        },
-        homes={target: stages[0] for target, stages in users.items()},
+        holders={target: tuple(sorted(set(map(pipeline.rank_of, each)))) for target, each in users.items()},
+        homes={target: each[0] for target, each in users.items()},
         groups=tuple(sorted({key for each in stages for key in each.groups})),
-        loss=graph.specs[graph.outputs[0]],
+        outputs=tuple(graph.specs[name] for name in graph.outputs),
         loss_is_sum=is_sum(graph),
         plan=plan,
     )
@@ -248,8 +280,8 @@ def _stage(
 ) -> Executable:
     graph, coordinate = traced.graph, plan.mesh.coordinate(place)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
-    body, sums = defer(program.graph, parameters)
-    inputs = [item for item in _parts(traced, plan, dims, place, sums) if item.name in program.inputs]
+    body, deferred = defer(program.graph, parameters, _gathered_once(plan.program))
+    inputs = [item for item in _parts(traced, plan, dims, place, deferred) if item.name in program.inputs]
     constants = {item.target: item.value for item in graph.inputs if item.value is not None}
     return Executable(
         mesh=plan.mesh,
@@ -258,7 +290,7 @@ def _stage(
         outputs=tuple(dims.part(name, plan.program.outputs[name], coordinate) for name in program.outputs),
         writes=program.writes,
         rebuild=traced.results.rebuild,
-        groups=tuple(sorted(_group_keys(body) | set(sums.values()))),
+        groups=tuple(sorted(_group_keys(body) | _deferred_keys(deferred))),
         constants=constants,
         plan=plan,
         stage=stage,
@@ -275,7 +307,7 @@ def _module(body: fx.Graph, program: RankProgram, graph: Graph, plan: Plan, *, n
 
 
 def _parts(
-    traced: Traced, plan: Plan, dims: Dims, rank: int, sums: Mapping[str, str]
+    traced: Traced, plan: Plan, dims: Dims, rank: int, deferred: Mapping[str, Deferred]
 ) -> tuple[InputPart, ...]:
     """How a rank of the mesh takes each input of the graph."""
     users = list(traced.arguments.paths)
@@ -290,11 +322,22 @@ def _parts(
             part=dims.part(item.name, layouts[item.name], plan.mesh.coordinate(rank)),
             aliases=item.aliases,
             mutated=item.mutated,
-            sync=sums.get(item.name),
+            sync=deferred[item.name].key if item.name in deferred else None,
+            gathers=deferred[item.name].gathers if item.name in deferred else (),
             position=users.index(item.target) if item.kind is InputKind.USER else -1,
         )
         for item in traced.graph.inputs
     )
+
+
+def _gathered_once(program: Program) -> set[str]:
+    return {name for name in program.gatherings if program.gathering(name) is Gathering.ONCE}
+
+
+def _deferred_keys(deferred: Mapping[str, Deferred]) -> set[str]:
+    """Every group key of what is done once a step."""
+    keys = {str(gather.arguments[0]) for item in deferred.values() for gather in item.gathers}
+    return keys | {item.key for item in deferred.values() if item.key is not None}
 
 
 def _group_keys(graph: fx.Graph) -> set[str]:

@@ -97,6 +97,12 @@ def is_sum(graph: Graph) -> bool:
     return reducer is not None and _reduction(reducer) == _SUM
 
 
+def reducer_of(graph: Graph) -> Operator | None:
+    """The operator that makes the loss, a plain mean or sum, of all samples; None if there is no such."""
+    reducer = _reducer(graph)
+    return None if reducer is None or _reduction(reducer) is None else reducer
+
+
 def loss_notes(graph: Graph) -> tuple[str, ...]:
     """Where the loss of the batch may differ from that of the same samples at once, for the plan."""
     reducer = _reducer(graph)

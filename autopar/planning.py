@@ -18,20 +18,23 @@ from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.convert.table import effect
+from autopar.core.gathering import ShardState
 from autopar.core.graph import Call, Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.plan import Alternative, Layer, Plan, Stage
-from autopar.core.schedule import Schedule, ScheduleKind, check_schedule
-from autopar.cost.intervals import crossing_bytes
+from autopar.core.recompute import Recompute
+from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind, check_schedule
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.ilp.checkpoints import notes as checkpoint_notes
+from autopar.ilp.checkpoints import respect
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding, fold
+from autopar.ilp.gathering import gathering_notes, when, whole_notes
 from autopar.ilp.placement import FREE, Dear, Space
-from autopar.ilp.recompute import segments
 from autopar.ilp.space import (
     Force,
     Kinds,
@@ -86,16 +89,21 @@ class Request:
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
-    recompute: bool = False  # all parts of the graph, in backward
+    recompute: Recompute = Recompute.AUTO
+    shard_state: ShardState = ShardState.AUTO
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
+    relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def kinds(self) -> list[ScheduleKind]:
         """The schedule that is asked for, or all that can be run and timed; none without stages. Raises
         InputError, naming the rule, if there is none."""
-        if self.stages == 1:
+        if self.stages == 1 or self.relay:
             return []
         found, refused = [], []
+        whole = self.recompute is Recompute.ALL  # torch recomputes only for a backward that isn't split
         for kind in [self.schedule] if self.schedule else ScheduleKind:
+            if whole and kind in SPLIT_BACKWARD:
+                continue
             try:
                 check_schedule(
                     kind,
@@ -174,7 +182,7 @@ def decide(
     whole, cluster = cluster, cluster.stage(request.stages)
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
-    hop = whole.hop(request.stages)
+    hop = model.hop(whole, request.stages)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
     for _ in range(MEASURING_ROUNDS if request.measure and model.here else 1):
@@ -204,8 +212,6 @@ def finish(decision: Decision) -> Found:
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
-    if request.recompute:
-        step = _recomputed(problem, step)
     rows = [item for item, _ in alternatives]
     return _report(problem, step, decision.cluster, rows, problem.cap, request)
 
@@ -286,19 +292,40 @@ class MeshProblem:
     def plan(
         self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
     ) -> Step:
-        """The best step; with stages under a cap, of several placements for which memory has a price. Its
-        bound is none if it need not be `bounded`."""
+        """The best step; in it the model's own checkpoints, if no others are asked for. Its bound is none if
+        it need not be `bounded`."""
+        found = self.fastest(force, deadline, cap=cap, bounded=bounded)
+        if not self.request.training or self.request.recompute is not Recompute.AUTO:
+            return found
+        count = self.request.micro_batches
+        return respect(self.graph, self.prices, found, micro_batches=count, hop=self.hop, cap=cap)
+
+    def fastest(
+        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
+    ) -> Step:
+        """The best step; with stages under a cap, of several placements for which memory has a price."""
+        if self.request.relay:
+            return unstaged(self.graph, self.prices, self.solve(force, deadline, cap=None), 1)
         if self.request.stages == 1:
             solution = self.solve(force, deadline, cap=cap, bounded=bounded)
             return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
         fastest = self.solve(force, deadline, cap=None, bounded=bounded)
         try:
-            return self.stage(fastest, cap)
+            found = self.stage(fastest, cap)
         except InfeasibleError:
-            return self.leaner(fastest, force, deadline, cap)
+            return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
+        if self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
+            with contextlib.suppress(InfeasibleError):
+                return min(
+                    [found, *self.leaner(fastest, force, deadline, cap)], key=lambda step: step.seconds
+                )
+        return found
 
-    def leaner(self, fastest: Solution, force: Force | None, deadline: float | None, cap: int | None) -> Step:
-        """The fastest of the placements found by bisecting the price of memory that meet the cap."""
+    def leaner(
+        self, fastest: Solution, force: Force | None, deadline: float | None, cap: int | None
+    ) -> list[Step]:
+        """Placements that meet the cap, found by bisecting the price of memory to where they just do
+        without computing anything again."""
         kept = min(map(mean_flight, self.schedules))
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
 
@@ -312,16 +339,18 @@ class MeshProblem:
             middle = (low + high) / 2
             try:
                 found.append(at(math.exp(middle)))
-                high = middle
             except InfeasibleError:
                 low = middle
-        return min(found, key=lambda step: step.seconds)
+                continue
+            plain = self.request.recompute is Recompute.ALL or not found[-1].solution.program.recompute
+            low, high = (low, middle) if plain else (middle, high)
+        return found
 
     def stage(self, solution: Solution, cap: int | None, relaxed: float | None = None) -> Step:
         """The placement's best step under any of the schedules."""
         starts = None
         if self.request.homes is not None:
-            starts = _kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
+            starts = kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
         return staged(
             self.graph,
             self.prices,
@@ -331,6 +360,7 @@ class MeshProblem:
             cap=cap,
             relaxed=relaxed,
             starts=starts,
+            recompute=self.request.recompute,
         )
 
     def solve(
@@ -346,6 +376,10 @@ class MeshProblem:
         for proven in (True, False)[: 1 if bounded else 2]:
             if (force, cap, dear, proven) in self.solved:
                 return self.solved[force, cap, dear, proven]
+        if cap is not None:
+            fastest = self.solve(force, deadline, cap=None, bounded=bounded)
+            if fastest.peak.nbytes <= cap:
+                return fastest
         if force not in self.spaces:
             if force is not None:
                 check_force(self.graph, self.prices, force)
@@ -359,6 +393,7 @@ class MeshProblem:
                 local_inputs=self.request.local_inputs,
                 user_layouts=self.request.user_layouts,
                 local_outputs=self.request.local_outputs,
+                shard_state=self.request.shard_state,
             )
         found = choose_named(
             self.graph,
@@ -370,6 +405,7 @@ class MeshProblem:
             time_limit=None if deadline is None else max(0.1, deadline - time.monotonic()),
             dear=dear,
             bounded=bounded,
+            recompute=self.request.recompute,
         )
         self.solved[force, cap, dear, bounded] = found
         return found
@@ -538,7 +574,9 @@ def _report(
         cluster=str(cluster),
         layers=tuple(layers),
         conversions=tuple(
-            f"{name}: {move} ({effect(move).name})" for name, moves in program.moves.items() for move in moves
+            f"{name}: {move} ({effect(move).name}{when(program, name, move)})"
+            for name, moves in program.moves.items()
+            for move in moves
         ),
         status=solution.status,
         gap=step.gap,
@@ -555,8 +593,13 @@ def _report(
         ),
         alternatives=tuple(alternatives),
         parameter_bytes=_parameter_bytes(problem, solution),
-        notes=(*graph.notes, *_notes(graph, step, request)),
-        pipeline=_pipeline(step, request),
+        notes=(
+            *graph.notes,
+            *gathering_notes(graph, program),
+            *whole_notes(graph, problem.dims, program, request.shard_state),
+            *_notes(graph, step, request),
+        ),
+        pipeline=_pipeline(graph, step, request),
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
@@ -564,7 +607,11 @@ def _report(
     return Found(plan, problem.dims, prices, solution, step)
 
 
-def _pipeline(step: Step, request: Request) -> Pipeline:
+def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
+    if request.relay:
+        assert request.schedule is not None and request.homes is not None
+        stages = request.stages * stages_per_rank(request.schedule)
+        return Pipeline(request.stages, 1, request.schedule, kept_starts(graph, request.homes, stages))
     if step.cut is None or step.schedule is None:
         return Pipeline(micro_batches=request.micro_batches)
     return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts)
@@ -617,6 +664,10 @@ def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     """How micro-batches count in the loss, and what the gap of a plan with stages covers."""
     counted = loss_notes(graph) if request.micro_batches > 1 else ()
+    if request.relay:
+        return ("the stages run one after the other; bytes are those of all of them together",)
+    if request.training:
+        counted += checkpoint_notes(graph, step, request.recompute)
     if step.cut is None:
         return counted
     everywhere = step.cut.places == len(graph.operators)
@@ -628,25 +679,7 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     )
 
 
-def _recomputed(problem: MeshProblem, step: Step) -> Step:
-    """The step with parts that are computed again: their forward pass comes twice. The peak stays that
-    without them, from above."""
-    graph, prices, solution = problem.graph, problem.prices, step.solution
-    kept = [solution.peak.by_operator[item.name] for item in graph.operators]
-    found = segments(kept, crossing_bytes(graph, prices, solution.program))
-    again = sum(
-        prices.operator(item, solution.program.strategies[item.name]).forward
-        for first, stop in found
-        for item in graph.operators[first:stop]
-    )
-    program = dataclasses.replace(solution.program, recompute=found)
-    slower = 1 + again / step.cost.micro_batch if step.cost.micro_batch else 1.0
-    return dataclasses.replace(
-        step, solution=dataclasses.replace(solution, program=program), seconds=step.seconds * slower
-    )
-
-
-def _kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
+def kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
     """The cut that leaves every parameter and buffer on its stage: before the first operator that uses
     one of a later stage."""
     targets = {item.name: item.target for item in graph.inputs}

@@ -2,8 +2,8 @@
 
 What an exported graph hides is made plain here, once, so that no later pass meets it: in-place
 operators become functional ones, writes to buffers become the graph's `writes`, tied parameters
-become one input, regions without gradient are inlined, guards and assertions are dropped (the
-wrapper checks its inputs itself).
+become one input, regions without gradient and checkpointed ones are inlined, guards and assertions are
+dropped (the wrapper checks its inputs itself).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind as ExportedKind
 
+from autopar.checkpoints import inlined, region_of
 from autopar.core.graph import (
     Graph,
     GraphInput,
@@ -109,7 +110,8 @@ def trace(
     seen: list[tuple[Results, int | None]] = []  # torch.export undoes what forward does to attributes
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=lambda *found: seen.append(found))
     try:
-        exported = torch.export.export(flat, _distinct(arguments.tensors), strict=False)
+        with inlined():
+            exported = torch.export.export(flat, _distinct(arguments.tensors), strict=False)
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise TraceError(
             where=user_line(cause),
@@ -299,6 +301,7 @@ class _Builder:
             module=_module_of(node),
             source=_source_of(node),
             order=memory_order(node.all_input_nodes[0].meta["val"]) if target is aten.dropout.default else (),
+            checkpoint=region_of(node),
         )
         self.operators.append(operation)
         self.note_aliases(operation, fresh=written is not None)

@@ -2,8 +2,9 @@
 
 Every rank calls `measure_collective` with the same arguments and gets the same numbers: those of
 the slowest rank. Several collectives are issued in a row and their time is shared out, so that the
-barrier's own jitter doesn't count. Of such rows the lower quartile is reported: what else the
-machine does can only add, and with several ranks it does so more often than not.
+barrier's own jitter doesn't count, unless one alone takes so long that it doesn't anyway. Of such rows
+the lower quartile is reported: what else the machine does can only add, and with several ranks it does
+so more often than not.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from costdb.measurement import CollectiveMeasurement
 from costdb.timing import BUDGET_SECONDS, WARM_UPS, num_runs, spread, synchronize
 
 IN_A_ROW = 5  # collectives between two barriers
+SLOW = 0.05  # seconds of one beside which a barrier's jitter, of a millisecond or so, is nothing
 DTYPE = torch.float32
 
 Group: TypeAlias = "dist.ProcessGroup"
@@ -55,10 +57,12 @@ def measure_collective(
         )
     share = -(-nbytes // (size * DTYPE.itemsize))  # elements of one rank's part
     run = run or _prepare(kind, group, share, device)
-    for _ in range(WARM_UPS):
-        _time(run, group, device)
-    rows = num_runs(_time(run, group, device) * IN_A_ROW, budget)
-    seconds = [_time(run, group, device) for _ in range(rows)]
+    first = _time(run, group, device, 1)
+    row = IN_A_ROW if first < SLOW else 1  # equal on all ranks, as all times are
+    for _ in range(WARM_UPS - 1):
+        _time(run, group, device, row)
+    rows = num_runs(_time(run, group, device, row) * row, budget)
+    seconds = [_time(run, group, device, row) for _ in range(rows)]
     return CollectiveMeasurement(
         kind=kind,
         backend=str(dist.get_backend(group)),
@@ -66,19 +70,19 @@ def measure_collective(
         nodes=nodes,
         nbytes=share * size * DTYPE.itemsize,
         seconds=quantiles(seconds, n=4, method="inclusive")[0],
-        runs=rows * IN_A_ROW,
+        runs=rows * row,
         spread=spread(seconds),
     )
 
 
-def _time(run: Callable[[], object], group: Group, device: torch.device) -> float:
-    """Seconds of one collective, the slowest rank's: the same number on every rank."""
+def _time(run: Callable[[], object], group: Group, device: torch.device, row: int) -> float:
+    """Seconds of one of `row` collectives, the slowest rank's: the same number on every rank."""
     dist.barrier(group)
     start = time.perf_counter()
-    for _ in range(IN_A_ROW):
+    for _ in range(row):
         run()
     synchronize(device)
-    slowest = torch.tensor((time.perf_counter() - start) / IN_A_ROW, dtype=torch.float64, device=device)
+    slowest = torch.tensor((time.perf_counter() - start) / row, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return slowest.item()
 

@@ -14,8 +14,8 @@ tensors do, about ten times slower.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -67,12 +67,12 @@ def observe(run: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Footpri
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = tuple(operands.tensors(run()))
     by_storage = _positions(inputs)
-    aliases = tuple(None if result is None else by_storage.get(_storage(result)) for result in results)
+    aliases = tuple(None if result is None else by_storage.get(storage_of(result)) for result in results)
     return Footprint(tuple(map(_spec, results)), aliases, _saved(kept, by_storage, _positions(results)))
 
 
 def _saved(kept: list[torch.Tensor], operand: dict[int, int], result: dict[int, int]) -> Saved:
-    storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
+    storages = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
     return Saved(
         operands=tuple(sorted(operand[storage] for storage in storages if storage in operand)),
         results=tuple(sorted(result[s] for s in storages if s in result and s not in operand)),
@@ -83,12 +83,22 @@ def _saved(kept: list[torch.Tensor], operand: dict[int, int], result: dict[int, 
 
 
 def _observe_without_data(call: Call, kind: str) -> Footprint:
+    with without_data(call, kind) as (run, inputs):
+        return observe(run, inputs)
+
+
+@contextmanager
+def without_data(call: Call, kind: str) -> Iterator[tuple[Callable[[], Any], tuple[torch.Tensor, ...]]]:
+    """Within, the call as a function, with its operands, on tensors that have no memory.
+
+    Raises CostMissingError if the operator refuses the operands.
+    """
     run = call.target if kind == "cpu" else _ON_GPU.get(call.target, call.target)
     fake = call.target in CHOOSES_BY_DEVICE
     device = CPU if fake else META
     with _FAKE if fake else nullcontext(), operands.refused(call):
         args, kwargs, inputs = operands.fill(call, device, operands.empty(device))
-        return observe(lambda: run(*args, **kwargs), inputs)
+        yield lambda: run(*args, **kwargs), inputs
 
 
 def _positions(tensors: tuple[torch.Tensor | None, ...]) -> dict[int, int]:
@@ -96,11 +106,11 @@ def _positions(tensors: tuple[torch.Tensor | None, ...]) -> dict[int, int]:
     found: dict[int, int] = {}
     for position, tensor in enumerate(tensors):
         if tensor is not None:
-            found.setdefault(_storage(tensor), position)
+            found.setdefault(storage_of(tensor), position)
     return found
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage, also where it has no address (fake tensors)."""
     return int(tensor.untyped_storage()._cdata)
 

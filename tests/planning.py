@@ -17,17 +17,18 @@ import autopar.runtime.random  # noqa: F401  (registers the operators that progr
 from autopar import compiler
 from autopar.cluster import ClusterSpec
 from autopar.convert.path import tree
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import B, Layout, P, Partial, R, Shard
 from autopar.core.plan import Plan, Program
+from autopar.ilp.space import storable
 from autopar.ops.analysis import find_atoms, strategies_of
 from autopar.ops.dims import Dims
 from autopar.ops.equation import GATHERED, Option
 from autopar.ops.rule import Strategy
-from autopar.planning import Request
-from autopar.planning import _kept_starts as kept_starts
+from autopar.planning import Request, kept_starts
 from autopar.signature import LossFunction
 from autopar.trace import Traced
 
@@ -57,18 +58,20 @@ def force(
     *,
     stored: Mapping[str, Layout] | None = None,
     users: Mapping[str, Layout] | None = None,
+    gathering: Gathering | None = None,
 ) -> Program:
     """For each axis a kind of parallelism (`wanted`), for single operators other ones, by module name.
 
     Operators that don't offer it run on gathered operands. Parameters are stored as their first
-    consumer takes them, or as `stored` says; so are user inputs, by `users`.
+    consumer takes them, or as `stored` says; so are user inputs, by `users`. With `gathering` those that
+    learn are stored in shards over every axis on which they can be.
     """
     default = wanted if isinstance(wanted, Sequence) else wanted["*"]
     single = {} if isinstance(wanted, Sequence) else wanted
     strategies: dict[str, Strategy] = {}
     for operation in graph.operators:
         strategies[operation.name] = _choose(graph, operation, dims, single.get(operation.module, default))
-    return _convert(graph, dims, strategies, stored=stored or {}, users=users or {})
+    return _convert(graph, dims, strategies, stored=stored or {}, users=users or {}, gathering=gathering)
 
 
 def _choose(graph: Graph, operation: Operator, dims: Dims, kinds_wanted: Sequence[str]) -> Strategy:
@@ -87,6 +90,7 @@ def _convert(
     *,
     stored: Mapping[str, Layout],
     users: Mapping[str, Layout],
+    gathering: Gathering | None,
 ) -> Program:
     whole: Layout = (R,) * len(dims.mesh.shape)
     needs: dict[str, list[Layout]] = {name: [] for name in graph.specs}
@@ -102,6 +106,8 @@ def _convert(
         first = needs[item.name][0] if needs[item.name] else whole
         free = tuple(R if placement in (B, P) else placement for placement in first)
         fixed = users if item.kind is InputKind.USER else stored
+        if gathering is not None and item.kind is InputKind.PARAMETER and item.spec.requires_grad:
+            free = in_shards(item.name, free, dims)
         sources[item.name] = fixed.get(item.target, free)
     for name in graph.outputs:
         needs[name].append(whole)
@@ -118,7 +124,23 @@ def _convert(
         for name, wanted in needs.items()
     }
     inputs = {item.name: sources[item.name] for item in graph.inputs}
-    return Program(dims.mesh, inputs, strategies, moves, dict.fromkeys(graph.outputs, whole))
+    sharded = {
+        item.name: gathering
+        for item in graph.inputs
+        if gathering is not None and any(isinstance(place, Shard) for place in sources[item.name])
+    }
+    return Program(
+        dims.mesh, inputs, strategies, moves, dict.fromkeys(graph.outputs, whole), gatherings=sharded
+    )
+
+
+def in_shards(name: str, layout: Layout, dims: Dims) -> Layout:
+    """`layout` with a shard of the first dim that is long enough on every axis that has none."""
+    for axis, place in enumerate(layout):
+        choices = [place] if place != R else [*map(Shard, range(len(dims.atoms.of[name]))), R]
+        every = [(*layout[:axis], choice, *layout[axis + 1 :]) for choice in choices]
+        layout = next(item for item in every if item == layout or storable(name, item, dims))
+    return layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +154,8 @@ class Compiler(compiler.Compiler):
     mesh: Mesh = Mesh((1,))
     wanted: Any = ()
     pipeline: Pipeline = Pipeline()
+    gathering: Gathering | None = None
+    recompute: bool = False  # all but the last operator, the loss
     graphs: list[Graph] = field(default_factory=list)
 
     @property
@@ -143,7 +167,16 @@ class Compiler(compiler.Compiler):
         graph = traced.graph
         self.graphs.append(graph)
         dims = Dims(graph, find_atoms(graph), self.mesh)
-        program = force(graph, dims, self.wanted, stored=request.stored, users=request.user_layouts)
+        program = force(
+            graph,
+            dims,
+            self.wanted,
+            stored=request.stored,
+            users=request.user_layouts,
+            gathering=self.gathering,
+        )
+        if self.recompute:
+            program = replace(program, recompute=((0, len(graph.operators) - 1),))
         if request.stages == 1:
             return plan_of(program, Pipeline(micro_batches=request.micro_batches))
         starts = self.pipeline.starts
@@ -153,13 +186,29 @@ class Compiler(compiler.Compiler):
 
 
 def forced(
-    mesh: Mesh, wanted: Any, *, pipeline: Pipeline | None = None, loss_fn: LossFunction | None = None
+    mesh: Mesh,
+    wanted: Any,
+    *,
+    pipeline: Pipeline | None = None,
+    loss_fn: LossFunction | None = None,
+    gathering: Gathering | None = None,
+    recompute: bool = False,
 ) -> Compiler:
     """The compiler of one plan for the kinds of parallelism that are `wanted`."""
     pipeline = pipeline or Pipeline()
     request = Request(stages=pipeline.ranks, micro_batches=pipeline.micro_batches, schedule=pipeline.schedule)
     cluster = ClusterSpec.local(mesh.num_devices * pipeline.ranks)
-    return Compiler(cluster, request, loss_fn, exact_random=True, mesh=mesh, wanted=wanted, pipeline=pipeline)
+    return Compiler(
+        cluster,
+        request,
+        loss_fn,
+        exact_random=True,
+        mesh=mesh,
+        wanted=wanted,
+        pipeline=pipeline,
+        gathering=gathering,
+        recompute=recompute,
+    )
 
 
 def plan_of(program: Program, pipeline: Pipeline) -> Plan:

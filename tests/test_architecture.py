@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 
 BASE = {"errors", "units", "core"}
 PASSES = {
+    "checkpoints",
     "cluster",
     "signature",
     "simplify",
@@ -42,7 +43,18 @@ PASSES = {
     "rewrite",
     "ilp",
 }
-ABOVE = {"agree", "auto", "target", "planning", "compiler", "proof", "profile", "compare", "contest"}
+ABOVE = {
+    "agree",
+    "auto",
+    "options",
+    "target",
+    "planning",
+    "compiler",
+    "proof",
+    "profile",
+    "compare",
+    "contest",
+}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
@@ -63,13 +75,15 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": BASE | {"signature", "simplify", "micro_batches"},
     "simplify": BASE,
     "micro_batches": BASE,
-    "trace": BASE | {"signature", "simplify"},
+    "trace": BASE | {"checkpoints", "signature", "simplify"},
     "rewrite": BASE | {"emit", "convert", "ops", "runtime"},
     "cost": BASE | {"cluster", "convert", "costdb", "ops", "emit", "runtime"},
     "ilp": BASE | {"clock", "convert", "cost", "ops", "schedules"},
     "target": BASE | {"signature", "trace"},
     "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "micro_batches", "ops"},
     "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning"},
+    "checkpoints": set(),
+    "options": BASE | {"planning"},
     "agree": BASE | {"cluster", "cost", "costdb"},
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "auto", "planning"},
     "profile": BASE | PASSES | {"agree", "planning", "target"},
@@ -77,7 +91,8 @@ ALLOWED: dict[str, set[str]] = {
     "compare": BASE | PASSES | {"compiler", "planning", "target"},
     "contest": BASE | PASSES | {"agree", "compare", "compiler", "planning", "profile", "target"},
     "api": BASE | PASSES | ABOVE | {"schedules", "simulate"},
-    "cli": BASE | {"api", "draw", "show", "table", "progress", "target", "cluster", "planning", "runtime"},
+    "cli": BASE
+    | {"api", "draw", "show", "table", "progress", "target", "cluster", "options", "planning", "runtime"},
     "autopar": BASE | {"api", "cluster", "runtime"},
     "__main__": {"cli"},
 }

@@ -6,8 +6,12 @@ import math
 
 import pytest
 
+from autopar.errors import CheckError
 from tests.benchmarks.__main__ import measure
 from tests.benchmarks.cases import BENCHMARKS
+from tests.benchmarks.contest import Timed
+from tests.benchmarks.host_contest import Found, check_losses
+from tests.benchmarks.hosts import evaluate, table
 from tests.benchmarks.statistics import order, ratio
 
 
@@ -21,6 +25,31 @@ def test_order_statistics_that_enclose_the_median(count: int, rank: int) -> None
 def test_ratios_are_paired() -> None:
     found = ratio([2.0 * drift for drift in range(1, 21)], [1.0 * drift for drift in range(1, 21)])
     assert (found.median, found.low, found.high) == (2.0, 2.0, 2.0)
+
+
+def test_hosts_compare_the_own_plan_with_the_faster_data_parallel() -> None:
+    seconds = {"auto": [1.0, 1.0, 2.0], "ddp": [9.0] * 3, "ddp, small buckets": [3.0, 2.0, 8.0]}
+    names = (*seconds, "domain")
+    timed = Timed(seconds, seconds, dict.fromkeys(names, 0.5), left_out={"domain": 20.0})
+    found = Found(timed, dict.fromkeys(names, "-"), dict.fromkeys(names, 0.0), refused={"channel": "none"})
+    outcome = evaluate("slow", found)
+    assert (outcome.theirs, outcome.faster.median) == ("ddp, small buckets", 3.0)
+    assert [row.name for row in outcome.rows] == ["auto", "ddp, small buckets", "ddp", "domain"]
+    assert [row.warm_up for row in outcome.rows] == [False, False, False, True]
+    assert table(outcome).row_count == 5
+
+
+@pytest.mark.parametrize(
+    ("losses", "serial"),
+    [([4.0, 3.1], [4.0, 3.0]), ([4.0, float("nan")], [4.0, 3.0]), ([4.0, 4.0], [4.0, 4.0])],
+    ids=["wrong", "not a number", "serial ones that don't fall"],
+)
+def test_a_contender_without_the_serial_losses_is_refused_by_name(
+    losses: list[float], serial: list[float]
+) -> None:
+    assert check_losses("ours", [4.0, 3.00001], [4.0, 3.0]) < 1e-5
+    with pytest.raises(CheckError, match="losses of ours"):
+        check_losses("ours", losses, serial)
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ import autopar
 from autopar.cli import finite, main
 from autopar.core.costs import Collective
 from autopar.errors import InputError
+from autopar.options import VARIABLE, Options, read, settle, write
 from autopar.runtime import launch
 
 ROOT = Path(__file__).parents[1]
@@ -267,6 +268,84 @@ print("modes", parallel.training, parallel.norm.training, sys.argv[1:])
     assert error["kind"] == "WorkerError" and "ValueError: not today" in error["found"]
     assert "rank 0" in error["where"] or "rank 1" in error["where"]
     assert "train.py" in failed.stderr
+
+
+STEPS = """
+import autopar
+from autopar.target import load_target
+
+target = load_target({target!r} + ":net")
+parallel = autopar.parallelize(
+    target.model, autopar.ClusterSpec.detect(), target.args, loss_fn=target.loss_fn, schedule="gpipe"
+)
+loss = parallel.train_step(*target.args)
+pipeline = parallel.plan.pipeline
+print("plan", parallel.plan.mesh, pipeline.ranks, pipeline.micro_batches, pipeline.schedule.value, bool(loss))
+"""
+
+
+@pytest.mark.long
+def test_runs_options_reach_parallelize_where_the_script_says_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STEPS.format(target=str(TARGETS)))
+    words = ("run", str(script), *LOCAL, *STAGED, "--schedule", "zb1p", "--no-measure")
+    done = started(*words)
+    assert done.returncode == 0, done.stderr
+    assert "plan 1 2 2 gpipe True" in done.stdout
+    said = {"stages": 1, "micro_batches": 3, "force": "batch"}
+    done = started("run", str(script), *LOCAL, "--no-measure", env=os.environ | {VARIABLE: json.dumps(said)})
+    assert "plan 2 1 3 gpipe True" in done.stdout, done.stderr
+
+
+def test_runs_options_go_into_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(launch, "_launch", lambda *arguments: given.append(arguments))
+    words = (*STAGED, "--memory", "1GB", "--no-measure", "--gap", "0.1")
+    code, _ = command(capsys, "run", str(TARGETS), *LOCAL, *words, "--rate", "3")
+    ((script, *own), _, _, variables) = given[0]
+    assert code == 0 and script == str(TARGETS) and own == ["--rate", "3"]
+    said = {"stages": "2", "micro_batches": "2", "memory": "1GB", "measure": False, "gap": 0.1}
+    assert json.loads(variables[VARIABLE]) == said
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--stages", "two"), "two"),
+        (("--stages", "3", "--micro-batches", "3"), "3 for 1 nodes of 2 devices"),
+        (("--stages", "2", "--micro-batches", "1"), "1 micro-batch"),
+        (("--schedule", "1f2b"), "1f2b"),
+        (("--memory", "2 cups"), "2 cups"),
+        (("--optimizer", "muon"), "muon"),
+    ],
+)
+def test_runs_bad_options_are_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    found: str,
+) -> None:
+    monkeypatch.setattr(launch, "_launch", lambda *_: pytest.fail("launched"))
+    assert found in error_of(capsys, "run", str(TARGETS), *LOCAL, *words)["found"]
+
+
+@pytest.mark.parametrize("text", ["stages=2", "[2]", '{"stage": 2}', '{"stages": [2]}', '{"measure": "no"}'])
+def test_an_environment_without_options_is_bad_input(text: str) -> None:
+    with pytest.raises(InputError, match=f"{VARIABLE}.*wanted a JSON object of mesh"):
+        read({VARIABLE: text})
+
+
+def test_options_that_are_said_go_before_those_of_the_environment() -> None:
+    environment = {VARIABLE: json.dumps({"stages": 2, "schedule": "zbv"})}
+    found = settle(environment, stages=4, micro_batches=None)
+    assert (found.stages, found.schedule, found.micro_batches) == (4, "zbv", 1)
+    assert json.loads(write({"stages": 8, "gap": None}, environment)[VARIABLE]) == {
+        "stages": 8,
+        "schedule": "zbv",
+    }
+    assert settle({}) == Options() and write({"stages": None}, {}) == {}
 
 
 def test_run_wants_a_script_and_a_cluster_of_this_machine(

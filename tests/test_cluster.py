@@ -92,6 +92,25 @@ def test_one_crossing_group_makes_an_axis_slow() -> None:
     assert spec.link(Mesh((6, 1)), 1) == FAST
 
 
+def test_groups_span_nodes() -> None:
+    spans = {
+        (shape, axes): TWO_NODES.nodes_of(Mesh(shape), axes)
+        for shape, axes in (((8,), (0,)), ((2, 4), (0,)), ((2, 4), (1,)), ((4, 2), (0,)), ((4, 2), (0, 1)))
+    }
+    assert list(spans.values()) == [2, 2, 1, 2, 2]
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_stages_are_counted_as_they_can_be_cut(nodes: int, per_node: int) -> None:
+    spec = ClusterSpec(nodes=nodes, devices_per_node=per_node, intra=FAST, inter=SLOW)
+    for count in range(1, spec.num_devices + 1):
+        if count in spec.stage_counts():
+            assert spec.stage(count).num_devices * count == spec.num_devices
+        else:
+            with pytest.raises(InputError, match="equal parts"):
+                spec.stage(count)
+
+
 def test_a_world_or_mesh_of_another_size_is_refused() -> None:
     TWO_NODES.check_world(8)
     with pytest.raises(InputError, match=r"found 4, wanted 8 \(2 nodes of 4 devices\)"):
@@ -109,6 +128,28 @@ def test_memory_may_be_text_and_replace_keeps_the_rest() -> None:
     assert smaller.memory == 2**31
     assert smaller.inter == SLOW
     assert one_node(2).memory is None
+
+
+@pytest.mark.parametrize("cores", [0, -1, "2", True, float("inf")])
+def test_cores_are_a_number_above_0(cores: object) -> None:
+    with pytest.raises(InputError, match=r"cluster\.cores.*above 0"):
+        ClusterSpec(devices_per_node=1, cores=cores)  # type: ignore[arg-type]
+
+
+def test_a_slow_network_of_small_hosts_is_described_in_its_own_units(tmp_path: Path) -> None:
+    text = """
+    [cluster]
+    nodes = 4
+    devices_per_node = 1
+    cores = 0.5
+    [links.inter]
+    bandwidth = "200Mbit/s"
+    latency = "1ms"
+    """
+    found = ClusterSpec.from_toml(write(tmp_path, text))
+    assert (found.cores, found.inter) == (0.5, Link(1e-3, 25e6))
+    assert "0.5 cores a node" in str(found)
+    assert found.stage(4).cores == 0.5
 
 
 def test_unknown_links_are_marked_as_estimated() -> None:

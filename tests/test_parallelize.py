@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,25 @@ def modes() -> list[tuple[float, float]]:
         if item.grad is not None
     ]
     return [(found[0], found[1]), (0.0, max(gaps))]
+
+
+def told() -> list[tuple[int, int, str]]:
+    """What is planned where the environment says it, and where the script does too."""
+    model, (x, y) = net()
+    given: dict[str, Any] = {"loss_fn": nn.functional.cross_entropy, "measure": False}
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOPAR_OPTIONS", '{"stages": 2, "micro_batches": 4, "schedule": "gpipe", "mesh": "1"}')
+        for said in ({}, {"micro_batches": 2}):
+            cluster = autopar.ClusterSpec.local(2)
+            parallel = autopar.parallelize(copy.deepcopy(model), cluster, (x, y), **given, **said)
+            pipeline = parallel.plan.pipeline
+            found.append((pipeline.ranks, pipeline.micro_batches, pipeline.schedule.value))
+    return found
+
+
+def test_parallelize_takes_from_the_environment_what_the_script_leaves_open(pools: Pools) -> None:
+    assert pools(2).run(told) == [[(2, 4, "gpipe"), (2, 2, "gpipe")]] * 2
 
 
 def test_eval_mode_plans_anew_with_and_without_gradients(pools: Pools) -> None:

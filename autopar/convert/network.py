@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.convert.table import Effect, effect_of, exists
+from autopar.convert.table import Action, Effect, effect_of, exists
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Placement, Shard
 
@@ -25,7 +25,8 @@ Numbers: TypeAlias = NDArray[np.intp]
 Flags: TypeAlias = NDArray[np.bool_]
 Alike: TypeAlias = tuple[tuple[int, ...], ...]  # groups of axes whose names are forgotten
 Placements: TypeAlias = tuple[tuple[Placement, ...], ...]  # of interest, on each axis
-Price = Callable[["Change", Numbers, Numbers], NDArray[np.float64]]
+Seconds: TypeAlias = NDArray[np.float64]
+Price = Callable[["Change", Numbers, Numbers], tuple[Seconds, Seconds]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +44,20 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Layouts and the moves between them, each from number `source` to number `target`, with its seconds;
-    `into_shard` and `sums` say which end in a shard, and which are `r_to_b`."""
+    """Layouts and the moves between them, each from number `source` to number `target`, with its seconds and
+    what the forward pass has of them; `into_shard`, `sums` and `gathers` say which end in a shard, which are
+    `r_to_b`, and which are all-gathers."""
 
     layouts: tuple[Layout, ...]
     place: dict[Layout, int]
     source: Numbers
     target: Numbers
     axis: Numbers
-    seconds: NDArray[np.float64]
+    seconds: Seconds
+    forward: Seconds
     into_shard: Flags
     sums: Flags
+    gathers: Flags
 
     def move(self, number: int) -> Move:
         return Move(
@@ -74,10 +78,9 @@ class Network:
         behind = _reach(needs, self.target, self.source, allowed & ahead[self.source])
         return allowed & ahead[self.source] & behind[self.target]
 
-    def leading(self, sources: Flags, allowed: Flags) -> Flags:
-        """The allowed `r_to_b` to which nothing but others lead from a source."""
-        sums = allowed & self.sums
-        return sums & _reach(sources, self.source, self.target, sums)[self.source]
+    def following(self, sources: Flags, allowed: Flags) -> Flags:
+        """The allowed moves that can follow each other from a source on."""
+        return allowed & _reach(sources, self.source, self.target, allowed)[self.source]
 
 
 def _reach(begin: Flags, source: Numbers, target: Numbers, allowed: Flags) -> Flags:
@@ -97,7 +100,8 @@ def network(
 ) -> Network:
     """The moves between all layouts of `placements` that are `legal` for the tensor.
 
-    `price(layouts)` gives seconds of one change between numbers of these layouts.
+    `price(layouts)` gives seconds of one change between numbers of these layouts, all of them and those of
+    the forward pass.
     """
     return _Builder(placements, alike).build(legal, price)
 
@@ -133,16 +137,19 @@ class _Builder:
                 end = number[ordered[begin + (new - old) * self.stride(axis)]]
                 start, end = number[begin[end >= 0]], end[end >= 0]
                 shard, sums = isinstance(change.target, Shard), change.effect.name == "r_to_b"
-                found.append((start, end, axis, seconds(change, start, end), shard, sums))
+                gathers = change.effect.forward is Action.ALL_GATHER
+                found.append((start, end, *seconds(change, start, end), axis, shard, sums, gathers))
         return self.network(own, found)
 
     def network(self, layouts: tuple[Layout, ...], found: Sequence[tuple[Any, ...]]) -> Network:
         lengths = [len(start) for start, *_ in found]
-        source, target, seconds = (np.concatenate([row[column] for row in found]) for column in (0, 1, 3))
-        axis, shard, sums = (np.repeat([row[column] for row in found], lengths) for column in (2, 4, 5))
-        first = slice(None)
+        columns = list(zip(*found, strict=True))
+        source, target, seconds, forward = map(np.concatenate, columns[:4])
+        axis, *flags = (np.repeat(column, lengths) for column in columns[4:])
+        first = np.arange(len(source))
         if self.alike:  # on axes alike a move has a twin on each
-            _, first = np.unique(source * len(layouts) + target, return_index=True)  # type: ignore[assignment]
+            _, first = np.unique(source * len(layouts) + target, return_index=True)
+        shard, sums, gathers = (each[first] for each in flags)
         return Network(
             layouts,
             {layout: index for index, layout in enumerate(layouts)},
@@ -150,8 +157,10 @@ class _Builder:
             target[first],
             axis[first],
             seconds[first],
-            shard[first],
-            sums[first],
+            forward[first],
+            shard,
+            sums,
+            gathers,
         )
 
     def stride(self, axis: int) -> int:

@@ -69,6 +69,9 @@ _TABLE: dict[tuple[type, type], Effect] = {
 }
 
 
+EFFECTS = {each.name: each for each in _TABLE.values()}
+
+
 def effect(move: Move) -> Effect:
     """What `move` does."""
     return effect_of(*move.placements)
@@ -77,6 +80,11 @@ def effect(move: Move) -> Effect:
 def effect_of(source: Placement, target: Placement) -> Effect:
     """What a change of placement does."""
     return _TABLE[type(source), type(target)]
+
+
+def gathers(move: Move) -> bool:
+    """Whether `move` is an all-gather."""
+    return effect(move).forward is Action.ALL_GATHER
 
 
 def exists(source: Placement, target: Placement) -> bool:

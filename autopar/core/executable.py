@@ -20,13 +20,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Gather:
+    """A registered gathering operator, by name, and its arguments after the tensor: group key, dim, blocks,
+    sizes."""
+
+    operator: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class InputPart:
     """One placeholder of the program: which tensor it takes and which part of it.
 
     `target` is the qualified name in the model (parameters, buffers), the constant's name, or the
     path of a user input; `aliases` are further names of a tied parameter. `sync` is the group key
     over which the parameter's gradient is summed in buckets after backward; None if the program
-    itself does all that is needed.
+    itself does all that is needed. A parameter with `gathers` is gathered by them once a step, ahead of the
+    program, and its gradient, once it has added up, scattered the other way round.
     """
 
     name: str
@@ -38,6 +48,7 @@ class InputPart:
     aliases: tuple[str, ...] = ()
     mutated: bool = False
     sync: str | None = None
+    gathers: tuple[Gather, ...] = ()
     position: int = -1  # among the call's flat tensors, for user inputs
 
 
@@ -46,13 +57,14 @@ class Pinned:
     """What a later program must keep to: the mesh, and the layouts that tensors already have.
 
     `stored` are parameters and buffers, by their names in the model, `users` user inputs, by path;
-    `homes` is the first stage of each parameter and buffer, where there are stages.
+    `homes` is the first stage of each parameter and buffer, where `pipeline` has stages.
     """
 
     mesh: Mesh
     stored: Mapping[str, Layout]
     users: Mapping[str, Layout]
     homes: Mapping[str, int] = field(default_factory=dict)
+    pipeline: Pipeline = Pipeline()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +103,9 @@ class StagedExecutable:
     """One rank's programs of the stages that it holds.
 
     `inputs` are those of the whole graph; `holders` says which pipeline ranks have each parameter and
-    buffer, by target (several have a tied weight), and `homes` its first stage. `loss_is_sum` says how
-    micro-batches' losses add up.
+    buffer that is used, by target (several have a tied weight), and `homes` its first stage. `outputs`
+    are the last stage's, global on every rank; of a step that is the loss alone, and `loss_is_sum` says
+    how micro-batches' losses add up.
     """
 
     mesh: Mesh  # of one stage
@@ -102,6 +115,6 @@ class StagedExecutable:
     holders: Mapping[str, tuple[int, ...]]
     homes: Mapping[str, int]
     groups: tuple[str, ...]
-    loss: TensorSpec
+    outputs: tuple[TensorSpec, ...]
     loss_is_sum: bool
     plan: Any

@@ -7,6 +7,7 @@ traced and its arguments, with every tensor replaced by `Ref(name)`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -69,8 +70,9 @@ class Operator:
     """One call of an ATen overload; `results` holds None for results that nobody can use.
 
     `order` is the memory order of operand 0's dims where a random operator draws in it, empty if
-    that is the dims' own order. `operands` are the tensors of all uses, in the order of the arguments;
-    a tensor used twice appears twice.
+    that is the dims' own order. `checkpoint` is the number of the region that the model itself computes
+    again in backward, 0 outside of them. `operands` are the tensors of all uses, in the order of the
+    arguments; a tensor used twice appears twice.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Operator:
     module: str = ""  # qualified name of the module that called it, for printing
     source: str = ""  # the user's own line, for errors
     order: tuple[int, ...] = ()
+    checkpoint: int = 0
     operands: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +114,13 @@ class Graph:
             for position, name in enumerate(operator.operands):
                 uses[name].append((operator, position))
         return uses
+
+    @property
+    def checkpoints(self) -> tuple[tuple[int, int], ...]:
+        """The regions that the model itself computes again in backward: operators [first, stop)."""
+        runs = itertools.groupby(enumerate(self.operators), key=lambda each: each[1].checkpoint)
+        regions = [[index for index, _ in run] for number, run in runs if number]
+        return tuple((region[0], region[-1] + 1) for region in regions)
 
 
 def refs(tree: Any) -> Iterator[Ref]:

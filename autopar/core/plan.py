@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.pipeline import Pipeline
@@ -20,7 +21,8 @@ class Program:
     A strategy is a tuple of one-axis options, the major axis first. `moves` of a tensor form a
     tree rooted in the layout in which it is made; `outputs` are the layouts in which the graph's
     outputs leave it. `recompute` are ranges [first, stop) of operators, by number, whose insides are
-    computed again in backward.
+    computed again in backward. `gatherings` says when weights, by name, are gathered that are stored in
+    shards; those that it leaves out are kept from forward to backward.
     """
 
     mesh: Mesh
@@ -29,6 +31,11 @@ class Program:
     moves: Mapping[str, tuple[Move, ...]]
     outputs: Mapping[str, Layout]
     recompute: tuple[tuple[int, int], ...] = ()
+    gatherings: Mapping[str, Gathering] = field(default_factory=dict)
+
+    def gathering(self, name: str) -> Gathering:
+        """When the weight is gathered."""
+        return self.gatherings.get(name, Gathering.KEEP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,9 @@ class ScheduleKind(Enum):
         return self in (ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
 
 
+SPLIT_BACKWARD = (ScheduleKind.ZB1P, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)  # into inputs' and weights'
+
+
 class ActionKind(Enum):
     """What an action computes; values are torch's letters."""
 

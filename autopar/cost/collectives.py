@@ -123,6 +123,15 @@ class CollectiveTable:
             return CollectiveCost(slowest * nbytes / most, measured=False)
         return CollectiveCost(_interpolate(points, nbytes), measured=True)
 
+    def line(self, kind: Collective, *, size: int, nodes: int) -> tuple[float, float] | None:
+        """Seconds of the smallest measured message, and bytes per second from it to the largest; None
+        where fewer than two sizes, or no growth, was measured."""
+        points = self.points.get((kind, size, nodes), ())
+        if len(points) < 2 or points[-1][1] <= points[0][1]:
+            return None
+        (least, fastest), (most, slowest) = points[0], points[-1]
+        return fastest, (most - least) / (slowest - fastest)
+
 
 def _rising(points: list[Point]) -> tuple[Point, ...]:
     """Each time at most that of the next larger size."""

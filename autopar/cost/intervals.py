@@ -5,30 +5,29 @@
 
 What is needed by operators u1 < u2 < ... and paid once in each stage that has one of them, a tied
 weight or a mask that every stage makes for itself, is paid by u_i in the stages that begin after
-u_(i-1): a rectangle of the table, p in (u_(i-1), u_i], q > u_i. Rectangles are added at their corners
-and summed up once, so that all n^2 stages cost as much as reading the graph and writing the table.
+u_(i-1): a rectangle of the table (rectangles.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Program
+from autopar.cost.again import repeated
 from autopar.cost.collectives import all_reduce, send_recv
+from autopar.cost.gathering import copies, copy_bytes, regathers
 from autopar.cost.memory import footing
 from autopar.cost.prices import Prices
+from autopar.cost.rectangles import Rectangles, Row, Table
 from autopar.cost.step import move_seconds
 from autopar.cost.values import Value, Values, find_values
-
-Table = NDArray[np.float64]  # [p, q]: 0 where q <= p
-Row = NDArray[np.float64]  # [p]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,23 @@ def crossing_bytes(graph: Graph, prices: Prices, program: Program) -> tuple[int,
     for value in values.of.values():
         row.add(value, float(prices.local_bytes(value.name, value.layout)))
     return tuple(int(nbytes) for nbytes in row.total()[:-1])
+
+
+def choose_places(crossing: Sequence[int], most: int) -> tuple[int, ...]:
+    """Where a graph may be cut: everywhere, or at `most` places, where less crosses than around them
+    and then where least crosses.
+
+    `crossing[p]` are the bytes that cross the position before operator p; the ends 0 and n are always there.
+    """
+    count = len(crossing)
+    inner = list(range(1, count))
+    if len(inner) > most:
+        padded = [math.inf, *crossing[1:], math.inf]
+        least = [p for p in inner if padded[p] <= padded[p - 1] and padded[p] < padded[p + 1]]
+        least = least[:: -(-len(least) // most)]
+        others = sorted(set(inner).difference(least), key=lambda p: (crossing[p], p))
+        inner = sorted([*least, *others[: most - len(least)]])
+    return (0, *inner, count)
 
 
 def intervals(
@@ -113,43 +129,6 @@ def intervals(
     )
 
 
-class _Rectangles:
-    """A table as the sum of rectangles, of which only the corners are written."""
-
-    def __init__(self, places: Sequence[int]) -> None:
-        self.places = np.asarray(places)
-        self.corners: list[tuple[int, int, int, float]] = []
-
-    def add(self, after: int, user: int, amount: float) -> None:
-        """`amount` in every stage that begins after operator `after` and has operator `user`."""
-        if amount:
-            self.corners.append((after, user, user, amount))
-
-    def add_each(self, users: Sequence[int], amount: float) -> None:
-        """`amount` once in every stage that has one of `users`, which are in order."""
-        for before, user in pairwise((-1, *users)):
-            self.add(before, user, amount)
-
-    def add_first(self, home: int, user: int, amount: float) -> None:
-        """`amount` in every stage that has both operators, `home` and then `user`."""
-        if amount:
-            self.corners.append((-1, home, user, amount))
-
-    def total(self) -> Table:
-        """The table; stages that end where they begin, or before, are 0."""
-        size = len(self.places)
-        table = np.zeros((size + 1, size))
-        if self.corners:
-            after, last, user, amount = map(np.asarray, zip(*self.corners, strict=True))
-            low = np.searchsorted(self.places, after, side="right")
-            high = np.searchsorted(self.places, last, side="right")  # the first cut behind `last`
-            ends = np.searchsorted(self.places, user, side="right")
-            np.add.at(table, (low, ends), amount)
-            np.add.at(table, (high, ends), -amount)
-        summed = np.cumsum(np.cumsum(table, axis=0), axis=1)[:-1]
-        return np.triu(summed.clip(min=0.0), 1)  # corners cancel but for rounding
-
-
 class _Crossing:
     """A row over cuts, of what is made before and used behind them."""
 
@@ -178,12 +157,12 @@ class _Seconds:
     program: Program
     values: Values
     places: Sequence[int]
-    forward: _Rectangles = field(init=False)
-    input_gradient: _Rectangles = field(init=False)
-    weight_gradient: _Rectangles = field(init=False)
+    forward: Rectangles = field(init=False)
+    input_gradient: Rectangles = field(init=False)
+    weight_gradient: Rectangles = field(init=False)
 
     def __post_init__(self) -> None:
-        self.forward, self.input_gradient, self.weight_gradient = (_Rectangles(self.places) for _ in range(3))
+        self.forward, self.input_gradient, self.weight_gradient = (Rectangles(self.places) for _ in range(3))
         parameters = {item.name for item in self.graph.inputs if item.kind is InputKind.PARAMETER}
         for place, item in enumerate(self.graph.operators):
             price = self.prices.operator(item, self.program.strategies[item.name])
@@ -191,12 +170,16 @@ class _Seconds:
             free = made and self.values.free.issuperset(made)
             users = (self.values.carriers[item.name] or (place,)) if free else (place,)
             self.add(users, price.forward, price.backward - price.weights, price.weights)
+        for each in regathers(self.graph, self.prices, self.program, self.values):
+            self.add((each.place,), 0.0, each.seconds, 0.0)
         for value in self.values.of.values():
             if value.move is not None and not value.leads:
                 weight = value.name in parameters
                 before, after = move_seconds(self.prices, value, name_is_weight=weight)
                 users = value.carriers if value.free else (value.home,)
                 self.add(users, before, *((0.0, after) if weight else (after, 0.0)))
+        for place, until, seconds in repeated(self.graph, self.prices, self.program):
+            self.input_gradient.add_first(place, until, seconds)
 
     def add(self, users: Sequence[int], forward: float, inputs: float, weights: float) -> None:
         self.forward.add_each(users, forward)
@@ -211,22 +194,26 @@ def _weights(
 
     A weight on several stages has a copy on each, and its gradient is summed over them besides.
     """
-    state, sync, update = (_Rectangles(places) for _ in range(3))
+    state, sync, update = (Rectangles(places) for _ in range(3))
     largest = np.zeros(len(graph.operators))
+    full = copies(graph, prices, program, values)
     for item in graph.inputs:
         if item.kind is InputKind.USER:
             continue
         layout = program.inputs[item.name]
         users = values.source(item.name).carriers or (0,)
         state.add_each(users, float(prices.state_bytes(item.name, layout)))
+        if item.name in full:
+            layout = full[item.name].layout  # in which it is used, and its gradient adds up
+            state.add_each(users, float(copy_bytes(graph, prices, item.name, layout)))
         if item.kind is not InputKind.PARAMETER:
             continue
-        update.add_each(users, prices.update(item.name, layout))
+        update.add_each(users, prices.update(item.name, program.inputs[item.name]))
         if not item.spec.requires_grad:
             continue
         nbytes = prices.local_bytes(item.name, layout)
         largest[list(users)] = np.maximum(largest[list(users)], nbytes)
-        shared = all_reduce(nbytes, 2, hop)
+        shared = all_reduce(prices.local_bytes(item.name, program.inputs[item.name]), 2, hop)
         sync.add_each(users, shared)
         sync.add_first(users[0], users[-1], -shared)  # the stage that has them all shares with nobody
     for value in values.of.values():
@@ -244,7 +231,7 @@ def _memory(
     own, which autograd keeps too (added by the caller).
     """
     found = footing(graph, prices, program)
-    kept = _Rectangles(places)
+    kept = Rectangles(places)
     for place, own in enumerate(found.own):
         kept.add(-1, place, float(own))
     for storage in found.kept:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
 from typing import assert_never
 
 import torch
-import torch.distributed as dist
 
 import autopar.runtime.collectives  # noqa: F401  (registers the moves)
 from autopar.cluster import ClusterSpec
@@ -31,37 +31,59 @@ SIZES = (4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)  # bytes; between and 
 BUDGET = 0.1  # seconds for one kind, size and group, beside its warm-up
 ROWS = 8  # length of the dim before the split one
 
-Point = tuple[int, Collective, int]  # ranks, kind, bytes
+Point = tuple["Span", Collective, int]  # groups, kind, bytes
 Progress = Callable[[int, int, str], None]  # done, all, what
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The groups along `axes` of a mesh of which each of `copies` pipeline ranks holds one; each group
+    spans `nodes` nodes."""
+
+    mesh: Mesh
+    axes: tuple[int, ...]
+    copies: int = 1
+    nodes: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks in a group."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+
 def wanted(cluster: ClusterSpec, nbytes: Sequence[int] = SIZES) -> list[Point]:
-    """What plans on one node need: every kind and size for every group that a mesh has."""
-    sizes = {
-        math.prod(mesh.shape[axis] for axis in axes)
-        for mesh in cluster.meshes()
-        for count in range(1, len(mesh.shape) + 1)
-        for axes in combinations(mesh.axes, count)
-    }
-    return [(size, kind, each) for size in sorted(sizes - {1}) for kind in Collective for each in nbytes]
+    """What plans need: every kind and size for every size of group, and number of nodes that it spans,
+    that a mesh of the cluster or of a stage has."""
+    return [(span, kind, each) for span in spans(cluster) for kind in Collective for each in nbytes]
+
+
+def spans(cluster: ClusterSpec) -> list[Span]:
+    """One for each size and number of nodes, of neighbouring ranks where there is a choice."""
+    found: dict[tuple[int, int], Span] = {}
+    for copies in cluster.stage_counts():
+        stage = cluster.stage(copies)
+        for mesh in stage.meshes():
+            for count in range(1, len(mesh.shape) + 1):
+                for axes in reversed(list(combinations(mesh.axes, count))):
+                    span = Span(mesh, axes, copies, stage.nodes_of(mesh, axes))
+                    found.setdefault((span.size, span.nodes), span)
+    return [found[size, nodes] for size, nodes in sorted(found) if size > 1]
 
 
 def measure(
     points: list[Point], timeout: timedelta, progress: Progress | None = None
 ) -> list[CollectiveMeasurement]:
     """Measure `points`; collective, with the same answer on every rank."""
-    world = dist.get_world_size()
     found: list[CollectiveMeasurement] = []
-    for size in sorted({point[0] for point in points}):
-        mesh = Mesh((world,) if size == world else (world // size, size))
-        key = mesh.key((len(mesh.shape) - 1,))
-        groups.setup(mesh, [key], timeout=timeout)
-        group = groups.group(key)
-        for _, kind, nbytes in (point for point in points if point[0] == size):
-            if progress:
-                progress(len(found), len(points), f"{kind.value} of {show_bytes(nbytes)} over {size}")
-            run = _move(kind, nbytes, key)
-            found.append(measure_collective(kind, nbytes, group, budget=BUDGET, run=run))
+    for span, kind, nbytes in points:
+        key = span.mesh.key(span.axes)
+        groups.setup(span.mesh, [key], timeout=timeout, copies=span.copies)
+        if progress:
+            progress(len(found), len(points), f"{kind.value} of {show_bytes(nbytes)} over {span.size}")
+        run = _move(kind, nbytes, key)
+        found.append(
+            measure_collective(kind, nbytes, groups.group(key), nodes=span.nodes, budget=BUDGET, run=run)
+        )
     return found
 
 

@@ -1,30 +1,36 @@
 """Peak memory of a plan, by replaying one step: what is alive at every moment, in bytes.
 
-    state      weights, gradients, optimizer state: all step long
-    kept       converted inputs, outputs and scratch that backward reads: from forward to there
-    working    operands, results and their gradients while an operator runs
+    state       weights, the optimizer's state, and copies that are gathered once: all step long
+    kept        storages and scratch that backward reads: from forward to there; of a weight that is gathered
+                again nothing
+    working     what calls take and give, and gradients, while somebody still needs them
 
-R and B hold one copy; a view shares its operand's memory.
+    forward     | x ====================== |            a part that is computed again keeps what it takes
+                |    a ===   b ===   c === |            and what ranks exchanged, and in backward all else
+    backward    |       a' = b' = c' = | then gradients  from its first moment
+
+Tensors are counted as torch holds them: a call's operands until their last use, results from its start,
+gradients from when they are made until the call that made their tensor has taken them. A view shares
+its storage, a gradient that is passed on too. What kernels need inside isn't counted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autopar.convert.table import Action, effect
 from autopar.core.graph import Graph, InputKind
-from autopar.core.placement import Broadcast, Layout, R
 from autopar.core.plan import Program
 from autopar.cost.prices import Prices
-
-Storage = tuple[str, Layout]
+from autopar.cost.tape import Tape, TapeCall, Weight, record
+from autopar.runtime.gradient_sync import BUCKET_BYTES, Member, assign
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes per device: `nbytes` = `state` + the most that `kept` and working tensors reach."""
+    """Bytes per device: `nbytes` at the peak of a step, `state` of weights, their gradients and what the
+    optimizer keeps, `kept` for backward when it begins."""
 
     nbytes: int
     state: int
@@ -53,163 +59,457 @@ class Footing:
     working: tuple[int, ...]
 
 
-def value_layout(layout: Layout) -> Layout:
-    """The layout of the value alone: B is R."""
-    return tuple(R if isinstance(item, Broadcast) else item for item in layout)
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Memory that is not at rest: it is made at `home`, -1 if users pass it; `uses` are the places of the
+    operators that read it, `keepers` of those whose backward does. What ranks exchanged is `held` when an
+    operator is computed again."""
+
+    nbytes: int
+    home: int
+    held: bool
+    uses: tuple[int, ...]
+    keepers: tuple[int, ...]
 
 
 def peak_memory(graph: Graph, prices: Prices, program: Program) -> Peak:
-    """Replay forward and backward of one step of the largest rank."""
+    """Replay one step of the largest rank, with the parts of the program that are computed again."""
     return _Replay(graph, prices, program).run()
 
 
 def footing(graph: Graph, prices: Prices, program: Program) -> Footing:
     """What each operator of the largest rank holds, for cuts into pipeline stages to add up."""
-    return _Replay(graph, prices, program).footing()
+    replay = _Replay(graph, prices, program, staged=True)
+    replay.run()
+    return replay.footing()
 
 
-Step = tuple[list[Storage], list[Storage], set[Storage], int]
+def lives(graph: Graph, prices: Prices, program: Program) -> tuple[Life, ...]:
+    """All memory of the largest rank that comes and goes in a step, as if nothing were computed again."""
+    tape = record(graph, prices, program)
+    home = dict.fromkeys((tape.root[value] for value in tape.users), (-1, True))
+    uses: dict[int, list[int]] = {}
+    keepers: dict[int, list[int]] = {}
+    own = []
+    for call in tape.calls:
+        memory = call.memory
+        home |= {item.value: (call.place, not memory.repeats) for item in memory.gives if item.alias is None}
+        for value in memory.takes:
+            uses.setdefault(tape.root[value], []).append(call.place)
+        for root in memory.keeps:
+            keepers.setdefault(root, []).append(call.place)
+        if memory.own:
+            own.append(Life(memory.own, call.place, not memory.repeats, (), (call.place,)))
+    found = (
+        Life(
+            nbytes=tape.nbytes[root],
+            home=place,
+            held=held,
+            uses=tuple(dict.fromkeys(uses.get(root, ()))),
+            keepers=tuple(dict.fromkeys(keepers.get(root, ()))),
+        )
+        for root, (place, held) in home.items()
+        if tape.nbytes[root] and root not in tape.gathered
+    )
+    return (*found, *own)
+
+
+class _Heap:
+    """Storages by key, each there while somebody holds it; `now` bytes, and at `most` so far."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.sizes: dict[Hashable, int] = {}
+        self.holds: Counter[Hashable] = Counter()
+
+    def hold(self, key: Hashable, nbytes: int) -> None:
+        if not self.holds[key]:
+            self.sizes[key] = nbytes
+            self.now += nbytes
+            self.most = max(self.most, self.now)
+        self.holds[key] += 1
+
+    def drop(self, key: Hashable) -> None:
+        self.holds[key] -= 1
+        if not self.holds[key]:
+            self.now -= self.sizes[key]
+
+
+@dataclass(slots=True)
+class _Part:
+    """Calls [first, stop) of the tape that are computed again in backward."""
+
+    first: int
+    stop: int
+
+    @property
+    def calls(self) -> range:
+        return range(self.first, self.stop)
 
 
 class _Replay:
-    def __init__(self, graph: Graph, prices: Prices, program: Program) -> None:
-        self.graph, self.prices, self.program = graph, prices, program
-        self.root: dict[Storage, Storage] = {}
-        self.size: dict[Storage, int] = {}
-        self.states = {item.name for item in graph.inputs if item.kind is not InputKind.USER}
-        for name, moves in program.moves.items():
-            for move in moves:
-                if effect(move).forward is Action.NOTHING:
-                    self.root[name, value_layout(move.target)] = (name, value_layout(move.source))
+    """One step. Keys of storages are roots; ("again", root) of those that are computed again, ("own", call)
+    of scratch, ("gradient", number) of gradients.
 
-    def storage(self, name: str, layout: Layout) -> Storage:
-        key = (name, value_layout(layout))
-        while key in self.root and self.root[key] != key:
-            key = self.root[key]
-        if key not in self.size:
-            at_rest = name in self.states and key[1] == value_layout(self.program.inputs[name])
-            self.size[key] = 0 if at_rest else self.prices.local_bytes(name, key[1])
-        return key
+    For stages `staged` leaves out what is there all step, sums of gradients among it.
+    """
+
+    def __init__(self, graph: Graph, prices: Prices, program: Program, *, staged: bool = False) -> None:
+        self.graph, self.prices, self.program, self.staged = graph, prices, program, staged
+        self.tape: Tape = record(graph, prices, program)
+        self.calls = self.tape.calls
+        self.parts = self.find_parts() if prices.training else []
+        self.heap = _Heap()
+        self.copies: set[int] = set()  # roots that are there as copies
+        self.variables: set[Hashable] = set()  # storages that a later call takes
+        self.keepers: dict[int, list[int]] = {}  # of each storage that is kept, by place
+        self.own = [0] * (len(graph.operators) + 1)
+        self.working = [0] * (len(graph.operators) + 1)
+        self.by_operator = [0] * (len(graph.operators) + 1)
+        self.kept: Counter[int] = Counter()
+        self.kept_bytes = 0
+        self.slots: dict[int, Hashable] = {}  # the gradient of each value
+        self.made = 0  # gradients
+        weights = sorted(self.tape.weights, key=self.first_use)
+        self.sums = _Sums(self.heap, weights, adding=prices.accumulates)
+
+    def find_parts(self) -> list[_Part]:
+        found = []
+        for first, stop in self.program.recompute:
+            inside = [number for number, call in enumerate(self.calls) if first <= call.place < stop]
+            if inside:
+                found.append(_Part(inside[0], inside[-1] + 1))
+        return found
 
     def run(self) -> Peak:
-        state = sum(
-            self.prices.state_bytes(item.name, self.program.inputs[item.name])
-            for item in self.graph.inputs
-            if item.kind is not InputKind.USER
+        state = [item for item in self.graph.inputs if item.kind is not InputKind.USER]
+        state_bytes = self.tape.copies + sum(
+            self.prices.state_bytes(item.name, self.program.inputs[item.name]) for item in state
         )
-        steps = [self.step(index) for index in range(len(self.graph.operators))]
-        kept, by_operator = self.keep(steps)
-        forward = self.forward(steps, kept)
-        backward = self.backward(steps) + self.gradient() if self.prices.training else 0
-        resident = sum(self.size[key] for key in kept)
-        extra = sum(item[3] for item in steps)
-        return Peak(state + max(forward, backward), state, resident + extra, by_operator)
+        if not self.staged:
+            self.heap.hold("state", state_bytes - sum(weight.nbytes for weight in self.tape.weights))
+            self.heap.hold("batch", self.batch_bytes())
+            self.sums.begin()
+        self.forward()
+        kept = self.kept_bytes
+        if self.prices.training:
+            self.backward()
+        names = [item.name for item in self.graph.operators]
+        by_operator = dict(zip(names, self.by_operator, strict=False))
+        return Peak(self.heap.most, state_bytes, kept, by_operator)
 
-    def gradient(self) -> int:
-        """The largest gradient of a weight, which is held beside the sum of those before it."""
-        if not self.prices.accumulates:
-            return 0
-        weights = (
-            item.name
-            for item in self.graph.inputs
-            if item.kind is InputKind.PARAMETER and item.spec.requires_grad
-        )
-        return max((self.prices.local_bytes(name, self.program.inputs[name]) for name in weights), default=0)
+    def batch_bytes(self) -> int:
+        """The user's batch, of which every rank holds the whole."""
+        return sum(item.spec.nbytes for item in self.graph.inputs if item.kind is InputKind.USER)
 
     def footing(self) -> Footing:
-        steps = [self.step(index) for index in range(len(self.graph.operators))]
-        kept, _ = self.keep(steps)
-        homes: dict[Storage, int] = {}
-        keepers: dict[Storage, list[int]] = {}
-        for place, (operands, results, holds, _) in enumerate(steps):
-            for key in (*operands, *results):
-                homes.setdefault(key, place)
-            for key in holds:
-                keepers.setdefault(key, []).append(place)
-        working = [sum(self.size[key] for key in alive) for alive in self.transient(steps, kept)]
-        if self.prices.training:
-            gradients = [sum(self.size[key] for key in alive) for alive in self.gradients(steps)]
-            working = list(map(max, working, reversed(gradients)))
+        homes: dict[int, int] = {}
+        for call in self.calls:
+            for value in (*call.memory.takes, *(item.value for item in call.memory.gives)):
+                homes.setdefault(self.tape.root[value], call.place)
+        last = len(self.graph.operators)
+        working = self.working[:last]
+        if working:  # conversions of outputs belong to the last operator
+            working[-1] = max(self.working[last - 1 :])
         return Footing(
             kept=tuple(
-                KeptStorage(key[0], self.size[key], homes[key], tuple(places))
-                for key, places in keepers.items()
-                if self.size[key]
+                KeptStorage(self.tape.names[root], self.tape.nbytes[root], homes[root], tuple(sorted(places)))
+                for root, places in self.keepers.items()
+                if self.tape.nbytes[root]
             ),
-            own=tuple(own for _, _, _, own in steps),
+            own=tuple(self.own[:last]),
             working=tuple(working),
         )
 
-    def step(self, index: int) -> Step:
-        """(operands, results, kept, own bytes) of an operator."""
-        item = self.graph.operators[index]
-        strategy = self.program.strategies[item.name]
-        price = self.prices.operator(item, strategy)
-        operands = [
-            self.storage(name, tuple(option.operands[place] for option in strategy))
-            for place, name in enumerate(item.operands)
+    # -- what is kept -----------------------------------------------------------------------------
+
+    def keep(self, root: int, place: int) -> None:
+        self.heap.hold(root, self.tape.nbytes[root])
+        self.keepers.setdefault(root, []).append(place)
+        if not self.kept[root]:
+            self.kept_bytes += self.tape.nbytes[root]
+            self.by_operator[min(place, len(self.by_operator) - 1)] += self.tape.nbytes[root]
+        self.kept[root] += 1
+
+    def release(self, root: int) -> None:
+        self.heap.drop(root)
+        self.kept[root] -= 1
+        if not self.kept[root]:
+            self.kept_bytes -= self.tape.nbytes[root]
+
+    def keep_own(self, number: int) -> None:
+        call = self.calls[number]
+        self.heap.hold(("own", number), call.memory.own)
+        self.own[call.place] += call.memory.own
+        self.by_operator[call.place] += call.memory.own
+        self.kept_bytes += call.memory.own
+
+    def release_own(self, number: int) -> None:
+        self.heap.drop(("own", number))
+        self.kept_bytes -= self.calls[number].memory.own
+
+    def key(self, root: int) -> Hashable:
+        return ("again", root) if root in self.copies else root
+
+    def note(self, place: int, scratch: int = 0) -> None:
+        """The working bytes of this moment, with `scratch` that is gone in the next."""
+        self.heap.most = max(self.heap.most, self.heap.now + scratch)
+        self.working[place] = max(self.working[place], self.heap.now + scratch - self.kept_bytes)
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        for value in self.tape.users:  # the call's arguments live until it returns
+            self.heap.hold(self.tape.root[value], self.tape.nbytes[value])
+        left = self.uses(self.calls)
+        for value in self.tape.outputs:
+            left[self.tape.root[value]] += 1
+        number = 0
+        for part in (*self.parts, None):
+            stop = len(self.calls) if part is None else part.first
+            while number < stop:
+                self.call(number)
+                if self.prices.training:
+                    for root in self.calls[number].memory.keeps - self.tape.gathered:
+                        self.keep(root, self.calls[number].place)
+                    self.keep_own(number)
+                self.finish(number, left)
+                number += 1
+            if part is not None:
+                self.first_time(part, left)
+                number = part.stop
+        for value in self.tape.users:
+            self.heap.drop(self.tape.root[value])
+        if self.prices.accumulates or self.staged:  # of a step the loss alone is left
+            for value in self.tape.outputs:
+                self.use(self.tape.root[value], left)
+
+    def first_time(self, part: _Part, left: Counter[int]) -> None:
+        """A part in forward: what it takes is kept, and what it will not make again."""
+        for root in self.taken(part):
+            self.keep(root, self.calls[part.first].place)
+        for number in part.calls:
+            call = self.calls[number]
+            self.call(number)
+            if not call.memory.repeats:
+                for item in call.memory.gives:
+                    self.keep(item.value, call.place)
+                self.keep_own(number)
+            self.finish(number, left)
+
+    def uses(self, calls: Iterable[TapeCall]) -> Counter[int]:
+        return Counter(self.tape.root[value] for call in calls for value in call.memory.takes)
+
+    def taken(self, part: _Part) -> list[int]:
+        """Storages that a part takes from outside."""
+        inside = self.given(part)
+        found = (self.tape.root[value] for number in part.calls for value in self.calls[number].memory.takes)
+        return [root for root in dict.fromkeys(found) if root not in inside]
+
+    def given(self, part: _Part) -> set[int]:
+        """Storages that a part makes."""
+        gives = (item for number in part.calls for item in self.calls[number].memory.gives)
+        return {item.value for item in gives if item.alias is None}
+
+    def call(self, number: int) -> None:
+        """Begin a call."""
+        for item in self.calls[number].memory.gives:
+            if item.alias is None:
+                key = self.key(item.value)
+                self.heap.hold(key, item.nbytes)
+                self.variables.add(key)
+
+    def finish(self, number: int, left: Counter[int]) -> None:
+        """Let go of what no later call takes; `left` counts the uses to come of each storage."""
+        call = self.calls[number]
+        self.note(call.place, call.memory.forward_scratch)
+        for value in call.memory.takes:
+            self.use(self.tape.root[value], left)
+        for item in call.memory.gives:
+            if not left[self.tape.root[item.value]]:
+                self.forget(self.tape.root[item.value])
+
+    def use(self, root: int, left: Counter[int]) -> None:
+        left[root] -= 1
+        if not left[root]:
+            self.forget(root)
+
+    def forget(self, root: int) -> None:
+        key = self.key(root)
+        if key in self.variables:
+            self.variables.remove(key)
+            self.heap.drop(key)
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        firsts: dict[int, list[Weight]] = {self.first_use(weight): [] for weight in self.tape.weights}
+        for weight in self.tape.weights:
+            firsts[self.first_use(weight)].append(weight)
+        for value in self.tape.losses:
+            self.slots[value] = self.gradient(self.tape.nbytes[self.tape.root[value]])
+        parts = {part.stop - 1: part for part in self.parts}
+        part = None
+        for number in reversed(range(len(self.calls))):
+            if number in parts:
+                part = parts[number]
+                self.second_time(part)
+            self.differentiate(number, part)
+            for weight in firsts.get(number, ()):
+                if weight.value in self.slots:
+                    self.arrive(weight, self.slots.pop(weight.value))
+            if part is not None and number == part.first:
+                for root in self.taken(part):
+                    self.release(root)
+                self.copies, part = set(), None
+
+    def first_use(self, weight: Weight) -> int:
+        return next(
+            (number for number, call in enumerate(self.calls) if weight.value in call.memory.takes), -1
+        )
+
+    def second_time(self, part: _Part) -> None:
+        """A part is computed again, up to the last tensor that its backward reads."""
+        calls = [self.calls[number] for number in part.calls]
+        kept = {item.value for call in calls if not call.memory.repeats for item in call.memory.gives}
+        self.copies = self.given(part) - kept
+        left = self.uses(calls)
+        for root in self.given(part):
+            left[root] += 1  # what leaves the part stays until it has run
+        until = max(
+            (
+                number
+                for number in part.calls
+                if self.calls[number].memory.keeps or self.calls[number].memory.own
+            ),
+            default=part.first - 1,
+        )
+        for number in range(part.first, until + 1):
+            memory = self.calls[number].memory
+            if memory.repeats:
+                self.call(number)
+                self.heap.hold(("own", number), memory.own)
+            for root in memory.keeps:
+                self.heap.hold(self.key(root), self.tape.nbytes[root])
+            self.finish(number, left)
+        for root in self.given(part):
+            self.forget(root)
+        for root in kept:
+            self.release(root)
+
+    def differentiate(self, number: int, part: _Part | None) -> None:
+        """A call's backward: from the gradients of what it gave to those of what it took."""
+        call = self.calls[number]
+        incoming = {
+            item.value: self.slots.pop(item.value) for item in call.memory.gives if item.value in self.slots
+        }
+        gathered = call.memory.keeps & self.tape.gathered if part is None and incoming else frozenset()
+        for root in gathered:
+            self.heap.hold(("gathered", root), self.tape.nbytes[root])
+        made = []
+        for item in call.memory.gradients if incoming else ():
+            if item.alias is None:
+                made.append((item.value, self.gradient(item.nbytes)))
+            elif item.alias in incoming:
+                self.heap.hold(incoming[item.alias], 0)
+                made.append((item.value, incoming[item.alias]))
+        self.note(call.place, call.memory.backward_scratch if incoming else 0)
+        for root in gathered:
+            self.heap.drop(("gathered", root))
+        if part is None:
+            for root in call.memory.keeps - self.tape.gathered:
+                self.release(root)
+            self.release_own(number)
+        else:
+            self.forget_again(number)
+        for key in incoming.values():
+            self.heap.drop(key)
+        for value, key in made:
+            self.add(value, key)
+        self.note(call.place)
+
+    def forget_again(self, number: int) -> None:
+        """Of a call that ran again."""
+        memory = self.calls[number].memory
+        for root in memory.keeps:
+            self.heap.drop(self.key(root))
+        if memory.repeats:
+            self.heap.drop(("own", number))
+        else:
+            self.release_own(number)
+
+    def arrive(self, weight: Weight, key: Hashable) -> None:
+        if self.staged:  # added to what is there all step
+            self.heap.drop(key)
+        else:
+            self.sums.arrive(weight, key)
+
+    def gradient(self, nbytes: int) -> Hashable:
+        """A new one, held once."""
+        self.made += 1
+        self.heap.hold(("gradient", self.made), nbytes)
+        return "gradient", self.made
+
+    def add(self, value: int, key: Hashable) -> None:
+        """Add a gradient to that of a value: in place where nobody else holds it."""
+        old = self.slots.get(value)
+        if old is None:
+            self.slots[value] = key
+            return
+        if self.heap.holds[old] == 1:
+            self.heap.drop(key)
+            return
+        self.slots[value] = self.gradient(max(self.heap.sizes[old], self.heap.sizes[key]))
+        self.heap.drop(old)
+        self.heap.drop(key)
+
+
+class _Sums:
+    """What becomes of weights' gradients, as `runtime/gradient_sync.py` and `runtime/bound.py` have it.
+
+    A gradient that ranks sum waits for the others of its bucket, whose memory is there all the time; a
+    large one is summed where it lies. Those of earlier micro-batches are there from the start.
+    """
+
+    def __init__(self, heap: _Heap, weights: Sequence[Weight], *, adding: bool) -> None:
+        """`weights` in the order of their first use."""
+        self.heap, self.adding, self.weights = heap, adding, weights
+        members = [
+            Member(place, item.name, item.key, item.dtype, item.nbytes)
+            for place, item in reversed(list(enumerate(weights)))
+            if item.key is not None
         ]
-        results = []
-        for place, name in enumerate(item.results):
-            if name is None:
-                continue
-            layout = tuple(option.results[place] for option in strategy)
-            alias = price.kept.aliases[place] if place < len(price.kept.aliases) else None
-            if alias is not None:
-                self.root[name, value_layout(layout)] = operands[alias]
-            results.append(self.storage(name, layout))
-        kept = {operands[place] for place in price.kept.operands}
-        kept |= {results[place] for place in price.kept.results if place < len(results)}
-        return operands, results, kept, price.kept.extra_bytes
+        self.buckets = assign(members, BUCKET_BYTES)
+        self.bucket = {each.name: number for number, item in enumerate(self.buckets) for each in item.members}
+        self.waiting = [len(item.members) for item in self.buckets]
+        self.arrived: dict[int, list[Hashable]] = {}
+        self.next = 0
 
-    def keep(self, steps: list[Step]) -> tuple[set[Storage], dict[str, int]]:
-        everything: set[Storage] = set()
-        by_operator = {}
-        for item, (_, _, kept, extra) in zip(self.graph.operators, steps, strict=True):
-            by_operator[item.name] = extra + sum(self.size[key] for key in kept - everything)
-            everything |= kept
-        return everything, by_operator
+    def begin(self) -> None:
+        for number, bucket in enumerate(self.buckets):
+            if len(bucket.members) > 1:
+                self.heap.hold(("bucket", number), sum(item.nbytes for item in bucket.members))
+        if self.adding:
+            for item in self.weights:
+                self.heap.hold(("sum", item.name), item.nbytes)
 
-    def forward(self, steps: list[Step], kept: set[Storage]) -> int:
-        most = resident = 0
-        seen: set[Storage] = set()
-        for (operands, results, _, own), alive in zip(steps, self.transient(steps, kept), strict=True):
-            new = kept.intersection((*operands, *results)) - seen
-            seen |= new
-            resident += own + sum(self.size[key] for key in new)
-            most = max(most, resident + sum(self.size[key] for key in alive))
-        return most
-
-    def transient(self, steps: list[Step], kept: set[Storage]) -> Iterator[set[Storage]]:
-        """What is alive while each operator runs forward, beside what is kept; always the same set, which
-        changes."""
-        left = Counter(key for operands, _, _, _ in steps for key in set(operands))
-        alive: set[Storage] = set()
-        for operands, results, _, _ in steps:
-            alive |= {*operands, *results} - kept
-            yield alive
-            for key in set(operands):
-                left[key] -= 1
-            alive -= {key for key in alive if not left[key] and key not in results}
-
-    def backward(self, steps: list[Step]) -> int:
-        holders = Counter(key for _, _, kept, _ in steps for key in kept)
-        resident = sum(self.size[key] for key in holders) + sum(own for _, _, _, own in steps)
-        most = resident
-        for (_, _, kept, own), gradients in zip(reversed(steps), self.gradients(steps), strict=True):
-            most = max(most, resident + sum(self.size[key] for key in gradients))
-            resident -= own
-            for key in kept:
-                holders[key] -= 1
-                if not holders[key]:
-                    resident -= self.size[key]
-        return most
-
-    def gradients(self, steps: list[Step]) -> Iterator[set[Storage]]:
-        """The storages whose gradients are alive while each operator runs backward, the last one first;
-        always the same set, which changes."""
-        alive: set[Storage] = set()
-        for operands, results, _, _ in reversed(steps):
-            alive |= {key for key in (*operands, *results) if self.size[key]}
-            yield alive
-            alive -= set(results)
+    def arrive(self, weight: Weight, key: Hashable) -> None:
+        """Take over a gradient, held once."""
+        number = self.bucket.get(weight.name)
+        if self.adding:
+            if number is None:  # added to the parameter's own
+                self.heap.drop(key)
+                return
+            self.heap.hold(("new sum", weight.name), weight.nbytes)
+            self.heap.drop(("sum", weight.name))
+            self.heap.drop(key)
+            key = "new sum", weight.name
+        if number is None:
+            return
+        self.arrived.setdefault(number, []).append(key)
+        self.waiting[number] -= 1
+        while self.next < len(self.buckets) and not self.waiting[self.next]:
+            if len(self.buckets[self.next].members) > 1:
+                for each in self.arrived[self.next]:
+                    self.heap.drop(each)
+            self.next += 1

@@ -1,8 +1,8 @@
 """What is known about a cluster's speed: its roofline, its measurements, its collectives.
 
-Planning for this very machine measures operator calls that are missing, but only those that an
-estimated optimum uses; what estimates of an operator were off by then corrects the others, or the
-solver would flee from what is measured to what is guessed. For any other cluster the estimates stay,
+Planning for CPUs, whose nodes are machines like this one, measures operator calls that are missing, but
+only those that an estimated optimum uses; what estimates of an operator were off by then corrects the
+others, or the solver would flee from what is measured to what is guessed. For GPUs the estimates stay,
 and are marked.
 """
 
@@ -16,8 +16,8 @@ from statistics import median
 
 import torch
 
-from autopar.cluster import ClusterSpec
-from autopar.core.costs import DeviceModel, OperatorCost
+from autopar.cluster import ClusterSpec, Link
+from autopar.core.costs import Collective, DeviceModel, OperatorCost
 from autopar.core.graph import Call
 from autopar.cost.collectives import CollectiveTable
 from autopar.cost.compute import cost, estimate
@@ -35,7 +35,7 @@ Company = Callable[[list[Call]], None]  # starts the measuring of these calls el
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs on one kind of device; `here` says that this machine is one and can measure.
+    """Costs on one kind of device; `here` says that this machine has such devices and can measure.
 
     `contention` multiplies compute where processes share cores: n processes with one thread each on
     fewer cores take turns.
@@ -63,16 +63,23 @@ class CostModel:
     @staticmethod
     def of(cluster: ClusterSpec, database: Database | None) -> CostModel:
         """Read what `database` knows about the cluster's devices."""
-        here = cluster.device_type == "cpu" and cluster.nodes == 1
-        if not here:
+        if cluster.device_type != "cpu":
             return CostModel(device_model(cluster.device, database), {}, CollectiveTable({}))
         setting = setting_of(cluster)
         with using_threads(setting.threads):
             device = calibrate("cpu", database)
         measured = database.operators(setting) if database else {}
-        table = CollectiveTable.of(database.collectives(setting), "gloo") if database else CollectiveTable({})
-        contention = max(1.0, cluster.num_devices * setting.threads / (os.cpu_count() or 1))
-        return CostModel(device, measured, table, contention, here, setting)
+        network = network_of(cluster)
+        table = CollectiveTable.of(database.collectives(network), "gloo") if database else CollectiveTable({})
+        contention = max(1.0, cluster.devices_per_node * setting.threads / _cores(cluster))
+        return CostModel(device, measured, table, contention, True, setting)
+
+    def hop(self, cluster: ClusterSpec, ranks: int) -> Link:
+        """The slowest link between neighbours of `ranks` pipeline ranks: as it was measured, else as the
+        cluster says."""
+        link = cluster.hop(ranks)
+        line = self.collectives.line(Collective.SEND_RECV, size=2, nodes=2 if link is cluster.inter else 1)
+        return Link(*line) if line else link
 
     def measure(
         self,
@@ -136,10 +143,26 @@ def measure_calls(
 
 
 def setting_of(cluster: ClusterSpec) -> Setting:
-    """How a process of a cluster on this machine runs: on its share of the cores, and never on more
+    """How a process of a cluster of such machines runs: on its share of a node's cores, and never on more
     threads than this process has been given."""
-    threads = min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // cluster.num_devices))
+    share = int(_cores(cluster) // cluster.devices_per_node)
+    threads = min(torch.get_num_threads(), max(1, share))
     return Setting(fingerprint("cpu"), str(torch.__version__), threads)
+
+
+def network_of(cluster: ClusterSpec) -> Setting:
+    """Where collectives were measured: between nodes they depend on what links these, which nothing but
+    the cluster's own words can tell."""
+    setting = setting_of(cluster)
+    if cluster.nodes == 1:
+        return setting
+    words = f"{cluster.nodes} x {cluster.devices_per_node}, {cluster.inter}"
+    return replace(setting, fingerprint=f"{setting.fingerprint}; {words}")
+
+
+def _cores(cluster: ClusterSpec) -> float:
+    """Cores of a node."""
+    return cluster.cores if cluster.cores is not None else os.cpu_count() or 1
 
 
 def _ratio(measured: float, estimated: float) -> float:

@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import fx
 
 import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (registers the operators that rules write)
 from autopar.cluster import ClusterSpec, Link
-from autopar.convert.network import Alike, Change, Network, Numbers, Placements, network
+from autopar.convert.network import Alike, Change, Network, Numbers, Placements, Seconds, network
 from autopar.convert.network import Price as PriceOfChange
 from autopar.convert.table import Action, effect
 from autopar.core.costs import Collective, DeviceModel, OperatorCost
@@ -27,14 +25,15 @@ from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec, map
 from autopar.core.mesh import parse_key
 from autopar.core.move import Move
 from autopar.core.placement import Layout
+from autopar.cost.calls import OperatorCalls, read_calls
 from autopar.cost.flops import flops
+from autopar.cost.kept import Kept, foreign, keep, stand_ins
 from autopar.cost.model import CostModel
 from autopar.errors import AutoparError
 from autopar.ops.dims import Dims
 from autopar.ops.equation import Option
 from autopar.ops.rule import GATHER, Site, Strategy, rule_of
 from autopar.rewrite.emit import GraphEmitter, Written
-from costdb.footprint import footprint
 
 _COLLECTIVE = {
     Action.ALL_REDUCE: Collective.ALL_REDUCE,
@@ -48,23 +47,13 @@ BUCKET_BYTES = 25 << 20  # gradients summed together share one latency; Distribu
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What an operator keeps for its backward pass: operands and results by position, and bytes of
-    its own. `aliases` holds for each result the operand whose memory it shares, or None."""
-
-    operands: frozenset[int] = frozenset()
-    results: frozenset[int] = frozenset()
-    extra_bytes: int = 0
-    aliases: tuple[int | None, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Price:
     """Seconds of one operator under one strategy on one rank, forward and backward, for one micro-batch.
 
     `forward` is the part of `seconds` before the loss, `weights` the part of the backward pass that
     only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
     `missing_seconds` the part of `compute` that is an estimate; `kept` what stays in memory for backward.
+    `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
     """
 
     compute: float
@@ -76,6 +65,7 @@ class Price:
     tie: float = 0.0  # seconds that only break ties: of equally fast plans the one that keeps less
     forward: float = 0.0
     weights: float = 0.0
+    again: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -103,9 +93,10 @@ class Prices:
     once: float = 1.0
     accumulates: bool = False  # whether gradients of several micro-batches add up
     _operators: dict[Any, Price] = field(default_factory=dict)
+    _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
     _networks: dict[Any, Network] = field(default_factory=dict)
-    _links: dict[int, Link] = field(default_factory=dict)
+    _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
     _parameters: frozenset[str] = frozenset()
@@ -157,7 +148,16 @@ class Prices:
         """The rank that is priced: the first, whose shards are the longest."""
         return (0,) * len(self.dims.mesh.shape)
 
-    def _price(self, operation: Operator, strategy: Strategy) -> Price:
+    def calls(self, operation: Operator, strategy: Strategy) -> OperatorCalls:
+        """The operator's calls on the largest rank: what each takes, gives and keeps in memory."""
+        key = self._key(operation, strategy)
+        if key not in self._calls:
+            emitter, values, results = self._lower(operation, strategy)
+            self._calls[key] = read_calls(emitter, values, results, self.device.kind)
+        return self._calls[key]
+
+    def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
+        """What the operator's rule writes for the rank that is priced, its operands and results."""
         emitter = GraphEmitter()
         values = []
         for index, name in enumerate(operation.operands):
@@ -176,17 +176,20 @@ class Prices:
             exact_random=False,
         )
         try:
-            results = rule_of(operation).lower(site)
+            return emitter, values, list(rule_of(operation).lower(site))
         except (AutoparError, RuntimeError, TypeError) as error:
             error.add_note(
                 f"while pricing {operation.name} ({operation.target}) as {[str(o) for o in strategy]}"
             )
             raise
-        stand_ins = _stand_ins(emitter)
-        local = tuple(
-            item.call for item in (*emitter.written, *stand_ins) if item.call.target.namespace == "aten"
-        )
+
+    def _price(self, operation: Operator, strategy: Strategy) -> Price:
+        emitter, values, results = self._lower(operation, strategy)
+        doubles = stand_ins(emitter)
+        local = tuple(item.call for item in (*emitter.written, *doubles) if _is_local(item))
         costs = [self.call(item) for item in emitter.calls if item.target.namespace != "aten"]
+        again = sum(item.forward_seconds for item in costs)
+        again += sum(self.call(item.call).forward_seconds for item in emitter.written if _is_local(item))
         costs += [self.call(item) for item in local]
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
@@ -196,7 +199,7 @@ class Prices:
         ahead = sum(item.forward_seconds for item in costs) * self.model.contention
         weights = (compute - ahead) * self._weights_share(operation, work)
         ahead += sum(before for before, _ in inner)
-        kept = _kept(emitter, (*emitter.written, *stand_ins), values, results, self.device.kind)
+        kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         if not self.training:
             return Price(compute, talk, missing, work, local, Kept(aliases=kept.aliases), forward=ahead)
         sizes = (
@@ -205,7 +208,8 @@ class Prices:
             if operation.operands[index] not in self._parameters
         )
         tie = TIE * (sum(sizes) + kept.extra_bytes) / self.device.bandwidth
-        return Price(compute, talk, missing, work, local, kept, tie, ahead, weights)
+        again *= self.model.contention
+        return Price(compute, talk, missing, work, local, kept, tie, ahead, weights, again)
 
     def _weights_share(self, operation: Operator, flops: int) -> float:
         """The part of the operator's backward pass that gives gradients of weights alone.
@@ -269,7 +273,7 @@ class Prices:
         """The slowest rank's rows from others, one message from each side."""
         axes = parse_key(key)[1]
         row = spec.nbytes // max(1, spec.shape[dim])
-        worst = max(_foreign(owned, starts, stops))
+        worst = max(foreign(owned, starts, stops))
         return self._collective(Collective.SEND_RECV, worst * row, axes) if worst else 0.0
 
     # -- moves --------------------------------------------------------------------------------------
@@ -326,15 +330,15 @@ class Prices:
         sizes = np.array([self.local_bytes(name, layout) for layout in layouts])
         learns, weight = self._learns(name), name in self._parameters
 
-        def seconds(change: Change, source: Numbers, target: Numbers) -> NDArray[np.float64]:
+        def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
             different, back = np.unique(np.maximum(sizes[source], sizes[target]), return_inverse=True)
-            found = [sum(self._change(change, int(nbytes), learns=learns)) for nbytes in different]
+            parts = [self._change(change, nbytes, learns=learns) for nbytes in different.tolist()]
+            whole = [sum(each) for each in parts]
             if weight and change.effect.name == "r_to_b":
-                found = [
-                    self._in_buckets(each, int(nbytes), change.axis)
-                    for each, nbytes in zip(found, different, strict=True)
-                ]
-            return np.array(found, dtype=np.float64)[back]
+                pairs = zip(whole, different.tolist(), strict=True)
+                whole = [self._in_buckets(each, nbytes, change.axis) for each, nbytes in pairs]
+            ahead = np.array([forward for forward, _ in parts])
+            return np.array(whole, dtype=np.float64)[back], ahead.astype(np.float64)[back]
 
         return seconds
 
@@ -351,20 +355,18 @@ class Prices:
         size = 1
         for axis in axes:
             size *= self.dims.mesh.shape[axis]
-        if axes[0] not in self._links:
-            self._links[axes[0]] = self.cluster.link(self.dims.mesh, axes[0])
-        link = self._links[axes[0]]
-        nodes = self.dims.mesh.shape[0] if self.cluster.nodes > 1 and 0 in axes else 1
+        key = tuple(axes)
+        if key not in self._links:
+            mesh = self.dims.mesh
+            self._links[key] = self.cluster.link(mesh, axes[0]), self.cluster.nodes_of(mesh, key)
+        link, nodes = self._links[key]
         return self.model.collectives.cost(kind, nbytes, size, link, nodes=nodes).seconds
 
     def weight_move(self, name: str, move: Move, *, leads: bool) -> float:
-        """A weight's conversion as it counts beside what each micro-batch does.
-
-        The `r_to_b` that lead from where the weight is stored are left to the end of the step, when
-        gradients have added up; all others are made for every micro-batch.
-        """
+        """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
+        the weight is stored are made once a step."""
         seconds = self.gradient_sync(name, move)
-        return self.once * seconds if leads and effect(move).name == "r_to_b" else seconds
+        return self.once * seconds if leads else seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
         """A weight's conversion: its all-reduce shares a bucket's latency with others."""
@@ -406,82 +408,5 @@ def _factor(option: Option) -> str:
     return option.factor
 
 
-def _stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
-    """Local calls that cost and keep about what a collective operator does: batch norm of the shard, the
-    convolution of the own rows."""
-    found = []
-    for node in emitter.graph.nodes:
-        args: tuple[Any, ...]
-        if node.target is torch.ops.autopar.batch_norm.default:
-            target = torch.ops.aten.batch_norm.default
-            args = (*node.args[:3], None, None, True, 0.1, 1e-5, False)
-        elif node.target is torch.ops.autopar.convolution.default:
-            target, args = _own_convolution(node.args)
-        else:
-            continue
-        operands = tuple(item for item in args if isinstance(item, fx.Node))
-        found.append(Written(Call(target, emitter.described(args), {}), operands, (node,)))
-    return tuple(found)
-
-
-def _own_convolution(args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The overload and arguments of the convolution of the own rows."""
-    *_, stride, padding, dilation, transposed, extra, groups = args
-    space = f"{len(stride)}d"
-    if not transposed:
-        target = getattr(torch.ops.aten, f"conv{space}").default
-        return target, (*args[:3], stride, padding, dilation, groups)
-    packet = getattr(torch.ops.aten, f"conv_transpose{space}")
-    target = packet.default if space == "1d" else packet.input
-    return target, (*args[:3], stride, padding, extra, groups, dilation)
-
-
-def _strips(emitter: GraphEmitter) -> int:
-    """Bytes of the neighbours' rows that convolutions keep for backward."""
-    total = 0
-    for target, args, spec in emitter.collectives:
-        if "convolution" in target:
-            _, _, _, owned, starts, stops, dim, *_ = args
-            total += max(_foreign(owned, starts, stops)) * (spec.nbytes // spec.shape[dim])
-    return total
-
-
-def _foreign(owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> list[int]:
-    """How many rows of others each rank needs."""
-    found = []
-    for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        low, high = max(start, 0), min(stop, owned[-1])
-        found.append(max(0, min(high, owned[index]) - low) + max(0, high - max(low, owned[index + 1])))
-    return found
-
-
-def _kept(
-    emitter: GraphEmitter,
-    calls: Sequence[Written],
-    values: Sequence[Any],
-    results: Sequence[Any],
-    kind: str,
-) -> Kept:
-    """Follow memory through the calls of one operator: who keeps what, and which results are views."""
-    root: dict[Any, Any] = {value: value for value in values}
-    kept: set[Any] = set()
-    extra = _strips(emitter)
-    for written in calls:
-        if written.call.target.namespace != "aten":
-            continue
-        found, operands = footprint(written.call, kind), written.operands
-        for alias, result in zip(found.aliases, written.results, strict=False):
-            root[result] = result if alias is None else root.get(operands[alias], operands[alias])
-        kept |= {root.get(operands[index], operands[index]) for index in found.saved.operands}
-        kept |= {root[written.results[index]] for index in found.saved.results}
-        extra += found.saved.extra_bytes
-    places = {value: index for index, value in enumerate(values)}
-    ends = {root.get(result, result): index for index, result in enumerate(results)}
-    own = [value for value in kept if value not in places and value not in ends]
-    extra += sum(emitter.meta[value].numel() * emitter.meta[value].element_size() for value in own)
-    return Kept(
-        operands=frozenset(places[value] for value in kept if value in places),
-        results=frozenset(ends[value] for value in kept if value in ends and value not in places),
-        extra_bytes=extra,
-        aliases=tuple(places.get(root.get(result, result)) for result in results),
-    )
+def _is_local(written: Written) -> bool:
+    return bool(written.call.target.namespace == "aten")

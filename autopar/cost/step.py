@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Program
+from autopar.cost.again import again_seconds
+from autopar.cost.gathering import regathers
 from autopar.cost.prices import Prices
 from autopar.cost.values import Value, find_values
 from autopar.errors import CheckError
@@ -14,8 +16,9 @@ from autopar.errors import CheckError
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds on one rank for the whole graph: `forward` and `backward` of one micro-batch, and once a
-    step the sums of gradients that wait for the last one, and the optimizer's `update`."""
+    """Seconds on one rank for the whole graph: `forward` and `backward` of one micro-batch, the latter
+    with all that is computed again, and once a step the sums of gradients that wait for the last one, with
+    the gathers of weights that are gathered once, and the optimizer's `update`."""
 
     forward: float
     backward: float
@@ -44,7 +47,9 @@ def step_cost(graph: Graph, prices: Prices, program: Program) -> StepCost:
     used = {name for item in graph.operators for name in item.operands}  # others get no gradient, no update
     sync = 0.0
     update = sum(prices.update(name, program.inputs[name]) for name in parameters if name in used)
-    for value in find_values(graph, program, training=prices.training).of.values():
+    values = find_values(graph, program, training=prices.training)
+    backward += sum(each.seconds for each in regathers(graph, prices, program, values))
+    for value in values.of.values():
         if value.move is None:
             continue
         if value.leads:
@@ -52,6 +57,7 @@ def step_cost(graph: Graph, prices: Prices, program: Program) -> StepCost:
         else:
             before, after = move_seconds(prices, value, name_is_weight=value.name in parameters)
             forward, backward = forward + before, backward + after
+    backward += again_seconds(graph, prices, program)
     found = StepCost(forward, backward, sync, update)
     if not math.isfinite(found.weighted(1.0)):
         raise CheckError(

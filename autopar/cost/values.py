@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.convert.table import canonical, effect
+from autopar.convert.table import canonical, effect, gathers
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.move import Move
 from autopar.core.placement import Layout
@@ -31,7 +32,7 @@ class Value:
 
     `home` is where it is made, -1 for an input; `uses` are the places of operators and conversions that
     take it, in order; `carriers` those of operators with a home that need it, through free values too.
-    `move` made it from another layout, `leads` if that is left to the end of the step (rewrite/sync.py).
+    `move` made it from another layout, `leads` if that is done once a step (rewrite/sync.py).
     """
 
     name: str
@@ -112,7 +113,8 @@ class _Finder:
             children.setdefault(move.source, []).append(move)
         direct = self.needs[name]
 
-        first = leading(source, direct, self.program.moves.get(name, ())) if name in self.parameters else []
+        moves, gathering = self.program.moves.get(name, ()), self.program.gathering(name)
+        first = leading(source, direct, moves, gathering) if name in self.parameters else []
 
         def visit(layout: Layout, move: Move | None) -> Value:
             onward = children.get(layout, [])
@@ -143,17 +145,24 @@ class _Finder:
         return (place,)
 
 
-def leading(source: Layout, needs: Collection[Layout], moves: Sequence[Move]) -> list[Move]:
-    """Of a weight's moves from `source` the `r_to_b` that are left to the end of the step: each the only
-    use of what is before it (rewrite/sync.py)."""
+def leading(
+    source: Layout, needs: Collection[Layout], moves: Sequence[Move], gathering: Gathering = Gathering.KEEP
+) -> list[Move]:
+    """Of a weight's moves from `source` those that are made once a step: `r_to_b`, left to its end, and the
+    gathers of a weight that is gathered once; each the only use of what is before it (rewrite/sync.py)."""
     found: list[Move] = []
     while source not in needs:
         onward = [move for move in moves if move.source == source]
-        if len(onward) != 1 or effect(onward[0]).name != "r_to_b":
+        if len(onward) != 1 or not can_lead(onward[0], gathering):
             break
         found += onward
         source = onward[0].target
     return found
+
+
+def can_lead(move: Move, gathering: Gathering) -> bool:
+    """Whether a weight's move, the first one from where it is stored, can be made once a step."""
+    return effect(move).name == "r_to_b" or (gathering is Gathering.ONCE and gathers(move))
 
 
 def free_tensors(graph: Graph) -> frozenset[str]:

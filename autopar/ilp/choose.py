@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.convert.path import tree
-from autopar.convert.table import canonical
+from autopar.convert.table import canonical, gathers
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.move import Move
 from autopar.core.placement import Layout, replicated
 from autopar.core.plan import Program
+from autopar.core.recompute import Recompute
 from autopar.cost.memory import Peak, peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
-from autopar.cost.values import find_values, leading
+from autopar.cost.values import can_lead, find_values, leading
 from autopar.errors import CheckError, InfeasibleError, SolverError
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import Answer
 from autopar.ilp.placement import FREE, Dear, Problem, Space, TensorClass
+from autopar.ilp.recompute import everything, fit
 from autopar.ilp.solver import solve
+from autopar.ops.rule import Strategy
 from autopar.units import show_bytes
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 MEMORY_ROUNDS = 8
+MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
+PRICE_STEPS = 5  # of the bisection between them
 TIE = 1e-6  # GiB that a second is worth where only memory counts
 
 
@@ -56,6 +62,7 @@ def choose(
     time_limit: float | None = None,
     dear: Dear = FREE,
     bounded: bool = True,
+    recompute: Recompute = Recompute.NONE,
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
 
@@ -63,31 +70,151 @@ def choose(
     then none on seconds, -inf. So it is if it need not be `bounded`, which saves time.
 
     Raises InfeasibleError if no plan that meets the cap is found, SolverError if the time limit passed
-    without an incumbent. The linear memory rows leave out short-lived tensors, so the exact replay of
-    an answer tightens them until it fits; failing that, the plan that needs least memory is taken. Only
-    the first bound, under the cap itself, holds for all plans.
+    without an incumbent. The linear memory rows leave out short-lived tensors and know parts that are
+    computed again but roughly, so answers are completed and replayed exactly: those of the rows, tightened
+    until one fits, and those in which memory has a price. Only the first bound, under the cap itself,
+    holds for all plans.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    first = _solve_once(
-        graph, prices, space, folding, cap=cap, gap=gap, deadline=deadline, dear=dear, bounded=bounded
-    )
-    if cap is None or first.peak.nbytes <= cap:
-        return first
-    solution, rows_cap = first, cap
-    for _ in range(MEMORY_ROUNDS):
-        rows_cap -= max(solution.peak.nbytes - cap, cap // 200)
-        try:
-            solution = _solve_once(
-                graph, prices, space, folding, cap=rows_cap, gap=gap, deadline=deadline, bounded=False
+    search = _Search(graph, prices, space, folding, cap, gap, deadline, recompute)
+    if cap is None:
+        return search.once(dear=dear, bounded=bounded)
+    return search.under_cap(cap, bounded=bounded)
+
+
+@dataclass(slots=True)
+class _Search:
+    graph: Graph
+    prices: Prices
+    space: Space
+    folding: Folding
+    cap: int | None
+    gap: float
+    deadline: float | None
+    recompute: Recompute
+
+    def under_cap(self, cap: int, *, bounded: bool) -> Solution:
+        first = self.once(rows=cap, bounded=bounded)
+        found = self.tightened(first, cap)
+        if not found or bounded and found[0].seconds > first.bound * (1 + self.gap):
+            found += self.priced(cap)
+        if not found:
+            last = self.least()
+            if last is None or last.peak.nbytes > cap:
+                raise infeasible(self.graph, self.prices, cap, last)
+            found = [last]
+        best = replace(min(found, key=lambda each: each.seconds), status=first.status)
+        return _judged(best, first.bound, self.gap) if bounded else best
+
+    def tightened(self, solution: Solution, cap: int) -> list[Solution]:
+        """The solution, or the first one under tighter rows, that fits; none if there is none."""
+        rows = cap
+        for _ in range(MEMORY_ROUNDS):
+            if solution.peak.nbytes <= cap:
+                return [solution]
+            rows -= max(solution.peak.nbytes - cap, cap // 200)
+            try:
+                solution = self.once(rows=rows, bounded=False)
+            except InfeasibleError:
+                break
+        return [solution] if solution.peak.nbytes <= cap else []
+
+    def priced(self, cap: int) -> list[Solution]:
+        """Placements that fit, of those that are cheapest where memory has a price: the price is bisected
+        to where they just do."""
+        fastest = self.once(bounded=False)
+        unit = fastest.seconds / max(1, fastest.peak.nbytes)
+        low, high = map(math.log, MEMORY_PRICES)
+        found = []
+        for _ in range(PRICE_STEPS):
+            middle = (low + high) / 2
+            price = math.exp(middle) * unit
+            solution = self.once(dear=Dear(price, price), bounded=False)
+            if solution.peak.nbytes <= cap:
+                found.append(solution)
+            # Without recomputed parts it is the placement that tells whether memory was dear enough.
+            plain = solution.peak.nbytes <= cap and not solution.program.recompute
+            low, high = (low, middle) if plain else (middle, high)
+        return found
+
+    def left(self) -> float | None:
+        return None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
+
+    def least(self) -> Solution | None:
+        """See `least`."""
+        return least(
+            self.graph, self.prices, self.space, self.folding, cap=self.cap, recompute=self.recompute
+        )
+
+    def problem(self, *, rows: int | None, dear: Dear = FREE, relaxed: bool = False) -> Problem:
+        return Problem(
+            self.graph,
+            self.prices,
+            self.space,
+            self.folding,
+            cap=rows,
+            relaxed=relaxed,
+            dear=dear,
+            again=self.recompute is not Recompute.NONE,
+        )
+
+    def once(self, *, rows: int | None = None, dear: Dear = FREE, bounded: bool = True) -> Solution:
+        """The best plan by the linear rows, under `rows` bytes of memory."""
+        problem = self.problem(rows=rows, dear=dear)
+        answer = solve(problem.lp, relaxed=True, time_limit=self.left())
+        bound = answer.bound
+        if answer.status != "infeasible" and not _is_integral(problem, answer):
+            answer = solve(problem.lp, gap=self.gap, time_limit=self.left())
+            bound = max(bound, answer.bound)
+        if answer.status == "infeasible":
+            raise infeasible(self.graph, self.prices, self.cap or 0, self.least())
+        if answer.values is None:
+            raise SolverError(
+                where="solver",
+                found="no plan in time",
+                wanted="an incumbent",
+                remedy="give more with --time-limit",
             )
-        except InfeasibleError:
-            break
-        if solution.peak.nbytes <= cap:
-            return _judged(solution, first.bound, gap)
-    found = least(graph, prices, space, folding)
-    if found is None or found.peak.nbytes > cap:
-        raise infeasible(graph, prices, cap, found)
-    return _judged(found, first.bound, gap)
+        if dear != FREE or not bounded:
+            bound = -math.inf
+        elif self.folding.count > 1:
+            free = self.problem(rows=rows, relaxed=True)
+            bound = min(bound, solve(free.lp, relaxed=True, time_limit=self.left()).bound)
+        program = read(problem, answer)
+        self.check(problem, answer, program)
+        solution = completed(self.graph, self.prices, program, self.cap, self.recompute)
+        solution = replace(solution, bound=bound, status=answer.status)
+        return _judged(solution, bound, self.gap) if bounded else solution
+
+    def check(self, problem: Problem, answer: Answer, program: Program) -> None:
+        """Raises CheckError if what the solver promised is not what the program costs."""
+        assert answer.values is not None
+        seconds = total_seconds(self.graph, self.prices, program)
+        promised = answer.cost - problem.memory_cost(answer.values) - problem.again_cost(answer.values)
+        if seconds > promised * (1 + 1e-6):
+            promised += _optimism(problem, program)
+        if seconds > promised * (1 + 1e-6) + 1e-12:
+            raise CheckError(
+                where="plan",
+                found=f"{seconds:.6g} s when priced again",
+                wanted=f"at most the solver's {promised:.6g} s",
+                remedy="report this model",
+            )
+
+
+def completed(
+    graph: Graph, prices: Prices, program: Program, cap: int | None, recompute: Recompute
+) -> Solution:
+    """The program with the parts that are computed again, if any, and what it takes; without a bound."""
+    peak = None
+    if recompute is Recompute.ALL:
+        program = everything(graph, prices, program)
+    elif recompute is Recompute.AUTO and cap is not None:
+        fitted = fit(graph, prices, program, cap)
+        program, peak = fitted.program, fitted.peak
+    seconds = total_seconds(graph, prices, program)
+    peak = peak or peak_memory(graph, prices, program)
+    return Solution(program, seconds, -math.inf, "gap_limit", peak)
 
 
 def _judged(solution: Solution, bound: float, gap: float) -> Solution:
@@ -95,62 +222,6 @@ def _judged(solution: Solution, bound: float, gap: float) -> Solution:
     far = solution.seconds - bound > max(gap, 1e-6) * solution.seconds
     status = "gap_limit" if solution.status == "optimal" and far else solution.status
     return replace(solution, bound=min(bound, solution.seconds), status=status)
-
-
-def _solve_once(
-    graph: Graph,
-    prices: Prices,
-    space: Space,
-    folding: Folding,
-    *,
-    cap: int | None,
-    gap: float,
-    deadline: float | None,
-    dear: Dear = FREE,
-    bounded: bool = True,
-) -> Solution:
-    """The best plan by the linear rows."""
-
-    def left() -> float | None:
-        return None if deadline is None else max(0.1, deadline - time.monotonic())
-
-    problem = Problem(graph, prices, space, folding, cap=cap, dear=dear)
-    answer = solve(problem.lp, relaxed=True, time_limit=left())
-    if answer.status == "infeasible":
-        raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
-    bound = answer.bound
-    if not _is_integral(problem, answer):
-        answer = solve(problem.lp, gap=gap, time_limit=left())
-        bound = max(bound, answer.bound)
-    if answer.status == "infeasible":
-        raise infeasible(graph, prices, cap or 0, least(graph, prices, space, folding))
-    if answer.values is None:
-        raise SolverError(
-            where="solver",
-            found="no plan in time",
-            wanted="an incumbent",
-            remedy="give more with --time-limit",
-        )
-    if dear != FREE or not bounded:
-        bound = -math.inf
-    elif folding.count > 1:
-        free = Problem(graph, prices, space, folding, cap=cap, relaxed=True)
-        bound = min(bound, solve(free.lp, relaxed=True, time_limit=left()).bound)
-    program = read(problem, answer)
-    seconds = total_seconds(graph, prices, program)
-    promised = answer.cost - problem.memory_cost(answer.values)
-    if seconds > promised * (1 + 1e-6):
-        promised += _optimism(problem, program)
-    if seconds > promised * (1 + 1e-6) + 1e-12:
-        raise CheckError(
-            where="plan",
-            found=f"{seconds:.6g} s when priced again",
-            wanted=f"at most the solver's {promised:.6g} s",
-            remedy="report this model",
-        )
-    peak = peak_memory(graph, prices, program)
-    found = Solution(program, seconds, bound, answer.status, peak)
-    return _judged(found, bound, gap) if bounded else found
 
 
 def _optimism(problem: Problem, program: Program) -> float:
@@ -178,19 +249,27 @@ def _is_integral(problem: Problem, answer: Answer) -> bool:
     return all(min(value, abs(1 - value)) < INTEGRAL for value in whole)
 
 
-def least(graph: Graph, prices: Prices, space: Space, folding: Folding) -> Solution | None:
+def least(
+    graph: Graph,
+    prices: Prices,
+    space: Space,
+    folding: Folding,
+    *,
+    cap: int | None = None,
+    recompute: Recompute = Recompute.NONE,
+) -> Solution | None:
     """The plan in `space` that needs least memory by its linear rows, of several a fast one; None if
-    it is not found in time."""
-    problem = Problem(graph, prices, space, folding, cap=math.inf)
+    it is not found in time. Parts are computed again so that it fits `cap`, if it can."""
+    again = recompute is not Recompute.NONE
+    problem = Problem(graph, prices, space, folding, cap=math.inf, again=again)
     problem.lp.costs = [TIE * cost for cost in problem.lp.costs]
     for nbytes, variable in problem.memory:
         problem.lp.costs[variable] += nbytes / 2**30
     answer = solve(problem.lp, gap=1e-3, time_limit=30.0)
     if answer.values is None:
         return None
-    program = read(problem, answer)
-    seconds = total_seconds(graph, prices, program)
-    return Solution(program, seconds, -math.inf, answer.status, peak_memory(graph, prices, program))
+    solution = completed(graph, prices, read(problem, answer), cap or 0, recompute)
+    return replace(solution, status=answer.status)
 
 
 def infeasible(graph: Graph, prices: Prices, cap: int, found: Solution | None) -> InfeasibleError:
@@ -225,11 +304,13 @@ def read(problem: Problem, answer: Answer) -> Program:
     }
     strategies = {item.name: picked[folding.class_of[item.name]] for item in graph.operators}
     inputs: dict[str, Layout] = {item.name: problem.space.inputs[item.name][0] for item in graph.inputs}
+    gatherings: dict[str, Gathering] = {}
     for tensor in problem.tensors:
-        choices = problem.input_layouts.get(tensor.name)
+        choices = problem.inputs.get(tensor.name)
         if choices:
-            layout = max(choices, key=lambda item: values[choices[item]])
+            layout, gathering = max(choices, key=lambda item: values[choices[item]])
             inputs |= dict.fromkeys(tensor.members, layout)
+            gatherings |= dict.fromkeys(tensor.members, gathering)
     outputs = {name: layouts[0] for name, layouts in problem.space.outputs.items()}
     outputs |= {
         name: max(choices, key=lambda item: values[choices[item]])
@@ -237,18 +318,26 @@ def read(problem: Problem, answer: Answer) -> Program:
     }
     moves: dict[str, tuple[Move, ...]] = {}
     for tensor in problem.tensors:
-        chosen = _moves_of(problem, tensor, strategies, inputs, outputs, values)
+        gathering = gatherings.get(tensor.name, Gathering.KEEP)
+        chosen = _moves_of(problem, tensor, strategies, inputs, outputs, values, gathering)
         moves |= dict.fromkeys(tensor.members, chosen)
-    return Program(problem.prices.dims.mesh, inputs, strategies, moves, outputs)
+    special = {
+        name: gathering
+        for name, gathering in gatherings.items()
+        if gathering is not Gathering.KEEP and any(map(gathers, moves[name]))
+    }
+    mesh = problem.prices.dims.mesh
+    return Program(mesh, inputs, strategies, moves, outputs, gatherings=special)
 
 
 def _moves_of(
     problem: Problem,
     tensor: TensorClass,
-    strategies: Mapping[str, object],
+    strategies: Mapping[str, Strategy],
     inputs: Mapping[str, Layout],
     outputs: Mapping[str, Layout],
     values: tuple[float, ...],
+    gathering: Gathering,
 ) -> tuple[Move, ...]:
     """The cheaper of: what the flows use, and paths found anew between the chosen layouts."""
     prices = problem.prices
@@ -261,23 +350,54 @@ def _moves_of(
     parameter = problem.is_parameter(tensor.name)
 
     def path(*, leads: bool) -> tuple[Move, ...]:
+        def price(move: Move) -> float:
+            if gathers(move) and not problem.may_gather(tensor.name):
+                return math.inf
+            return problem.move_seconds(tensor.name, move, leads=leads and can_lead(move, gathering))
+
         return tree(
             source,
             needs,
-            lambda move: problem.move_seconds(tensor.name, move, leads=leads),
+            price,
             legal=lambda layout: prices.dims.legal(tensor.name, layout),
             differentiable=prices.training and problem.graph.specs[tensor.name].requires_grad,
         )
 
-    candidates = [item for item in (flowing, path(leads=False)) if item is not None]
+    candidates = [flowing] if flowing is not None else []
+    if problem.may_gather(tensor.name) or not candidates:
+        candidates.append(path(leads=False))
     if parameter and prices.once < 1.0:
         candidates.append(path(leads=True))
 
     def seconds(moves: tuple[Move, ...]) -> float:
-        first = leading(source, needs, moves) if parameter else ()
-        return sum(problem.move_seconds(tensor.name, move, leads=move in first) for move in moves)
+        first = leading(source, needs, moves, gathering) if parameter else ()
+        repeated = sum(problem.move_seconds(tensor.name, move, leads=move in first) for move in moves)
+        return repeated + _again_seconds(problem, tensor.name, moves, strategies, gathering)
 
     return min(candidates, key=seconds)
+
+
+def _again_seconds(
+    problem: Problem,
+    name: str,
+    moves: Sequence[Move],
+    strategies: Mapping[str, Strategy],
+    gathering: Gathering,
+) -> float:
+    """Seconds for which backward gathers a weight again, were it converted by `moves`."""
+    if gathering is not Gathering.AGAIN:
+        return 0.0
+    before = {move.target: move for move in moves}
+    total = 0.0
+    for item, index in problem.uses[name]:
+        strategy = strategies[item.name]
+        if index in problem.prices.operator(item, strategy).kept.operands:
+            layout = problem.canonical(name, tuple(option.operands[index] for option in strategy))
+            while layout in before:
+                if gathers(before[layout]):
+                    total += problem.prices.move_parts(name, before[layout])[0]
+                layout = before[layout].source
+    return total
 
 
 def ends(

@@ -10,15 +10,14 @@ what a first guess left over, and what the plan has. So no answer is slower than
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autopar.core.graph import Graph
 from autopar.core.plan import Program
-from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, SolverError
-from autopar.ilp.choose import Solution, choose
+from autopar.ilp.choose import Solution
 from autopar.ilp.fold import Folding
 from autopar.ilp.placement import Space
 
@@ -32,12 +31,10 @@ class Improver:
     """All plans are in `space`; `few` is what is left of it outside of windows."""
 
     graph: Graph
-    prices: Prices
-    folding: Folding
     space: Space
     few: Space
-    cap: int | None
-    gap: float
+    folding: Folding
+    ask: Callable[..., Solution]  # the best plan of a space; see `choose`
 
     def improve(self, found: Solution, *, enough: float, time_limit: float | None) -> Solution:
         """The plan after one pass, or as soon as it takes no longer than `enough` seconds."""
@@ -47,16 +44,7 @@ class Improver:
             if found.seconds <= enough or (left is not None and left <= 0):
                 break
             try:
-                better = choose(
-                    self.graph,
-                    self.prices,
-                    self.opened(window, found.program),
-                    self.folding,
-                    cap=self.cap,
-                    gap=self.gap,
-                    time_limit=left,
-                    bounded=False,
-                )
+                better = self.ask(self.opened(window, found.program), bounded=False, time_limit=left)
             except (InfeasibleError, SolverError):
                 continue  # not for want of a plan, there is one: for want of time
             found = min(found, better, key=lambda each: each.seconds)
@@ -70,10 +58,11 @@ class Improver:
             if self.folding.class_of[item.name] in window
             for name in item.operands
         }
-        return Space(
-            _opened(self.space.strategies, self.few.strategies, program.strategies, window),
-            _opened(self.space.inputs, self.few.inputs, program.inputs, touched),
-            _opened(self.space.outputs, self.few.outputs, program.outputs, frozenset()),
+        return replace(
+            self.space,
+            strategies=_opened(self.space.strategies, self.few.strategies, program.strategies, window),
+            inputs=_opened(self.space.inputs, self.few.inputs, program.inputs, touched),
+            outputs=_opened(self.space.outputs, self.few.outputs, program.outputs, frozenset()),
         )
 
 

@@ -8,12 +8,15 @@ changes of one placement on one axis (convert/table.py).
 an output, x[t,p]: how it leaves the graph.
 f[t,v,a] >= 0: the flow of use (t, v) over move a. z[t,a] >= 0: move a of t is made.
 y[t,p] >= 0: t is kept for backward in layout p.
+r[v,s] <= x[v,s]: what v makes is made again in backward instead, where that may be chosen.
 
 **Minimise**  sum cost[v,s] x[v,s] + sum cost[t,a] z[t,a] + sum update[t,p] x[t,p] + price * memory
+              + sum again[v,s] r[v,s]
 
 Costs are seconds of one micro-batch; what is done once a step, the optimizer's update and the sums of
 gradients by those r_to_b that lead from where a weight is stored, counts `once` of its seconds
-(cost/prices.py): the flow of a weight has a first phase, of such moves alone. `price`, seconds per byte,
+(cost/prices.py): the flow of a weight goes through phases (phases.py), by when it is gathered: x[t,p] of a
+weight in shards is one variable for each way of gathering it that may serve. `price`, seconds per byte,
 is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row could state the cap.
 
 **Subject to**
@@ -22,11 +25,16 @@ is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row c
               out[t,p] = sum of x[producer,s] with result p;  need[v,p] = sum of x[v,s] with operand p,
               or x[t,p] where t leaves the graph
     share     z[t,a] >= f[t,v,a]                                    a shared conversion is paid once
-    keep      y[t,p] >= sum of x[v,s] that keep t as p              ... and kept once
-    memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] x[v,s] <= cap
+    keep      y[t,p] >= sum of x[v,s] that keep t as p              ... and kept once,
+                        less r[v,s] of the maker of t as p
+                        (not of a weight that is gathered again)
+    memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] (x[v,s] - r[v,s]) <= cap
 
 A tensor with one use needs no z: its cost is on f. Without `memory` the relaxation was integral on
 every graph tried, so it is solved first and mixed-integer branching starts only if it has to.
+
+Operators are computed again in whole parts, whose inputs are kept (recompute.py): r, which asks for no
+more than each operator's own time, is a relaxation of that, for the bound and for a placement to begin with.
 
 **Folding.** Operators of one class (fold.py) share x, and every sum counts its members. That
 restricts the program, so the bound comes from a relaxation that does not: x[v] is then the mean
@@ -52,17 +60,21 @@ from numpy.typing import NDArray
 from autopar.convert.network import Alike, Flags, Network, Numbers, order, unnamed
 from autopar.convert.path import interesting
 from autopar.convert.table import canonical
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
-from autopar.core.placement import Broadcast, Layout, R
+from autopar.core.placement import Broadcast, Layout, R, Shard
 from autopar.cost.prices import Prices
+from autopar.ilp.flow_rows import ONE, FlowRows
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
+from autopar.ilp.phases import Phase, Place, first_phase, phased
 from autopar.ops.pointwise import Dropout, Pointwise
 from autopar.ops.rule import Strategy, rule_of
 from autopar.ops.views import Expand, Permute, Reshape, Split
 
 Marginal = dict[Layout, Terms]
+Stored = tuple[Layout, Gathering]  # how an input lies, and when it is gathered if it is a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +90,13 @@ FREE = Dear()
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What the solver may choose from: strategies of operator classes, layouts of inputs and outputs."""
+    """What the solver may choose from: strategies of operator classes, layouts of inputs and outputs, and
+    when weights in shards may be gathered: never if there is nothing to choose."""
 
     strategies: Mapping[str, Sequence[Strategy]]
     inputs: Mapping[str, Sequence[Layout]]
     outputs: Mapping[str, Sequence[Layout]]
+    gatherings: tuple[Gathering, ...] = (Gathering.KEEP,)
 
 
 @dataclass(slots=True)
@@ -96,26 +110,19 @@ class Use:
 
 @dataclass(slots=True)
 class TensorClass:
-    """Tensors that the plan treats alike; `name` stands for them.
-
-    For each move of `network` there is the variable that pays for it, or -1: as of every micro-batch
-    (`repeated`), and as of the end of the step (`leading`), where that is possible at all.
-    """
+    """Tensors that the plan treats alike; `name` stands for them. For each move of `network` there is the
+    variable that pays for it in a phase, or -1."""
 
     name: str
     members: list[str]
     network: Network = field(init=False)
-    repeated: Numbers = field(init=False)
-    leading: Numbers = field(init=False)
+    paid: dict[Phase, Numbers] = field(default_factory=dict)
 
     def used(self, values: Sequence[float], least: float) -> set[Move]:
         """The moves of which an answer makes more than `least`."""
-        pairs = (
-            (move, variable) for paid in (self.repeated, self.leading) for move, variable in enumerate(paid)
-        )
-        return {
-            self.network.move(move) for move, variable in pairs if variable >= 0 and values[variable] > least
-        }
+        pairs = itertools.chain.from_iterable(enumerate(each.tolist()) for each in self.paid.values())
+        made = {move for move, variable in pairs if variable >= 0 and values[variable] > least}
+        return {self.network.move(move) for move in made}
 
 
 class Problem:
@@ -132,6 +139,7 @@ class Problem:
         relaxed: bool = False,
         alike: Alike = (),
         dear: Dear = FREE,
+        again: bool = False,
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
         self.cap, self.relaxed, self.alike, self.dear = cap, relaxed, alike, dear
@@ -139,14 +147,17 @@ class Problem:
         self.operators = {item.name: item for item in graph.operators}
         self.x: dict[str, list[int]] = {}
         self.ends: dict[tuple[str, int], list[int]] = {}
-        self.input_layouts: dict[str, dict[Layout, int]] = {}
+        self.inputs: dict[str, dict[Stored, int]] = {}
         self.output_layouts: dict[str, dict[Layout, int]] = {}
         self.members: dict[str, list[str]] = {}
         for item in graph.operators:
             self.members.setdefault(folding.class_of[item.name], []).append(item.name)
         self.memory: Terms = []
         self.paid: Terms = []  # what the price of memory adds to the costs
+        self.again: dict[str, list[int]] = {}  # r, by operator class
         self.add_operators()
+        if again and (cap is not None or dear.kept):
+            self.add_again()
         self.tensors = self.tensor_classes()
         for tensor in self.tensors:
             self.add_tensor(tensor)
@@ -167,6 +178,35 @@ class Problem:
                 if cost.kept.extra_bytes:
                     self.hold(cost.kept.extra_bytes * len(members), variable, self.dear.kept)
 
+    def add_again(self) -> None:
+        """r of every strategy; a view is made again only with what it views."""
+        for name, members in self.members.items():
+            operation = self.operators[name]
+            costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
+            self.again[name] = [self.lp.variable(cost.again * len(members), upper=1.0) for cost in costs]
+            for cost, x, r in zip(costs, self.x[name], self.again[name], strict=True):
+                self.lp.at_least([(1.0, x), (-1.0, r)], 0.0)
+                if cost.kept.extra_bytes:
+                    self.hold(-cost.kept.extra_bytes * len(members), r, self.dear.kept)
+        makers = {made: item for item in self.graph.operators for made in item.results if made}
+        for name, members in self.members.items():
+            viewed = {self.viewed(member) for member in members} - {None}
+            bases = {self.folding.class_of[makers[base].name] if base in makers else None for base in viewed}
+            if len(bases) == 1:
+                (base,) = bases
+                own = [(1.0, r) for r in self.again[name]]
+                others = [(-1.0, r) for r in self.again[base]] if base is not None else []
+                self.lp.at_most([*own, *others], 0.0)
+
+    def viewed(self, name: str) -> str | None:
+        """The tensor whose memory the first result of an operator shares, if it is a view."""
+        operation = self.operators[name]
+        aliases = self.prices.operator(
+            operation, self.space.strategies[self.folding.class_of[name]][0]
+        ).kept.aliases
+        place = aliases[0] if aliases else None
+        return None if place is None else operation.operands[place]
+
     def hold(self, nbytes: float, variable: int, price: float) -> None:
         """Count bytes that `variable` holds."""
         self.memory.append((float(nbytes), variable))
@@ -177,6 +217,10 @@ class Problem:
     def memory_cost(self, values: Sequence[float]) -> float:
         """Seconds of an answer's cost that are the price of its memory."""
         return sum(cost * values[variable] for cost, variable in self.paid)
+
+    def again_cost(self, values: Sequence[float]) -> float:
+        """Seconds of an answer's cost that are spent on computing again."""
+        return sum(self.lp.costs[r] * values[r] for each in self.again.values() for r in each)
 
     def mean(self, name: str, repetitions: frozenset[int]) -> list[Terms]:
         """For each strategy of a class the terms of x, averaged over some of its repetitions."""
@@ -269,30 +313,32 @@ class Problem:
         return unnamed(canonical(layout, differentiable=differentiable), self.alike)
 
     def add_tensor(self, tensor: TensorClass) -> None:
-        sources, uses = self.sources(tensor), self.uses_of(tensor)
+        starts, uses = self.starts(tensor), self.uses_of(tensor)
+        sources = list(dict.fromkeys(layout for layout, _ in starts))
         tensor.network = network = self.network(tensor.name, sources, uses)
         fixed = tensor.name in self.kinds and self.kinds[tensor.name].mutated
-        waits = not fixed and self.is_parameter(tensor.name) and self.prices.once < 1.0
-        made, shared = network.flags(list(sources)), len(uses) > 1
+        count, shared = float(len(tensor.members)), len(uses) > 1
         taken = [
-            (np.zeros(len(network.source), dtype=np.bool_), np.zeros(0, dtype=np.bool_))
-            if fixed
-            else self.arcs(tensor.name, network, made, use, alone=not shared, waits=waits)
+            phased(
+                network,
+                starts,
+                np.zeros(len(network.source), dtype=np.bool_)
+                if fixed
+                else self.arcs(tensor.name, network, sources, use, alone=not shared),
+            )
             for use in uses
         ]
-        count = float(len(tensor.members))
-        repeated = np.logical_or.reduce([often for often, _ in taken])
-        leading = np.logical_or.reduce([first for _, first in taken])
-        tensor.repeated, tensor.leading = (
-            self.pay(repeated, network.seconds * count),
-            self.pay(leading, network.seconds[: len(leading)] * (count * self.prices.once)),
-        )
-        for use, (often, first) in zip(uses, taken, strict=True):
-            flows = self.flow(often, tensor.repeated, shared), self.flow(first, tensor.leading, shared)
-            self.conserve(network, sources, use, *flows, waits=waits)
+        for phase in taken[0]:
+            seconds = network.seconds * (count if phase.next is None else count * self.prices.once)
+            moves = np.logical_or.reduce([each[phase] for each in taken])
+            tensor.paid[phase] = self.flow_variables(moves, seconds)
+        copies: dict[Layout, int] = {}
+        for use, moves_in in zip(uses, taken, strict=True):
+            flows = self.flows(tensor, use, moves_in, shared=shared)
+            self.conserve(tensor, starts, use, flows, copies=copies)
         self.keep(tensor, uses, count)
 
-    def network(self, name: str, sources: Marginal, uses: Sequence[Use]) -> Network:
+    def network(self, name: str, sources: Sequence[Layout], uses: Sequence[Use]) -> Network:
         """The moves between the layouts of interest.
 
         Placements are those that anybody makes or needs on an axis, so that uses can share a way, and the
@@ -308,11 +354,8 @@ class Problem:
         fixed = frozenset(end for end in ends if not self.prices.dims.legal(name, end))
         return self.prices.network(name, tuple(placements), alike=self.alike, fixed=fixed)
 
-    def arcs(
-        self, name: str, network: Network, made: Flags, use: Use, *, alone: bool, waits: bool
-    ) -> tuple[Flags, Flags]:
-        """Which moves a flow from where the tensor is `made` to the use's needs can take; and which of them
-        can be left to the end of the step, if that is of use: `r_to_b` alone from where a weight is stored.
+    def arcs(self, name: str, network: Network, sources: Sequence[Layout], use: Use, *, alone: bool) -> Flags:
+        """Moves that a flow from `sources` to the use's needs can take.
 
         Into an operator that only hands the tensor on, layouts that it can take are not converted: that
         is as cheap behind it. Before an elementwise operator those that end in shards stay, because they
@@ -325,71 +368,104 @@ class Problem:
             allowed = ~needs[network.source]
             if not view:
                 allowed |= network.into_shard
-        found = network.between(made, needs, allowed)
-        return found, network.leading(made, found) if waits else np.zeros(0, dtype=np.bool_)
+        if not self.may_gather(name):
+            allowed &= ~network.gathers
+        return network.between(network.flags(sources), needs, allowed)
 
-    def pay(self, moves: Flags, seconds: NDArray[np.float64]) -> Numbers:
-        """For each move the variable that pays for it, -1 where it isn't made."""
-        paid = np.full(len(moves), -1)
-        paid[moves] = self.lp.variables(seconds[moves])
-        return paid
+    def flow_variables(self, moves: Flags, seconds: NDArray[np.float64]) -> Numbers:
+        """For each of `moves` a variable with its cost, -1 for the others."""
+        found = np.full(len(moves), -1)
+        found[moves] = self.lp.variables(seconds[moves])
+        return found
 
-    def flow(self, moves: Flags, paid: Numbers, shared: bool) -> Numbers:
-        """For each move the variable of the flow over it, or -1; z[t,a] >= f[t,v,a] where others share it."""
-        if not shared:
-            return paid
-        flows, number = np.full(len(moves), -1), int(np.count_nonzero(moves))
-        flows[moves] = self.lp.variables(np.zeros(number))
-        rows = self.lp.between([0.0] * number, [math.inf] * number)
-        self.lp.enter(rows, paid[moves], 1.0)
-        self.lp.enter(rows, flows[moves], -1.0)
-        return flows
+    def flows(
+        self, tensor: TensorClass, use: Use, taken: Mapping[Phase, Flags], *, shared: bool
+    ) -> dict[Phase, Numbers]:
+        """f[t,v,.]: z[t,.] itself unless others use the tensor too. What a use gathers again in backward
+        is paid for each."""
+        network, found = tensor.network, {}
+        for phase, moves in taken.items():
+            again = np.zeros(len(moves))
+            if phase is Phase.AGAIN and self.keeps(use):
+                again = np.where(network.gathers, network.forward, 0.0) * len(tensor.members)
+            if shared:
+                found[phase] = self.flow_variables(moves, again)
+                rows = self.lp.between(np.zeros(moves.sum()), np.full(moves.sum(), math.inf))
+                self.lp.enter(rows, tensor.paid[phase][moves], 1.0)
+                self.lp.enter(rows, found[phase][moves], -1.0)
+                continue
+            found[phase] = tensor.paid[phase]
+            for move in np.flatnonzero(moves & (again > 0)):
+                self.lp.costs[found[phase][move]] += float(again[move])
+        return found
+
+    def keeps(self, use: Use) -> bool:
+        """Whether some strategy of the user keeps what it takes for backward."""
+        return use.consumer is not None and bool(self.keepers(use.consumer, use.position, of="operands"))
+
+    def starts(self, tensor: TensorClass) -> dict[Place, Terms]:
+        """out[t, .] in the phases in which the flow begins."""
+        if tensor.name not in self.kinds:
+            return {(layout, Phase.EVERY): terms for layout, terms in self.sources(tensor).items()}
+        waits = self.is_parameter(tensor.name) and self.prices.once < 1.0
+        found: dict[Place, Terms] = {}
+        for (layout, gathering), variable in self.input_sources(tensor).items():
+            phase = first_phase(gathering, waits=waits)
+            found.setdefault((self.canonical(tensor.name, layout), phase), []).append((1.0, variable))
+        return found
 
     def conserve(
         self,
-        network: Network,
-        sources: Marginal,
+        tensor: TensorClass,
+        starts: Mapping[Place, Terms],
         use: Use,
-        repeated: Numbers,
-        leading: Numbers,
+        flows: Mapping[Phase, Numbers],
         *,
-        waits: bool,
+        copies: dict[Layout, int],
     ) -> None:
-        """Flow into a layout is flow out of it; a weight whose gradient can wait starts in a phase of its
-        own, which it leaves for good."""
-        size = len(network.layouts)  # rows are numbers of layouts, those of the first phase behind the others
-        ends: list[tuple[int, int, float]] = []
-        constants: dict[int, float] = {}
-        for sign, offset, marginal in ((1.0, size * waits, sources), (-1.0, 0, use.needs)):
-            for layout, terms in marginal.items():
-                row = network.place[layout] + offset
-                ends += [(row, variable, sign * amount) for amount, variable in terms if variable != _ONE]
-                known = sum(sign * amount for amount, variable in terms if variable == _ONE)
-                constants[row] = constants.get(row, 0.0) - known
-        places, variables, amounts = map(np.array, zip(*ends, strict=True))
-        entries = [(places, variables, amounts)]
-        for flows, offset in ((repeated, 0), (leading, size)):
-            over = np.flatnonzero(flows >= 0)
-            entries.append((network.source[over] + offset, flows[over], np.full(len(over), -1.0)))
-            entries.append((network.target[over] + offset, flows[over], np.full(len(over), 1.0)))
-        if waits:
-            starting = np.unique(np.concatenate([each for each, _, _ in entries]))
-            starting = starting[starting >= size]
-            leaving = self.lp.variables(np.zeros(len(starting)))
-            entries.append((starting, leaving, np.full(len(starting), -1.0)))
-            entries.append((starting - size, leaving, np.full(len(starting), 1.0)))
-        row_of = np.full(2 * size, -1)
-        touched = np.unique(np.concatenate([list(constants), *(each for each, _, _ in entries)]))
-        values = [constants.get(place, 0.0) for place in touched.tolist()]
-        row_of[touched] = self.lp.between(values, values)
-        for each, variables, amounts in entries:
-            self.lp.enter(row_of[each], variables, amounts)
+        """Flow into a layout is flow out of it, in each phase; what a weight that is gathered once is
+        gathered to stays all step long (`copies`)."""
+        network = tensor.network
+        rows = FlowRows(self.lp, len(network.layouts))
+        for (layout, phase), terms in starts.items():
+            rows.add(network.place[layout], phase, terms)
+        for phase, variables in flows.items():
+            over = np.flatnonzero(variables >= 0)
+            rows.carry(network.source[over], network.target[over], phase, variables[over])
+        for phase in [phase for phase in flows if phase.next is not None]:
+            for place in rows.touched(phase):
+                leaving = self.lp.variable()
+                rows.add(place, phase, [(-1.0, leaving)])
+                rows.add(place, phase.next, [(1.0, leaving)])
+                layout = network.layouts[place]
+                if phase is Phase.ONCE and (layout, phase) not in starts:
+                    self.hold_copy(tensor, layout, leaving, copies)
+        last = list(dict.fromkeys(phase.next or phase for _, phase in starts))
+        for layout, terms in use.needs.items():
+            place, needed = network.place[layout], [(-amount, variable) for amount, variable in terms]
+            if len(last) == 1:
+                rows.add(place, last[0], needed)
+                continue
+            for end in last:
+                arriving = self.lp.variable()
+                rows.add(place, end, [(-1.0, arriving)])
+                rows.add(place, None, [(1.0, arriving)])
+            rows.add(place, None, needed)
+        rows.write()
+
+    def hold_copy(self, tensor: TensorClass, layout: Layout, leaving: int, copies: dict[Layout, int]) -> None:
+        """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it."""
+        if not (self.prices.training and self.graph.specs[tensor.name].requires_grad):
+            return
+        if layout not in copies:
+            copies[layout] = self.lp.variable()
+            nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
+            self.hold(nbytes, copies[layout], self.dear.state)
+        self.lp.at_least([(1.0, copies[layout]), (-1.0, leaving)], 0.0)
 
     def sources(self, tensor: TensorClass) -> Marginal:
-        """out[t, .]: in which layouts the tensor is made, or kept if it is an input."""
+        """out[t, .]: in which layouts an operator makes the tensor."""
         found: Marginal = {}
-        if tensor.name in self.kinds:
-            return self.input_sources(tensor)
         operation, index = self.makers[tensor.name]
         name = self.folding.class_of[operation.name]
         repetitions = self.repetitions(self.makers[member][0].name for member in tensor.members)
@@ -399,23 +475,44 @@ class Problem:
             found.setdefault(self.canonical(tensor.name, layout), []).extend(terms)
         return found
 
-    def input_sources(self, tensor: TensorClass) -> Marginal:
-        layouts = self.space.inputs[tensor.name]
+    def input_sources(self, tensor: TensorClass) -> dict[Stored, int]:
+        """x[t, p] of an input, and of a weight in shards for each way of gathering it."""
         count = len(tensor.members)
-        variables = {}
-        for layout in layouts:
+        variables: dict[Stored, int] = {}
+        for stored in itertools.chain.from_iterable(
+            self.stored(tensor.name, layout) for layout in self.space.inputs[tensor.name]
+        ):
+            layout, _ = stored
             cost = self.prices.update(tensor.name, layout) if self.is_parameter(tensor.name) else 0.0
             cost *= self.prices.once
-            variables[layout] = self.lp.variable(cost * count, integer=True, upper=1.0)
+            variables[stored] = self.lp.variable(cost * count, integer=True, upper=1.0)
             if self.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
-                self.hold(nbytes, variables[layout], self.dear.state)
+                self.hold(nbytes, variables[stored], self.dear.state)
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
-        self.input_layouts[tensor.name] = variables
-        found: Marginal = {}
-        for layout, variable in variables.items():
-            found.setdefault(self.canonical(tensor.name, layout), []).append((1.0, variable))
-        return found
+        self.inputs[tensor.name] = variables
+        return variables
+
+    def stored(self, name: str, layout: Layout) -> list[Stored]:
+        """An input in a layout, with each way of gathering it that could serve: again only where memory is
+        scarce, once only where something else is repeated."""
+        kept = [(layout, Gathering.KEEP)]
+        if not self.is_parameter(name) or not self.prices.training:
+            return kept
+        if not self.space.gatherings or not any(isinstance(place, Shard) for place in layout):
+            return kept
+        if len(self.space.gatherings) == 1:
+            return [(layout, self.space.gatherings[0])]
+        serve = {
+            Gathering.KEEP: True,
+            Gathering.AGAIN: self.cap is not None or self.dear != FREE,
+            Gathering.ONCE: self.prices.once < 1.0,
+        }
+        return [(layout, gathering) for gathering in self.space.gatherings if serve[gathering]]
+
+    def may_gather(self, name: str) -> bool:
+        """Whether a tensor may be gathered: all but weights where there is no way for those."""
+        return bool(self.space.gatherings) or not self.is_parameter(name)
 
     def at_rest(self, name: str) -> bool:
         """Whether the tensor is on the device all the time: what the user passes comes and goes."""
@@ -442,14 +539,14 @@ class Problem:
             found.append(Use(None, 0, self.output_needs(tensor.name)))
         if tensor.name in self.written:
             buffer = self.written[tensor.name]
-            found.append(Use(None, 1, {layout: [(1.0, _ONE)] for layout in self.space.inputs[buffer][:1]}))
+            found.append(Use(None, 1, {layout: [(1.0, ONE)] for layout in self.space.inputs[buffer][:1]}))
         return found
 
     def output_needs(self, name: str) -> Marginal:
         """How a tensor leaves the graph: in its one layout, or in one that is chosen."""
         layouts = self.space.outputs[name]
         if len(layouts) == 1:
-            return {self.canonical(name, layouts[0]): [(1.0, _ONE)]}
+            return {self.canonical(name, layouts[0]): [(1.0, ONE)]}
         variables = {layout: self.lp.variable(integer=True, upper=1.0) for layout in layouts}
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
         self.output_layouts[name] = variables
@@ -487,16 +584,19 @@ class Problem:
     def keep(self, tensor: TensorClass, uses: Sequence[Use], count: float) -> None:
         """y[t, p] and its bytes, once for all that keep the tensor in one layout.
 
-        A parameter's own storage is state already: only a converted copy of it counts.
+        A parameter's own storage is state already: only a converted copy of it counts, and none that is
+        gathered again.
         """
         if self.cap is None and not self.dear.kept:
             return
         sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
+        again: Marginal = {}
         if tensor.name in self.makers:
             operation, index = self.makers[tensor.name]
-            sums.append(self.keepers(self.folding.class_of[operation.name], index, of="results"))
-        stored = self.input_layouts.get(tensor.name, {}) if self.at_rest(tensor.name) else {}
-        at_rest = {self.value(layout): v for layout, v in stored.items()}
+            maker = self.folding.class_of[operation.name]
+            sums.append(self.keepers(maker, index, of="results"))
+            again = self.made_again(maker, index)
+        stored = self.inputs.get(tensor.name, {}) if self.at_rest(tensor.name) else {}
         y: dict[Layout, int] = {}
         for by_layout in sums:
             for layout, terms in by_layout.items():
@@ -504,8 +604,24 @@ class Problem:
                     y[layout] = self.lp.variable()
                     nbytes = self.prices.local_bytes(tensor.name, layout) * count
                     self.hold(nbytes, y[layout], self.dear.kept)
-                own = [(1.0, at_rest[layout])] if layout in at_rest else []
-                self.lp.at_least([(1.0, y[layout]), *own, *((-c, v) for c, v in terms)], 0.0)
+                own = [
+                    (1.0, variable)
+                    for (at, gathering), variable in stored.items()
+                    if self.value(at) == layout or gathering is Gathering.AGAIN
+                ]
+                spared = again.get(layout, [])
+                row = [(1.0, y[layout]), *own, *spared, *((-c, v) for c, v in terms)]
+                self.lp.at_least(row, 0.0)
+
+    def made_again(self, name: str, index: int) -> Marginal:
+        """For each layout of a result the r of the strategies that give it; not of what recomputing holds."""
+        found: Marginal = {}
+        if name in self.again:
+            for strategy, r in zip(self.space.strategies[name], self.again[name], strict=True):
+                if index not in self.prices.operator(self.operators[name], strategy).kept.held:
+                    layout = self.value(tuple(option.results[index] for option in strategy))
+                    found.setdefault(layout, []).append((1.0, r))
+        return found
 
     def keepers(self, name: str, position: int, *, of: str) -> Marginal:
         """For each layout the strategies of a class that keep one operand, or result, in it."""
@@ -521,6 +637,3 @@ class Problem:
     def value(self, layout: Layout) -> Layout:
         """R and B hold the same value: one copy serves both."""
         return unnamed(tuple(R if isinstance(item, Broadcast) else item for item in layout), self.alike)
-
-
-_ONE = -1  # stands for the constant 1 among variables

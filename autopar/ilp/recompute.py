@@ -1,57 +1,197 @@
-"""Which parts of a graph are computed again in backward, so that little is kept in between.
+"""Which parts of a placed program are computed again in backward, so that it needs less memory.
 
-    k_i     bytes that operator i keeps for its backward pass
-    c_p     bytes that cross position p: made before operator p, used by it or by later ones
-    L       the most that one part may keep: it is all there when backward recomputes that part
+    F[i,j]   seconds that it takes to compute operators [i, j) again
+    S[i,j]   bytes that they then keep no longer, less what has to be kept for them instead
+    W[i,j]   bytes that are all there at once when backward comes to [i, j)
 
-With every part recomputed, what stays is what crosses the cuts, and at the peak one part's own bytes:
+For a price of memory and a limit L the best set of disjoint parts
 
-    minimise  sum of c_p over the cuts + max over parts of the sum of k_i
+    minimise  sum of (F - price * S)    over parts with W <= L
 
-For each L of a grid the first term is a shortest path over positions; the best L wins. On a chain of n
-equal layers that gives about sqrt(n) parts. Source: Chen et al., 2016.
+is a shortest path over positions, as all terms add up. Prices and limits on a grid give the candidates,
+from the fastest to the leanest; the exact replay of the step (cost/memory.py) says which of them fit. Equal
+layers of a deep model join all at the same price, so the fastest that fit then give up the parts that they
+don't need. Source of the path: Chen et al., 2016; of the prices: Lagrange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-Segment = tuple[int, int]  # operators [first, stop)
-GRID = 16  # values of L, each a little less than 3/4 of the one before
+import numpy as np
+
+from autopar.core.graph import Graph
+from autopar.core.plan import Program
+from autopar.core.recompute import Segment
+from autopar.cost.again import Savings, savings
+from autopar.cost.intervals import choose_places, crossing_bytes
+from autopar.cost.memory import Peak, peak_memory
+from autopar.cost.prices import Prices
+
+MOST_PLACES = 600  # where parts may begin and end; tables grow with the square
+PRICES = (0.05, 0.15, 0.3, 0.5, 0.7, 1.0, 1.5, 3.0, 10.0, 100.0)  # of seconds per byte over the whole graph
+LIMITS = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015)  # of all bytes that can be spared
+REFINED = 3  # of the fastest candidates that fit
+TRIALS = 24  # single parts that each of them tries to give up
 
 
-def segments(kept: Sequence[int], crossing: Sequence[int]) -> tuple[Segment, ...]:
-    """The parts, in order, that cover all operators; a part of one operator gains nothing and is left out."""
-    total = sum(kept)
-    best: tuple[int, list[int]] | None = None
-    for exponent in range(GRID):
-        found = _path(kept, crossing, total * 0.72**exponent)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
-    if best is None or best[0] >= total:
-        return ()
-    return tuple((first, stop) for first, stop in pairwise(best[1]) if stop - first > 1)
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A program with its recomputed parts, the `seconds` that these take for each micro-batch, and its
+    peak."""
+
+    program: Program
+    seconds: float
+    peak: Peak
 
 
-def _path(kept: Sequence[int], crossing: Sequence[int], limit: float) -> tuple[int, list[int]] | None:
-    """(bytes, bounds) of the cheapest cut into parts that keep at most `limit` each."""
-    count = len(kept)
-    done = [0, *accumulate(kept)]
-    cost: list[float] = [0.0] + [float("inf")] * count
-    come = [0] * (count + 1)
-    for stop in range(1, count + 1):
-        for first in range(stop - 1, -1, -1):
-            if done[stop] - done[first] > limit:
-                break
-            price = cost[first] + (crossing[first] if first else 0)
-            if price < cost[stop]:
-                cost[stop], come[stop] = price, first
-    if cost[count] == float("inf"):
-        return None
-    bounds = [count]
-    while bounds[-1]:
-        bounds.append(come[bounds[-1]])
-    bounds.reverse()
-    most = max(done[stop] - done[first] for first, stop in pairwise(bounds))
-    return int(cost[count]) + most, bounds
+def fit(graph: Graph, prices: Prices, program: Program, cap: int) -> Fitted:
+    """`program` with the parts computed again that make it fit `cap` bytes per device at least expense; if
+    none do, with those that need least."""
+    return _Fitting(graph, prices, program).under(cap)
+
+
+def everything(graph: Graph, prices: Prices, program: Program) -> Program:
+    """`program` with all its parts computed again, cut where that needs least memory."""
+    table = _table(graph, prices, program)
+    candidates = [
+        replace(program, recompute=parts)
+        for limit in LIMITS
+        if (parts := _parts(table, float("inf"), limit * float(table.spared[0, -1])))
+    ]
+    return min(
+        candidates,
+        key=lambda each: peak_memory(graph, prices, each).nbytes,
+        default=program,
+    )
+
+
+def ladder(graph: Graph, prices: Prices, program: Program, rungs: int) -> list[Program]:
+    """The program without recomputed parts, and up to so many more, each of which keeps less than the one
+    before for the seconds that it adds.
+
+    Between two whose parts differ stand those that take over half of the changes, every other one.
+    """
+    table = _table(graph, prices, program)
+    found: dict[tuple[Segment, ...], tuple[float, float]] = {}
+    for parts in (*_candidates(table), *_mixed(list(_candidates(table)))):
+        found[parts] = _totals(table, parts)
+    best: list[tuple[Segment, ...]] = []
+    spared = 0.0
+    for parts in sorted(found, key=lambda each: found[each]):
+        if -found[parts][1] > spared * 1.02:
+            best.append(parts)
+            spared = -found[parts][1]
+    if len(best) > rungs:
+        best = [best[round(index * (len(best) - 1) / (rungs - 1))] for index in range(rungs)]
+    return [replace(program, recompute=()), *(replace(program, recompute=parts) for parts in best)]
+
+
+@dataclass(slots=True)
+class _Fitting:
+    graph: Graph
+    prices: Prices
+    program: Program
+
+    def under(self, cap: int) -> Fitted:
+        plain = self.fitted((), 0.0)
+        if plain.peak.nbytes <= cap:
+            return plain
+        table = _table(self.graph, self.prices, self.program)
+        least, good = plain, []
+        for parts in sorted(set(_candidates(table)), key=lambda each: _totals(table, each)):
+            found = self.fitted(parts, _totals(table, parts)[0])
+            least = min(least, found, key=lambda each: each.peak.nbytes)
+            if found.peak.nbytes <= cap:
+                good.append(self.without_idle(found, table, cap))
+                if len(good) == REFINED:
+                    break
+        return min(good, key=lambda each: (each.seconds, each.peak.nbytes), default=least)
+
+    def fitted(self, parts: Sequence[Segment], seconds: float) -> Fitted:
+        program = replace(self.program, recompute=tuple(parts))
+        return Fitted(program, seconds, peak_memory(self.graph, self.prices, program))
+
+    def without_idle(self, found: Fitted, table: Savings, cap: int) -> Fitted:
+        """The same with as few parts as still fit: as many as can be of the dearest go, then single ones."""
+
+        def left(parts: Sequence[Segment]) -> Fitted:
+            ordered = sorted(parts)
+            return self.fitted(ordered, _totals(table, ordered)[0])
+
+        parts = sorted(found.program.recompute, key=lambda part: -_price(table, part))
+        low, high = 0, len(parts)
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = left(parts[middle:])
+            if trial.peak.nbytes <= cap:
+                low, found = middle, trial
+            else:
+                high = middle
+        for part in sorted(parts[low:], key=lambda part: -_totals(table, [part])[0])[:TRIALS]:
+            trial = left([each for each in found.program.recompute if each != part])
+            if trial.peak.nbytes <= cap:
+                found = trial
+        return found
+
+
+def _table(graph: Graph, prices: Prices, program: Program) -> Savings:
+    crossing = crossing_bytes(graph, prices, program)
+    return savings(graph, prices, program, choose_places(crossing, MOST_PLACES))
+
+
+def _candidates(table: Savings) -> Iterator[tuple[Segment, ...]]:
+    """The best parts for every price and limit; some come more than once."""
+    seconds, spared = float(table.seconds[0, -1]), float(table.spared[0, -1])
+    if not spared:
+        return
+    for limit in LIMITS:
+        for price in PRICES:
+            if parts := _parts(table, price * seconds / spared, limit * spared):
+                yield parts
+
+
+def _mixed(ladder: Sequence[tuple[Segment, ...]]) -> Iterator[tuple[Segment, ...]]:
+    """A half, a quarter and three quarters of the parts of each."""
+    for parts in dict.fromkeys(ladder):
+        for kept in ((0,), (0, 2), (0, 1, 2)):
+            some = tuple(part for index, part in enumerate(parts) if index % 4 in kept)
+            if 0 < len(some) < len(parts):
+                yield some
+
+
+def _parts(table: Savings, price: float, limit: float) -> tuple[Segment, ...]:
+    """The disjoint parts that minimise seconds less `price` times the bytes spared; at an infinite price
+    all that spare anything."""
+    gain = table.spared - table.taken
+    good = (gain > 0) & (table.spared <= limit)
+    cost = -gain if np.isinf(price) else table.seconds - price * gain
+    cost = np.where(good, cost, np.inf)
+    size = len(table.places)
+    best, come = np.zeros(size), np.zeros(size, dtype=int)
+    for stop in range(1, size):
+        ways = best[:stop] + cost[:stop, stop]
+        first = int(ways.argmin())
+        part = ways[first] < best[stop - 1]
+        best[stop], come[stop] = (ways[first], first) if part else (best[stop - 1], -1)
+    parts, stop = [], size - 1
+    while stop > 0:
+        first = int(come[stop])
+        if first >= 0:
+            parts.append((table.places[first], table.places[stop]))
+        stop = first if first >= 0 else stop - 1
+    return tuple(reversed(parts))
+
+
+def _totals(table: Savings, parts: Sequence[Segment]) -> tuple[float, float]:
+    """Seconds of the parts, and the bytes that they spare, negative: the better the less."""
+    numbers = np.searchsorted(table.places, np.asarray(parts, dtype=int).reshape(-1, 2))
+    first, stop = numbers[:, 0], numbers[:, 1]
+    spared = (table.spared - table.taken)[first, stop].sum()
+    return float(table.seconds[first, stop].sum()), -float(spared)
+
+
+def _price(table: Savings, part: Segment) -> float:
+    seconds, spared = _totals(table, [part])
+    return seconds / max(1.0, -spared)

@@ -13,12 +13,14 @@ from enum import Enum
 
 from autopar.convert.table import canonical
 from autopar.core.cut import chunked, nested
+from autopar.core.gathering import ShardState
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, P, Placement, R, Shard
 from autopar.cost.prices import Prices
 from autopar.errors import InputError
 from autopar.ilp.fold import Folding
+from autopar.ilp.gathering import most_sharded, ways
 from autopar.ilp.placement import Space
 from autopar.ops.analysis import options_of, strategies_of
 from autopar.ops.dims import Atom, Dims
@@ -162,12 +164,14 @@ def build_space(
     local_inputs: bool = False,
     user_layouts: Mapping[str, Layout] | None = None,
     local_outputs: bool = False,
+    shard_state: ShardState = ShardState.AUTO,
 ) -> Space:
     """The space of plans.
 
     `stored` fixes where parameters and buffers (by target name) lie already. With `local_inputs` a user
     input may come in parts, as its operators take it; `user_layouts` (by path) fixes how, where the
     input is long enough for that. With `local_outputs` every output but the loss may leave in parts.
+    A `shard_state` that is forced leaves weights that learn the layouts in most shards.
     """
     kinds = Kinds(graph, prices.dims)
     anchors = anchored(graph, prices.dims)
@@ -207,7 +211,8 @@ def build_space(
         users = tuple((folding.class_of[item.name], index) for item, index in uses[given.name])
         key = users, given.kind, given.mutated, given.spec, prices.dims.atoms.of[given.name]
         if key not in alike:
-            alike[key] = _layouts_of(given, users, prices, strategies, local=local_inputs)
+            forced_shards = shard_state.is_forced and prices.training and given.spec.requires_grad
+            alike[key] = _layouts_of(given, users, prices, strategies, local=local_inputs, most=forced_shards)
         inputs[given.name] = alike[key]
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
     outputs: dict[str, Sequence[Layout]] = {
@@ -216,7 +221,7 @@ def build_space(
         else [whole]
         for name in graph.outputs
     }
-    return Space(strategies, inputs, outputs)
+    return Space(strategies, inputs, outputs, ways(shard_state, stored=bool(stored)))
 
 
 def anchored(graph: Graph, dims: Dims) -> set[Atom]:
@@ -374,6 +379,7 @@ def _layouts_of(
     strategies: Mapping[str, Sequence[Strategy]],
     *,
     local: bool,
+    most: bool,
 ) -> Sequence[Layout]:
     """The layouts of an input that `uses`, classes of operators and positions, take."""
     whole: Layout = (R,) * len(prices.dims.mesh.shape)
@@ -388,8 +394,10 @@ def _layouts_of(
     if item.mutated:
         return sorted(needs, key=str) or [whole]
     if item.kind is InputKind.PARAMETER:
-        found = _in_parts(needs, prices.dims, extra=_whole_dim(item))
-        return [layout for layout in found if storable(item.name, layout, prices.dims)]
+        dims = range(len(item.spec.shape) if most else 1)
+        found = _in_parts(needs, prices.dims, extra=_whole_dims(item, dims))
+        kept = [layout for layout in found if storable(item.name, layout, prices.dims)]
+        return most_sharded(kept) if most else kept
     if item.kind is InputKind.USER and local:
         found = _in_parts(needs, prices.dims)
         return [layout for layout in found if prices.dims.legal(item.name, layout)]
@@ -426,9 +434,9 @@ def _in_parts(needs: Iterable[Layout], dims: Dims, extra: Set[Shard] = frozenset
     return list(itertools.product(*choices))
 
 
-def _whole_dim(item: GraphInput) -> set[Shard]:
-    """The dim along which a weight can be kept in shards whatever its operators do: the first."""
-    return {Shard(0)} if item.spec.shape else set()
+def _whole_dims(item: GraphInput, dims: Iterable[int]) -> set[Shard]:
+    """Of `dims` those along which a weight can be kept in shards whatever its operators do."""
+    return {Shard(dim) for dim in dims if dim < len(item.spec.shape)}
 
 
 def storable(name: str, layout: Layout, dims: Dims) -> bool:

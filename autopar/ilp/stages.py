@@ -8,6 +8,9 @@ micro-batch, B = I + W, and E once a step, to sum gradients and to update (cost/
 form holds for uneven stages. **Subject to** each rank's bytes <= cap: state, receive buffers for all
 M micro-batches, what micro-batches in flight keep, and the most that an operator needs beside that.
 
+Where parts may be computed again, a table stands for each level of that (recompute.py), and each stage
+takes the fastest level that fits, which depends on how many micro-batches it keeps.
+
 **Bound.** Some paths through the actions are known in advance. With t the seconds for which a stage keeps
 its rank busy for one micro-batch, h_k[p] the least that stages before it can take forward, b_k[p] backward,
 r_k[p] the least that it takes from a cut p on through all later stages and back, no step of which [p, q)
@@ -37,9 +40,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.clock import CutCosts, step_seconds
-from autopar.core.schedule import ActionKind, Schedule, ScheduleKind
+from autopar.core.schedule import SPLIT_BACKWARD, ActionKind, Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
-from autopar.cost.intervals import Intervals, Row, Table
+from autopar.cost.again import Shares
+from autopar.cost.intervals import Intervals
+from autopar.cost.rectangles import Row, Table
 from autopar.errors import InfeasibleError, InputError
 from autopar.schedules import build_schedule
 from autopar.units import show_bytes
@@ -52,6 +57,7 @@ ROUNDS = 40  # of the descent
 HOPELESS = 1.05  # times as slow as another schedule
 BATCH = 256  # cuts timed at once
 MOST_NODES = 4000  # partial cuts that the proof may visit
+QUANTILES = tuple(step / 16 for step in range(17))  # of seconds per byte, tried as a price
 MOST_ACTIONS = 1_000_000  # to run through in the proof, and a tenth of them in the descent
 
 Paths = NDArray[np.intp]  # [cut, stage + 1]: numbers of places
@@ -61,12 +67,13 @@ Paths = NDArray[np.intp]  # [cut, stage + 1]: numbers of places
 class Cut:
     """The first operator of each stage, seconds of a step, and a lower bound over all cuts at the same
     `places`, so many of them; what each stage costs, and the peak of bytes on one device of each stage and
-    each rank."""
+    each rank. `levels` says for each stage which of several tables it takes."""
 
     starts: tuple[int, ...]
     seconds: float
     bound: float
     places: int
+    levels: tuple[int, ...]
     stages: tuple[StageCost, ...]
     stage_bytes: tuple[int, ...]
     rank_bytes: tuple[int, ...]
@@ -78,18 +85,23 @@ def cut(table: Intervals, schedule: Schedule, *, cap: int | None = None) -> Cut:
     Raises InputError for more stages than places, InfeasibleError, with the least that would do, if no cut
     was found that meets the cap.
     """
-    return _Problem(table, schedule, cap).solve()
+    return _Problem([table], schedule, cap).solve()
 
 
 def best_cut(
-    table: Intervals, schedules: Sequence[Schedule], *, cap: int | None = None
+    tables: Sequence[Intervals], schedules: Sequence[Schedule], *, cap: int | None = None
 ) -> tuple[Cut, Schedule]:
     """The best cut under any of the schedules, with a bound for all of them.
 
-    Schedules that cannot beat what was found, by their lower bounds, are not cut. Raises the
-    InfeasibleError that asks for least if no schedule meets the cap.
+    `tables` are the levels of recomputing, from none on; a rank with several stages has one level, and
+    none if backward is split in two. Schedules that cannot beat what was found, by their lower bounds, are
+    not cut. Raises the InfeasibleError that asks for least if no schedule meets the cap.
     """
-    problems = [_Problem(table, schedule, cap) for schedule in schedules]
+    problems = [
+        _Problem(levels, schedule, cap, first)
+        for schedule in schedules
+        for first, levels in _choices(tables, schedule)
+    ]
     found: list[tuple[Cut, Schedule]] = []
     failures: list[InfeasibleError] = []
     for problem in sorted(problems, key=lambda problem: problem.bound):
@@ -106,9 +118,29 @@ def best_cut(
     return replace(best, bound=min(each.bound for each, _ in found)), schedule
 
 
+def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
+    """A lower bound on the seconds of all cuts under `cap`, whatever is computed again.
+
+    `table` is the one without that. To keep D bytes less for each micro-batch a stage takes at least the
+    seconds of the operators that spare most for theirs, and a part of one: with l seconds per byte,
+
+        max over l of  l D - sum over its operators of max(0, l spared - seconds)
+    """
+    return min(_Problem([table], schedule, cap, shares=shares).bound for schedule in schedules)
+
+
+def _choices(tables: Sequence[Intervals], schedule: Schedule) -> list[tuple[int, Sequence[Intervals]]]:
+    """The levels among which stages choose, and the number of the first one."""
+    if schedule.kind in SPLIT_BACKWARD:
+        return [(0, tables[:1])]
+    if schedule.stages_per_rank == 1:
+        return [(0, tables)]
+    return [(level, [table]) for level, table in enumerate(tables)]
+
+
 def keep(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
-    """The cut that is given, whose `starts` are places of the table, as it is."""
-    problem = _Problem(table, schedule, None)
+    """The cut that is given, whose `starts` are places of the table, as it is; stages may be empty."""
+    problem = _Problem([table], schedule, None)
     path = np.searchsorted(table.places, [*starts, table.places[-1]])
     seconds = float(problem.seconds(path[None])[0])
     return problem.cut(path, seconds, seconds)
@@ -118,23 +150,6 @@ def keep(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
 def scheduled(kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
     """The schedule, made once; raises InputError if torch can't run it."""
     return build_schedule(kind, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
-
-
-def choose_places(crossing: Sequence[int], most: int = MOST_PLACES) -> tuple[int, ...]:
-    """Where cuts are sought: everywhere, or at `most` places, where less crosses than around them and
-    then where least crosses.
-
-    `crossing[p]` are the bytes that a cut before operator p sends; the ends 0 and n are always there.
-    """
-    count = len(crossing)
-    inner = list(range(1, count))
-    if len(inner) > most:
-        padded = [math.inf, *crossing[1:], math.inf]
-        least = [p for p in inner if padded[p] <= padded[p - 1] and padded[p] < padded[p + 1]]
-        least = least[:: -(-len(least) // most)]
-        others = sorted(set(inner).difference(least), key=lambda p: (crossing[p], p))
-        inner = sorted([*least, *others[: most - len(least)]])
-    return (0, *inner, count)
 
 
 @lru_cache(maxsize=64)
@@ -169,38 +184,77 @@ def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 class _Problem:
     """The tables of the module's docstring for one schedule."""
 
-    table: Intervals
+    levels: Sequence[Intervals]
     schedule: Schedule
     cap: int | None
+    first: int = 0  # number of the first level
+    shares: Shares | None = None  # to bound what is computed again, instead of choosing it
+    table: Intervals = field(init=False)  # what all levels have in common
+    level: list[NDArray[np.intp]] = field(init=False)  # [p, q], of every stage
+    backward: list[Table] = field(init=False)  # the input gradients' part, with what is computed again
+    kept: list[Table] = field(init=False)
+    working: list[Table] = field(init=False)
     allowed: list[Table] = field(init=False)  # 0 where a stage fits, infinity elsewhere
     least: list[Table] = field(init=False)  # Q
     onward: list[Row] = field(init=False)  # the least largest Q from a cut on
-    busy: Table = field(init=False)
+    busy: list[Table] = field(init=False)
     bound: float = field(init=False)
 
     def __post_init__(self) -> None:
-        table, stages = self.table, self.schedule.stages
-        if stages > len(table.places) - 1:
-            raise InputError(
-                where="stages",
-                found=f"{stages} stages for {len(table.places) - 1} places to begin one",
-                wanted="at most one for each operator",
-                remedy="use fewer stages",
-            )
+        self.table = table = self.levels[0]
+        stages = self.schedule.stages
+        self.choose_levels()
+        if self.shares is not None and self.cap is not None:
+            self.backward = [self.at_least(stage, self.shares, self.cap) for stage in range(stages)]
         void = np.tril(np.full_like(table.forward, np.inf))
         self.allowed = [
-            void + np.where(self.stage_bytes(stage) > self.cap, np.inf, 0.0) if self.cap is not None else void
-            for stage in range(stages)
+            void if self.cap is None or self.shares else void + np.where(nbytes > self.cap, np.inf, 0.0)
+            for nbytes in map(self.stage_bytes, range(stages))
         ]
-        self.busy = table.seconds
+        both = table.forward + table.weight_gradient
         if self.late:
-            self.busy = self.busy + table.send[:, None] + table.send_back[None, :]
+            both = both + table.send[:, None] + table.send_back[None, :]
+        self.busy = [both + self.backward[stage] for stage in range(stages)]
         self.least = self.undercut()
         self.onward = [np.full(len(table.places), np.inf) for _ in range(stages + 1)]
         self.onward[stages][-1] = 0.0
         for stage in reversed(range(stages)):
             self.onward[stage] = np.maximum(self.least[stage], self.onward[stage + 1][None, :]).min(axis=1)
         self.bound = max(float(self.onward[0][0]), self.share())
+
+    def choose_levels(self) -> None:
+        """For every stage that could be, the fastest level that fits, or the smallest."""
+        stages = range(self.schedule.stages)
+        if len(self.levels) == 1 or self.cap is None:
+            self.level = [np.zeros(self.table.forward.shape, dtype=np.intp)] * len(stages)
+            self.backward = [self.table.input_gradient] * len(stages)
+            self.kept, self.working = [self.table.kept] * len(stages), [self.table.working] * len(stages)
+            return
+        backward, kept, working = (
+            np.stack([getattr(each, name) for each in self.levels])
+            for name in ("input_gradient", "kept", "working")
+        )
+        self.level, self.backward, self.kept, self.working = [], [], [], []
+        for stage in stages:
+            nbytes = np.stack([self.bytes_of(stage, *each) for each in zip(kept, working, strict=True)])
+            fits = nbytes <= self.cap
+            fastest = np.where(fits, backward, np.inf).argmin(axis=0)
+            level = np.where(fits.any(axis=0), fastest, nbytes.argmin(axis=0))
+            self.level.append(level)
+            for chosen, tables in ((self.backward, backward), (self.kept, kept), (self.working, working)):
+                chosen.append(np.take_along_axis(tables, level[None], axis=0)[0])
+
+    def at_least(self, stage: int, shares: Shares, cap: int) -> Table:
+        """Of a stage the seconds for gradients of inputs with the least that has to be computed again."""
+        places, worth = np.asarray(self.table.places), shares.spared > 0
+        excess = self.table.kept + (self.resident_bytes() - cap) / self.flight(stage)
+        prices = shares.seconds[worth] / shares.spared[worth]
+        found = np.zeros_like(excess)
+        for price in np.unique(np.quantile(prices, QUANTILES)) if worth.any() else ():
+            idle = np.maximum(0.0, price * shares.spared - shares.seconds)
+            before = np.cumsum([0.0, *idle])[places]
+            found = np.maximum(found, price * excess - (before[None, :] - before[:, None]))
+        return self.table.input_gradient + np.triu(found, 1)
 
     # -- the bound ------------------------------------------------------------------------------------
 
@@ -217,20 +271,21 @@ class _Problem:
     def undercut(self) -> list[Table]:
         """Q of every stage."""
         table, count = self.table, self.schedule.micro_batches
-        back = table.input_gradient + (table.weight_gradient if self.whole else 0.0)
+        forward, hop = table.forward, np.zeros_like(table.forward)
+        backs = [each + (table.weight_gradient if self.whole else 0.0) for each in self.backward]
         if self.late:
-            forward, back = table.forward + table.send[:, None], back + table.send_back[None, :]
-            chain = forward + back
+            forward, backs = (
+                forward + table.send[:, None],
+                [back + table.send_back[None, :] for back in backs],
+            )
         else:
-            forward = table.forward
-            chain = forward + back + self.hops(table.send)[:, None] + self.hops(table.send_back)[:, None]
-        ahead = self.heads(forward, self.hops(table.send))
-        behind = self.heads(back, self.hops(table.send_back)) if self.whole else None
-        after = self.tails(chain)
-        work = count * self.busy
+            hop = self.hops(table.send)[:, None] + self.hops(table.send_back)[:, None]
+        ahead = self.heads([forward] * self.schedule.stages, self.hops(table.send))
+        behind = self.heads(backs, self.hops(table.send_back)) if self.whole else None
+        after = self.tails([forward + back + hop for back in backs])
         found = []
         for stage in range(self.schedule.stages):
-            begun = ahead[stage][:, None] + work
+            begun = ahead[stage][:, None] + count * self.busy[stage]
             bounds = [begun + table.sync + table.update]
             home = behind[stage][:, None] if behind is not None else 0.0
             bounds.append(begun + home)
@@ -252,22 +307,22 @@ class _Problem:
         actions = self.schedule.actions(rank)
         return next(index for index, action in enumerate(actions) if action.kind is not ActionKind.FORWARD)
 
-    def heads(self, seconds: Table, hop: Row) -> list[Row]:
+    def heads(self, seconds: Sequence[Table], hop: Row) -> list[Row]:
         """For each stage and place the least sum of `seconds` of the stages before, and their hops."""
         found = [np.full(len(self.table.places), np.inf)]
         found[0][0] = 0.0
         for stage in range(self.schedule.stages - 1):
-            step = found[-1][:, None] + seconds + self.allowed[stage]
+            step = found[-1][:, None] + seconds[stage] + self.allowed[stage]
             found.append(step.min(axis=0) + hop)
         return found
 
-    def tails(self, seconds: Table) -> list[Row]:
+    def tails(self, seconds: Sequence[Table]) -> list[Row]:
         """For each stage and place the least sum of `seconds` of it and the stages behind."""
         last = np.full(len(self.table.places), np.inf)
         last[-1] = 0.0
         found = [last]
         for stage in reversed(range(self.schedule.stages)):
-            found.append((seconds + self.allowed[stage] + found[-1][None, :]).min(axis=1))
+            found.append((seconds[stage] + self.allowed[stage] + found[-1][None, :]).min(axis=1))
         return found[::-1]
 
     def share(self) -> float:
@@ -284,16 +339,22 @@ class _Problem:
 
     def stage_bytes(self, stage: int) -> Table:
         """The peak of a rank with this one stage alone."""
+        return self.bytes_of(stage, self.kept[stage], self.working[stage])
+
+    def bytes_of(self, stage: int, kept: Table, working: Table) -> Table:
+        return self.resident_bytes() + self.flight(stage) * kept + working
+
+    def flight(self, stage: int) -> int:
+        """How many micro-batches the stage keeps at once."""
         rank = self.schedule.rank_of(stage)
         own = [each for each in range(self.schedule.stages) if self.schedule.rank_of(each) == rank]
-        most = max(counts[own.index(stage)] for counts in flights(self.schedule)[rank])
-        return self.resident_bytes() + most * self.table.kept + self.table.working
+        return max(counts[own.index(stage)] for counts in flights(self.schedule)[rank])
 
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
         """Peaks [cut, rank], all stages of a rank together."""
         starts, stops = paths[:, :-1], paths[:, 1:]
         resident = self.resident_bytes()[starts, stops]
-        kept, working = self.table.kept[starts, stops], self.table.working[starts, stops]
+        kept, working = self.pick(self.kept, paths), self.pick(self.working, paths)
         found = []
         for rank, counts in enumerate(flights(self.schedule)):
             own = [stage for stage in range(self.schedule.stages) if self.schedule.rank_of(stage) == rank]
@@ -301,13 +362,19 @@ class _Problem:
             found.append(resident[:, own].sum(axis=1) + most + working[:, own].max(axis=1))
         return np.stack(found, axis=1)
 
+    def pick(self, tables: Sequence[Table], paths: Paths) -> NDArray[np.float64]:
+        """Of each stage's own table its entry [cut, stage]."""
+        return np.stack(
+            [table[paths[:, stage], paths[:, stage + 1]] for stage, table in enumerate(tables)], axis=1
+        )
+
     # -- time -----------------------------------------------------------------------------------------
 
     def costs(self, paths: Paths) -> CutCosts:
         table, starts, stops = self.table, paths[:, :-1].T, paths[:, 1:].T
         return CutCosts(
             forward=table.forward[starts, stops],
-            input_gradient=table.input_gradient[starts, stops],
+            input_gradient=self.pick(self.backward, paths).T,
             weight_gradient=table.weight_gradient[starts, stops],
             send_output=table.send[stops],
             send_gradient=table.send_back[starts],
@@ -337,9 +404,9 @@ class _Problem:
                 update=float(costs.update[stage, 0]),
                 state=int(table.state[p, q]),
                 buffers=count * int(table.received[p] + table.received_back[q]),
-                kept=int(table.kept[p, q]),
-                kept_for_weight=int(table.kept[p, q]),
-                working=int(table.working[p, q]),
+                kept=int(self.kept[stage][p, q]),
+                kept_for_weight=int(self.kept[stage][p, q]),
+                working=int(self.working[stage][p, q]),
             )
             for stage, (p, q) in enumerate(zip(starts, stops, strict=True))
         )
@@ -350,6 +417,10 @@ class _Problem:
             seconds=seconds,
             bound=bound,
             places=len(self.table.places) - 1,
+            levels=tuple(
+                self.first + int(level[path[stage], path[stage + 1]])
+                for stage, level in enumerate(self.level)
+            ),
             stages=self.stage_costs(path),
             stage_bytes=tuple(
                 int(self.stage_bytes(stage)[path[stage], path[stage + 1]]) for stage in range(len(path) - 1)
@@ -361,9 +432,17 @@ class _Problem:
 
     def solve(self, *, beat: float = math.inf) -> Cut:
         """The best cut; the search ends where it starts if that is far above `beat` seconds."""
+        stages, places = self.schedule.stages, len(self.table.places) - 1
+        if stages > places:
+            raise InputError(
+                where="stages",
+                found=f"{stages} stages for {places} places to begin one",
+                wanted="at most one for each operator",
+                remedy="use fewer stages",
+            )
         best = self.start()
         if best is None:
-            raise _infeasible(self.table, self.schedule, self.cap or 0)
+            raise _infeasible(self.levels, self.schedule, self.cap or 0)
         proven = False
         if best[1] <= beat * HOPELESS:
             best, proven = self.prove(self.descend(best))
@@ -389,11 +468,12 @@ class _Problem:
         """The path with the least sum of seconds whose Q are at most `limit`, and the stages' own bytes
         at most `nbytes`; None if there is none."""
         stages, size = self.schedule.stages, len(self.table.places)
-        weighed = self.schedule.micro_batches * self.busy + self.table.sync + self.table.update
+        count, ends = self.schedule.micro_batches, self.table.sync + self.table.update
         best = np.full(size, np.inf)
         best[-1] = 0.0
         following = []
         for stage in reversed(range(stages)):
+            weighed = count * self.busy[stage] + ends
             step = np.where(self.least[stage] <= limit * (1 + 1e-12), weighed, np.inf)
             if nbytes is not None:
                 step = np.where(self.stage_bytes(stage) <= nbytes, step, np.inf)
@@ -470,19 +550,19 @@ def _fastest(paths: Paths, seconds: NDArray[np.float64]) -> tuple[NDArray[np.int
     return (paths[index], float(seconds[index])) if math.isfinite(seconds[index]) else None
 
 
-def least_bytes(table: Intervals, schedule: Schedule) -> int:
+def least_bytes(tables: Sequence[Intervals], schedule: Schedule) -> int:
     """The least cap under which each stage fits by itself: all there is to it with one stage per rank."""
-    problem = _Problem(table, schedule, None)
-    best = np.full(len(table.places), np.inf)
+    problem = _Problem(tables, schedule, 0)  # in which every stage takes the smallest level
+    best = np.full(len(problem.table.places), np.inf)
     best[-1] = 0.0
+    void = np.tril(np.full_like(problem.table.forward, np.inf))
     for stage in reversed(range(schedule.stages)):
-        nbytes = problem.stage_bytes(stage) + problem.allowed[stage]
-        best = np.maximum(nbytes, best[None, :]).min(axis=1)
+        best = np.maximum(problem.stage_bytes(stage) + void, best[None, :]).min(axis=1)
     return int(best[0])
 
 
-def _infeasible(table: Intervals, schedule: Schedule, cap: int) -> InfeasibleError:
-    least = least_bytes(table, schedule)
+def _infeasible(tables: Sequence[Intervals], schedule: Schedule, cap: int) -> InfeasibleError:
+    least = least_bytes(tables, schedule)
     return InfeasibleError(
         where=f"memory cap with {schedule.ranks} pipeline ranks, {schedule.micro_batches} micro-batches, "
         f"{schedule.kind.value}",

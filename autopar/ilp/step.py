@@ -7,16 +7,23 @@ stages the cut is sought for this one placement (stages.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
+from autopar.core.plan import Program
+from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule
-from autopar.cost.intervals import crossing_bytes, intervals
+from autopar.cost.again import shares
+from autopar.cost.intervals import choose_places, crossing_bytes, intervals
 from autopar.cost.prices import Prices
 from autopar.cost.step import StepCost, step_cost
 from autopar.ilp.choose import Solution
-from autopar.ilp.stages import Cut, best_cut, choose_places, keep
+from autopar.ilp.recompute import ladder
+from autopar.ilp.stages import MOST_PLACES, Cut, best_cut, bound_again, keep
+
+RUNGS = 8  # levels of recomputing, beside none, among which stages choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +76,40 @@ def staged(
     cap: int | None,
     relaxed: float | None = None,
     starts: Sequence[int] | None = None,
+    recompute: Recompute = Recompute.NONE,
 ) -> Step:
     """The step with the best cut under the best of `schedules`, or with the cut at `starts`.
 
     `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
-    was found with memory to spare. Raises InputError or InfeasibleError as `cut` does.
+    was found with memory to spare. Where parts may be computed again so that it fits, stages choose for
+    themselves. Raises InputError or InfeasibleError as `cut` does.
     """
-    places = choose_places(crossing_bytes(graph, prices, solution.program))
+    places = choose_places(crossing_bytes(graph, prices, solution.program), MOST_PLACES)
     if starts is not None:
         places = tuple(sorted({0, *starts, len(graph.operators)}))
     table = intervals(graph, prices, solution.program, hop, places=places)
+    programs = [solution.program]
     if starts is None:
-        found, schedule = best_cut(table, schedules, cap=cap)
+        found, schedule = best_cut([table], schedules, cap=None)
+        if cap is not None and max(found.rank_bytes) > cap:
+            bound = found.bound
+            if recompute is Recompute.AUTO:
+                programs = ladder(graph, prices, solution.program, RUNGS)
+                spared = shares(graph, prices, solution.program)
+                bound = max(bound, bound_again(table, spared, schedules, cap=cap))
+            tables = [table, *(intervals(graph, prices, each, hop, places=places) for each in programs[1:])]
+            found, schedule = best_cut(tables, schedules, cap=cap)
+            found = replace(found, bound=min(bound, found.seconds)) if len(tables) > 1 else found
     else:
         found, schedule = keep(table, schedules[0], starts), schedules[0]
+    program = _recomputed(programs, found, len(graph.operators))
+    solution = replace(solution, program=program)
     bound = solution.bound if relaxed is None else relaxed
     share = min(1.0, max(0.0, bound / solution.seconds)) if solution.seconds > 0 else 1.0
     fullest = max(range(schedule.ranks), key=lambda rank: found.rank_bytes[rank])
     return Step(
         solution=solution,
-        cost=step_cost(graph, prices, solution.program),
+        cost=step_cost(graph, prices, program),
         seconds=found.seconds,
         bound=share * found.bound,
         peak_bytes=found.rank_bytes[fullest],
@@ -98,3 +119,14 @@ def staged(
         cut=found,
         schedule=schedule,
     )
+
+
+def _recomputed(programs: Sequence[Program], cut: Cut, operators: int) -> Program:
+    """The program in which every stage has the recomputed parts of its own level."""
+    parts = [
+        (max(first, start), min(last, stop))
+        for level, (start, stop) in zip(cut.levels, pairwise((*cut.starts, operators)), strict=True)
+        for first, last in programs[level].recompute
+        if first < stop and last > start
+    ]
+    return replace(programs[0], recompute=tuple(parts))

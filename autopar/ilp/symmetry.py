@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.convert.network import Alike, unnamed
 from autopar.core.graph import Graph
 from autopar.core.placement import Layout
+from autopar.core.recompute import Recompute
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, choose
@@ -53,40 +55,49 @@ def choose_named(
     time_limit: float | None,
     dear: Dear = FREE,
     bounded: bool = True,
+    recompute: Recompute = Recompute.NONE,
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
 
     Should no naming of what was chosen meet the cap, the whole program is solved after all.
     """
     alike = axes_alike(prices)
+    ask = partial(
+        choose,
+        graph,
+        prices,
+        folding=folding,
+        cap=cap,
+        gap=gap,
+        time_limit=time_limit,
+        dear=dear,
+        recompute=recompute,
+    )
     if not alike:
-        return choose(
-            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
-        )
-    problem = Problem(graph, prices, forget(space, alike), folding, cap=cap, alike=alike, dear=dear)
+        return ask(space, bounded=bounded)
+    again = recompute is not Recompute.NONE
+    problem = Problem(
+        graph, prices, forget(space, alike), folding, cap=cap, alike=alike, dear=dear, again=again
+    )
     answer = solve(problem.lp, relaxed=True, time_limit=time_limit)
     bound = answer.bound
     if dear != FREE or not bounded:
         bound = -math.inf
     elif folding.count > 1:
-        free = Problem(graph, prices, forget(space, alike), folding, cap=cap, relaxed=True, alike=alike)
+        free = Problem(
+            graph, prices, forget(space, alike), folding, cap=cap, relaxed=True, alike=alike, again=again
+        )
         bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
     if answer.values is None:
-        return choose(
-            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
-        )
+        return ask(space, bounded=bounded)
     few = named(space, problem, answer, alike)
     try:
-        found = choose(
-            graph, prices, few, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=False
-        )
+        found = ask(few, bounded=False)
     except InfeasibleError:
-        return choose(
-            graph, prices, space, folding, cap=cap, gap=gap, time_limit=time_limit, dear=dear, bounded=bounded
-        )
+        return ask(space, bounded=bounded)
     if bound > -math.inf:
         enough = bound / (1 - max(gap, CLOSE))
-        improver = Improver(graph, prices, folding, space, few, cap, gap)
+        improver = Improver(graph, space, few, folding, ask)
         found = improver.improve(found, enough=enough, time_limit=time_limit)
     bound = min(bound, found.seconds)
     proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds
@@ -107,7 +118,8 @@ def forget(space: Space, alike: Alike) -> Space:
             for name, layouts in ends.items()
         }
 
-    return Space(strategies, nameless(space.inputs), nameless(space.outputs))
+    inputs, outputs = nameless(space.inputs), nameless(space.outputs)
+    return replace(space, strategies=strategies, inputs=inputs, outputs=outputs)
 
 
 def named(space: Space, problem: Problem, answer: Answer, alike: Alike) -> Space:
@@ -123,16 +135,21 @@ def named(space: Space, problem: Problem, answer: Answer, alike: Alike) -> Space
         strategies[name] = [item for item in offered if _strategy_key(item, alike) in chosen]
 
     def chosen_ends(
-        ends: Mapping[str, Sequence[Layout]], variables: Mapping[str, Mapping[Layout, int]]
+        ends: Mapping[str, Sequence[Layout]], variables: Mapping[str, Sequence[tuple[Layout, int]]]
     ) -> dict[str, Sequence[Layout]]:
         found = dict(ends)
         for name, layouts in variables.items():
-            kept = {layout for layout, variable in layouts.items() if values[variable] > SUPPORT}
+            kept = {layout for layout, variable in layouts if values[variable] > SUPPORT}
             found[name] = [layout for layout in ends[name] if unnamed(layout, alike) in kept]
         return found
 
-    inputs = chosen_ends(space.inputs, problem.input_layouts)
-    return Space(strategies, inputs, chosen_ends(space.outputs, problem.output_layouts))
+    stored = {
+        name: [(layout, variable) for (layout, _), variable in choices.items()]
+        for name, choices in problem.inputs.items()
+    }
+    leaving = {name: list(choices.items()) for name, choices in problem.output_layouts.items()}
+    inputs, outputs = chosen_ends(space.inputs, stored), chosen_ends(space.outputs, leaving)
+    return replace(space, strategies=strategies, inputs=inputs, outputs=outputs)
 
 
 def _strategy_key(strategy: Strategy, alike: Alike) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """The parallel program against the eager serial model, in float64, over several optimizer steps.
 
 Outputs, loss, all gradients, and afterwards parameters and buffers. The serial side is the user's
-module itself, never the exported graph, so tracing is proved as well. The error of a kind is
+module itself, never the exported graph, so tracing is proved as well; only what it checkpoints is not
+computed again in backward, which would write running statistics twice. The error of a kind is
 
     max |a - b| / max(max |b|, 1e-3 x the largest magnitude among tensors of that kind)
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.checkpoints import inlined
 from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Layout
 from autopar.core.plan import Program
@@ -105,7 +107,7 @@ def train_eagerly(
     for step in range(steps):
         torch.manual_seed(seed(step))
         model.zero_grad()
-        with raised_eager(record.casts):
+        with raised_eager(record.casts), inlined():
             output = model(*args, **kwargs)
             loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
         leaves, _ = flatten_results(output)
@@ -137,7 +139,7 @@ def accumulate_eagerly(
         total = torch.zeros((), dtype=torch.float64)
         for number, (args, kwargs, loss_args, loss_kwargs) in enumerate(calls):
             torch.manual_seed(seed(step, number))
-            with raised_eager(record.casts):
+            with raised_eager(record.casts), inlined():
                 output = model(*args, **kwargs)
                 loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
             assert loss is not None

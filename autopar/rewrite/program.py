@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.convert.table import canonical, effect
+from autopar.convert.table import canonical, effect, gathers
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, TensorSpec
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard, show
@@ -22,6 +23,7 @@ from autopar.errors import CheckError
 from autopar.ops.dims import Dims
 from autopar.ops.rule import Site, rule_of
 from autopar.rewrite.emit import GraphEmitter
+from autopar.runtime.regather import AGAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,8 @@ class _Writer:
 
     def convert(self, name: str, move: Move) -> fx.Node:
         source = self.value(name, move.source)
-        target = getattr(torch.ops.autopar, effect(move).name).default
+        again = gathers(move) and self.program.gathering(name) is Gathering.AGAIN
+        target = getattr(torch.ops.autopar, effect(move).name + AGAIN * again).default
         key = self.dims.mesh.key((move.axis,))
         args: list[object] = [source, key]
         before, after = move.placements

@@ -73,6 +73,8 @@ def _program(made: Executable) -> str:
 def _note(item: InputPart) -> str:
     dtype = str(item.spec.dtype).removeprefix("torch.")
     note = f"{dtype}[{','.join(map(str, item.part.shape))}]  {show(item.layout)}"
+    over = ", ".join(str(gather.arguments[0]) for gather in item.gathers)
+    note += f"  gathered once a step over {over}" if over else ""
     return note + (f"  gradient summed over {item.sync}" if item.sync else "")
 
 

@@ -1,4 +1,4 @@
-"""Moves the gradient sums of weights out of a rank's program, so that they can be done in buckets.
+"""Moves what is done once a step out of a rank's program: gradient sums of weights, and gathers.
 
 A weight that data-parallel ranks share enters the program as R and is used as B: one `r_to_b` for
 each axis, whose backward is an all-reduce of that weight's gradient alone, inside backward.
@@ -8,25 +8,48 @@ each axis, whose backward is an all-reduce of that weight's gradient alone, insi
 
 The sums are linear, so they may as well act on the weight's own gradient after everything else in
 its backward. What is cut off is the chain at the start: each link the only use of the one before.
+
+Of a weight that is gathered once a step the gathers at the start are cut off as well. The program then
+takes the full copy; its gradient is scattered, and then summed over the axes of the `r_to_b`: sums over
+different axes commute. S -> R followed by R -> B on one axis is S -> B.
+
+    before    weight -> r_to_b "b@2x2" -> s_to_b "a@2x2" -> linear
+    after     weight -> linear                                 gathered by s_to_b "a@2x2", summed over "b@2x2"
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+import autopar.runtime.collectives  # noqa: F401  (registers the operators that are looked for)
+from autopar.core.executable import Gather
 from autopar.core.mesh import parse_key
 
+GATHERS = (torch.ops.autopar.s_to_b.default, torch.ops.autopar.s_to_r.default)
 
-def defer(graph: fx.Graph, parameters: Collection[str]) -> tuple[fx.Graph, dict[str, str]]:
-    """A copy of `graph` without the leading `r_to_b` chains of `parameters` (placeholder names).
 
-    Also returns the group key over which each of those parameters' gradients is to be summed.
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """What is done once a step for a weight: gathers, and the sum of its gradient over the ranks of `key`."""
+
+    key: str | None
+    gathers: tuple[Gather, ...] = ()
+
+
+def defer(
+    graph: fx.Graph, parameters: Collection[str], once: Collection[str] = ()
+) -> tuple[fx.Graph, dict[str, Deferred]]:
+    """A copy of `graph` without the leading `r_to_b` chains of `parameters` (placeholder names), and the
+    leading gathers of those that are gathered `once`.
+
+    Also returns what is to be done for each of those parameters instead.
     """
     chains = {
-        node: list(_chain(node))
+        node: list(_chain(node, gathered=str(node.target) in once))
         for node in graph.nodes
         if node.op == "placeholder" and node.target in parameters
     }
@@ -38,18 +61,26 @@ def defer(graph: fx.Graph, parameters: Collection[str]) -> tuple[fx.Graph, dict[
         owner = source.get(node)
         made[node] = made[owner] if owner else copy.node_copy(node, lambda old: made[old])
     copy.lint()
-    return copy, {str(node.target): _joint(chain) for node, chain in chains.items()}
+    return copy, {str(node.target): _deferred(chain) for node, chain in chains.items()}
 
 
-def _chain(node: fx.Node) -> Iterator[fx.Node]:
+def _chain(node: fx.Node, *, gathered: bool) -> Iterator[fx.Node]:
     while len(node.users) == 1:
         (node,) = node.users
-        if node.target is not torch.ops.autopar.r_to_b.default:
+        if node.target is not torch.ops.autopar.r_to_b.default and not (gathered and node.target in GATHERS):
             return
         yield node
 
 
-def _joint(chain: list[fx.Node]) -> str:
-    parsed = [parse_key(str(link.args[1])) for link in chain]
-    mesh = parsed[0][0]
-    return mesh.key(axis for _, axes in parsed for axis in axes)
+def _deferred(chain: Sequence[fx.Node]) -> Deferred:
+    summed = [str(link.args[1]) for link in chain if link.target not in GATHERS]
+    gathers = []
+    for link in chain:
+        if link.target in GATHERS:
+            group = str(link.args[1])
+            whole = link.target is torch.ops.autopar.s_to_b.default or group in summed
+            gathers.append(Gather("s_to_b" if whole else "s_to_r", tuple(link.args[1:])))
+    done = {gather.arguments[0] for gather in gathers}
+    left = [parse_key(group) for group in summed if group not in done]
+    key = left[0][0].key(axis for _, axes in left for axis in axes) if left else None
+    return Deferred(key, tuple(gathers))

@@ -25,7 +25,8 @@ from autopar.errors import InputError
 from autopar.runtime import groups
 from autopar.runtime.gradient_sync import GradientSync, Member
 from autopar.runtime.memory import dense
-from autopar.runtime.parameters import Leaves, local
+from autopar.runtime.parameters import Leaves, local, scatter_once
+from autopar.runtime.regather import freeing
 
 
 class Bound:
@@ -46,6 +47,7 @@ class Bound:
         samples: Samples | None = None,
     ) -> None:
         self.executable, self.samples = executable, samples
+        self._run = freeing(executable.module)
         self._rank = dist.get_rank()
         self._device = device
         self.users = [item for item in executable.inputs if item.kind is InputKind.USER]
@@ -57,11 +59,11 @@ class Bound:
             for item in executable.inputs
             if item.kind is InputKind.CONSTANT
         }
-        parameters = by_first_use(executable)
+        self._parameters = parameters = by_first_use(executable)
         self._names = [item.name for item in parameters]
         self._unsynced = {index for index, item in enumerate(parameters) if sync_key(item) is None}
         self._leaves = Leaves(parameters, [find(item.target) for item in parameters], self._receive, mesh)
-        self._adding = False
+        self._adding = self._stepping = False
         self._held: dict[int, Tensor] = {}
         self._sync = GradientSync(summed(parameters), self._leaves.deliver, bucket_bytes=bucket_bytes)
 
@@ -73,7 +75,9 @@ class Bound:
         values |= self._constants
         values |= {name: local(find()) for name, find in self._buffers.items()}
         values |= {item.name: self._take(item, tensors) for item in self.users}
-        results = self.executable.module(*(values[item.name] for item in self.executable.inputs))
+        if not self._stepping:
+            self._leaves.release()
+        results = self._run(*(values[item.name] for item in self.executable.inputs))
         count = len(self.executable.outputs)
         with torch.no_grad():
             for name, value in zip(self.executable.writes, results[count:], strict=True):
@@ -87,26 +91,34 @@ class Bound:
     @contextmanager
     def adding_up(self, *, last: bool) -> Iterator[None]:
         """Within, gradients that ranks sum only add up here, until those of the `last` backward come,
-        which take them along: one sum a step, however many micro-batches."""
-        self._adding = not last
+        which take them along: one sum a step, however many micro-batches. Weights that are gathered once
+        are so by the first."""
+        self._adding, self._stepping = not last, True
         try:
             yield
         except BaseException:
             self._held.clear()
+            last = True
             raise
         finally:
             self._adding = False
+            if last:
+                self._stepping = False
+                self._leaves.release()
 
     def _receive(self, index: int, gradient: Tensor) -> None:
-        if index in self._unsynced:
+        part = self._parameters[index]
+        if index in self._unsynced and not part.gathers:
             self._leaves.deliver(index, gradient)
             return
         if index in self._held:
             gradient = self._held.pop(index) + gradient  # no in-place sum: gradients may share memory
         if self._adding:
             self._held[index] = gradient
+        elif index in self._unsynced:
+            self._leaves.deliver(index, scatter_once(part, gradient))
         else:
-            self._sync.add(index, gradient)
+            self._sync.add(index, scatter_once(part, gradient))
 
     def _take(self, item: InputPart, tensors: Sequence[Tensor]) -> Tensor:
         given = tensors[item.position]

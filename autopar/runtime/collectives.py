@@ -14,6 +14,9 @@ Y's gradient to X's. Call it the *transposed* move; each operator's backward cal
 | r_to_s   | slice                | s_to_r     |    | s_to_p   | zero-pad        | b_to_s     |
 | s_to_s   | all-to-all           | s_to_s     |    | exchange | neighbours' rows| exchange_add |
 
+`s_to_r_again` and `s_to_b_again` gather weights whose full copy does not stay between forward and backward
+(`regather`).
+
 Arguments. `group` is a group key. A split dim is seen as (`blocks`, length), and of each block's
 length the rank with index k owns `sizes[k]`:
 
@@ -36,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime import batch_norm, convolution, groups, registry, transport
+from autopar.runtime import batch_norm, convolution, groups, regather, registry, transport
 from autopar.runtime.memory import memory_format
 from autopar.runtime.rows import Rows, expect, overlap
 
@@ -122,6 +125,17 @@ def _all_gather(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[in
     x, full = x.contiguous(), _full(x, group, dim, blocks, sizes)
     transport.all_gather(full, _parts(full, dim, blocks, sizes), _blocked(x, dim, blocks), group)
     return full
+
+
+def _gather_again(operator: str) -> Callable[..., Tensor]:
+    """Like the kernel of `operator`, and notes how the result can be made again by it."""
+
+    def gather(x: Tensor, *arguments: Any) -> Tensor:
+        full = _all_gather(x, *arguments)
+        regather.note(full, operator, x, arguments)
+        return full
+
+    return gather
 
 
 def _reduce_scatter(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
@@ -336,6 +350,8 @@ _alias("b_to_r", "r_to_p")
 
 _move("s_to_r", SPLIT, _all_gather, _full, "r_to_s")
 _move("s_to_b", SPLIT, _all_gather, _full, "p_to_s")
+_move("s_to_r_again", SPLIT, _gather_again("s_to_r"), _full, "r_to_s")
+_move("s_to_b_again", SPLIT, _gather_again("s_to_b"), _full, "p_to_s")
 _move("p_to_s", SPLIT, _reduce_scatter, _local, "s_to_b")
 _move("r_to_s", SPLIT, _slice, _sliced, "s_to_r")
 _move("b_to_s", SPLIT, _slice, _sliced, "s_to_p")

@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -57,16 +57,21 @@ def run_script(
 
 
 def start_script(
-    script: str, num_processes: int, arguments: Sequence[str] = (), *, timeout: float | None = None
+    script: str,
+    num_processes: int,
+    arguments: Sequence[str] = (),
+    *,
+    timeout: float | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> None:
     """Run a Python script on `num_processes` ranks of this machine until all have ended.
 
-    Raises InputError if there is no such script, WorkerError if a rank failed or `timeout` seconds
-    passed, KeyboardInterrupt. Call it from the main thread.
+    `variables` are added to its environment. Raises InputError if there is no such script, WorkerError if
+    a rank failed or `timeout` seconds passed, KeyboardInterrupt. Call it from the main thread.
     """
     if not Path(script).is_file():
         raise InputError(where="script", found=repr(script), wanted="a Python file", remedy="check the path")
-    _launch([script, *arguments], num_processes, timeout)
+    _launch([script, *arguments], num_processes, timeout, variables)
 
 
 def run_function(
@@ -99,7 +104,12 @@ def _pickled(function: Callable[..., object], arguments: tuple[object, ...]) -> 
         ) from cause
 
 
-def _launch(command: Sequence[str], num_processes: int, timeout: float | None) -> None:
+def _launch(
+    command: Sequence[str],
+    num_processes: int,
+    timeout: float | None,
+    variables: Mapping[str, str] | None = None,
+) -> None:
     """Run `command` under `worker` on all ranks; WorkerError or KeyboardInterrupt if it doesn't end well."""
     if num_processes < 1:
         raise InputError(
@@ -107,7 +117,7 @@ def _launch(command: Sequence[str], num_processes: int, timeout: float | None) -
         )
     with (
         tempfile.TemporaryDirectory(prefix="autopar-") as logs,
-        _environment(num_processes),
+        _environment(num_processes, variables or {}),
         _signals(timeout),
         _quiet(),
     ):
@@ -172,9 +182,10 @@ def _interruption(number: signal.Signals, timeout: float | None) -> BaseExceptio
 
 
 @contextmanager
-def _environment(num_processes: int) -> Iterator[None]:
+def _environment(num_processes: int, variables: Mapping[str, str]) -> Iterator[None]:
     """What the workers inherit: whom to die with, and a fair share of the cores."""
     before = dict(os.environ)
+    os.environ.update(variables)
     threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))  # torch 2.12 and later

@@ -25,6 +25,7 @@ from autopar.core.executable import Executable, InputPart, Pinned, StagedExecuta
 from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
+from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
 from autopar.micro_batches import MicroBatch, mask_seed, split_batch
@@ -35,8 +36,9 @@ from autopar.runtime.gradient_sync import BUCKET_BYTES
 from autopar.runtime.local_inputs import LocalInputs
 from autopar.runtime.optimizers import refuse_whole_tensor, step_fast
 from autopar.runtime.parameters import device_mesh, distribute, sharding_key
-from autopar.runtime.pipeline import StagedProgram, refuse_call
+from autopar.runtime.pipeline import StagedProgram
 from autopar.runtime.random import differ_by_stage
+from autopar.runtime.relay import Relay
 from autopar.runtime.sampler import BatchSampler
 from autopar.runtime.tree import Container, Stored
 from autopar.signature import Arguments, find_loss, flatten_arguments
@@ -108,8 +110,9 @@ class ParallelModule(Container):
         self._pinned: dict[str, InputPart] = {}
         self._holders: Mapping[str, tuple[int, ...]] = {}  # pipeline ranks of each tensor, with stages
         self._homes: Mapping[str, int] = {}  # the first stage of each
-        self._programs: dict[tuple[Any, ...], Bound | StagedProgram] = {}
-        self._current: Bound | StagedProgram | None = None  # that ran last, or was planned first
+        self._pipeline = Pipeline()
+        self._programs: dict[tuple[Any, ...], Bound | StagedProgram | Relay] = {}
+        self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
         self._batch: int | None = None  # samples of the first global batch
@@ -117,7 +120,10 @@ class ParallelModule(Container):
     # -- calls ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The serial model's output; every rank passes the global batch, or its samples of it."""
+        """The serial model's output; every rank passes the global batch, or its samples of it.
+
+        With pipeline stages it is without gradients, and backward from it raises: `train_step` trains.
+        """
         if torch.is_autocast_enabled(self._device.type):
             raise InputError(
                 where="call of the parallel module",
@@ -125,12 +131,17 @@ class ParallelModule(Container):
                 wanted="no autocast around it",
                 remedy="convert the model's dtype instead",
             )
-        if self._holders:
-            raise refuse_call()
+        if self._by_steps and self._mesh is None:
+            with torch.enable_grad():
+                self.prepare(*args, **kwargs)  # parameters lie where steps want them
         call = flatten_arguments(args, kwargs)
-        program = self._program(self._local.whole(call) if self._local else call)
-        if isinstance(program, StagedProgram):
-            raise refuse_call()
+        if self._pipeline.is_staged:
+            self._require_global("call of the parallel module")
+            with torch.no_grad():
+                program = self._program(call)
+        else:
+            program = self._program(self._local.whole(call) if self._local else call)
+        assert not isinstance(program, StagedProgram)
         self._current = program
         return program(call.tensors)
 
@@ -149,21 +160,25 @@ class ParallelModule(Container):
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, learn: bool) -> Tensor:
         call = flatten_arguments(args, kwargs)
-        if self._local:
-            raise InputError(
-                where="train_step",
-                found="local inputs",
-                wanted="the whole batch on every rank, of which each micro-batch takes its part",
-                remedy='parallelize with inputs="global"',
-            )
+        self._require_global("train_step")
         with torch.set_grad_enabled(learn):
-            program = self._current = self._program(call, step=True)
+            program = self._current = self._program(call, step=self._by_steps)
             count = program.executable.plan.pipeline.micro_batches
             batch = split_batch(call.tensors, count, equal=isinstance(program, StagedProgram))
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
                 return program.train(batch) if learn else program.evaluate(batch)
+            assert isinstance(program, Bound)
             return self._accumulate(call, batch, program, learn=learn)
+
+    def _require_global(self, where: str) -> None:
+        if self._local:
+            raise InputError(
+                where=where,
+                found="local inputs",
+                wanted="the whole batch on every rank, of which each stage and micro-batch takes its part",
+                remedy='parallelize with inputs="global"',
+            )
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -173,7 +188,7 @@ class ParallelModule(Container):
         self._require_placed()
         held = {name: item for name, item in self.named_parameters() if item.grad is not None}
         mine = [item.grad for name, item in held.items() if item.grad is not None and self._counts(name)]
-        group = self._current.group if isinstance(self._current, StagedProgram) else None
+        group = None if isinstance(self._current, Bound | None) else self._current.group
         norm = total_norm(mine, float(norm_type), group=group, device=self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise InputError(
@@ -230,9 +245,13 @@ class ParallelModule(Container):
         """Which box of each global output this rank returns, by the program that ran last; the tensors
         of the output in their order."""
         self._require_placed()
-        if self._holders:
-            raise refuse_call()
-        assert isinstance(self._current, Bound)
+        if not isinstance(self._current, Bound):
+            raise InputError(
+                where="output_parts of the parallel module",
+                found="a plan with pipeline stages, whose outputs are global on every rank",
+                wanted="a plan without stages",
+                remedy="use the outputs as they are",
+            )
         return self._current.executable.outputs
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -243,7 +262,7 @@ class ParallelModule(Container):
         if self._local and isinstance(program, Bound):
             self._local.learn(call, program.samples)
 
-    def _program(self, call: Arguments, *, step: bool = False) -> Bound | StagedProgram:
+    def _program(self, call: Arguments, *, step: bool = False) -> Bound | StagedProgram | Relay:
         """The program for the global `call`."""
         key = self._key(call, step=step)
         if key not in self._programs:
@@ -259,14 +278,25 @@ class ParallelModule(Container):
             copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
             groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
             mesh = self._place(made) if self._mesh is None else self._check(made)
-            program = self._programs[self._key(call, step=step)] = self._bind(made, mesh)
+            program = self._programs[self._key(call, step=step)] = self._bind(made, mesh, step=step)
             return program
         return self._programs[key]
 
-    def _bind(self, made: Executable | StagedExecutable, mesh: DeviceMesh) -> Bound | StagedProgram:
+    def _bind(
+        self, made: Executable | StagedExecutable, mesh: DeviceMesh, *, step: bool
+    ) -> Bound | StagedProgram | Relay:
         def find(target: str) -> Callable[[], Any]:
             return find_in(self, target)
 
+        if isinstance(made, StagedExecutable) and not step:
+            return Relay(
+                made,
+                find,
+                mesh=mesh,
+                device=self._device,
+                timeout=self._timeout,
+                exact_random=self._exact_random,
+            )
         if isinstance(made, StagedExecutable):
             return StagedProgram(
                 made,
@@ -297,7 +327,7 @@ class ParallelModule(Container):
         if self._mesh is None:
             return None
         stored = {name: item.layout for name, item in self._pinned.items()}
-        return Pinned(self._mesh[0], stored, self._users, self._homes)
+        return Pinned(self._mesh[0], stored, self._users, self._homes, self._pipeline)
 
     def _key(self, call: Arguments, *, step: bool) -> tuple[Any, ...]:
         if self._mesh is None:
@@ -400,7 +430,8 @@ class ParallelModule(Container):
         }
         self._mesh = (made.mesh, mesh)
         if isinstance(made, StagedExecutable):
-            self._holders, self._homes = made.holders, made.homes
+            self._holders = dict.fromkeys(self._pinned, (0,)) | dict(made.holders)
+            self._homes, self._pipeline = made.homes, made.pipeline
             differ_by_stage(dist.get_rank() // made.mesh.num_devices)
             refuse_torch_clipping(mesh)
         model = self._model[0]
@@ -427,7 +458,8 @@ class ParallelModule(Container):
         values = self._values(full)
         if holders and dist.get_rank() // devices not in holders:
             return None, stored
-        mine = part.part.take(values).contiguous().to(self._device)
+        mine = part.part.take(values).to(self._device)
+        mine = mine.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
         if isinstance(full, nn.Parameter):
             outer = distribute(part, mine, self._mesh[1])
             return nn.Parameter(outer, requires_grad=full.requires_grad), stored
@@ -455,7 +487,10 @@ class ParallelModule(Container):
         ]
         if isinstance(made, StagedExecutable):
             moved += [
-                f"{name} on {ranks}" for name, ranks in made.holders.items() if self._holders[name] != ranks
+                f"{name} on {ranks}"
+                for name, ranks in made.holders.items()
+                if not set(ranks) <= set(self._holders[name])  # copies that learn are used or none is
+                or (torch.is_grad_enabled() and ranks != self._holders[name])
             ]
         if moved or made.mesh != self._mesh[0]:
             raise CheckError(

@@ -31,7 +31,9 @@ from autopar.core.executable import InputPart
 from autopar.core.mesh import AXIS_NAMES, Mesh
 from autopar.core.placement import Broadcast, Layout, Partial, Shard, show
 from autopar.errors import CheckError, InputError
-from autopar.runtime import groups
+from autopar.runtime import groups, registry
+
+_BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
@@ -104,6 +106,23 @@ def gather(tensor: Tensor, part: InputPart, key: str | None) -> Tensor:
     return full
 
 
+@torch.no_grad()
+def gather_once(part: InputPart, shard: Tensor) -> Tensor:
+    """The full copy of a parameter that is gathered once a step, without a gradient; collective."""
+    full = shard.detach()
+    for each in part.gathers:
+        full = registry.operator(each.operator)(full, *each.arguments)
+    return full
+
+
+@torch.no_grad()
+def scatter_once(part: InputPart, gradient: Tensor) -> Tensor:
+    """The shard's gradient from that of the full copy, if the part has one; collective then."""
+    for each in reversed(part.gathers):
+        gradient = registry.operator(_BACK[each.operator])(gradient, *each.arguments)
+    return gradient
+
+
 # -- leaves -------------------------------------------------------------------------------------
 
 
@@ -113,6 +132,9 @@ class Leaves:
     `find[i]()` is the outer parameter of `parts[i]`; `receive(i, gradient)` is called inside backward
     with the local gradient of that leaf, which no longer holds it then; without `receive` gradients
     add up in the leaves until `take`.
+
+    A part that is gathered once a step has a leaf of its own: the full copy, made by the first `read` after
+    `release`, which is collective then.
     """
 
     def __init__(
@@ -124,6 +146,7 @@ class Leaves:
     ) -> None:
         self._parts, self._find, self._receive, self._mesh = tuple(parts), tuple(find), receive, mesh
         self._tied: list[tuple[nn.Parameter, Tensor, Tensor] | None] = [None] * len(self._parts)
+        self._full: dict[int, Tensor] = {}  # the leaves of parts that are gathered once
 
     def read(self) -> list[Tensor]:
         """One leaf for each part, tied anew where the outer parameter's storage has changed."""
@@ -134,12 +157,17 @@ class Leaves:
                 tied = self._tied[index] = self._tie(index, outer)
             if outer._backward_hooks or outer._post_accumulate_grad_hooks:
                 raise _hooked(self._parts[index].target)
-            leaves.append(tied[2])
+            leaves.append(self._gathered(index, tied[2]) if self._parts[index].gathers else tied[2])
         return leaves
+
+    def release(self) -> None:
+        """Let go of full copies: the step is over, or autograd holds what it needs of them."""
+        self._full.clear()
 
     def untie(self) -> None:
         """Forget the leaves, which keep storage alive."""
         self._tied = [None] * len(self._parts)
+        self.release()
 
     def deliver(self, index: int, total: Tensor) -> None:
         """Add the final local gradient of a leaf to its outer parameter's `.grad`."""
@@ -154,9 +182,21 @@ class Leaves:
         self._check(self._parts[index], outer)
         values = local(outer)
         leaf = values.detach().requires_grad_(outer.requires_grad)
-        if outer.requires_grad and self._receive is not None:
-            leaf.register_post_accumulate_grad_hook(lambda leaf: self._accumulated(index, leaf))
+        if not self._parts[index].gathers:
+            self._listen(index, leaf)
         return outer, values, leaf
+
+    def _gathered(self, index: int, shard: Tensor) -> Tensor:
+        """The full copy of a part that is gathered once."""
+        if index not in self._full:
+            full = gather_once(self._parts[index], shard).requires_grad_(shard.requires_grad)
+            self._listen(index, full)
+            self._full[index] = full
+        return self._full[index]
+
+    def _listen(self, index: int, leaf: Tensor) -> None:
+        if leaf.requires_grad and self._receive is not None:
+            leaf.register_post_accumulate_grad_hook(lambda leaf: self._accumulated(index, leaf))
 
     def _accumulated(self, index: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -164,11 +204,14 @@ class Leaves:
         self._receive(index, gradient.detach() if gradient.requires_grad else gradient)
 
     def take(self) -> dict[int, Tensor]:
-        """The gradients that have added up in the leaves, which no longer hold them then."""
+        """The gradients that have added up in the leaves, which no longer hold them then; those of full
+        copies scattered, which is collective."""
         taken: dict[int, Tensor] = {}
-        for index, tied in enumerate(self._tied):
-            if tied is not None and tied[2].grad is not None:
-                taken[index], tied[2].grad = tied[2].grad.detach(), None
+        for index, (part, tied) in enumerate(zip(self._parts, self._tied, strict=True)):
+            leaf = self._full.get(index, None if tied is None else tied[2])
+            if leaf is not None and leaf.grad is not None:
+                gradient, leaf.grad = leaf.grad.detach(), None
+                taken[index] = scatter_once(part, gradient)
         return taken
 
     def _check(self, part: InputPart, outer: nn.Parameter) -> None:

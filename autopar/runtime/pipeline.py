@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from autopar.core.executable import StagedExecutable
 from autopar.core.graph import TensorSpec
 from autopar.core.schedule import ScheduleKind
-from autopar.errors import InputError
 from autopar.micro_batches import MicroBatch
 from autopar.runtime import groups
 from autopar.runtime.bound import summed
@@ -70,7 +69,7 @@ class StagedProgram:
         self._stages = [
             Stage(each, find, mesh=mesh, device=device, exact_random=exact_random) for each in made.stages
         ]
-        self.group = _pipeline_group(made, timeout)
+        self.group = pipeline_group(made, timeout)
         self._tied = _tied_groups(made, timeout)
         self._weights: Sequence[float] = ()
         self._schedule = self._make_schedule()
@@ -86,17 +85,24 @@ class StagedProgram:
         """
         losses = self._run(batch, self._schedule.step)
         self._deliver()
+        self._end()
         return self._share(losses)
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> Tensor:
         """The loss of the batch, on every rank, without gradients."""
         with torch.no_grad():
-            return self._share(self._run(batch, self._schedule.eval))
+            losses = self._run(batch, self._schedule.eval)
+            self._end()
+            return self._share(losses)
 
     def untie(self) -> None:
         """Let go of the parameters' storage."""
         for stage in self._stages:
             stage.untie()
+
+    def _end(self) -> None:
+        for stage in self._stages:
+            stage.end()
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -118,7 +124,7 @@ class StagedProgram:
         """The sum of the losses, from the rank that holds the last stage."""
         pipeline = self.executable.pipeline
         total = sum(losses) if losses else None
-        spec = self.executable.loss
+        (spec,) = self.executable.outputs
         value = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if total is None else total
         assert isinstance(value, Tensor)
         dist.broadcast(value, group=self.group, group_src=pipeline.rank_of(pipeline.num_stages - 1))
@@ -135,7 +141,7 @@ class StagedProgram:
     def _torch_stage(self, stage: Stage) -> PipelineStage:
         made = stage.executable
         last = made.stage == self.executable.pipeline.num_stages - 1
-        sent = (self.executable.loss,) if last else made.sent
+        sent = self.executable.outputs if last else made.sent
         return _TorchStage(
             stage,
             made.stage,
@@ -212,7 +218,7 @@ class _TorchStage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
-def _pipeline_group(made: StagedExecutable, timeout: timedelta) -> dist.ProcessGroup:
+def pipeline_group(made: StagedExecutable, timeout: timedelta) -> dist.ProcessGroup:
     """The group of the ranks with this one's place in their meshes; collective."""
     devices, mine = made.mesh.num_devices, None
     for place in range(devices):
@@ -245,13 +251,3 @@ def _tied_groups(made: StagedExecutable, timeout: timedelta) -> dict[str, dist.P
 
 def _example(spec: TensorSpec) -> Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
-
-
-def refuse_call() -> InputError:
-    """Why a staged module cannot be called."""
-    return InputError(
-        where="call of the parallel module",
-        found="a plan with pipeline stages",
-        wanted="train_step(*batch), which runs forward and backward of all micro-batches, or eval_step",
-        remedy="replace model(*batch) and loss.backward() by loss = model.train_step(*batch)",
-    )

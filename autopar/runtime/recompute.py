@@ -4,8 +4,9 @@
     backward    x -> [ conv     kept   batch_norm  relu ]            then the gradients
 
 Collectives and halos are kept, never repeated: their results are saved between forward and backward,
-and random masks are drawn alike. Running statistics are written once: both times the part writes to
-copies of them, and only the first one's are taken over.
+and random masks are drawn alike. Only weights that are to be gathered again in backward are so here.
+Running statistics are written once: both times the part writes to copies of them, and only the first
+one's are taken over.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autopar.runtime.regather import is_again
 
 
 class Recomputed(nn.Module):
@@ -50,8 +53,12 @@ class Recomputed(nn.Module):
         return tuple(results)
 
 
-def _policy(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def stays(target: Any) -> bool:
+    """Whether what `target` gives is kept when the part that calls it is computed again."""
     random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-    if getattr(target, "namespace", "") == "autopar" and not random:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    ours = getattr(target, "namespace", "") == "autopar"
+    return ours and not random and not is_again(target)
+
+
+def _policy(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if stays(target) else CheckpointPolicy.PREFER_RECOMPUTE

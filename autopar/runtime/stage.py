@@ -20,6 +20,7 @@ from autopar.core.graph import InputKind
 from autopar.micro_batches import MicroBatch, mask_seed
 from autopar.runtime.bound import by_first_use, cut_input
 from autopar.runtime.parameters import Leaves, local
+from autopar.runtime.regather import freeing
 
 
 class Stage(nn.Module):
@@ -37,7 +38,7 @@ class Stage(nn.Module):
         super().__init__()
         self.executable = executable
         self._device, self._exact_random = device, exact_random
-        self._program = (executable.module,)  # in a tuple: it is no child with parameters
+        self._program = (freeing(executable.module),)  # in a tuple: it is no child with parameters
         self._users = [item for item in executable.inputs if item.kind is InputKind.USER]
         self._held = {
             item.name: find(item.target) for item in executable.inputs if item.kind is InputKind.BUFFER
@@ -56,6 +57,7 @@ class Stage(nn.Module):
     def begin(self, batch: Sequence[MicroBatch], seed: int) -> None:
         """Take the micro-batches of a step; with exact masks each is drawn from `seed` and its number."""
         self._batch, self._seed = batch, seed
+        self._leaves.release()
         leaves = self._leaves.read()
         self._values = {item.name: leaf for item, leaf in zip(self.learned, leaves, strict=True)}
 
@@ -65,8 +67,12 @@ class Stage(nn.Module):
         return iter(leaves)
 
     def forward(self, *received: Tensor, micro_batch: Tensor) -> Any:
-        """What the program makes of micro-batch number `micro_batch`."""
-        number = int(micro_batch)
+        """What the program sends on of micro-batch number `micro_batch`, or its loss."""
+        results = self.run(received, int(micro_batch))
+        return results[0] if self.executable.outputs else results
+
+    def run(self, received: Sequence[Tensor], number: int) -> tuple[Tensor, ...]:
+        """What the program makes of micro-batch `number`: what it sends on, or the outputs."""
         if self._exact_random:
             torch.manual_seed(mask_seed(self._seed, number))
         values = dict(self._values) | self._constants
@@ -78,11 +84,16 @@ class Stage(nn.Module):
         with torch.no_grad():
             for name, value in zip(self.executable.writes, results[count:], strict=True):
                 values[name].copy_(value)
-        return results[0] if self.executable.outputs else tuple(results[:count])
+        return tuple(results[:count])
 
     def take(self) -> dict[int, Tensor]:
         """The gradients of `learned`, by number, as they have added up."""
         return self._leaves.take()
+
+    def end(self) -> None:
+        """Let go of full copies of weights, which the next step gathers anew."""
+        self._leaves.release()
+        self._values = {}
 
     def untie(self) -> None:
         """Let go of the parameters' storage."""

@@ -28,7 +28,7 @@ HOPELESS = 1.5  # a contestant that warms up this much slower than the fastest i
 class Contestant:
     """`step` takes one training step; `predicted` is its plan's seconds; `alone` runs it on rank 0 only."""
 
-    step: Callable[[], None]
+    step: Callable[[], object]
     predicted: float | None = None
     alone: bool = False
 

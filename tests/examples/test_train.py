@@ -2,6 +2,7 @@
 
 import pytest
 import torch.nn.functional as F
+from torch import nn
 
 from examples import digits, photographs
 from examples.train import Task, compare, train_serially
@@ -28,6 +29,21 @@ def test_serial_training_takes_a_loss_from_inside_the_model() -> None:
     task = Task(lambda: photographs.unet(width=4), lambda: [inputs] * 5, num_steps=5, rate=0.05, tolerance=0)
     losses = train_serially(task)
     assert losses[-1] < losses[0]
+
+
+def test_micro_batches_of_a_model_without_batch_norm_add_up_to_the_batch() -> None:
+    def losses(micro_batches: int) -> list[float]:
+        task = Task(
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
+            lambda: digits.batches(10),
+            num_steps=3,
+            rate=0.5,
+            tolerance=0,
+            loss_fn=F.cross_entropy,
+        )
+        return train_serially(task, micro_batches)
+
+    assert losses(4) == pytest.approx(losses(1), rel=1e-6)
 
 
 @pytest.mark.parametrize(("serial", "code"), [([1.0, 0.5], 0), ([1.0, 0.5001], 0), ([1.0, 0.5003], 1)])

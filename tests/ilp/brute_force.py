@@ -17,7 +17,7 @@ import networkx as nx
 import torch
 
 from autopar.cluster import ClusterSpec
-from autopar.convert.path import interesting
+from autopar.convert.path import interesting, tree
 from autopar.convert.table import canonical, moves
 from autopar.core.costs import Collective, DeviceModel
 from autopar.core.graph import Graph, InputKind, Ref
@@ -84,6 +84,7 @@ class BruteForce:
         self.tree, self.far = cache(self._tree), cache(self._far)
         self.layouts = cache(self._layouts)
         self.ends = cache(self._ends)
+        self.paths = cache(self._paths)
         self.touched = {
             name: [i.name for i in graph.operators if name in (*i.operands, *i.results)]
             for name in graph.specs
@@ -157,7 +158,7 @@ class BruteForce:
         return any(item.name == name and item.kind is InputKind.PARAMETER for item in self.graph.inputs)
 
     def plans(self) -> Iterator[tuple[float, int]]:
-        """(seconds, peak bytes) of every plan; conversions do not change what is kept."""
+        """(seconds, peak bytes) of every plan, with its cheapest conversions."""
         inputs = list(self.space.inputs)
         for strategies in self.strategies():
             for layouts in itertools.product(*self.space.inputs.values()):
@@ -168,8 +169,27 @@ class BruteForce:
                 seconds += sum(self.tensor(name, strategies, kept.get(name)) for name in self.tensors())
                 if seconds < math.inf:
                     outputs = {name: offered[0] for name, offered in self.space.outputs.items()}
-                    program = Program(self.prices.dims.mesh, kept, strategies, {}, outputs)
+                    moves = {name: self.moves(name, strategies, kept.get(name)) for name in self.tensors()}
+                    program = Program(self.prices.dims.mesh, kept, strategies, moves, outputs)
                     yield seconds, peak_memory(self.graph, self.prices, program).nbytes
+
+    def moves(self, name: str, strategies: Mapping[str, Any], layout: Layout | None) -> tuple[Move, ...]:
+        """A tensor's cheapest conversions to where `plans` want it."""
+        output = self.space.outputs[name][0] if name in self.space.outputs else None
+        chosen = tuple(strategies[item] for item in self.touching(name))
+        return self.paths(name, layout, output, chosen)
+
+    def _paths(
+        self, name: str, layout: Layout | None, output: Layout | None, chosen: tuple[Any, ...]
+    ) -> tuple[Move, ...]:
+        source, needs = self.ends(name, layout, output, chosen)
+        return tree(
+            source,
+            needs,
+            lambda move: self.prices.move(name, move),
+            legal=lambda reached: self.prices.dims.legal(name, reached),
+            differentiable=self.graph.specs[name].requires_grad,
+        )
 
     def _layouts(self, name: str) -> set[Layout]:
         """All layouts in which any strategy makes or takes the tensor: paths may lead through them."""

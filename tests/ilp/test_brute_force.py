@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
 
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R
@@ -33,6 +35,7 @@ from tests.ilp.brute_force import (
     twice,
     unfolded,
 )
+from tests.ilp.gatherings import EveryGathering
 from tests.proof.models import Script
 
 aten = torch.ops.aten
@@ -172,3 +175,39 @@ def test_a_shared_conversion_is_paid_once_and_written_once() -> None:
     written = [str(node.target) for node in rewrite(graph, found.program, prices.dims, rank=0).graph.nodes]
     gathers = [name for name in written if "autopar.s_to" in name or "autopar.p_to" in name]
     assert len(gathers) == len(found.program.moves[h])
+
+
+LEVELS = {
+    "auto": (Gathering.KEEP, Gathering.AGAIN, Gathering.ONCE),
+    "kept": (Gathering.KEEP,),
+    "again": (Gathering.AGAIN,),
+    "once": (Gathering.ONCE,),
+    "never": (),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("once", [1.0, 0.2])
+@pytest.mark.parametrize("make", [chain, twice], ids=lambda make: make.__name__)
+def test_weights_are_gathered_as_is_best(make: Callable[[], Graph], once: float, level: str) -> None:
+    """Of all plans with every way of gathering every weight the fastest, or the fastest that fits."""
+    graph, random = make(), Random(7)
+    prices = random_prices(graph, Mesh((2,)), random)
+    prices.once = once
+    space = small_space(graph, prices, random, most=2, layouts=3)
+    space = replace(space, gatherings=LEVELS[level])
+    plans = sorted(set(EveryGathering(graph, prices, space).gathered_plans()))
+    peaks = sorted({peak for _, peak in plans})
+    found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    assert found.seconds == pytest.approx(plans[0][0], rel=CLOSE)
+    assert found.bound <= plans[0][0] * (1 + CLOSE)
+    for cap in peaks[:: max(1, len(peaks) // 4)]:
+        best = min(seconds for seconds, peak in plans if peak <= cap)
+        try:
+            found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9)
+        except InfeasibleError:
+            assert cap < 1.1 * peaks[0], "the leanest is found by rows that leave short-lived tensors out"
+            continue
+        assert found.peak.nbytes <= cap
+        assert found.seconds >= best * (1 - CLOSE)
+        assert found.seconds * (1 - found.gap) <= best * (1 + CLOSE)

@@ -16,12 +16,13 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import VIRTUAL
 from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
-from autopar.cost.intervals import Intervals, crossing_bytes, intervals
+from autopar.cost.gathering import copies, copy_bytes
+from autopar.cost.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.stages import choose_places, cut, flights, scheduled
+from autopar.ilp.stages import cut, flights, scheduled
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.rewrite.program import rewrite
@@ -228,6 +229,11 @@ def test_what_crosses_and_what_a_stage_has_is_that_of_its_program(
         for (p, q), stage in zip(((0, place), (place, count)), split(mine, graph, (0, place)), strict=True):
             wanted = sum(
                 prices.state_bytes(name, program.inputs[name]) for name in states.intersection(stage.inputs)
+            )
+            wanted += sum(
+                copy_bytes(graph, prices, name, copy.layout)
+                for name, copy in copies(graph, prices, program).items()
+                if name in stage.inputs
             )
             assert table.state[p, q] == wanted
 

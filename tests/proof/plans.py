@@ -18,6 +18,7 @@ import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (registers the operators that programs call)
 from autopar.convert.path import tree
 from autopar.convert.table import canonical, effect
+from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
@@ -55,8 +56,7 @@ ROWS = [
     "b_to_r",
     "b_to_p",
     "s_to_s",
-    "exchange",
-    "convolution",
+    *(WRITTEN := ("exchange", "convolution", "s_to_b_again", "s_to_r_again")),  # in no move's name
 ]
 
 
@@ -136,7 +136,13 @@ def program_of(
         )
         for name, wanted in needs.items()
     }
-    return Program(dims.mesh, {i.name: sources[i.name] for i in graph.inputs}, strategies, moves, outputs)
+    gatherings = {
+        item.name: random.choice(list(Gathering))
+        for item in graph.inputs
+        if random is not None and item.kind is InputKind.PARAMETER
+    }
+    inputs = {item.name: sources[item.name] for item in graph.inputs}
+    return Program(dims.mesh, inputs, strategies, moves, outputs, gatherings=gatherings)
 
 
 def draw_strategy(random: Random, operation: Operator, dims: Dims) -> Strategy:
@@ -356,7 +362,7 @@ def rows(graph: Graph, program: Program, dims: Dims) -> set[str]:
             found.add("p_to_r_to_b")
     written = rewrite(graph, program, dims, rank=0).graph
     called = {str(node.target) for node in written.nodes}
-    return found | {name for name in ("exchange", "convolution") if f"autopar.{name}.default" in called}
+    return found | {name for name in WRITTEN if f"autopar.{name}.default" in called}
 
 
 def dims_of(model: Model, mesh: Mesh) -> Dims:

@@ -6,9 +6,11 @@ import torch
 from torch import fx
 
 import autopar.runtime.collectives  # noqa: F401  (registers the operators)
-from autopar.rewrite.sync import defer
+from autopar.core.executable import Gather
+from autopar.rewrite.sync import Deferred, defer
 
 r_to_b = torch.ops.autopar.r_to_b.default
+s_to_b, s_to_r = torch.ops.autopar.s_to_b.default, torch.ops.autopar.s_to_r.default
 relu = torch.ops.aten.relu.default
 
 
@@ -32,7 +34,7 @@ def test_leading_chains_of_parameters_leave_the_program() -> None:
     before = program()
     printed = str(before)
     after, keys = defer(before, ["chain", "fork", "mixed", "late"])
-    assert keys == {"chain": "ab@2x2", "fork": "b@2x2"}
+    assert keys == {"chain": Deferred("ab@2x2"), "fork": Deferred("b@2x2")}
     assert str(before) == printed
     left = [str(node.args[0]) for node in after.nodes if node.target is r_to_b]
     assert left == ["mixed", "relu_default_4"]
@@ -40,4 +42,18 @@ def test_leading_chains_of_parameters_leave_the_program() -> None:
 
 def test_only_parameters_are_touched() -> None:
     _, keys = defer(program(), ["fork"])
-    assert keys == {"fork": "b@2x2"}
+    assert keys == {"fork": Deferred("b@2x2")}
+
+
+def test_weights_that_are_gathered_once_leave_their_gathers() -> None:
+    graph = fx.Graph()
+    first, second, kept = (graph.placeholder(name) for name in ("first", "second", "kept"))
+    rest = (0, 1, [2, 2])
+    a = graph.call_function(s_to_b, (graph.call_function(r_to_b, (first, "b@2x2")), "a@2x2", *rest))
+    b = graph.call_function(r_to_b, (graph.call_function(s_to_r, (second, "a@2x2", *rest)), "a@2x2"))
+    c = graph.call_function(s_to_b, (kept, "a@2x2", *rest))
+    graph.output(tuple(graph.call_function(relu, (item,)) for item in (a, b, c)))
+    after, found = defer(graph, ["first", "second", "kept"], once=["first", "second"])
+    gather = Gather("s_to_b", ("a@2x2", *rest))
+    assert found == {"first": Deferred("b@2x2", (gather,)), "second": Deferred(None, (gather,))}
+    assert [str(node.args[0]) for node in after.nodes if node.target is s_to_b] == ["kept"]

@@ -52,6 +52,8 @@ MOVES: dict[str, tuple[str, str, Draw]] = {
     "b_to_p": ("B", "P", whole),
     "s_to_r": ("S", "R", gathering),
     "s_to_b": ("S", "B", gathering),
+    "s_to_r_again": ("S", "R", gathering),
+    "s_to_b_again": ("S", "B", gathering),
     "s_to_p": ("S", "P", gathering),
     "p_to_s": ("P", "S", slicing),
     "r_to_s": ("R", "S", slicing),
@@ -156,7 +158,7 @@ def test_every_dtype_moves(dtype: torch.dtype, pools: Pools) -> None:
 X = (2, 6, 3)
 CALLS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("p_to_r", "r_to_b", "p_to_b", "r_to_p", "b_to_r", "b_to_p", "max_reduce"), ()),
-    **dict.fromkeys(("s_to_r", "s_to_b", "s_to_p"), (DIM, 2, [3, 3])),
+    **dict.fromkeys(("s_to_r", "s_to_b", "s_to_r_again", "s_to_b_again", "s_to_p"), (DIM, 2, [3, 3])),
     **dict.fromkeys(("p_to_s", "r_to_s", "b_to_s"), (DIM, 2, [1, 2])),
     "s_to_s": (DIM, 1, [6, 6], 0, 1, [2, 0]),
     "exchange": (DIM, 2, [0, 3, 6], [-1, 2], [4, 7], 0.0),

@@ -373,16 +373,6 @@ def test_a_distributed_checkpoint_resumes_training(case: str, pools: Pools) -> N
 # -- refusals and failures ----------------------------------------------------------------------
 
 
-def _called(case: str) -> None:
-    _, ours = prepared(case)
-    with pytest.raises(InputError, match=r"train_step\(\*batch\)"):
-        ours(*batch())
-
-
-def test_a_call_of_the_module_names_train_step(pools: Pools) -> None:
-    on_ranks(pools, "1f1b", _called)
-
-
 def _input_gradient(case: str) -> None:
     _, ours = prepared(case)
     x, y = batch()

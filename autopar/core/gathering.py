@@ -1,0 +1,65 @@
+"""When a weight that is stored in shards is gathered, and what of it stays on the device.
+
+| gathering | all-gather              | reduce-scatter  | resident beside the shards            | known as |
+|-----------|-------------------------|-----------------|---------------------------------------|----------|
+| ONCE      | once a step             | once a step     | full copy and full gradient, all step | ZeRO-1   |
+| KEEP      | in every micro-batch    | in its backward | full copy, from forward to backward   | ZeRO-2   |
+| AGAIN     | in forward and backward | in its backward | nothing                               | FSDP     |
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from autopar.errors import InputError
+
+
+class Gathering(Enum):
+    """When a weight that is stored in shards is gathered."""
+
+    ONCE = "once"
+    KEEP = "keep"
+    AGAIN = "again"
+
+
+class ShardState(Enum):
+    """What of the trainable weights' state is stored in shards, as far as their dims are long enough."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    WEIGHTS = "weights"
+    AUTO = "auto"  # as is fastest under the memory cap, for each weight
+
+    @property
+    def gatherings(self) -> tuple[Gathering, ...]:
+        """The ways in which weights may be gathered."""
+        match self:
+            case ShardState.NONE:
+                return ()
+            case ShardState.OPTIMIZER:
+                return (Gathering.ONCE,)
+            case ShardState.GRADIENTS:
+                return (Gathering.KEEP,)
+            case ShardState.WEIGHTS:
+                return (Gathering.AGAIN,)
+            case ShardState.AUTO:
+                return (Gathering.KEEP, Gathering.AGAIN, Gathering.ONCE)
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether every trainable weight is to be stored in shards."""
+        return len(self.gatherings) == 1
+
+    @staticmethod
+    def parse(text: str) -> ShardState:
+        """As the command line writes it; raises InputError."""
+        levels = {level.value: level for level in ShardState}
+        if text not in levels:
+            raise InputError(
+                where="--shard-state",
+                found=repr(text),
+                wanted=", ".join(levels),
+                remedy="choose one of these",
+            )
+        return levels[text]

@@ -1,0 +1,103 @@
+"""Operators that are computed again in backward: what that costs, and what need not be kept then.
+
+    operators     0  1 [2  3  4  5  6] 7           [2, 7) is computed again
+    keep             x     x     x                 3 keeps its operand, 5 its result
+
+Backward begins with what the part was given, and runs it once more up to the last operator that has
+something to keep: 2 to 5 here, or 2 to 4 if 5 keeps its operand alone, which is there before it runs.
+Memory that is made inside and that nobody outside keeps is spared; what the part is given is kept instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.core.graph import Graph
+from autopar.core.plan import Program
+from autopar.cost.memory import lives
+from autopar.cost.prices import Prices
+from autopar.cost.rectangles import Rectangles, Row, Table
+
+
+@dataclass(frozen=True, slots=True)
+class Savings:
+    """What it means to compute [p, q) again, in tables over `places`: `seconds` for each micro-batch, bytes
+    `spared` between forward and backward, and those `taken` instead, of what the part is given."""
+
+    places: tuple[int, ...]
+    seconds: Table
+    spared: Table
+    taken: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of each operator the `seconds` that it takes to run it again, and the `spared` bytes that then need
+    not be kept, at best: those of what it makes, and its own."""
+
+    seconds: Row
+    spared: Row
+
+
+def repeats(graph: Graph, prices: Prices, program: Program) -> list[tuple[int, int, float]]:
+    """(operator, until, seconds) of every operator that keeps something itself or has a later one that
+    does: it is run again in each part that has both it and `until`."""
+    found: list[tuple[int, int, float]] = []
+    until: int | None = None
+    for place in reversed(range(len(graph.operators))):
+        item = graph.operators[place]
+        price = prices.operator(item, program.strategies[item.name])
+        if price.kept.results or price.kept.extra_bytes:
+            until = place
+        if until is not None:
+            found.append((place, until, price.again))
+        if price.kept.operands:
+            until = place
+    return found[::-1]
+
+
+def repeated(graph: Graph, prices: Prices, program: Program) -> list[tuple[int, int, float]]:
+    """Of `repeats` those of the program's recomputed parts."""
+    if not program.recompute:
+        return []
+    ends = {place: stop for first, stop in program.recompute for place in range(first, stop)}
+    return [item for item in repeats(graph, prices, program) if item[1] < ends.get(item[0], 0)]
+
+
+def again_seconds(graph: Graph, prices: Prices, program: Program) -> float:
+    """Seconds of a micro-batch that the program's recomputed parts take in backward."""
+    return sum(seconds for _, _, seconds in repeated(graph, prices, program))
+
+
+def savings(graph: Graph, prices: Prices, program: Program, places: Sequence[int]) -> Savings:
+    """Tables of what every part from place to place would cost and spare if it alone were computed again.
+
+    `places` begin with 0 and end with the number of operators; `program.recompute` does not count.
+    """
+    seconds, spared, taken = (Rectangles(places) for _ in range(3))
+    for place, until, cost in repeats(graph, prices, program):
+        seconds.add_first(place, until, cost)
+    for life in lives(graph, prices, program):
+        nbytes, before = float(life.nbytes), life.home
+        if life.held and life.home >= 0 and not life.keepers:
+            taken.add_first(life.home, life.home, nbytes)
+        if life.keepers and not life.held:
+            spared.add_first(life.home, life.keepers[-1], nbytes)
+        for user in () if life.keepers else life.uses:
+            taken.add(before, user, nbytes)
+            before = max(before, user)
+    return Savings(tuple(places), seconds.total(), spared.total(), taken.total())
+
+
+def shares(graph: Graph, prices: Prices, program: Program) -> Shares:
+    """What each operator by itself could spare: bytes that are kept are spared only if what makes them is
+    run again, so no parts spare as much for fewer seconds."""
+    chosen = [prices.operator(item, program.strategies[item.name]) for item in graph.operators]
+    spared = np.zeros(len(chosen))
+    for life in lives(graph, prices, program):
+        if life.keepers and not life.held:
+            spared[life.home] += life.nbytes
+    return Shares(np.asarray([price.again for price in chosen]), spared)

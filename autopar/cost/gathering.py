@@ -1,0 +1,80 @@
+"""Weights that are stored in shards: what their gathering costs beside the moves, and what stays of it.
+
+once      [ shard | full copy | full gradient ]  all step long; moves that lead count once a step
+keep      [ shard ] + full copy from forward to backward
+again     [ shard ]; each operator whose backward reads the full copy gathers it anew
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.convert.table import canonical, gathers
+from autopar.core.gathering import Gathering
+from autopar.core.graph import Graph
+from autopar.core.placement import Layout
+from autopar.core.plan import Program
+from autopar.cost.prices import Prices
+from autopar.cost.values import Value, Values, find_values
+
+
+@dataclass(frozen=True, slots=True)
+class Regather:
+    """The operator at `place` gathers weight `name` anew in its backward pass, which takes `seconds`."""
+
+    place: int
+    name: str
+    seconds: float
+
+
+def regathers(graph: Graph, prices: Prices, program: Program, values: Values) -> Iterator[Regather]:
+    """What the backward pass of a micro-batch gathers anew, operator by operator."""
+    again = {name for name in program.gatherings if program.gathering(name) is Gathering.AGAIN}
+    if not prices.training or not again:
+        return
+    for place, item in enumerate(graph.operators):
+        strategy = program.strategies[item.name]
+        for index, name in enumerate(item.operands):
+            if name in again and index in prices.operator(item, strategy).kept.operands:
+                layout = tuple(option.operands[index] for option in strategy)
+                learns = graph.specs[name].requires_grad
+                value = values.of[name, canonical(layout, differentiable=learns)]
+                seconds = sum(
+                    prices.move_parts(name, each.move)[0]
+                    for each in _path(value, values)
+                    if each.move is not None and gathers(each.move)
+                )
+                yield Regather(place, name, seconds)
+
+
+def copies(
+    graph: Graph, prices: Prices, program: Program, values: Values | None = None
+) -> Mapping[str, Value]:
+    """The full copies that stay all step long, by weight: the last of the gathers that lead."""
+    once = {name for name in program.gatherings if program.gathering(name) is Gathering.ONCE}
+    if not once:
+        return {}
+    values = values or find_values(graph, program, training=prices.training)
+    led = [value for value in values.of.values() if value.name in once and value.leads and value.move]
+    sources = {(value.name, value.move.source) for value in led if value.move}
+    last = [value for value in led if (value.name, value.layout) not in sources]
+    return {value.name: value for value in last if any(_is_gathered(each) for each in _path(value, values))}
+
+
+def copy_bytes(graph: Graph, prices: Prices, name: str, layout: Layout) -> int:
+    """Of a full copy and, if the weight learns, of its full gradient."""
+    learns = prices.training and graph.specs[name].requires_grad
+    return prices.local_bytes(name, layout) * (2 if learns else 1)
+
+
+def _is_gathered(value: Value) -> bool:
+    return value.move is not None and gathers(value.move)
+
+
+def _path(value: Value, values: Values) -> Iterator[Value]:
+    """The value and those that it was made of."""
+    yield value
+    while value.move is not None:
+        value = values.of[value.name, value.move.source]
+        yield value

@@ -1,0 +1,117 @@
+"""What an operator keeps for its backward pass, by the calls that its rule writes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.core.graph import Call
+from autopar.rewrite.emit import GraphEmitter, Written
+from autopar.runtime.recompute import stays
+from costdb.footprint import footprint
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an operator keeps for its backward pass: operands and results by position, and bytes of
+    its own. `aliases` holds for each result the operand whose memory it shares, or None; the results
+    `held` stay in memory when the operator is computed again in backward: ranks exchanged them."""
+
+    operands: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
+    extra_bytes: int = 0
+    aliases: tuple[int | None, ...] = ()
+    held: frozenset[int] = frozenset()
+
+
+def stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
+    """Local calls that cost and keep about what a collective operator does: batch norm of the shard, the
+    convolution of the own rows."""
+    found = []
+    for node in emitter.graph.nodes:
+        args: tuple[Any, ...]
+        if node.target is torch.ops.autopar.batch_norm.default:
+            target = torch.ops.aten.batch_norm.default
+            args = (*node.args[:3], None, None, True, 0.1, 1e-5, False)
+        elif node.target is torch.ops.autopar.convolution.default:
+            target, args = _own_convolution(node.args)
+        else:
+            continue
+        operands = tuple(item for item in args if isinstance(item, fx.Node))
+        found.append(Written(Call(target, emitter.described(args), {}), operands, (node,)))
+    return tuple(found)
+
+
+def _own_convolution(args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The overload and arguments of the convolution of the own rows."""
+    *_, stride, padding, dilation, transposed, extra, groups = args
+    space = f"{len(stride)}d"
+    if not transposed:
+        target = getattr(torch.ops.aten, f"conv{space}").default
+        return target, (*args[:3], stride, padding, dilation, groups)
+    packet = getattr(torch.ops.aten, f"conv_transpose{space}")
+    target = packet.default if space == "1d" else packet.input
+    return target, (*args[:3], stride, padding, extra, groups, dilation)
+
+
+def strip_bytes(emitter: GraphEmitter) -> int:
+    """Bytes of the neighbours' rows that convolutions keep for backward."""
+    total = 0
+    for target, args, spec in emitter.collectives:
+        if "convolution" in target:
+            _, _, _, owned, starts, stops, dim, *_ = args
+            total += max(foreign(owned, starts, stops)) * (spec.nbytes // spec.shape[dim])
+    return total
+
+
+def foreign(owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> list[int]:
+    """How many rows of others each rank needs."""
+    found = []
+    for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        low, high = max(start, 0), min(stop, owned[-1])
+        found.append(max(0, min(high, owned[index]) - low) + max(0, high - max(low, owned[index + 1])))
+    return found
+
+
+def keep(
+    emitter: GraphEmitter,
+    calls: Sequence[Written],
+    values: Sequence[Any],
+    results: Sequence[Any],
+    kind: str,
+) -> Kept:
+    """Follow memory through the calls of one operator: who keeps what, and which results are views."""
+    root: dict[Any, Any] = {value: value for value in values}
+    kept: set[Any] = set()
+    extra = strip_bytes(emitter)
+    for written in calls:
+        if written.call.target.namespace != "aten":
+            continue
+        found, operands = footprint(written.call, kind), written.operands
+        for alias, result in zip(found.aliases, written.results, strict=False):
+            root[result] = result if alias is None else root.get(operands[alias], operands[alias])
+        kept |= {root.get(operands[index], operands[index]) for index in found.saved.operands}
+        kept |= {root[written.results[index]] for index in found.saved.results}
+        extra += found.saved.extra_bytes
+    places = {value: index for index, value in enumerate(values)}
+    ends = {root.get(result, result): index for index, result in enumerate(results)}
+    own = [value for value in kept if value not in places and value not in ends]
+    extra += sum(emitter.meta[value].numel() * emitter.meta[value].element_size() for value in own)
+    return Kept(
+        operands=frozenset(places[value] for value in kept if value in places),
+        results=frozenset(ends[value] for value in kept if value in ends and value not in places),
+        extra_bytes=extra,
+        aliases=tuple(places.get(root.get(result, result)) for result in results),
+        held=frozenset(index for value, index in ends.items() if _is_held(value)),
+    )
+
+
+def _is_held(node: fx.Node) -> bool:
+    """Whether recomputing keeps what the node gives; so it does where ranks exchanged something."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and stays(source.target)

@@ -1,0 +1,236 @@
+"""A rank's whole program as calls on numbered values, in the order in which they run.
+
+    operators     0 linear      1 relu            values   0 x   1 w   2 w gathered   3 y   4 y relu
+    calls         s_to_b (1)->2   linear (0, 2)->3   relu (3)->4
+
+Conversions stand at their first use, as `rewrite/program.py` writes them; those that are left to the end
+of a step (`rewrite/sync.py`) do nothing here. A value that is a view shares the storage of its *root*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autopar.convert.table import Action, canonical, effect, gathers
+from autopar.core.gathering import Gathering
+from autopar.core.graph import Graph, GraphInput, InputKind
+from autopar.core.move import Move
+from autopar.core.placement import Layout, Shard
+from autopar.core.plan import Program
+from autopar.cost.calls import CallMemory, Given, Gradient
+from autopar.cost.gathering import copies, copy_bytes
+from autopar.cost.prices import Prices
+from autopar.cost.values import leading
+
+Key = tuple[str, Layout]
+
+
+@dataclass(frozen=True, slots=True)
+class TapeCall:
+    """A call of the operator at `place`, the conversions of the outputs at the place after the last;
+    its values are those of the tape."""
+
+    place: int
+    memory: CallMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter that learns: its value, the bytes of its gradient when backward comes to it, and over
+    which ranks that is summed when backward ends, None if nowhere."""
+
+    name: str
+    value: int
+    nbytes: int
+    dtype: torch.dtype
+    key: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """`root` and `nbytes` by value: inputs that lie there anyway have none, nor do views. `names` are
+    those of the graph's tensors, empty for values inside operators."""
+
+    calls: tuple[TapeCall, ...]
+    root: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    names: tuple[str, ...]
+    users: tuple[int, ...]  # values of the user's inputs
+    outputs: tuple[int, ...]
+    losses: tuple[int, ...]  # the outputs that backward begins with: the loss, or all if there is none
+    weights: tuple[Weight, ...]
+    gathered: frozenset[int]  # roots that backward gathers again
+    copies: int  # bytes of what is gathered once a step, and of its gradients
+
+
+def record(graph: Graph, prices: Prices, program: Program) -> Tape:
+    """The program of the rank that is priced, the first."""
+    return _Recorder(graph, prices, program).record()
+
+
+class _Recorder:
+    def __init__(self, graph: Graph, prices: Prices, program: Program) -> None:
+        self.graph, self.prices, self.program = graph, prices, program
+        self.value: dict[Key, int] = {}
+        self.root: list[int] = []
+        self.nbytes: list[int] = []
+        self.names: list[str] = []
+        self.calls: list[TapeCall] = []
+        self.moves = {
+            (name, self.tidy(name, move.target)): move
+            for name, moves in program.moves.items()
+            for move in moves
+        }
+        self.deferred = self.find_deferred()
+        self.gathered: set[int] = set()
+        self.copies = {name: each.layout for name, each in copies(graph, prices, program).items()}
+
+    def record(self) -> Tape:
+        inputs = {item.name: self.input(item) for item in self.graph.inputs}
+        for place, item in enumerate(self.graph.operators):
+            strategy = self.program.strategies[item.name]
+            operands = [
+                self.converted(name, tuple(option.operands[index] for option in strategy), place)
+                for index, name in enumerate(item.operands)
+            ]
+            found = self.prices.calls(item, strategy)
+            numbers = dict(enumerate(operands))
+            for call in found.calls:
+                self.add(place, self.numbered(call, numbers))
+            for index, (name, result) in enumerate(zip(item.results, found.results, strict=True)):
+                if name is not None and result is not None:
+                    key = name, self.tidy(name, tuple(option.results[index] for option in strategy))
+                    self.value[key] = numbers[result]
+                    self.names[numbers[result]] = name
+        final = len(self.graph.operators)
+        outputs = [self.converted(name, self.program.outputs[name], final) for name in self.graph.outputs]
+        for buffer, name in self.graph.writes:
+            outputs.append(self.converted(name, self.program.inputs[buffer], final))
+        return Tape(
+            calls=tuple(self.calls),
+            root=tuple(self.root),
+            nbytes=tuple(self.nbytes),
+            names=tuple(self.names),
+            users=tuple(inputs[item.name] for item in self.graph.inputs if item.kind is InputKind.USER),
+            outputs=tuple(outputs),
+            losses=tuple(
+                value
+                for name, value in zip(self.graph.outputs, outputs, strict=False)
+                if self.graph.specs[name].requires_grad and self.graph.loss in (None, name)
+            ),
+            weights=tuple(
+                self.weight(item, inputs[item.name])
+                for item in self.graph.inputs
+                if item.kind is InputKind.PARAMETER and item.spec.requires_grad and self.prices.training
+            ),
+            gathered=frozenset(self.gathered),
+            copies=sum(
+                copy_bytes(self.graph, self.prices, name, layout) for name, layout in self.copies.items()
+            ),
+        )
+
+    def tidy(self, name: str, layout: Layout) -> Layout:
+        learns = self.prices.training and self.graph.specs[name].requires_grad
+        return canonical(layout, differentiable=learns)
+
+    def new(self, name: str, nbytes: int, root: int | None = None) -> int:
+        value = len(self.root)
+        self.root.append(value if root is None else self.root[root])
+        self.nbytes.append(nbytes)
+        self.names.append(name)
+        return value
+
+    def input(self, item: GraphInput) -> int:
+        layout = self.program.inputs[item.name]
+        copied = item.kind is InputKind.USER and not _is_one_block(item.spec.shape, layout)
+        value = self.new(item.name, self.prices.local_bytes(item.name, layout) if copied else 0)
+        self.value[item.name, self.tidy(item.name, layout)] = value
+        return value
+
+    def add(self, place: int, call: CallMemory) -> None:
+        self.calls.append(TapeCall(place, call))
+
+    def numbered(self, call: CallMemory, numbers: dict[int, int]) -> CallMemory:
+        """The operator's call with the tape's values; `numbers` learns those that it gives."""
+        takes = tuple(numbers[value] for value in call.takes)
+        gives = []
+        for item in call.gives:
+            alias = None if item.alias is None else numbers[item.alias]
+            numbers[item.value] = self.new("", item.nbytes, alias)
+            gives.append(Given(numbers[item.value], item.nbytes, alias))
+        return replace(
+            call,
+            takes=takes,
+            gives=tuple(gives),
+            keeps=frozenset(self.root[numbers[value]] for value in call.keeps),
+            gradients=tuple(
+                Gradient(
+                    numbers[item.value], item.nbytes, None if item.alias is None else numbers[item.alias]
+                )
+                for item in call.gradients
+            ),
+        )
+
+    # -- conversions ------------------------------------------------------------------------------
+
+    def converted(self, name: str, layout: Layout, place: int) -> int:
+        """The tensor in `layout`, converted at most once."""
+        key = name, self.tidy(name, layout)
+        if key not in self.value:
+            self.value[key] = self.convert(name, self.moves[key], place)
+        return self.value[key]
+
+    def convert(self, name: str, move: Move, place: int) -> int:
+        source = self.converted(name, move.source, place)
+        what, deferred = effect(move), (name, move) in self.deferred
+        passes = what.forward is Action.NOTHING or deferred  # a copy that is gathered once lies there
+        again = gathers(move) and self.program.gathering(name) is Gathering.AGAIN
+        nbytes = 0 if passes else self.prices.local_bytes(name, move.target)
+        value = self.new(name, nbytes, source if passes else None)
+        gradients: tuple[Gradient, ...] = ()
+        if self.prices.training and self.graph.specs[name].requires_grad:
+            returns = deferred or what.backward is Action.NOTHING
+            back = 0 if returns else self.prices.local_bytes(name, move.source)
+            gradients = (Gradient(source, back, value if returns else None),)
+        if again:
+            self.gathered.add(value)
+        given = Given(value, nbytes, source if passes else None)
+        self.add(place, CallMemory((source,), (given,), frozenset(), 0, gradients, repeats=passes or again))
+        return value
+
+    def find_deferred(self) -> set[tuple[str, Move]]:
+        """Moves of weights whose gradients are summed when backward ends."""
+        needs: dict[str, set[Layout]] = {}
+        for item in self.graph.operators:
+            for index, name in enumerate(item.operands):
+                layout = tuple(option.operands[index] for option in self.program.strategies[item.name])
+                needs.setdefault(name, set()).add(self.tidy(name, layout))
+        return {
+            (item.name, move)
+            for item in self.graph.inputs
+            if item.kind is InputKind.PARAMETER
+            for move in leading(
+                self.tidy(item.name, self.program.inputs[item.name]),
+                needs.get(item.name, ()),
+                self.program.moves.get(item.name, ()),
+                self.program.gathering(item.name),
+            )
+        }
+
+    def weight(self, item: GraphInput, value: int) -> Weight:
+        mesh = self.prices.dims.mesh
+        axes = {move.axis for name, move in self.deferred if name == item.name}
+        summed = math.prod(mesh.shape[axis] for axis in axes) > 1
+        layout = self.copies.get(item.name, self.program.inputs[item.name])
+        nbytes = self.prices.local_bytes(item.name, layout)
+        return Weight(item.name, value, nbytes, item.spec.dtype, mesh.key(sorted(axes)) if summed else None)
+
+
+def _is_one_block(shape: Sequence[int], layout: Layout) -> bool:
+    """Whether a rank's part of a contiguous tensor is one piece of its memory, so that no copy is made."""
+    split = [item for item in layout if isinstance(item, Shard)]
+    return all(item.atom == 0 and math.prod(shape[: item.dim]) == 1 for item in split)

@@ -1,0 +1,67 @@
+"""What the model itself computes again in backward: done unless the planner knows better.
+
+Where a memory cap asks for parts to be computed again, or the user does, those are chosen by recompute.py
+and take the place of the model's own. Else the fastest placement recomputes what the model checkpoints,
+as its author asked for, and is priced with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.core.costs import LinkLike
+from autopar.core.graph import Graph
+from autopar.core.recompute import Recompute
+from autopar.core.schedule import SPLIT_BACKWARD
+from autopar.cost.memory import peak_memory
+from autopar.cost.prices import Prices
+from autopar.errors import InfeasibleError
+from autopar.ilp.step import Step, staged, unstaged
+
+
+def respect(
+    graph: Graph, prices: Prices, step: Step, *, micro_batches: int, hop: LinkLike, cap: int | None
+) -> Step:
+    """The step with the model's checkpoints, where nothing else is recomputed and its schedule can."""
+    own = step.solution
+    if not graph.checkpoints or own.program.recompute or _splits(step):
+        return step
+    program = replace(own.program, recompute=graph.checkpoints)
+    solution = replace(own, program=program, peak=peak_memory(graph, prices, program))
+    if step.cut is None or step.schedule is None:
+        return unstaged(graph, prices, solution, micro_batches)
+    try:
+        return staged(graph, prices, solution, schedules=[step.schedule], hop=hop, cap=cap)
+    except InfeasibleError:  # what a part needs while it is computed again does not fit
+        return step
+
+
+def notes(graph: Graph, step: Step, recompute: Recompute) -> tuple[str, ...]:
+    """What became of the model's checkpoints, for the plan."""
+    regions, done = graph.checkpoints, step.solution.program.recompute
+    if not regions:
+        return ()
+    if not done:
+        why = "the schedule splits backward" if _splits(step) else "it does not fit"
+        why = "--recompute none" if recompute is Recompute.NONE else why
+        return (f"what the model checkpoints is kept, not computed again: {why}",)
+    if _within(done, regions):
+        found = f"computed again in backward: {len(regions)} regions that the model checkpoints"
+    else:
+        found = (
+            "computed again in backward: parts that the planner chose, not those that the model checkpoints"
+        )
+    mutated = {item.name for item in graph.inputs if item.mutated}
+    again = (item for first, stop in regions for item in graph.operators[first:stop])
+    if any(mutated.intersection(item.operands) for item in again):
+        found += "; running statistics in them are written once a step"
+    return (found,)
+
+
+def _splits(step: Step) -> bool:
+    return step.schedule is not None and step.schedule.kind in SPLIT_BACKWARD
+
+
+def _within(parts: tuple[tuple[int, int], ...], regions: tuple[tuple[int, int], ...]) -> bool:
+    """Whether every part is a region, or what a stage has of one."""
+    return all(any(low <= first and stop <= high for low, high in regions) for first, stop in parts)

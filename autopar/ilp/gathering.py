@@ -1,0 +1,65 @@
+"""What `--shard-state` asks for: which layouts weights may have, how they may be gathered, and what is said
+about it in the plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autopar.convert.table import gathers
+from autopar.core.gathering import Gathering, ShardState
+from autopar.core.graph import Graph, InputKind
+from autopar.core.move import Move
+from autopar.core.placement import Layout, Shard
+from autopar.core.plan import Program
+from autopar.ops.dims import Dims
+
+_WORDS = {Gathering.AGAIN: "gathered again in backward", Gathering.ONCE: "gathered once a step"}
+
+
+def ways(level: ShardState, *, stored: bool) -> tuple[Gathering, ...]:
+    """How weights in shards may be gathered; where they are `stored` already, they may have to be."""
+    return level.gatherings or ((Gathering.KEEP,) if stored else ())
+
+
+def most_sharded(layouts: Sequence[Layout]) -> list[Layout]:
+    """Those that none of the others has shards on more axes than, beside its own."""
+    sharded = {layout: _axes(layout) for layout in layouts}
+    return [layout for layout in layouts if not any(sharded[layout] < axes for axes in sharded.values())]
+
+
+def _axes(layout: Layout) -> frozenset[int]:
+    return frozenset(axis for axis, place in enumerate(layout) if isinstance(place, Shard))
+
+
+def when(program: Program, name: str, move: Move) -> str:
+    """How a conversion of a weight differs from one that is kept, for the plan: ", gathered once a step"."""
+    words = _WORDS.get(program.gathering(name)) if gathers(move) else None
+    return f", {words}" if words else ""
+
+
+def gathering_notes(graph: Graph, program: Program) -> list[str]:
+    """How many weights lie in shards and are gathered, in which way."""
+    counts = Counter(
+        program.gathering(item.name)
+        for item in graph.inputs
+        if item.kind is InputKind.PARAMETER and any(map(gathers, program.moves.get(item.name, ())))
+    )
+    words = {Gathering.KEEP: "kept from forward to backward", **_WORDS}
+    found = ", ".join(f"{counts[way]} {words[way]}" for way in Gathering if counts[way])
+    return [f"weights stored in shards: {found}"] if found else []
+
+
+def whole_notes(graph: Graph, dims: Dims, program: Program, level: ShardState) -> list[str]:
+    """The weights that could not be stored in shards on every axis although that is forced."""
+    if not level.is_forced:
+        return []
+    mesh = dims.mesh
+    long = frozenset(axis for axis in mesh.axes if mesh.shape[axis] > 1)
+    found = [
+        item.target
+        for item in graph.inputs
+        if item.kind is InputKind.PARAMETER and item.spec.requires_grad
+        if not _axes(program.inputs[item.name]) >= long
+    ]
+    return [f"not in shards on every axis, for want of long dims: {', '.join(found)}"] if found else []

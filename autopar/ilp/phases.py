@@ -1,0 +1,65 @@
+"""When the conversions of a weight are made: the phases that its flow goes through.
+
+    kept                  [LEADING ->] EVERY          r_to_b that lead from where it is stored, once a step
+    gathered again  [LEADING_AGAIN ->] AGAIN          gathers count once more for each use that backward reads
+    gathered once             ONCE -> SETTLED         gathers and r_to_b that lead, once a step
+
+Of all other tensors every conversion is made in EVERY micro-batch. A flow leaves a phase for good. What
+settles is gathered no more: a weight has one way of being gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from autopar.convert.network import Flags, Network
+from autopar.core.gathering import Gathering
+from autopar.core.placement import Layout
+
+
+class Phase(Enum):
+    """When a move is made."""
+
+    EVERY = auto()
+    LEADING = auto()
+    AGAIN = auto()
+    LEADING_AGAIN = auto()
+    ONCE = auto()
+    SETTLED = auto()
+
+    @property
+    def next(self) -> Phase | None:
+        """The phase that follows; None if the flow ends in this one."""
+        return _NEXT.get(self)
+
+
+_NEXT = {Phase.LEADING: Phase.EVERY, Phase.LEADING_AGAIN: Phase.AGAIN, Phase.ONCE: Phase.SETTLED}
+
+Place = tuple[Layout, Phase]
+
+
+def first_phase(gathering: Gathering, *, waits: bool) -> Phase:
+    """Where the flow of a weight begins; `waits` says whether there are things that are done once a step."""
+    match gathering:
+        case Gathering.ONCE:
+            return Phase.ONCE
+        case Gathering.AGAIN:
+            return Phase.LEADING_AGAIN if waits else Phase.AGAIN
+        case Gathering.KEEP:
+            return Phase.LEADING if waits else Phase.EVERY
+
+
+def phased(network: Network, starts: Iterable[Place], moves: Flags) -> dict[Phase, Flags]:
+    """Which of `moves` a flow that begins at `starts` can take in each phase."""
+    found: dict[Phase, Flags] = {}
+    begun: dict[Phase, list[Layout]] = {}
+    for layout, phase in starts:
+        begun.setdefault(phase, []).append(layout)
+    for phase, layouts in begun.items():
+        last = phase.next or phase
+        found[last] = moves & ~network.gathers if last is Phase.SETTLED else moves
+        if phase.next is not None:
+            able = network.sums | network.gathers if phase is Phase.ONCE else network.sums
+            found[phase] = network.following(network.flags(layouts), moves & able)
+    return found

@@ -1,0 +1,134 @@
+"""Gathered weights that don't stay: freed after their use in forward, gathered again in backward.
+
+    forward     shard --> all-gather --> full --> linear         full dies with its last use in forward
+                  '-- how it was gathered <-- pack --'           what autograd keeps in its place
+    backward    all-gather --> full --> gradients                ... and dies again
+
+The operators `s_to_b_again` and `s_to_r_again` note what they have made. Of every tensor that autograd
+saves, views of what they made are known by their storage, and replaced by the way to make them anew. The
+shards are those of the forward pass: a weight that has changed since is refused, as autograd itself does.
+
+Every saved tensor is gathered anew by itself: to share one gathered copy among several uses would make
+the number of collectives depend on when memory is freed, which ranks need not agree on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.errors import InputError
+from autopar.runtime import registry
+
+AGAIN = "_again"  # ends the names of the operators whose results don't stay
+
+
+def is_again(target: Any) -> bool:
+    """Whether `target` is a registered operator whose result is gathered again in backward."""
+    return getattr(target, "namespace", "") == registry.NAMESPACE and target._opname.endswith(AGAIN)
+
+
+def freeing(program: fx.GraphModule) -> Callable[..., Any]:
+    """`program`, of whose gathered weights autograd keeps shards; itself if it gathers none again."""
+    graphs = [module.graph for module in program.modules() if isinstance(module, fx.GraphModule)]
+    if not any(is_again(node.target) for graph in graphs for node in graph.nodes):
+        return program
+
+    def run(*tensors: Tensor) -> Any:
+        with _noting():
+            return program(*tensors)
+
+    return run
+
+
+def note(full: Tensor, operator: str, source: Tensor, arguments: tuple[Any, ...]) -> None:
+    """Remember how `full` was made: by `operator`, which keeps what it makes, of `source`."""
+    notes = _notes.get()
+    if notes is not None:
+        storage = full.untyped_storage()
+        made = _Gathered(operator, _find(notes, source) or source, source._version, arguments, full)
+        notes[storage._cdata] = weakref.ref(storage), made
+
+
+class _Gathered:
+    """How a tensor was gathered: of `source`, which may have been gathered itself."""
+
+    def __init__(
+        self,
+        operator: str,
+        source: Tensor | _Gathered,
+        version: int,
+        arguments: tuple[Any, ...],
+        full: Tensor,
+    ) -> None:
+        self.operator, self.source, self.version = operator, source, version
+        self.arguments, self.dtype = arguments, full.dtype
+
+    def again(self) -> Tensor:
+        """The full tensor, anew: a collective."""
+        source = self.source
+        if isinstance(source, _Gathered):
+            source = source.again()
+        elif source._version != self.version:
+            raise InputError(
+                where="backward of the parallel module",
+                found=f"a weight, a shard of shape {tuple(source.shape)}, that has changed since forward",
+                wanted="the values of the forward pass, which are gathered again",
+                remedy="step the optimizer after backward, not between forward and backward",
+            )
+        with torch.no_grad():
+            full: Tensor = registry.operator(self.operator)(source, *self.arguments)
+        return full
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A saved tensor, as a view of a gathered one."""
+
+    whole: _Gathered
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    def again(self) -> Tensor:
+        return self.whole.again().as_strided(self.size, self.stride, self.offset)
+
+
+_Notes = dict[int, tuple[weakref.ref[torch.UntypedStorage], _Gathered]]  # by the storage's address
+_notes: ContextVar[_Notes | None] = ContextVar("gathered weights", default=None)
+
+
+def _find(notes: _Notes, tensor: Tensor) -> _Gathered | None:
+    """How the storage of `tensor` was gathered; None if it was not."""
+    storage = tensor.untyped_storage()
+    known, made = notes.get(storage._cdata, (None, None))
+    return made if known is not None and known() is storage else None
+
+
+@contextmanager
+def _noting() -> Iterator[None]:
+    notes: _Notes = {}
+
+    def pack(tensor: Tensor) -> Tensor | _View:
+        made = _find(notes, tensor) if tensor.layout == torch.strided else None
+        if made is None or tensor.dtype != made.dtype or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        return _View(made, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(saved: Tensor | _View) -> Tensor:
+        return saved.again() if isinstance(saved, _View) else saved
+
+    before = _notes.set(notes)
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        _notes.reset(before)

@@ -1,0 +1,124 @@
+"""A call of a module with stages: the whole batch goes from stage to stage, without gradients.
+
+    rank 0   stage 0 --.                          .--> outputs
+    rank 1             '--> stage 1 --.           |
+    rank 2                            '--> stage 2 --> outputs, to all ranks
+
+Nothing overlaps, as there is one batch only: for training and for long evaluations there are `train_step`
+and `eval_step`. What a rank returns is what the serial model returns in its present mode, so that batch
+norm sees the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.core.executable import StagedExecutable
+from autopar.core.graph import TensorSpec
+from autopar.errors import InputError
+from autopar.micro_batches import MicroBatch
+from autopar.runtime.pipeline import pipeline_group
+from autopar.runtime.stage import Stage
+
+
+class Relay:
+    """This rank's stages for one kind of call; `find` and `group` are those of StagedProgram."""
+
+    def __init__(
+        self,
+        made: StagedExecutable,
+        find: Callable[[str], Callable[[], Any]],
+        *,
+        mesh: Any,
+        device: torch.device,
+        timeout: timedelta,
+        exact_random: bool,
+    ) -> None:
+        self.executable = made
+        self._device = device
+        self._stages = {
+            each.stage: Stage(each, find, mesh=mesh, device=device, exact_random=exact_random)
+            for each in made.stages
+        }
+        self.group = pipeline_group(made, timeout)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's output for the global `tensors`, on every rank; collective.
+
+        Where gradients are enabled, backward from it raises InputError.
+        """
+        with torch.no_grad():
+            outputs = self._share(self._run(MicroBatch(tuple(tensors), 1.0)))
+        if torch.is_grad_enabled():
+            outputs = tuple(_refusing(value) for value in outputs)
+        return self.executable.stages[0].rebuild(outputs)
+
+    def untie(self) -> None:
+        """Let go of the parameters' storage."""
+        for stage in self._stages.values():
+            stage.untie()
+
+    def _run(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """What this rank's latest stage gives: on the last stage's rank the outputs."""
+        pipeline, seed = self.executable.pipeline, torch.initial_seed()
+        values: tuple[Tensor, ...] = ()
+        for number, stage in self._stages.items():
+            stage.begin([batch], seed)
+            if number and number - 1 not in self._stages:
+                source = pipeline.rank_of(number - 1)
+                values = tuple(self._receive(spec, source) for spec in stage.executable.received)
+            values = stage.run(values, 0)
+            stage.end()
+            if number + 1 < pipeline.num_stages and number + 1 not in self._stages:
+                for value in values:
+                    dist.send(value, group=self.group, group_dst=pipeline.rank_of(number + 1))
+        return values
+
+    def _receive(self, spec: TensorSpec, source: int) -> Tensor:
+        value = self._empty(spec)
+        dist.recv(value, group=self.group, group_src=source)
+        return value
+
+    def _share(self, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs on every rank, from the one that holds the last stage."""
+        pipeline, specs = self.executable.pipeline, self.executable.outputs
+        last = pipeline.num_stages - 1
+        values = [value.contiguous() for value in made] if last in self._stages else map(self._empty, specs)
+        shared = tuple(values)
+        for value in shared:
+            dist.broadcast(value, group=self.group, group_src=pipeline.rank_of(last))
+        return shared
+
+    def _empty(self, spec: TensorSpec) -> Tensor:
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+
+
+class _Refuse(torch.autograd.Function):
+    """The identity; its backward says how a model with stages is trained."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise InputError(
+            where="backward from a call of the parallel module",
+            found="a plan with pipeline stages, whose calls keep nothing for backward",
+            wanted="train_step(*batch): forward and backward of all micro-batches in one, and their loss",
+            remedy="replace loss = model(*batch); loss.backward() by loss = model.train_step(*batch)",
+        )
+
+
+def _refusing(value: Tensor) -> Tensor:
+    """The value, from which no backward may start; one without a gradient as it is."""
+    if not value.is_floating_point():
+        return value
+    refused: Tensor = _Refuse.apply(value, torch.ones((), requires_grad=True))  # type: ignore[no-untyped-call]
+    return refused

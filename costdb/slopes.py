@@ -1,0 +1,113 @@
+"""What a call and its backward make on the way, exactly, without running them.
+
+    y = a + b          both gradients are that of y           alias 0, 0
+    y = x.view(s)      a view of that of y                    alias 0
+    y = linear(x, w)   new                                    bytes of x, bytes of w
+    y = x.sum()        that of y, expanded to x's shape       alias 0
+
+Beside what they give, calls that torch composes of several have storages of their own in between: the
+gradient of the log-probabilities inside a cross-entropy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.core.graph import Call
+from costdb import operands
+from costdb.footprint import storage_of, without_data
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """The gradient of an operand: `nbytes` of its own, or in the storage of the gradient of result
+    `alias`."""
+
+    nbytes: int
+    alias: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """A call forward and backward: the most bytes of new storages at once, in either, and the gradients of
+    its operands in argument order, None where none is wanted."""
+
+    forward_bytes: int
+    backward_bytes: int
+    slopes: tuple[Slope | None, ...]
+
+
+_KNOWN: dict[tuple[str, str], Passes] = {}
+
+
+def passes(call: Call, kind: str = "cpu") -> Passes:
+    """Both passes of the call on a device of `kind`; remembered by key.
+
+    Raises CostMissingError if the operator refuses the operands.
+    """
+    known = kind, call.key()
+    if known not in _KNOWN:
+        _KNOWN[known] = _observe(call, kind)
+    return _KNOWN[known]
+
+
+def _observe(call: Call, kind: str) -> Passes:
+    with without_data(call, kind) as (run, inputs), torch.enable_grad():
+        forward = _NewBytes(inputs)
+        with forward:
+            results = [item for item in operands.tensors(run()) if item is not None]
+        roots = [place for place, item in enumerate(results) if item.requires_grad]
+        learning = [item for item in inputs if item.requires_grad]
+        if not roots or not learning:
+            return Passes(forward.most, 0, (None,) * len(inputs))
+        seeds = [torch.empty_like(results[place]) for place in roots]
+        backward = _NewBytes((*inputs, *results, *seeds))
+        with backward:
+            found = torch.autograd.grad(
+                [results[place] for place in roots], learning, seeds, allow_unused=True
+            )
+    given = {storage_of(seed): place for seed, place in zip(seeds, roots, strict=True)}
+    left = iter(found)
+    slopes = (_slope(next(left), given) if item.requires_grad else None for item in inputs)
+    return Passes(forward.most, backward.most, tuple(slopes))
+
+
+def _slope(gradient: torch.Tensor | None, given: dict[int, int]) -> Slope | None:
+    if gradient is None:
+        return None
+    alias = given.get(storage_of(gradient))
+    return Slope(0 if alias is not None else gradient.untyped_storage().nbytes(), alias)
+
+
+class _NewBytes(TorchDispatchMode):
+    """While entered, the most bytes of living storages that operators made; `old` tensors don't count."""
+
+    def __init__(self, old: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self.old = {storage_of(tensor) for tensor in old}
+        self.alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in operands.tensors(result):
+            if tensor is not None and storage_of(tensor) not in self.old:
+                self.note(tensor.untyped_storage())
+        self.most = max(self.most, self.now)
+        return result
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key not in self.alive:
+            self.alive[key] = weakref.ref(storage, lambda _: self.forget(key)), storage.nbytes()
+            self.now += storage.nbytes()
+
+    def forget(self, key: int) -> None:
+        self.now -= self.alive.pop(key)[1]

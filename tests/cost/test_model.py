@@ -1,0 +1,75 @@
+"""What a cluster's description and its measurements come to, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.cluster import ClusterSpec, Link
+from autopar.core.costs import Collective, DeviceModel
+from autopar.cost.model import CostModel, network_of, setting_of, using_threads
+from costdb.database import Database
+from costdb.measurement import CollectiveMeasurement
+
+TOY = DeviceModel("cpu", "cpu", ((torch.float32, 1.0),), bandwidth=1.0, launch_seconds=1.0)
+NEAR, FAR = Link(1.0, 1.0), Link(7.0, 1.0)
+
+
+def hosts(count: int = 4, **described: float) -> ClusterSpec:
+    return ClusterSpec(nodes=count, devices_per_node=1, intra=NEAR, inter=FAR, **described)
+
+
+def sent(nbytes: int, seconds: float, nodes: int = 2) -> CollectiveMeasurement:
+    return CollectiveMeasurement(Collective.SEND_RECV, "gloo", 2, nodes, nbytes, seconds, 5, 0.0)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    """One that knows the device, so that nothing is calibrated."""
+    found = Database.open(tmp_path / "costs.sqlite")
+    for cluster in (hosts(), hosts(cores=0.5), hosts(cores=8)):
+        found.write_device(setting_of(cluster), TOY)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "threads", "contention"),
+    [(1, 0.5, 1, 2.0), (1, 8, 2, 1.0), (2, 2, 1, 1.0), (4, 2, 1, 2.0)],
+)
+def test_devices_of_a_node_share_its_cores(
+    devices: int, cores: float, threads: int, contention: float, tmp_path: Path
+) -> None:
+    with using_threads(2), Database.open(tmp_path / "costs.sqlite") as database:
+        cluster = ClusterSpec(nodes=2, devices_per_node=devices, cores=cores, inter=FAR)
+        assert setting_of(cluster).threads == threads
+        database.write_device(setting_of(cluster), TOY)
+        assert CostModel.of(cluster, database).contention == contention
+
+
+def test_cpus_of_several_nodes_are_measured_here(database: Database) -> None:
+    assert CostModel.of(hosts(), database).here
+    assert not CostModel.of(replace_device(hosts()), database).here
+
+
+def replace_device(cluster: ClusterSpec) -> ClusterSpec:
+    return replace(cluster, device="h100")
+
+
+def test_collectives_between_nodes_belong_to_the_network_that_is_described(database: Database) -> None:
+    slow, fast = hosts(), ClusterSpec(nodes=4, devices_per_node=1, inter=Link(7.0, 2.0))
+    database.write_collectives(network_of(slow), [sent(10, 3.0)])
+    assert CostModel.of(slow, database).collectives.points
+    assert not CostModel.of(fast, database).collectives.points
+    assert network_of(ClusterSpec.local(2)) == setting_of(ClusterSpec.local(2))
+
+
+def test_hops_are_as_measured_or_else_as_described(database: Database) -> None:
+    cluster = hosts()
+    assert CostModel.of(cluster, database).hop(cluster, 4) == FAR
+    database.write_collectives(network_of(cluster), [sent(10, 3.0), sent(110, 8.0), sent(10, 1.0, nodes=1)])
+    found = CostModel.of(cluster, database).hop(cluster, 4)
+    assert (found.latency, found.bandwidth) == (3.0, 20.0)  # 100 bytes more take 5 s more
+    assert not found.estimated

@@ -1,0 +1,66 @@
+"""Micro-batches are chosen only where samples don't meet before the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.micro_batches import reducer_of
+from autopar.ops.independence import mixing_operator
+from autopar.trace import trace
+
+SAMPLES = 6
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.then = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self, self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda _, x: x.relu().mean(),
+        lambda _, x: F.mse_loss(x, torch.ones_like(x)),
+        lambda _, x: F.layer_norm(x, (8,)).softmax(1).sum(),
+        lambda _, x: (x.reshape(SAMPLES, 2, 4).transpose(1, 2).reshape(-1, 2) ** 2).mean(),
+        lambda _, x: F.scaled_dot_product_attention(
+            *x.view(SAMPLES, 1, 2, 4).expand(3, -1, -1, -1, -1)
+        ).mean(),
+    ],
+)
+def test_samples_that_go_their_own_ways(forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    assert mixing(forward) is None
+
+
+@pytest.mark.parametrize(
+    ("forward", "culprit"),
+    [
+        (lambda model, x: model.norm(x).mean(), "batch_norm"),
+        (lambda _, x: x.softmax(0).mean(), "softmax"),
+        (lambda _, x: (x @ x.t()).mean(), "matmul"),
+        (lambda _, x: (x - x.mean(0)).square().mean(), "mean"),
+        (lambda _, x: x.roll(1, 0).mean(), "roll"),
+        (lambda _, x: x.cumsum(0).mean(), "cumsum"),
+        (lambda _, x: (x[0] * x).mean(), "select"),
+    ],
+)
+def test_samples_that_meet(forward: Callable[[nn.Module, Tensor], Tensor], culprit: str) -> None:
+    assert culprit in str(mixing(forward))
+
+
+def mixing(forward: Callable[[nn.Module, Tensor], Tensor]) -> object:
+    graph = trace(Model(forward), (torch.rand(SAMPLES, 8),), {}).graph
+    end = reducer_of(graph)
+    assert end is not None
+    found = mixing_operator(graph, SAMPLES, end=end)
+    return None if found is None else found.target

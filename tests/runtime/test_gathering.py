@@ -1,0 +1,275 @@
+"""Weights that are stored in shards, on real processes: the serial model's numbers, and less memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.core.gathering import Gathering
+from autopar.core.mesh import Mesh
+from autopar.core.pipeline import Pipeline
+from autopar.core.schedule import ScheduleKind
+from autopar.errors import InputError
+from autopar.rewrite.render import describe
+from autopar.runtime import groups, regather, transport
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.parameters import local
+from autopar.runtime.peak import peak_bytes
+from tests.planning import forced
+from tests.pool import Pool
+
+Pools = Callable[[int], Pool]
+CPU = torch.device("cpu")
+EXACT = 1e-12  # sums in another order, float64
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Linear layers, one matrix of them used twice, a frozen bias, an embedding, a bias of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 8)
+        self.first, self.middle = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.again = nn.Linear(8, 8)
+        self.again.weight = self.middle.weight
+        self.first.bias.requires_grad_(False)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.first(self.table(x)))
+        h = torch.tanh(self.again(torch.tanh(self.middle(h))))
+        return F.mse_loss(self.last(h), y)
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(6, (8,), generator=generator)
+    return x, torch.randn(8, 1, generator=generator, dtype=torch.float64)
+
+
+PLANS: dict[str, tuple[tuple[int, ...], list[str], Pipeline, bool]] = {
+    "one batch": ((2,), ["batch"], Pipeline(), False),
+    "recomputed": ((2,), ["batch"], Pipeline(), True),
+    "micro-batches": ((2,), ["batch"], Pipeline(micro_batches=4), False),
+    "two axes": ((2, 2), ["batch", "batch"], Pipeline(micro_batches=2), False),
+    "batch x filter": ((2, 2), ["batch", "filter"], Pipeline(), True),
+    "1f1b": ((2,), ["batch"], Pipeline(2, 4, ScheduleKind.ONE_F_ONE_B, (0, 4)), False),
+    "1f1b recomputed": ((2,), ["batch"], Pipeline(2, 4, ScheduleKind.ONE_F_ONE_B, (0, 4)), True),
+    "zb1p": ((2,), ["batch"], Pipeline(2, 4, ScheduleKind.ZB1P, (0, 4)), False),
+}
+
+
+def parallel(plan: str, gathering: Gathering, model: nn.Module) -> ParallelModule:
+    shape, wanted, pipeline, again = PLANS[plan]
+    compiler = forced(Mesh(shape), wanted, pipeline=pipeline, gathering=gathering, recompute=again)
+    by_steps = pipeline.is_staged or pipeline.micro_batches > 1
+    return ParallelModule(model, compiler, describe=describe, device=CPU, by_steps=by_steps)
+
+
+def gap(ours: Any, theirs: Any) -> float:
+    ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    return float((ours.detach() - theirs.detach()).abs().max())
+
+
+def _train(plan: str, gathering: Gathering) -> None:
+    pipeline = PLANS[plan][2]
+    serial, ours = make_net(), parallel(plan, gathering, make_net())
+    ours.prepare(*batch())
+    pair = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (serial, ours)]
+    for step in range(STEPS):
+        for optimizer in pair:
+            optimizer.zero_grad()
+        x, y = batch(step)
+        theirs = serial(x, y)
+        theirs.backward()
+        if pipeline.is_staged or pipeline.micro_batches > 1:
+            mine = ours.train_step(x, y)
+        else:
+            mine = ours(x, y)
+            mine.backward()
+        assert gap(mine, theirs) < EXACT
+        gradients = {name: item.grad for name, item in serial.named_parameters()}
+        for name, item in ours.named_parameters():
+            assert (item.grad is None) == (gradients[name] is None), name
+            if item.grad is not None:
+                wanted: Tensor = gradients[name]  # type: ignore[assignment]
+                assert local_gap(item.grad, wanted, item) < EXACT, name
+        for optimizer in pair:
+            optimizer.step()
+    wanted = serial.state_dict()
+    for name, value in ours.state_dict().items():
+        assert gap(value, wanted[name]) < EXACT, name
+    with torch.no_grad():
+        x, y = batch()
+        mine = ours.eval_step(x, y) if pipeline.is_staged else ours(x, y)
+        assert gap(mine, serial(x, y)) < EXACT
+
+
+def local_gap(ours: Any, theirs: Tensor, parameter: Any) -> float:
+    """Of a gradient that the ranks of one stage alone can put together."""
+    assert isinstance(ours, DTensor) and ours.placements == parameter.placements
+    return gap(ours, theirs)
+
+
+SHORT = [("recomputed", Gathering.AGAIN), ("zb1p", Gathering.AGAIN), ("micro-batches", Gathering.ONCE)]
+
+
+@pytest.mark.parametrize(
+    "plan, gathering",
+    [
+        pytest.param(*case, marks=[] if case in SHORT else pytest.mark.long, id=f"{case[0]}, {case[1].value}")
+        for case in itertools.product(PLANS, Gathering)
+    ],
+)
+def test_training_equals_serial_training(plan: str, gathering: Gathering, pools: Pools) -> None:
+    shape, _, pipeline, _ = PLANS[plan]
+    pools(Mesh(shape).num_devices * pipeline.ranks).run(_train, plan, gathering)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+WIDTH = 64
+LAYER = WIDTH * WIDTH * 8  # bytes of a full matrix in float64
+
+
+class Deep(nn.Module):
+    """Matrices beside which all else is small."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _peak(layers: int, gathering: Gathering) -> float:
+    """The most that a step holds on this rank beside its shards and their gradients, in full matrices."""
+    torch.manual_seed(0)
+    compiler = forced(Mesh((2,)), ["batch"], gathering=gathering)
+    ours = ParallelModule(Deep(layers).double(), compiler, describe=describe, device=CPU)
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    ours.prepare(x)
+
+    def step() -> None:
+        ours(x).backward()
+
+    step()
+
+    def alive() -> Iterator[Tensor]:
+        for item in ours.parameters():
+            assert item.grad is not None
+            yield from (item, item.grad)
+
+    return (peak_bytes(step, alive(), CPU) - layers * LAYER) / LAYER
+
+
+def _growth(gathering: Gathering, *, forget: bool = False) -> float:
+    """By how many full matrices the peak grows with each further layer."""
+    with pytest.MonkeyPatch.context() as patch:
+        if forget:
+            patch.setattr(regather, "note", lambda *_: None)
+        return (_peak(6, gathering) - _peak(3, gathering)) / 3
+
+
+@pytest.mark.parametrize(
+    "gathering, forget, growth",
+    [(Gathering.KEEP, False, 1), (Gathering.AGAIN, False, 0), (Gathering.AGAIN, True, 1)],
+)
+def test_what_is_gathered_again_does_not_stay(
+    gathering: Gathering, forget: bool, growth: int, pools: Pools
+) -> None:
+    """A layer's full matrix is kept beside those of the others, or not; it is if what was gathered is
+    not known any more when it is saved."""
+    for found in pools(2).run(partial(_growth, forget=forget), gathering):
+        assert abs(found - growth) < 0.1
+
+
+def _step_too_early() -> None:
+    ours = parallel("one batch", Gathering.AGAIN, make_net())
+    loss = ours(*batch())
+    with torch.no_grad():
+        for item in ours.parameters():
+            local(item).mul_(2)
+    with pytest.raises(InputError, match="changed since forward"):
+        loss.backward()
+
+
+def test_weights_that_changed_since_forward_are_refused(pools: Pools) -> None:
+    pools(2).run(_step_too_early)
+
+
+Counts = dict[str, int]
+
+
+def _collectives(gathering: Gathering, recomputed: bool, micro_batches: int) -> Counts:
+    """How often a step gathers weights, and scatters their gradients."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., Any]:
+        kernel = getattr(transport, name)
+
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return kernel(*args)
+
+        return call
+
+    pipeline = Pipeline(micro_batches=micro_batches)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "reduce_scatter"):
+            patch.setattr(transport, name, counted(name))
+        compiler = forced(Mesh((2,)), ["batch"], pipeline=pipeline, gathering=gathering, recompute=recomputed)
+        ours = ParallelModule(Deep(3).double(), compiler, describe=describe, device=CPU, by_steps=True)
+        ours.train_step(torch.randn(8, WIDTH, dtype=torch.float64))
+    return dict(counts)
+
+
+@pytest.mark.parametrize(
+    "gathering, recomputed, gathers, scatters",
+    [
+        (Gathering.ONCE, False, 3, 3),
+        (Gathering.KEEP, False, 2 * 3, 2 * 3),
+        (Gathering.AGAIN, False, 2 * (3 + 2), 2 * 3),
+        (Gathering.AGAIN, True, 2 * (3 + 3), 2 * 3),
+    ],
+)
+def test_weights_are_gathered_and_gradients_scattered_as_often_as_said(
+    gathering: Gathering, recomputed: bool, gathers: int, scatters: int, pools: Pools
+) -> None:
+    """In two micro-batches. The samples need no gradient, so that the first layer's weight isn't gathered
+    again; a part of the program that is recomputed as a whole gathers it all the same."""
+    for counts in pools(2).run(_collectives, gathering, recomputed, 2):
+        assert counts == {"all_gather": gathers, "reduce_scatter": scatters}
+
+
+def _forget_the_sum(gathering: Gathering) -> None:
+    def mine(_: Tensor, parts: Sequence[Tensor], group: str) -> Tensor:
+        return parts[groups.index(group)].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "reduce_scatter", mine)
+        with pytest.raises(AssertionError):
+            _train("micro-batches", gathering)
+
+
+@pytest.mark.parametrize("gathering", Gathering, ids=lambda item: item.value)
+def test_gradients_that_are_cut_but_not_summed_are_found(gathering: Gathering, pools: Pools) -> None:
+    pools(2).run(_forget_the_sum, gathering)

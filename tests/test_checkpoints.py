@@ -1,0 +1,160 @@
+"""Models that checkpoint themselves: traced through, with their gradients, and their regions known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar.api import make_request
+from autopar.checkpoints import inlined
+from autopar.cluster import ClusterSpec
+from autopar.core.plan import Plan
+from autopar.core.recompute import Recompute
+from autopar.core.schedule import ScheduleKind
+from autopar.planning import Request, search
+from autopar.proof.check import check
+from autopar.proof.verify import verify_simulated
+from autopar.target import Target
+from autopar.trace import trace
+
+TWO = ClusterSpec.local(2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.relu(self.dropout(self.norm(self.up(x)))))
+        return out
+
+
+class Net(nn.Module):
+    """Two checkpointed blocks around which nothing is."""
+
+    def __init__(self, *, reentrant: bool, learned: bool = True) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Linear(6, 6).requires_grad_(learned)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+def net(**options: Any) -> tuple[Net, tuple[Tensor]]:
+    torch.manual_seed(0)
+    return Net(**options), (torch.randn(8, 6),)
+
+
+def request(**options: Any) -> Request:
+    made = make_request(None, None, None, None, 1e-3, "adam", measure=False)
+    return replace(made, alternatives=False, **options)
+
+
+def plan(model: nn.Module, args: tuple[Tensor], **options: Any) -> Plan:
+    return search(trace(model, args).graph, TWO, request(**options)).plan
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_regions_are_traced_through_with_their_gradients(reentrant: bool) -> None:
+    model, args = net(reentrant=reentrant)
+    graph = trace(model, args).graph
+    plain = [str(item.target).split(".")[1] for item in graph.operators]
+    regions = [plain[first:stop] for first, stop in graph.checkpoints]
+    assert regions == [["linear", "add", "batch_norm", "dropout", "relu", "linear"]] * 2
+    assert graph.loss is not None and graph.specs[graph.loss].requires_grad
+    assert not trace(nn.Sequential(nn.Linear(6, 6)), args).graph.checkpoints
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_training_equals_the_eager_models_and_the_plan_recomputes_them(reentrant: bool) -> None:
+    model, args = net(reentrant=reentrant)
+    traced = trace(model, args)
+    found = plan(model, args)
+    assert found.program.recompute == traced.graph.checkpoints
+    (note,) = found.notes
+    assert note.startswith("computed again in backward: 2 regions that the model checkpoints")
+    assert "running statistics in them are written once" in note
+    verdict = verify_simulated(model, traced, found.program, loss_fn=None, steps=2)
+    assert verdict.passed, verdict.worst
+
+
+def test_a_checkpoint_that_takes_nothing_with_a_gradient_gives_none_as_torchs() -> None:
+    """The reentrant kind leaves even its own weights without a gradient."""
+    model, args = net(reentrant=True, learned=False)
+    graph = trace(model, args).graph
+    assert graph.loss is not None and not graph.specs[graph.loss].requires_grad
+    with pytest.warns(UserWarning, match="Gradients will be None"):
+        assert not model(*args).requires_grad
+    with inlined():
+        assert not model(*args).requires_grad
+    other, _ = net(reentrant=False, learned=False)
+    graph = trace(other, args).graph
+    assert graph.loss is not None and graph.specs[graph.loss].requires_grad
+
+
+def test_a_checkpoint_inside_another_belongs_to_the_outer_one() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(reentrant=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.net, x, use_reentrant=False)
+            return 2 * out
+
+    _, args = net(reentrant=False)
+    graph = trace(Nested(), args).graph
+    assert graph.checkpoints == ((0, len(graph.operators) - 1),)
+
+
+def test_checkpoints_are_priced_and_not_made_where_that_is_impossible_or_unwanted() -> None:
+    model, args = net(reentrant=False)
+    plain = plan(model, args, recompute=Recompute.NONE)
+    assert not plain.program.recompute and "--recompute none" in plain.notes[0]
+    found = plan(model, args)
+    assert found.step_seconds > plain.step_seconds and found.gap > plain.gap
+    assert found.peak_bytes <= plain.peak_bytes
+    every = plan(model, args, recompute=Recompute.ALL)
+    assert every.program.recompute and "the planner chose" in every.notes[0]
+    split = plan(model, args, stages=2, micro_batches=2, schedule=ScheduleKind.ZB1P)
+    assert not split.program.recompute and "the schedule splits backward" in split.notes[0]
+    whole = plan(model, args, stages=2, micro_batches=2)
+    assert sum(stop - first for first, stop in whole.program.recompute) == 12
+    assert "2 regions that the model checkpoints" in whole.notes[0]
+    silent = plan(model, args, training=False)
+    assert not silent.program.recompute and not silent.notes
+
+
+def test_nothing_of_torch_stays_changed_and_errors_inside_pass() -> None:
+    before = dict(vars(torch.utils.checkpoint))
+    with pytest.raises(ZeroDivisionError), inlined():
+        checkpoint(lambda x: x / (1 // 0), torch.ones(1), use_reentrant=False)
+    assert dict(vars(torch.utils.checkpoint)) == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_hugging_face_model_that_checkpoints_its_layers(reentrant: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=20, n_positions=8)
+    config.use_cache = False
+    model = transformers.GPT2LMHeadModel(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    tokens = torch.randint(20, (4, 8))
+    inputs = {"input_ids": tokens, "labels": tokens}
+    assert len(trace(model, (), inputs).graph.checkpoints) == 2
+    report = check(Target(model, (), inputs, None, ""), TWO, request(), steps=2)
+    assert report.passed and len(report.plan.program.recompute) == 2
