@@ -22,14 +22,12 @@ from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, choose
 from autopar.ilp.fold import Folding
-from autopar.ilp.improve import Improver
 from autopar.ilp.linear_program import Answer
 from autopar.ilp.placement import FREE, Dear, Problem, Space
 from autopar.ilp.solver import solve
 from autopar.ops.rule import Strategy
 
 SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen something
-CLOSE = 5e-3  # a gap that isn't worth another program
 MANY_AXES = 3  # on fewer, the program with names is small enough
 
 
@@ -90,15 +88,10 @@ def choose_named(
         bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
     if answer.values is None:
         return ask(space, bounded=bounded)
-    few = named(space, problem, answer, alike)
     try:
-        found = ask(few, bounded=False)
+        found = ask(named(space, problem, answer, alike), bounded=False)
     except InfeasibleError:
         return ask(space, bounded=bounded)
-    if bound > -math.inf:
-        enough = bound / (1 - max(gap, CLOSE))
-        improver = Improver(graph, space, few, folding, ask)
-        found = improver.improve(found, enough=enough, time_limit=time_limit)
     bound = min(bound, found.seconds)
     proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds
     status = "gap_limit" if found.status == "optimal" and not proven else found.status

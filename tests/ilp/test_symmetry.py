@@ -13,7 +13,6 @@ from autopar.cost.collectives import CollectiveTable
 from autopar.cost.model import CostModel
 from autopar.cost.prices import Prices
 from autopar.ilp.choose import choose
-from autopar.ilp.improve import windows
 from autopar.ilp.space import build_space
 from autopar.ilp.symmetry import axes_alike, choose_named
 from autopar.ops.analysis import find_atoms
@@ -38,12 +37,3 @@ def test_the_bound_without_names_holds_and_the_plan_is_nearly_the_best(
     found = choose_named(graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None)
     assert found.bound <= best.seconds * (1 + 1e-6)
     assert best.bound * (1 - 1e-6) <= found.seconds <= best.seconds * 1.01
-
-
-def test_every_name_is_in_a_window_with_its_neighbours() -> None:
-    names = [f"v{number}" for number in range(21)]
-    found = list(windows(names, 8))
-    assert set().union(*found) == set(names)
-    for one, other in zip(names, names[1:], strict=False):
-        assert any({one, other} <= window for window in found)
-    assert list(windows(names[:3], 8)) == [frozenset(names[:3])]
