@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from autopar.convert.table import Action, Effect, effect_of, exists
 from autopar.core.move import Move
-from autopar.core.placement import Layout, Placement, Shard
+from autopar.core.placement import Layout, Partial, Placement, Shard
 
 Numbers: TypeAlias = NDArray[np.intp]
 Flags: TypeAlias = NDArray[np.bool_]
@@ -45,8 +45,8 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class Network:
     """Layouts and the moves between them, each from number `source` to number `target`, with its seconds and
-    what the forward pass has of them; `into_shard`, `sums` and `gathers` say which end in a shard, which are
-    `r_to_b`, and which are all-gathers."""
+    what the forward pass has of them; flags say which end in a shard, begin in a partial sum, are `r_to_b`
+    (`sums`), and are all-gathers."""
 
     layouts: tuple[Layout, ...]
     place: dict[Layout, int]
@@ -56,6 +56,7 @@ class Network:
     seconds: Seconds
     forward: Seconds
     into_shard: Flags
+    from_partial: Flags
     sums: Flags
     gathers: Flags
 
@@ -136,9 +137,13 @@ class _Builder:
                 begin = begin[~self.blocked(begin, change)]
                 end = number[ordered[begin + (new - old) * self.stride(axis)]]
                 start, end = number[begin[end >= 0]], end[end >= 0]
-                shard, sums = isinstance(change.target, Shard), change.effect.name == "r_to_b"
-                gathers = change.effect.forward is Action.ALL_GATHER
-                found.append((start, end, *seconds(change, start, end), axis, shard, sums, gathers))
+                flags = (
+                    isinstance(change.target, Shard),
+                    isinstance(change.source, Partial),
+                    change.effect.name == "r_to_b",
+                    change.effect.forward is Action.ALL_GATHER,
+                )
+                found.append((start, end, *seconds(change, start, end), axis, *flags))
         return self.network(own, found)
 
     def network(self, layouts: tuple[Layout, ...], found: Sequence[tuple[Any, ...]]) -> Network:
@@ -149,7 +154,7 @@ class _Builder:
         first = np.arange(len(source))
         if self.alike:  # on axes alike a move has a twin on each
             _, first = np.unique(source * len(layouts) + target, return_index=True)
-        shard, sums, gathers = (each[first] for each in flags)
+        into_shard, from_partial, sums, gathers = (each[first] for each in flags)
         return Network(
             layouts,
             {layout: index for index, layout in enumerate(layouts)},
@@ -158,7 +163,8 @@ class _Builder:
             axis[first],
             seconds[first],
             forward[first],
-            shard,
+            into_shard,
+            from_partial,
             sums,
             gathers,
         )

@@ -89,7 +89,7 @@ class Prices:
     cluster: ClusterSpec
     model: CostModel
     training: bool = True
-    optimizer_states: int = 2  # tensors of the weight's size that the optimizer keeps; Adam has two
+    optimizer_states: float = 2.0  # bytes for each byte of a weight that learns; Adam has two
     once: float = 1.0
     accumulates: bool = False  # whether gradients of several micro-batches add up
     _operators: dict[Any, Price] = field(default_factory=dict)
@@ -391,7 +391,7 @@ class Prices:
     def state_bytes(self, name: str, layout: Layout) -> int:
         """A parameter with its gradient and optimizer state; frozen ones have neither."""
         nbytes = self.local_bytes(name, layout)
-        return nbytes * (2 + self.optimizer_states) if self._learns(name) else nbytes
+        return round(nbytes * (2 + self.optimizer_states)) if self._learns(name) else nbytes
 
     def update(self, name: str, layout: Layout) -> float:
         """Seconds of the optimizer's step on a parameter: each of its tensors is read and written."""

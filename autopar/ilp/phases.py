@@ -13,9 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum, auto
 
+import numpy as np
+
 from autopar.convert.network import Flags, Network
+from autopar.convert.table import gathers
 from autopar.core.gathering import Gathering
-from autopar.core.placement import Layout
+from autopar.core.move import Move
+from autopar.core.placement import Layout, Partial
 
 
 class Phase(Enum):
@@ -58,8 +62,34 @@ def phased(network: Network, starts: Iterable[Place], moves: Flags) -> dict[Phas
         begun.setdefault(phase, []).append(layout)
     for phase, layouts in begun.items():
         last = phase.next or phase
-        found[last] = moves & ~network.gathers if last is Phase.SETTLED else moves
+        found[last] = moves & _may_be_in(last, network)
         if phase.next is not None:
             able = network.sums | network.gathers if phase is Phase.ONCE else network.sums
             found[phase] = network.following(network.flags(layouts), moves & able)
     return found
+
+
+def gathers_in_disguise(move: Move) -> bool:
+    """Whether a weight's move could complete a gather by another name: zero-padded shards, S -> P, that are
+    then summed."""
+    return isinstance(move.placements[0], Partial)
+
+
+def completes(move: Move) -> bool:
+    """Whether a weight's move gathers it, by any name."""
+    return gathers(move) or gathers_in_disguise(move)
+
+
+def completing(network: Network) -> Flags:
+    """The moves of which `completes` is true."""
+    return network.gathers | network.from_partial
+
+
+def _may_be_in(phase: Phase, network: Network) -> Flags:
+    match phase:
+        case Phase.AGAIN:
+            return ~network.from_partial
+        case Phase.SETTLED:
+            return ~completing(network)
+        case _:
+            return np.ones(len(network.source), dtype=np.bool_)

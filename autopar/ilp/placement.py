@@ -52,7 +52,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ from autopar.cost.prices import Prices
 from autopar.ilp.flow_rows import ONE, FlowRows
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
-from autopar.ilp.phases import Phase, Place, first_phase, phased
+from autopar.ilp.phases import Phase, Place, completing, first_phase, phased
 from autopar.ops.pointwise import Dropout, Pointwise
 from autopar.ops.rule import Strategy, rule_of
 from autopar.ops.views import Expand, Permute, Reshape, Split
@@ -97,6 +97,11 @@ class Space:
     inputs: Mapping[str, Sequence[Layout]]
     outputs: Mapping[str, Sequence[Layout]]
     gatherings: tuple[Gathering, ...] = (Gathering.KEEP,)
+
+    def without_again(self) -> Space:
+        """The space in which no weight is gathered again, if there are other ways; else itself."""
+        others = tuple(way for way in self.gatherings if way is not Gathering.AGAIN)
+        return replace(self, gatherings=others) if others not in ((), self.gatherings) else self
 
 
 @dataclass(slots=True)
@@ -369,7 +374,7 @@ class Problem:
             if not view:
                 allowed |= network.into_shard
         if not self.may_gather(name):
-            allowed &= ~network.gathers
+            allowed &= ~completing(network)
         return network.between(network.flags(sources), needs, allowed)
 
     def flow_variables(self, moves: Flags, seconds: NDArray[np.float64]) -> Numbers:
@@ -456,6 +461,8 @@ class Problem:
     def hold_copy(self, tensor: TensorClass, layout: Layout, leaving: int, copies: dict[Layout, int]) -> None:
         """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it."""
         if not (self.prices.training and self.graph.specs[tensor.name].requires_grad):
+            return
+        if self.prices.once == 1.0:  # it is scattered as soon as it comes
             return
         if layout not in copies:
             copies[layout] = self.lp.variable()

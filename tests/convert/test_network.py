@@ -12,7 +12,7 @@ from autopar.convert.path import interesting
 from autopar.convert.table import effect, gathers, moves
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
-from autopar.core.placement import Layout, R, Shard
+from autopar.core.placement import Layout, P, R, Shard
 from autopar.cost.collectives import CollectiveTable
 from autopar.cost.model import CostModel
 from autopar.cost.prices import Prices
@@ -65,6 +65,7 @@ def test_a_network_has_every_legal_move_at_its_price(mesh: Mesh, tensor: str) ->
     for number, move in enumerate(ours):
         assert found.forward[number] == pytest.approx(prices.move_parts(name, move)[0])
         assert found.into_shard[number] == isinstance(move.placements[1], Shard)
+        assert found.from_partial[number] == (move.placements[0] == P)
         assert found.sums[number] == (effect(move).name == "r_to_b")
         assert found.gathers[number] == gathers(move)
 
