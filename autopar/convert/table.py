@@ -74,7 +74,11 @@ EFFECTS = {each.name: each for each in _TABLE.values()}
 
 def effect(move: Move) -> Effect:
     """What `move` does."""
-    source, target = move.placements
+    return effect_of(*move.placements)
+
+
+def effect_of(source: Placement, target: Placement) -> Effect:
+    """What a change of placement does."""
     return _TABLE[type(source), type(target)]
 
 

@@ -7,21 +7,24 @@ the slowest link of their group. Nothing is the serial time divided by n.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (registers the operators that rules write)
 from autopar.cluster import ClusterSpec, Link
+from autopar.convert.network import Alike, Change, Network, Numbers, Placements, Seconds, network
+from autopar.convert.network import Price as PriceOfChange
 from autopar.convert.table import Action, effect
 from autopar.core.costs import Collective, DeviceModel, OperatorCost
 from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec, map_refs
 from autopar.core.mesh import parse_key
 from autopar.core.move import Move
-from autopar.core.placement import Layout, Shard
+from autopar.core.placement import Layout
 from autopar.cost.calls import OperatorCalls, read_calls
 from autopar.cost.flops import flops
 from autopar.cost.kept import Kept, foreign, keep, stand_ins
@@ -92,6 +95,7 @@ class Prices:
     _operators: dict[Any, Price] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    _networks: dict[Any, Network] = field(default_factory=dict)
     _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
@@ -280,34 +284,63 @@ class Prices:
 
     def move_parts(self, name: str, move: Move) -> tuple[float, float]:
         """Seconds of a conversion in the forward and in the backward pass."""
-        spec = self.graph.specs[name]
-        shapes = tuple(
-            self.dims.local_shape(name, layout, self._place) for layout in (move.source, move.target)
-        )
-        key = (
-            shapes,
-            spec.dtype,
-            spec.requires_grad,
-            move.axis,
-            type(move.placements[0]),
-            type(move.placements[1]),
-        )
+        nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
+        return self._change(Change(move.axis, *move.placements), nbytes, learns=self._learns(name))
+
+    def _change(self, change: Change, nbytes: int, *, learns: bool) -> tuple[float, float]:
+        """Seconds of a change of placement of a tensor whose larger part, before or after, has `nbytes`."""
+        what = change.effect
+        key = what.name, change.axis, nbytes, learns
         if key not in self._moves:
-            self._moves[key] = self._price_move(spec, move, shapes)
+            full = nbytes * (self.dims.mesh.shape[change.axis] if what.name == "s_to_s" else 1)
+            back = self._action(what.backward, full, change.axis) if learns else 0.0
+            self._moves[key] = self._action(what.forward, full, change.axis), back
         return self._moves[key]
 
-    def _price_move(
-        self, spec: TensorSpec, move: Move, shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[float, float]:
-        nbytes = max(torch.Size(shape).numel() for shape in shapes) * spec.dtype.itemsize
-        if any(isinstance(item, Shard) for item in move.placements) and all(
-            isinstance(item, Shard) for item in move.placements
-        ):
-            nbytes *= self.dims.mesh.shape[move.axis]
-        what = effect(move)
-        learns = self.training and spec.requires_grad
-        back = self._action(what.backward, nbytes, move.axis) if learns else 0.0
-        return self._action(what.forward, nbytes, move.axis), back
+    def _learns(self, name: str) -> bool:
+        return self.training and self.graph.specs[name].requires_grad
+
+    def network(
+        self, name: str, placements: Placements, *, alike: Alike = (), fixed: Set[Layout] = frozenset()
+    ) -> Network:
+        """The tensor's moves between all layouts of `placements` that are legal, or `fixed`, with seconds;
+        a weight's as of every micro-batch. Made once for all tensors that are cut alike."""
+        key = self._kind(name), placements, alike, fixed
+        if key not in self._networks:
+            self._networks[key] = network(
+                placements,
+                legal=lambda layout: layout in fixed or self.dims.legal(name, layout),
+                price=lambda layouts: self._changes(name, layouts),
+                alike=alike,
+            )
+        return self._networks[key]
+
+    def _kind(self, name: str) -> Any:
+        """Equal for tensors whose layouts have the same parts and whose moves cost the same."""
+        spec, atoms = self.graph.specs[name], self.dims.atoms
+        cuts = tuple(
+            atoms.components[name, dim, atom]
+            for dim, lengths in enumerate(atoms.of[name])
+            for atom in range(len(lengths))
+        )
+        return spec, atoms.of[name], cuts, name in self._parameters
+
+    def _changes(self, name: str, layouts: Sequence[Layout]) -> PriceOfChange:
+        """Seconds of changes between numbers of `layouts`."""
+        sizes = np.array([self.local_bytes(name, layout) for layout in layouts])
+        learns, weight = self._learns(name), name in self._parameters
+
+        def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
+            different, back = np.unique(np.maximum(sizes[source], sizes[target]), return_inverse=True)
+            parts = [self._change(change, nbytes, learns=learns) for nbytes in different.tolist()]
+            whole = [sum(each) for each in parts]
+            if weight and change.effect.name == "r_to_b":
+                pairs = zip(whole, different.tolist(), strict=True)
+                whole = [self._in_buckets(each, nbytes, change.axis) for each, nbytes in pairs]
+            ahead = np.array([forward for forward, _ in parts])
+            return np.array(whole, dtype=np.float64)[back], ahead.astype(np.float64)[back]
+
+        return seconds
 
     def _action(self, action: Action, nbytes: int, axis: int) -> float:
         match action:
@@ -338,13 +371,15 @@ class Prices:
     def gradient_sync(self, name: str, move: Move) -> float:
         """A weight's conversion: its all-reduce shares a bucket's latency with others."""
         seconds = self.move(name, move)
-        if effect(move).name != "r_to_b" or seconds == 0.0:
+        if effect(move).name != "r_to_b":
             return seconds
-        shape = self.dims.local_shape(name, move.source, self._place)
-        nbytes = torch.Size(shape).numel() * self.graph.specs[name].dtype.itemsize
+        return self._in_buckets(seconds, self.local_bytes(name, move.source), move.axis)
+
+    def _in_buckets(self, seconds: float, nbytes: int, axis: int) -> float:
         share = min(1.0, nbytes / BUCKET_BYTES)
-        full = self._collective(Collective.ALL_REDUCE, BUCKET_BYTES, (move.axis,))
-        return seconds if share == 1.0 else min(seconds, full * share)
+        if share == 1.0 or seconds == 0.0:
+            return seconds
+        return min(seconds, self._collective(Collective.ALL_REDUCE, BUCKET_BYTES, (axis,)) * share)
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -356,12 +391,11 @@ class Prices:
     def state_bytes(self, name: str, layout: Layout) -> int:
         """A parameter with its gradient and optimizer state; frozen ones have neither."""
         nbytes = self.local_bytes(name, layout)
-        learns = self.training and self.graph.specs[name].requires_grad
-        return round(nbytes * (2 + self.optimizer_states)) if learns else nbytes
+        return round(nbytes * (2 + self.optimizer_states)) if self._learns(name) else nbytes
 
     def update(self, name: str, layout: Layout) -> float:
         """Seconds of the optimizer's step on a parameter: each of its tensors is read and written."""
-        if not (self.training and self.graph.specs[name].requires_grad):
+        if not self._learns(name):
             return 0.0
         return 2 * self.state_bytes(name, layout) / self.device.bandwidth
 

@@ -282,8 +282,7 @@ def least(
     """The plan in `space` that needs least memory by its linear rows, of several a fast one; None if
     it is not found in time. Parts are computed again so that it fits `cap`, if it can."""
     again = recompute is not Recompute.NONE
-    problem = Problem(graph, prices, space, folding, cap=1 << 60, again=again)
-    del problem.lp.rows[-2:]  # those of the cap
+    problem = Problem(graph, prices, space, folding, cap=math.inf, again=again)
     problem.lp.costs = [TIE * cost for cost in problem.lp.costs]
     for nbytes, variable in problem.memory:
         problem.lp.costs[variable] += nbytes / 2**30
@@ -366,7 +365,7 @@ def _moves_of(
     source, needs = ends(problem.graph, prices, tensor.name, strategies, inputs, outputs)
     if all(need == source for need in needs):
         return ()
-    used = {move for move, variable in tensor.arcs if values[variable] > INTEGRAL}
+    used = tensor.used(values, INTEGRAL)
     flowing = _reach(source, needs, used)
 
     parameter = problem.is_parameter(tensor.name)

@@ -5,28 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 Terms = list[tuple[float, int]]  # (coefficient, variable)
+Numbers: TypeAlias = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """low <= sum of terms <= high; `why` names the constraint in the module that states it."""
+class Matrix:
+    """The rows' coefficients: those of row r are at starts[r] to starts[r + 1], one for a variable."""
 
-    terms: tuple[tuple[float, int], ...]
-    low: float
-    high: float
-    why: str
+    starts: Numbers
+    variables: Numbers
+    coefficients: NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class LinearProgram:
-    """Variables by number; `integer` ones take whole values unless the relaxation is solved."""
+    """Variables and rows by number; `integer` variables take whole values unless the relaxation is solved.
+
+    Coefficients are kept as they come, by row; what a row has twice of a variable adds up.
+    """
 
     costs: list[float] = field(default_factory=list)
     uppers: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    lows: list[float] = field(default_factory=list)
+    highs: list[float] = field(default_factory=list)
+    rows: list[Numbers] = field(default_factory=list)
+    columns: list[Numbers] = field(default_factory=list)
+    coefficients: list[NDArray[np.float64]] = field(default_factory=list)
 
     def variable(self, cost: float = 0.0, *, integer: bool = False, upper: float = math.inf) -> int:
         self.costs.append(cost)
@@ -34,22 +45,63 @@ class LinearProgram:
         self.uppers.append(upper)
         return len(self.costs) - 1
 
-    def equal(self, terms: Iterable[tuple[float, int]], value: float, why: str) -> None:
-        self.rows.append(Row(tuple(terms), value, value, why))
+    def variables(self, costs: NDArray[np.float64]) -> Numbers:
+        """One continuous variable for each cost."""
+        first, count = len(self.costs), len(costs)
+        self.costs.extend(costs.tolist())
+        self.integer.extend([False] * count)
+        self.uppers.extend([math.inf] * count)
+        return np.arange(first, first + count)
 
-    def at_most(self, terms: Iterable[tuple[float, int]], value: float, why: str) -> None:
-        self.rows.append(Row(tuple(terms), -math.inf, value, why))
+    def between(self, lows: Iterable[float], highs: Iterable[float]) -> Numbers:
+        """Rows without coefficients yet."""
+        first = len(self.lows)
+        self.lows.extend(lows)
+        self.highs.extend(highs)
+        return np.arange(first, len(self.lows))
 
-    def at_least(self, terms: Iterable[tuple[float, int]], value: float, why: str) -> None:
-        self.rows.append(Row(tuple(terms), value, math.inf, why))
+    def enter(self, rows: ArrayLike, variables: ArrayLike, coefficients: ArrayLike) -> None:
+        """Add coefficients to rows, one by one or one number for all."""
+        rows = np.asarray(rows, dtype=np.intp)
+        self.rows.append(rows)
+        self.columns.append(np.asarray(variables, dtype=np.intp))
+        self.coefficients.append(np.broadcast_to(np.asarray(coefficients, dtype=np.float64), rows.shape))
+
+    def equal(self, terms: Iterable[tuple[float, int]], value: float) -> None:
+        self.row(terms, value, value)
+
+    def at_most(self, terms: Iterable[tuple[float, int]], value: float) -> None:
+        self.row(terms, -math.inf, value)
+
+    def at_least(self, terms: Iterable[tuple[float, int]], value: float) -> None:
+        self.row(terms, value, math.inf)
+
+    def row(self, terms: Iterable[tuple[float, int]], low: float, high: float) -> None:
+        """low <= sum of terms <= high."""
+        coefficients, variables = zip(*terms, strict=True)
+        (number,) = self.between([low], [high])
+        self.enter(np.full(len(variables), number), variables, coefficients)
+
+    def matrix(self) -> Matrix:
+        """All coefficients, by row and then by variable."""
+        size = len(self.costs)
+        keys = np.concatenate(self.rows) * size + np.concatenate(self.columns)
+        places, back = np.unique(keys, return_inverse=True)
+        summed = np.zeros(len(places))
+        np.add.at(summed, back, np.concatenate(self.coefficients))
+        rows, variables = np.divmod(places, size)
+        starts = np.searchsorted(rows, np.arange(len(self.lows) + 1))
+        return Matrix(starts, variables, summed)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the solver said: values of the incumbent (None if there is none), its cost, a proven
-    lower bound, and why it stopped."""
+    lower bound, and why it stopped; of a relaxation also the variables' reduced costs, by which its
+    bound rises where they are 1 instead of 0."""
 
     values: tuple[float, ...] | None
     cost: float
     bound: float
     status: str  # "optimal", "gap_limit", "time_limit" or "infeasible"
+    reduced: tuple[float, ...] = ()

@@ -10,14 +10,16 @@ settles is gathered no more: a weight has one way of being gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from enum import Enum, auto
 
+import numpy as np
+
+from autopar.convert.network import Flags, Network
 from autopar.convert.table import gathers
 from autopar.core.gathering import Gathering
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Partial
-from autopar.cost.values import can_lead
 
 
 class Phase(Enum):
@@ -38,7 +40,6 @@ class Phase(Enum):
 
 _NEXT = {Phase.LEADING: Phase.EVERY, Phase.LEADING_AGAIN: Phase.AGAIN, Phase.ONCE: Phase.SETTLED}
 
-Arc = tuple[Move, Phase]
 Place = tuple[Layout, Phase]
 
 
@@ -53,20 +54,19 @@ def first_phase(gathering: Gathering, *, waits: bool) -> Phase:
             return Phase.LEADING if waits else Phase.EVERY
 
 
-def phased(starts: Iterable[Place], moves: Sequence[Move], real: Callable[[Move], Move]) -> list[Arc]:
-    """The moves in each phase of a flow that begins at `starts`; `real(move)` tells what a move does."""
-    found: dict[Arc, None] = {}
-    begun: dict[Phase, set[Layout]] = {}
+def phased(network: Network, starts: Iterable[Place], moves: Flags) -> dict[Phase, Flags]:
+    """Which of `moves` a flow that begins at `starts` can take in each phase."""
+    found: dict[Phase, Flags] = {}
+    begun: dict[Phase, list[Layout]] = {}
     for layout, phase in starts:
-        begun.setdefault(phase, set()).add(layout)
+        begun.setdefault(phase, []).append(layout)
     for phase, layouts in begun.items():
         last = phase.next or phase
-        found |= dict.fromkeys((move, last) for move in moves if _may_be_in(last, real(move)))
+        found[last] = moves & _may_be_in(last, network)
         if phase.next is not None:
-            gathering = Gathering.ONCE if phase is Phase.ONCE else Gathering.KEEP
-            able = [move for move in moves if can_lead(real(move), gathering)]
-            found |= dict.fromkeys((move, phase) for move in _reached(layouts, able))
-    return list(found)
+            able = network.sums | network.gathers if phase is Phase.ONCE else network.sums
+            found[phase] = network.following(network.flags(layouts), moves & able)
+    return found
 
 
 def gathers_in_disguise(move: Move) -> bool:
@@ -80,20 +80,16 @@ def completes(move: Move) -> bool:
     return gathers(move) or gathers_in_disguise(move)
 
 
-def _may_be_in(phase: Phase, move: Move) -> bool:
+def completing(network: Network) -> Flags:
+    """The moves of which `completes` is true."""
+    return network.gathers | network.from_partial
+
+
+def _may_be_in(phase: Phase, network: Network) -> Flags:
     match phase:
         case Phase.AGAIN:
-            return not gathers_in_disguise(move)
+            return ~network.from_partial
         case Phase.SETTLED:
-            return not completes(move)
+            return ~completing(network)
         case _:
-            return True
-
-
-def _reached(layouts: set[Layout], moves: Sequence[Move]) -> Iterator[Move]:
-    """The moves that can follow each other from `layouts` on."""
-    reached, left = set(layouts), list(moves)
-    while ready := [move for move in left if move.source in reached]:
-        yield from ready
-        reached |= {move.target for move in ready}
-        left = [move for move in left if move not in ready]
+            return np.ones(len(network.source), dtype=np.bool_)

@@ -51,19 +51,25 @@ multisets of placements there (symmetry.py). That relaxes it, to a quarter of it
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.convert.network import Alike, Flags, Network, Numbers, order, unnamed
 from autopar.convert.path import interesting
-from autopar.convert.table import canonical, exists, gathers, moves
+from autopar.convert.table import canonical
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
-from autopar.core.placement import Broadcast, Layout, Placement, R, Shard
+from autopar.core.placement import Broadcast, Layout, R, Shard
 from autopar.cost.prices import Prices
+from autopar.ilp.flow_rows import ONE, FlowRows
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
-from autopar.ilp.phases import Arc, Phase, Place, completes, first_phase, phased
+from autopar.ilp.phases import Phase, Place, completing, first_phase, phased
 from autopar.ops.pointwise import Dropout, Pointwise
 from autopar.ops.rule import Strategy, rule_of
 from autopar.ops.views import Expand, Permute, Reshape, Split
@@ -110,11 +116,19 @@ class Use:
 
 @dataclass(slots=True)
 class TensorClass:
-    """Tensors that the plan treats alike; `name` stands for them."""
+    """Tensors that the plan treats alike; `name` stands for them. For each move of `network` there is the
+    variable that pays for it in a phase, or -1."""
 
     name: str
     members: list[str]
-    arcs: list[tuple[Move, int]] = field(default_factory=list)  # move and the variable that pays for it
+    network: Network = field(init=False)
+    paid: dict[Phase, Numbers] = field(default_factory=dict)
+
+    def used(self, values: Sequence[float], least: float) -> set[Move]:
+        """The moves of which an answer makes more than `least`."""
+        pairs = itertools.chain.from_iterable(enumerate(each.tolist()) for each in self.paid.values())
+        made = {move for move, variable in pairs if variable >= 0 and values[variable] > least}
+        return {self.network.move(move) for move in made}
 
 
 class Problem:
@@ -127,15 +141,14 @@ class Problem:
         space: Space,
         folding: Folding,
         *,
-        cap: int | None,
+        cap: float | None,
         relaxed: bool = False,
-        alike: tuple[tuple[int, ...], ...] = (),
+        alike: Alike = (),
         dear: Dear = FREE,
         again: bool = False,
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
         self.cap, self.relaxed, self.alike, self.dear = cap, relaxed, alike, dear
-        self.named: dict[Move, Move] = {}  # a move between unnamed layouts -> one that it stands for
         self.lp = LinearProgram()
         self.operators = {item.name: item for item in graph.operators}
         self.x: dict[str, list[int]] = {}
@@ -156,7 +169,7 @@ class Problem:
         self.tensors = self.tensor_classes()
         for tensor in self.tensors:
             self.add_tensor(tensor)
-        if cap is not None:
+        if cap is not None and cap < math.inf:
             self.cap_memory(cap)
 
     # -- operators ------------------------------------------------------------------------------------
@@ -168,7 +181,7 @@ class Problem:
             self.x[name] = [
                 self.lp.variable(cost.seconds * len(members), integer=True, upper=1.0) for cost in costs
             ]
-            self.lp.equal([(1.0, variable) for variable in self.x[name]], 1.0, f"one {name}")
+            self.lp.equal([(1.0, variable) for variable in self.x[name]], 1.0)
             for cost, variable in zip(costs, self.x[name], strict=True):
                 if cost.kept.extra_bytes:
                     self.hold(cost.kept.extra_bytes * len(members), variable, self.dear.kept)
@@ -180,7 +193,7 @@ class Problem:
             costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
             self.again[name] = [self.lp.variable(cost.again * len(members), upper=1.0) for cost in costs]
             for cost, x, r in zip(costs, self.x[name], self.again[name], strict=True):
-                self.lp.at_least([(1.0, x), (-1.0, r)], 0.0, f"again {name}")
+                self.lp.at_least([(1.0, x), (-1.0, r)], 0.0)
                 if cost.kept.extra_bytes:
                     self.hold(-cost.kept.extra_bytes * len(members), r, self.dear.kept)
         makers = {made: item for item in self.graph.operators for made in item.results if made}
@@ -191,7 +204,7 @@ class Problem:
                 (base,) = bases
                 own = [(1.0, r) for r in self.again[name]]
                 others = [(-1.0, r) for r in self.again[base]] if base is not None else []
-                self.lp.at_most([*own, *others], 0.0, f"again {name} as a view")
+                self.lp.at_most([*own, *others], 0.0)
 
     def viewed(self, name: str) -> str | None:
         """The tensor whose memory the first result of an operator shares, if it is a view."""
@@ -202,11 +215,11 @@ class Problem:
         place = aliases[0] if aliases else None
         return None if place is None else operation.operands[place]
 
-    def cap_memory(self, cap: int) -> None:
+    def cap_memory(self, cap: float) -> None:
         """What is there when backward begins fits, and what is there when it ends."""
         early = [(-nbytes, variable) for nbytes, variable in self.coming]
-        self.lp.at_most([*self.memory, *early], float(cap), "memory")
-        self.lp.at_most(self.resting, float(cap), "state")
+        self.lp.at_most([*self.memory, *early], float(cap))
+        self.lp.at_most(self.resting, float(cap))
 
     def hold(self, nbytes: float, variable: int, price: float) -> None:
         """Count bytes that `variable` holds."""
@@ -246,11 +259,11 @@ class Problem:
         key = (name, repetition)
         if key not in self.ends:
             self.ends[key] = [self.lp.variable(upper=1.0) for _ in self.x[name]]
-            self.lp.equal([(1.0, variable) for variable in self.ends[key]], 1.0, f"one {key}")
+            self.lp.equal([(1.0, variable) for variable in self.ends[key]], 1.0)
             count = float(len(self.members[name]))
             if repetition >= 0:
                 for whole, part in zip(self.x[name], self.ends[key], strict=True):
-                    self.lp.at_least([(count, whole), (-1.0, part)], 0.0, "a repetition is part of the mean")
+                    self.lp.at_least([(count, whole), (-1.0, part)], 0.0)
         return self.ends[key]
 
     def repetitions(self, operations: Iterable[str]) -> frozenset[int]:
@@ -314,44 +327,95 @@ class Problem:
         return unnamed(canonical(layout, differentiable=differentiable), self.alike)
 
     def add_tensor(self, tensor: TensorClass) -> None:
-        starts = self.starts(tensor)
-        sources = dict.fromkeys(layout for layout, _ in starts)
-        uses = self.uses_of(tensor)
+        starts, uses = self.starts(tensor), self.uses_of(tensor)
+        sources = list(dict.fromkeys(layout for layout, _ in starts))
+        tensor.network = network = self.network(tensor.name, sources, uses)
         fixed = tensor.name in self.kinds and self.kinds[tensor.name].mutated
-        count = float(len(tensor.members))
-        shared = len(uses) > 1
-        needs = itertools.chain(sources, *(use.needs for use in uses))
-        learns = self.prices.training and self.graph.specs[tensor.name].requires_grad
-        targets = interesting(needs, differentiable=learns)
-        arcs_of = [
+        count, shared = float(len(tensor.members)), len(uses) > 1
+        taken = [
             phased(
+                network,
                 starts,
-                [] if fixed else self.arcs(tensor.name, sources, use, targets, alone=not shared),
-                self.real,
+                np.zeros(len(network.source), dtype=np.bool_)
+                if fixed
+                else self.arcs(tensor.name, network, sources, use, alone=not shared),
             )
             for use in uses
         ]
-        paid: dict[Arc, int] = {}
-        for arcs in arcs_of:
-            for move, phase in arcs:
-                if (move, phase) not in paid:
-                    leads = phase.next is not None
-                    seconds = self.move_seconds(tensor.name, self.real(move), leads=leads)
-                    paid[move, phase] = self.lp.variable(seconds * count)
-        tensor.arcs = [(move, variable) for (move, _), variable in paid.items()]
+        for phase in taken[0]:
+            seconds = network.seconds * (count if phase.next is None else count * self.prices.once)
+            moves = np.logical_or.reduce([each[phase] for each in taken])
+            tensor.paid[phase] = self.flow_variables(moves, seconds)
         copies: dict[Layout, int] = {}
-        for use, arcs in zip(uses, arcs_of, strict=True):
-            flows = {arc: self.lp.variable() if shared else paid[arc] for arc in arcs}
-            for arc, flow in flows.items():
-                self.lp.costs[flow] += self.again_seconds(tensor.name, use, arc) * count
-                if shared:
-                    self.lp.at_least([(1.0, paid[arc]), (-1.0, flow)], 0.0, "share")
+        for use, moves_in in zip(uses, taken, strict=True):
+            flows = self.flows(tensor, use, moves_in, shared=shared)
             self.conserve(tensor, starts, use, flows, copies=copies)
         self.keep(tensor, uses, count)
 
-    def real(self, move: Move) -> Move:
-        """The move itself, or one that a move between unnamed layouts stands for."""
-        return self.named.get(move, move)
+    def network(self, name: str, sources: Sequence[Layout], uses: Sequence[Use]) -> Network:
+        """The moves between the layouts of interest.
+
+        Placements are those that anybody makes or needs on an axis, so that uses can share a way, and the
+        hubs R, P and B, through which changes lead that are illegal or, on some links, slower.
+        """
+        ends = dict.fromkeys(itertools.chain(sources, *(use.needs for use in uses)))
+        learns = self.prices.training and self.graph.specs[name].requires_grad
+        placements = list(interesting(ends, differentiable=learns))
+        for axes in self.alike:
+            joined = dict.fromkeys(itertools.chain.from_iterable(placements[axis] for axis in axes))
+            for axis in axes:
+                placements[axis] = tuple(sorted(joined, key=order))
+        fixed = frozenset(end for end in ends if not self.prices.dims.legal(name, end))
+        return self.prices.network(name, tuple(placements), alike=self.alike, fixed=fixed)
+
+    def arcs(self, name: str, network: Network, sources: Sequence[Layout], use: Use, *, alone: bool) -> Flags:
+        """Moves that a flow from `sources` to the use's needs can take.
+
+        Into an operator that only hands the tensor on, layouts that it can take are not converted: that
+        is as cheap behind it. Before an elementwise operator those that end in shards stay, because they
+        spare it work.
+        """
+        through, view = self.passes(name, use) if alone else (False, False)
+        needs = network.flags(list(use.needs))
+        allowed = np.ones(len(network.source), dtype=np.bool_)
+        if through:
+            allowed = ~needs[network.source]
+            if not view:
+                allowed |= network.into_shard
+        if not self.may_gather(name):
+            allowed &= ~completing(network)
+        return network.between(network.flags(sources), needs, allowed)
+
+    def flow_variables(self, moves: Flags, seconds: NDArray[np.float64]) -> Numbers:
+        """For each of `moves` a variable with its cost, -1 for the others."""
+        found = np.full(len(moves), -1)
+        found[moves] = self.lp.variables(seconds[moves])
+        return found
+
+    def flows(
+        self, tensor: TensorClass, use: Use, taken: Mapping[Phase, Flags], *, shared: bool
+    ) -> dict[Phase, Numbers]:
+        """f[t,v,.]: z[t,.] itself unless others use the tensor too. What a use gathers again in backward
+        is paid for each."""
+        network, found = tensor.network, {}
+        for phase, moves in taken.items():
+            again = np.zeros(len(moves))
+            if phase is Phase.AGAIN and self.keeps(use):
+                again = np.where(network.gathers, network.forward, 0.0) * len(tensor.members)
+            if shared:
+                found[phase] = self.flow_variables(moves, again)
+                rows = self.lp.between(np.zeros(moves.sum()), np.full(moves.sum(), math.inf))
+                self.lp.enter(rows, tensor.paid[phase][moves], 1.0)
+                self.lp.enter(rows, found[phase][moves], -1.0)
+                continue
+            found[phase] = tensor.paid[phase]
+            for move in np.flatnonzero(moves & (again > 0)):
+                self.lp.costs[found[phase][move]] += float(again[move])
+        return found
+
+    def keeps(self, use: Use) -> bool:
+        """Whether some strategy of the user keeps what it takes for backward."""
+        return use.consumer is not None and bool(self.keepers(use.consumer, use.position, of="operands"))
 
     def starts(self, tensor: TensorClass) -> dict[Place, Terms]:
         """out[t, .] in the phases in which the flow begins."""
@@ -364,57 +428,44 @@ class Problem:
             found.setdefault((self.canonical(tensor.name, layout), phase), []).append((1.0, variable))
         return found
 
-    def again_seconds(self, name: str, use: Use, arc: Arc) -> float:
-        """Seconds for which a use gathers a weight again in backward, where the arc is a gather."""
-        move, phase = arc
-        if phase is not Phase.AGAIN or use.consumer is None or not gathers(self.real(move)):
-            return 0.0
-        if not self.keepers(use.consumer, use.position, of="operands"):
-            return 0.0
-        return self.prices.move_parts(name, self.real(move))[0]
-
     def conserve(
         self,
         tensor: TensorClass,
         starts: Mapping[Place, Terms],
         use: Use,
-        flows: Mapping[Arc, int],
+        flows: Mapping[Phase, Numbers],
         *,
         copies: dict[Layout, int],
     ) -> None:
         """Flow into a layout is flow out of it, in each phase; what a weight that is gathered once is
         gathered to stays all step long (`copies`)."""
-        rows: dict[tuple[Layout, Phase | None], Terms] = {}
-        for place, terms in starts.items():
-            rows.setdefault(place, []).extend(terms)
-        for (move, phase), variable in flows.items():
-            rows.setdefault((move.source, phase), []).append((-1.0, variable))
-            rows.setdefault((move.target, phase), []).append((1.0, variable))
-        for layout, begun in list(rows):
-            if begun is not None and begun.next is not None:
+        network = tensor.network
+        rows = FlowRows(self.lp, len(network.layouts))
+        for (layout, phase), terms in starts.items():
+            rows.add(network.place[layout], phase, terms)
+        for phase, variables in flows.items():
+            over = np.flatnonzero(variables >= 0)
+            rows.carry(network.source[over], network.target[over], phase, variables[over])
+        for phase in [phase for phase in flows if phase.next is not None]:
+            for place in rows.touched(phase):
                 leaving = self.lp.variable()
-                rows[layout, begun].append((-1.0, leaving))
-                rows.setdefault((layout, begun.next), []).append((1.0, leaving))
-                if begun is Phase.ONCE and (layout, begun) not in starts:
+                rows.add(place, phase, [(-1.0, leaving)])
+                rows.add(place, phase.next, [(1.0, leaving)])
+                layout = network.layouts[place]
+                if phase is Phase.ONCE and (layout, phase) not in starts:
                     self.hold_copy(tensor, layout, leaving, copies)
         last = list(dict.fromkeys(phase.next or phase for _, phase in starts))
         for layout, terms in use.needs.items():
-            needed = [(-coefficient, variable) for coefficient, variable in terms]
+            place, needed = network.place[layout], [(-amount, variable) for amount, variable in terms]
             if len(last) == 1:
-                rows.setdefault((layout, last[0]), []).extend(needed)
+                rows.add(place, last[0], needed)
                 continue
             for end in last:
                 arriving = self.lp.variable()
-                rows.setdefault((layout, end), []).append((-1.0, arriving))
-                rows.setdefault((layout, None), []).append((1.0, arriving))
-            rows[layout, None].extend(needed)
-        for (layout, _), terms in rows.items():
-            constants = sum(coefficient for coefficient, variable in terms if variable < 0)
-            self.lp.equal(
-                [(c, v) for c, v in terms if v >= 0],
-                -constants,
-                f"flow {tensor.name} {use.consumer} {layout}",
-            )
+                rows.add(place, end, [(-1.0, arriving)])
+                rows.add(place, None, [(1.0, arriving)])
+            rows.add(place, None, needed)
+        rows.write()
 
     def hold_copy(self, tensor: TensorClass, layout: Layout, leaving: int, copies: dict[Layout, int]) -> None:
         """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it."""
@@ -429,7 +480,7 @@ class Problem:
             self.resting.append((float(nbytes), copies[layout]))
             if not self.prices.accumulates:
                 self.coming.append((float(nbytes), copies[layout]))
-        self.lp.at_least([(1.0, copies[layout]), (-1.0, leaving)], 0.0, "copy")
+        self.lp.at_least([(1.0, copies[layout]), (-1.0, leaving)], 0.0)
 
     def sources(self, tensor: TensorClass) -> Marginal:
         """out[t, .]: in which layouts an operator makes the tensor."""
@@ -465,7 +516,7 @@ class Problem:
                 ):
                     gradient = self.prices.local_bytes(tensor.name, layout) * count
                     self.coming.append((float(gradient), variables[stored]))
-        self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0, f"one {tensor.name}")
+        self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
         self.inputs[tensor.name] = variables
         return variables
 
@@ -518,16 +569,16 @@ class Problem:
             found.append(Use(None, 0, self.output_needs(tensor.name)))
         if tensor.name in self.written:
             buffer = self.written[tensor.name]
-            found.append(Use(None, 1, {layout: [(1.0, _ONE)] for layout in self.space.inputs[buffer][:1]}))
+            found.append(Use(None, 1, {layout: [(1.0, ONE)] for layout in self.space.inputs[buffer][:1]}))
         return found
 
     def output_needs(self, name: str) -> Marginal:
         """How a tensor leaves the graph: in its one layout, or in one that is chosen."""
         layouts = self.space.outputs[name]
         if len(layouts) == 1:
-            return {self.canonical(name, layouts[0]): [(1.0, _ONE)]}
+            return {self.canonical(name, layouts[0]): [(1.0, ONE)]}
         variables = {layout: self.lp.variable(integer=True, upper=1.0) for layout in layouts}
-        self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0, f"one output {name}")
+        self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
         self.output_layouts[name] = variables
         found: Marginal = {}
         for layout, variable in variables.items():
@@ -541,60 +592,6 @@ class Problem:
         if not self.is_parameter(name):
             return self.prices.move(name, move)
         return self.prices.weight_move(name, move, leads=leads)
-
-    def arcs(
-        self,
-        name: str,
-        sources: Iterable[Layout],
-        use: Use,
-        targets: Sequence[tuple[Placement, ...]],
-        *,
-        alone: bool,
-    ) -> list[Move]:
-        """Moves that a flow from `sources` to the use's needs can take.
-
-        Targets are what anybody makes or needs on an axis, so that uses can share a way, and the hubs
-        R, P and B, through which changes lead that are illegal or, on some links, slower.
-
-        Into an operator that only hands the tensor on, layouts that it can take are not converted: that
-        is as cheap behind it. Before an elementwise operator those that end in shards stay, because they
-        spare it work.
-        """
-        through, view = self.passes(name, use) if alone else (False, False)
-        waiting = list(sources)
-        seen, found = set(waiting), []
-        while waiting:
-            layout = waiting.pop()
-            settled = through and layout in use.needs
-            for move in self.moves(layout, tuple(targets)):
-                after = self.real(move).placements[1]
-                if settled and (view or not isinstance(after, Shard)):
-                    continue
-                if not self.prices.dims.legal(name, move.target):
-                    continue
-                if not self.may_gather(name) and completes(self.real(move)):
-                    continue
-                found.append(move)
-                if move.target not in seen:
-                    seen.add(move.target)
-                    waiting.append(move.target)
-        return _leading_to(set(use.needs), found)
-
-    def moves(self, layout: Layout, targets: tuple[tuple[Placement, ...], ...]) -> Iterable[Move]:
-        """The legal moves from `layout`; between unnamed layouts every move that some naming allows."""
-        if not self.alike:
-            yield from moves(layout, targets)
-            return
-        for axis, choices in enumerate(targets):
-            for target in choices:
-                if exists(layout[axis], target):
-                    named = Move(axis, layout, (*layout[:axis], target, *layout[axis + 1 :]))
-                    move = Move(axis, layout, unnamed(named.target, self.alike))
-                    if move not in self.named:
-                        self.named[move] = named
-                        yield move
-                    elif self.named[move] == named:
-                        yield move
 
     def passes(self, name: str, use: Use) -> tuple[bool, bool]:
         """Whether the user only hands the tensor on, as one of equal size, and whether it is a mere view.
@@ -644,7 +641,7 @@ class Problem:
                 ]
                 spared = again.get(layout, [])
                 row = [(1.0, y[layout]), *own, *spared, *((-c, v) for c, v in terms)]
-                self.lp.at_least(row, 0.0, "keep")
+                self.lp.at_least(row, 0.0)
 
     def made_again(self, name: str, index: int) -> Marginal:
         """For each layout of a result the r of the strategies that give it; not of what recomputing holds."""
@@ -670,34 +667,3 @@ class Problem:
     def value(self, layout: Layout) -> Layout:
         """R and B hold the same value: one copy serves both."""
         return unnamed(tuple(R if isinstance(item, Broadcast) else item for item in layout), self.alike)
-
-
-_ONE = -1  # stands for the constant 1 among variables
-
-
-def unnamed(layout: Layout, alike: tuple[tuple[int, ...], ...]) -> Layout:
-    """`layout` in an order that forgets which of the axes alike is which, shards first."""
-    placed = list(layout)
-    for axes in alike:
-        items = sorted((placed[axis] for axis in axes), key=_order)
-        for axis, item in zip(axes, items, strict=True):
-            placed[axis] = item
-    return tuple(placed)
-
-
-def _order(item: Placement) -> tuple[int, str]:
-    return (0 if isinstance(item, Shard) else 1), str(item)
-
-
-def _leading_to(needs: set[Layout], found: list[Move]) -> list[Move]:
-    """The moves from which some need can still be reached."""
-    into: dict[Layout, list[Move]] = {}
-    for move in found:
-        into.setdefault(move.target, []).append(move)
-    good, waiting = set(needs), list(needs)
-    while waiting:
-        for move in into.get(waiting.pop(), ()):
-            if move.source not in good:
-                good.add(move.source)
-                waiting.append(move.source)
-    return [move for move in found if move.target in good]

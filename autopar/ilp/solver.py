@@ -1,6 +1,8 @@
-"""The one place that talks to pulp: a LinearProgram in, an Answer out, by HiGHS.
+"""The one place that talks to solvers: a LinearProgram in, an Answer out, by HiGHS.
 
-Status and bound are read from HiGHS itself: pulp says "Optimal" for an incumbent at the time limit.
+Relaxations, which are solved first and nearly always suffice, are handed to HiGHS as arrays; integer
+programs are written in PuLP. Status and bound are read from HiGHS itself: PuLP says "Optimal" for an
+incumbent at the time limit.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ import warnings
 from typing import Any
 
 import highspy
+import numpy as np
 import pulp
 
 from autopar.errors import SolverError
 from autopar.ilp.linear_program import Answer, LinearProgram
+
+LEAST_SECONDS = 0.1  # even past the time limit: a small program is solved all the same
 
 
 def solve(
@@ -23,53 +28,72 @@ def solve(
 
     `gap` is relative, `time_limit` in seconds. Raises SolverError if the solver fails.
     """
+    whole = any(program.integer) and not relaxed
+    seconds = math.inf if time_limit is None else max(LEAST_SECONDS, time_limit)
+    model = _integer(program, gap=gap, seconds=seconds) if whole else _relaxed(program, seconds)
+    return _read(model, program, whole=whole)
+
+
+def _relaxed(program: LinearProgram, seconds: float) -> highspy.Highs:
+    matrix = program.matrix()
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(program.costs), len(program.lows)
+    lp.col_cost_ = np.asarray(program.costs)
+    lp.col_lower_, lp.col_upper_ = np.zeros(len(program.costs)), np.asarray(program.uppers)
+    lp.row_lower_, lp.row_upper_ = np.asarray(program.lows), np.asarray(program.highs)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_ = matrix.starts, matrix.variables
+    lp.a_matrix_.value_ = matrix.coefficients
+    model: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
+    model.setOptionValue("output_flag", False)
+    model.setOptionValue("threads", 1)
+    model.setOptionValue("time_limit", seconds)
+    model.passModel(lp)
+    model.run()
+    return model
+
+
+def _integer(program: LinearProgram, *, gap: float, seconds: float) -> highspy.Highs:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces PuLP 4 at every variable
-        problem, variables = _build(program, relaxed=relaxed)
-    options: dict[str, Any] = {"msg": False, "gapRel": gap, "threads": 1}
-    if time_limit is not None:
-        options["timeLimit"] = max(0.1, time_limit)
-    solver = pulp.HiGHS(**options)
-    problem.solve(solver)
-    return _read(problem.solverModel, variables, program, relaxed=relaxed, gap=gap)
+        problem = _written(program)
+    limit: dict[str, Any] = {} if math.isinf(seconds) else {"timeLimit": seconds}
+    problem.solve(pulp.HiGHS(msg=False, gapRel=gap, threads=1, **limit))
+    model: highspy.Highs = problem.solverModel
+    return model
 
 
-def _build(program: LinearProgram, *, relaxed: bool) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+def _written(program: LinearProgram) -> pulp.LpProblem:
     problem = pulp.LpProblem("placement", pulp.LpMinimize)
     variables = [
         pulp.LpVariable(
             f"v{index}",
             0,
             None if math.isinf(upper) else upper,
-            pulp.LpInteger if whole and not relaxed else pulp.LpContinuous,
+            pulp.LpInteger if whole else pulp.LpContinuous,
         )
         for index, (upper, whole) in enumerate(zip(program.uppers, program.integer, strict=True))
     ]
-    problem += pulp.LpAffineExpression(
-        [(variables[index], cost) for index, cost in enumerate(program.costs) if cost]
-    )
-    for number, row in enumerate(program.rows):
-        terms: dict[pulp.LpVariable, float] = {}
-        for coefficient, index in row.terms:
-            terms[variables[index]] = terms.get(variables[index], 0.0) + coefficient
-        expression = pulp.LpAffineExpression(terms)
-        if row.low == row.high:
-            problem += pulp.LpConstraint(expression, pulp.LpConstraintEQ, f"r{number}", row.low)
-        elif math.isinf(row.low):
-            problem += pulp.LpConstraint(expression, pulp.LpConstraintLE, f"r{number}", row.high)
+    # Every variable is named here, if need be with 0, so that HiGHS has them all, in this order.
+    problem += pulp.LpAffineExpression(list(zip(variables, program.costs, strict=True)))
+    matrix = program.matrix()
+    for number, (low, high) in enumerate(zip(program.lows, program.highs, strict=True)):
+        own = slice(matrix.starts[number], matrix.starts[number + 1])
+        terms = [
+            (variables[index], float(coefficient))
+            for index, coefficient in zip(matrix.variables[own], matrix.coefficients[own], strict=True)
+        ]
+        if low == high:
+            kind, value = pulp.LpConstraintEQ, low
+        elif math.isinf(low):
+            kind, value = pulp.LpConstraintLE, high
         else:
-            problem += pulp.LpConstraint(expression, pulp.LpConstraintGE, f"r{number}", row.low)
-    return problem, variables
+            kind, value = pulp.LpConstraintGE, low
+        problem += pulp.LpConstraint(pulp.LpAffineExpression(terms), kind, f"r{number}", value)
+    return problem
 
 
-def _read(
-    model: highspy.Highs,
-    variables: list[pulp.LpVariable],
-    program: LinearProgram,
-    *,
-    relaxed: bool,
-    gap: float,
-) -> Answer:
+def _read(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> Answer:
     status, info = model.getModelStatus(), model.getInfo()
     kinds = highspy.HighsModelStatus
     if status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
@@ -81,14 +105,15 @@ def _read(
             wanted="an answer",
             remedy="report this model; --mesh or --force make the program smaller",
         )
-    whole = any(program.integer) and not relaxed
     bound = info.mip_dual_bound if whole else info.objective_function_value
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if not found:
         return Answer(None, math.inf, bound if whole else -math.inf, "time_limit")
-    values = tuple(float(variable.varValue or 0.0) for variable in variables)
+    values = tuple(model.getSolution().col_value)
+    assert len(values) == len(program.costs), "HiGHS has the program's variables"
     cost = sum(coefficient * value for coefficient, value in zip(program.costs, values, strict=True))
     if status != kinds.kOptimal:
         return Answer(values, cost, bound if whole else -math.inf, "time_limit")
     proven = not whole or cost - bound <= 1e-6 * max(abs(cost), 1e-12)
-    return Answer(values, cost, bound, "optimal" if proven else "gap_limit")
+    reduced = () if whole else tuple(model.getSolution().col_dual)
+    return Answer(values, cost, bound, "optimal" if proven else "gap_limit", reduced)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from autopar.convert.network import Alike, unnamed
 from autopar.core.graph import Graph
 from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
@@ -22,11 +23,9 @@ from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, choose
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import Answer
-from autopar.ilp.placement import FREE, Dear, Problem, Space, unnamed
+from autopar.ilp.placement import FREE, Dear, Problem, Space
 from autopar.ilp.solver import solve
 from autopar.ops.rule import Strategy
-
-Alike = tuple[tuple[int, ...], ...]
 
 SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen something
 MANY_AXES = 3  # on fewer, the program with names is small enough

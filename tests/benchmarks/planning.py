@@ -136,7 +136,7 @@ PLANNINGS = (
         "two-nodes",
         partial(transformer, 4, 1024, 16, batch=8, sequence=1024),
         cluster(2, 4),
-        {"mesh": "2x2x2"},
+        {"mesh": "2x2x2", "stages": 1, "micro_batches": 1},
         limit=30,
         gap=0.01,
     ),

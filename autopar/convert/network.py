@@ -1,0 +1,219 @@
+"""All moves between the layouts of interest of one tensor, as arrays: what its flows may take.
+
+    placements   axis 0: R P B S(0)    axis 1: R P B S(0) S(1)        20 layouts, numbered row by row
+    a move       from one number to another that differs in one digit
+
+Without names (`alike`) layouts are multisets of placements on axes that are alike, so a move stands for
+all that some naming allows, and only the numbers of layouts in one fixed order are used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.convert.table import Action, Effect, effect_of, exists
+from autopar.core.move import Move
+from autopar.core.placement import Layout, Partial, Placement, Shard
+
+Numbers: TypeAlias = NDArray[np.intp]
+Flags: TypeAlias = NDArray[np.bool_]
+Alike: TypeAlias = tuple[tuple[int, ...], ...]  # groups of axes whose names are forgotten
+Placements: TypeAlias = tuple[tuple[Placement, ...], ...]  # of interest, on each axis
+Seconds: TypeAlias = NDArray[np.float64]
+Price = Callable[["Change", Numbers, Numbers], tuple[Seconds, Seconds]]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of placement on an axis."""
+
+    axis: int
+    source: Placement
+    target: Placement
+
+    @property
+    def effect(self) -> Effect:
+        return effect_of(self.source, self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Layouts and the moves between them, each from number `source` to number `target`, with its seconds and
+    what the forward pass has of them; flags say which end in a shard, begin in a partial sum, are `r_to_b`
+    (`sums`), and are all-gathers."""
+
+    layouts: tuple[Layout, ...]
+    place: dict[Layout, int]
+    source: Numbers
+    target: Numbers
+    axis: Numbers
+    seconds: Seconds
+    forward: Seconds
+    into_shard: Flags
+    from_partial: Flags
+    sums: Flags
+    gathers: Flags
+
+    def move(self, number: int) -> Move:
+        return Move(
+            int(self.axis[number]),
+            self.layouts[self.source[number]],
+            self.layouts[self.target[number]],
+        )
+
+    def flags(self, layouts: Sequence[Layout]) -> Flags:
+        """Which of the layouts are among these."""
+        found = np.zeros(len(self.layouts), dtype=np.bool_)
+        found[[self.place[layout] for layout in layouts]] = True
+        return found
+
+    def between(self, sources: Flags, needs: Flags, allowed: Flags) -> Flags:
+        """The allowed moves that lie on ways from some source to some need."""
+        ahead = _reach(sources, self.source, self.target, allowed)
+        behind = _reach(needs, self.target, self.source, allowed & ahead[self.source])
+        return allowed & ahead[self.source] & behind[self.target]
+
+    def following(self, sources: Flags, allowed: Flags) -> Flags:
+        """The allowed moves that can follow each other from a source on."""
+        return allowed & _reach(sources, self.source, self.target, allowed)[self.source]
+
+
+def _reach(begin: Flags, source: Numbers, target: Numbers, allowed: Flags) -> Flags:
+    reached, count = begin.copy(), -1
+    source, target = source[allowed], target[allowed]
+    while count != (count := int(np.count_nonzero(reached))):
+        reached[target[reached[source]]] = True
+    return reached
+
+
+def network(
+    placements: Placements,
+    *,
+    legal: Callable[[Layout], bool],
+    price: Callable[[Sequence[Layout]], Price],
+    alike: Alike = (),
+) -> Network:
+    """The moves between all layouts of `placements` that are `legal` for the tensor.
+
+    `price(layouts)` gives seconds of one change between numbers of these layouts, all of them and those of
+    the forward pass.
+    """
+    return _Builder(placements, alike).build(legal, price)
+
+
+class _Builder:
+    """Layouts by their digits; `slots` has, for each number, that of its fixed order among axes alike."""
+
+    def __init__(self, placements: Placements, alike: Alike) -> None:
+        self.placements, self.alike = placements, alike
+        self.axes = range(len(placements))
+        self.group = {axis: axes for axes in alike for axis in axes}
+        self.sizes = tuple(map(len, placements))
+        self.digits = np.indices(self.sizes).reshape(len(placements), -1)  # [axis, number]
+        self.count = self.digits.shape[1]
+
+    def build(self, legal: Callable[[Layout], bool], price: Callable[[Sequence[Layout]], Price]) -> Network:
+        layouts = list(itertools.product(*self.placements))
+        ordered = self.ordered()
+        good = np.array([legal(layout) for layout in layouts]) & (ordered == np.arange(self.count))
+        kept = np.flatnonzero(good)
+        number = np.full(self.count, -1)
+        number[kept] = np.arange(len(kept))
+        own = tuple(layouts[index] for index in kept)
+        seconds = price(own)
+        found: list[tuple[Any, ...]] = []
+        for axis in self.axes:
+            for old, new in itertools.permutations(range(self.sizes[axis]), 2):
+                change = Change(axis, self.placements[axis][old], self.placements[axis][new])
+                if not exists(change.source, change.target):
+                    continue
+                begin = kept[self.digits[axis, kept] == old]
+                begin = begin[~self.blocked(begin, change)]
+                end = number[ordered[begin + (new - old) * self.stride(axis)]]
+                start, end = number[begin[end >= 0]], end[end >= 0]
+                flags = (
+                    isinstance(change.target, Shard),
+                    isinstance(change.source, Partial),
+                    change.effect.name == "r_to_b",
+                    change.effect.forward is Action.ALL_GATHER,
+                )
+                found.append((start, end, *seconds(change, start, end), axis, *flags))
+        return self.network(own, found)
+
+    def network(self, layouts: tuple[Layout, ...], found: Sequence[tuple[Any, ...]]) -> Network:
+        lengths = [len(start) for start, *_ in found]
+        columns = list(zip(*found, strict=True))
+        source, target, seconds, forward = map(np.concatenate, columns[:4])
+        axis, *flags = (np.repeat(column, lengths) for column in columns[4:])
+        first = np.arange(len(source))
+        if self.alike:  # on axes alike a move has a twin on each
+            _, first = np.unique(source * len(layouts) + target, return_index=True)
+        into_shard, from_partial, sums, gathers = (each[first] for each in flags)
+        return Network(
+            layouts,
+            {layout: index for index, layout in enumerate(layouts)},
+            source[first],
+            target[first],
+            axis[first],
+            seconds[first],
+            forward[first],
+            into_shard,
+            from_partial,
+            sums,
+            gathers,
+        )
+
+    def stride(self, axis: int) -> int:
+        return int(np.prod(self.sizes[axis + 1 :], dtype=np.intp))
+
+    def ordered(self) -> Numbers:
+        """For each number that of the layout with its axes alike in order, shards first; itself without."""
+        digits = self.digits.copy()
+        for axes in self.alike:
+            assert len({self.placements[axis] for axis in axes}) == 1
+            choices = self.placements[axes[0]]
+            rank = np.argsort(sorted(range(len(choices)), key=lambda each: order(choices[each])))
+            back = np.argsort(rank)
+            digits[list(axes)] = back[np.sort(rank[digits[list(axes)]], axis=0)]
+        return np.asarray(np.ravel_multi_index(tuple(digits), self.sizes), dtype=np.intp)
+
+    def blocked(self, numbers: Numbers, change: Change) -> Flags:
+        """Whether the change splits or joins an atom that an axis minor to its own shards, whatever axes
+        alike are called."""
+        found = np.zeros(len(numbers), dtype=np.bool_)
+        own = self.group.get(change.axis, (change.axis,))
+        for shard in {change.source, change.target}:
+            if not isinstance(shard, Shard):
+                continue
+            for axes in (*self.alike, *((axis,) for axis in self.axes if axis not in self.group)):
+                if axes == own:
+                    continue
+                sharding = sum(
+                    self.digits[axis, numbers] == self.placements[axis].index(shard)
+                    for axis in axes
+                    if shard in self.placements[axis]
+                )
+                # Some of them must be minor, even if as many as can be are called major.
+                found |= sharding > sum(axis < max(own) for axis in axes)
+        return found
+
+
+def order(item: Placement) -> tuple[int, str]:
+    """Among axes alike shards come first."""
+    return (0 if isinstance(item, Shard) else 1), str(item)
+
+
+def unnamed(layout: Layout, alike: Alike) -> Layout:
+    """`layout` in an order that forgets which of the axes alike is which, shards first."""
+    placed = list(layout)
+    for axes in alike:
+        items = sorted((placed[axis] for axis in axes), key=order)
+        for axis, item in zip(axes, items, strict=True):
+            placed[axis] = item
+    return tuple(placed)

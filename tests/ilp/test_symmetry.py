@@ -1,0 +1,39 @@
+"""Plans found by way of forgotten names are plans, and their bound holds for all plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from autopar.cluster import ClusterSpec, Link
+from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
+from autopar.cost.collectives import CollectiveTable
+from autopar.cost.model import CostModel
+from autopar.cost.prices import Prices
+from autopar.ilp.choose import choose
+from autopar.ilp.space import build_space
+from autopar.ilp.symmetry import axes_alike, choose_named
+from autopar.ops.analysis import find_atoms
+from autopar.ops.dims import Dims
+from tests.ilp.brute_force import DEVICE, branches, chain, unfolded
+
+ONE_NODE = ClusterSpec(devices_per_node=8, intra=Link(1e-6, 1e8))
+TWO_NODES = ClusterSpec(nodes=2, devices_per_node=4, intra=Link(1e-6, 1e8), inter=Link(1e-5, 1e7))
+
+
+@pytest.mark.parametrize("cluster", [ONE_NODE, TWO_NODES], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("make", [chain, branches], ids=lambda make: make.__name__)
+def test_the_bound_without_names_holds_and_the_plan_is_nearly_the_best(
+    make: Callable[[], Graph], cluster: ClusterSpec
+) -> None:
+    graph = make()
+    dims = Dims(graph, find_atoms(graph), Mesh((2, 2, 2)))
+    prices = Prices(graph, dims, cluster, CostModel(DEVICE, {}, CollectiveTable({})))
+    assert axes_alike(prices) == (((0, 1, 2),) if cluster is ONE_NODE else ((1, 2),))
+    space, folding = build_space(graph, prices, unfolded(graph)), unfolded(graph)
+    best = choose(graph, prices, space, folding, gap=1e-9)
+    found = choose_named(graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None)
+    assert found.bound <= best.seconds * (1 + 1e-6)
+    assert best.bound * (1 - 1e-6) <= found.seconds <= best.seconds * 1.01
