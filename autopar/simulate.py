@@ -27,8 +27,9 @@ ScheduleGPipe and Schedule1F1B do so and pay every hop that they receive.
 after the other, while the rank computes on. The optimizer runs when the rank's actions, sends and
 syncs are done. There is no barrier: a rank may update while another computes.
 
-**Memory.** A rank always holds its stages' state and buffers; `kept` from the start of F to the end of
-B or I, `kept_for_weight` from the end of I to the end of W, `working` while an action runs.
+**Memory.** A rank always holds its stages' state and the batch; `kept` from the start of F to the end of
+B or I, `kept_for_weight` from the end of I to the end of W, `working` while an action runs. Of the state
+`gradients` come with a stage's first B or W, until whose end actions need `early` instead of `working`.
 
 A fixed order makes all times maxima of sums, so they never fall when a cost rises. torch leaves the
 first stage's I empty and does all of its backward in W; every order of `autopar.schedules` puts the
@@ -228,15 +229,16 @@ def _held(
 ) -> Iterator[Held]:
     """The rank's bytes after every change."""
     own = [cost for stage, cost in enumerate(costs) if schedule.rank_of(stage) == rank]
-    now = sum(cost.state + cost.buffers for cost in own)
+    now = sum(cost.state - cost.gradients + cost.lasting for cost in own)
     yield Held(0.0, now)
+    begun: set[int] = set()  # stages that have made gradients
     for event in actions:
         if event.rank != rank or event.kind is Beside.SEND:
             continue
         cost = costs[event.stage]
         if event.kind is FORWARD:
             now += cost.kept
-        yield Held(event.start, now + cost.working)
+        yield Held(event.start, now + (cost.working if event.stage in begun else cost.early))
         match event.kind:
             case ActionKind.BACKWARD:
                 now -= cost.kept
@@ -244,4 +246,7 @@ def _held(
                 now += cost.kept_for_weight - cost.kept
             case ActionKind.WEIGHT_GRADIENT:
                 now -= cost.kept_for_weight
+        if event.kind in (BACKWARD, WEIGHT_GRADIENT) and event.stage not in begun:
+            begun.add(event.stage)
+            now += cost.gradients
         yield Held(event.stop, now)

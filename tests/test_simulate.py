@@ -216,10 +216,10 @@ def test_a_rank_updates_when_its_sends_are_through() -> None:
 
 
 def test_memory_is_followed_moment_by_moment() -> None:
-    """State 100, buffers 10; F keeps 8, of which 3 stay from I to W; 20 while something runs."""
+    """State 100, the batch 10; F keeps 8, of which 3 stay from I to W; 20 while something runs."""
     timeline = simulate(
         written("0F0 0F1 0I0 0W0 0B1", micro_batches=2),
-        [StageCost(1, 1, 1, state=100, buffers=10, kept=8, kept_for_weight=3, working=20)],
+        [StageCost(1, 1, 1, state=100, lasting=10, kept=8, kept_for_weight=3, working=20, early=20)],
     )
     assert [(held.seconds, held.nbytes) for held in timeline.held[0]] == [
         (0, 110),

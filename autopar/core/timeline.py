@@ -27,10 +27,12 @@ class StageCost:
     sync: float = 0.0  # seconds per step to sum gradients, from the stage's last backward on
     update: float = 0.0  # seconds per step of the optimizer
     state: int = 0  # bytes of weights, gradients and optimizer state
-    buffers: int = 0  # bytes of receive buffers, which torch keeps for all micro-batches at once
+    lasting: int = 0  # bytes beside the state that are there all step: the batch, and what was sent
     kept: int = 0  # bytes that each micro-batch in flight keeps from its F to its B or I
     kept_for_weight: int = 0  # bytes that it keeps from then to its W
     working: int = 0  # bytes that an action needs beside all that while it runs
+    gradients: int = 0  # bytes of the state that are there from the stage's first B or W on
+    early: int = 0  # as `working`, until then
 
     def __post_init__(self) -> None:
         refuse_bad("stage cost", **asdict(self))

@@ -39,10 +39,13 @@ class Intervals:
     """Costs of the stage from `places[p]` to `places[q]` in tables [p, q], of cuts in rows [p].
 
     Seconds per micro-batch: `forward`, `input_gradient`, `weight_gradient`; per step: `sync`, the sums
-    of its gradients, and `update`. Bytes: `state` of its weights, `kept` by each micro-batch in flight,
-    `working` beside that. What crosses cut p takes `send` seconds and `send_back` for its gradients; its
-    `received` bytes are kept apart for every micro-batch, and those of gradients, `received_back`.
-    `splitting` is what a micro-batch takes more where a schedule splits its backward in two.
+    of its gradients, and `update`. Bytes: `state` of its weights, `kept` by each micro-batch in flight with
+    what it received, `held` by one whose backward is half done for the gradients of weights,
+    `working` beside all that, and a micro-batch's own samples, `batch`. The `gradients` among the state
+    are made in the first backward; until then `early` bytes are worked with beside the rest. What crosses
+    cut p takes `send` seconds and `send_back` for its gradients; it has `received` bytes, and its gradients
+    `received_back`. `splitting` is what a micro-batch takes more where a schedule splits its backward in
+    two.
     """
 
     places: tuple[int, ...]
@@ -53,7 +56,11 @@ class Intervals:
     update: Table
     state: Table
     kept: Table
+    held: Table
     working: Table
+    gradients: Table
+    early: Table
+    batch: float
     send: Row
     send_back: Row
     received: Row
@@ -111,10 +118,10 @@ def intervals(
     """
     values = find_values(graph, program, training=prices.training)
     sums = _Seconds(graph, prices, program, values, places)
-    state, sync, update, gradient = _weights(graph, prices, program, values, hop, places)
-    kept, working = _memory(graph, prices, program, values, places)
+    state, sync, update, gradients, largest = _weights(graph, prices, program, values, hop, places)
+    kept, held, working, early = _memory(graph, prices, program, values, places, gradients)
     if prices.accumulates:  # a new gradient is held beside the sum of those before
-        working += gradient
+        working += largest
     rows = [_Crossing(places) for _ in range(4)]
     for value in values.of.values():
         nbytes = prices.local_bytes(value.name, value.layout)
@@ -131,8 +138,12 @@ def intervals(
         sync=sync,
         update=update,
         state=state,
-        kept=np.triu(kept + received[None, :], 1),
-        working=working,
+        kept=np.triu(kept + received[:, None], 1),
+        held=held,
+        working=np.triu(working + received_back[None, :], 1),
+        gradients=gradients,
+        early=np.triu(early + received_back[None, :], 1),
+        batch=float(sum(item.spec.nbytes for item in graph.inputs if item.kind is InputKind.USER)),
         send=send,
         send_back=send_back,
         received=received,
@@ -209,12 +220,13 @@ class _Seconds:
 
 def _weights(
     graph: Graph, prices: Prices, program: Program, values: Values, hop: LinkLike, places: Sequence[int]
-) -> tuple[Table, Table, Table, Table]:
-    """State, gradient sums, updates, and the bytes of the largest gradient, of every stage's weights.
+) -> tuple[Table, Table, Table, Table, Table]:
+    """State, gradient sums, updates, and the bytes of all gradients and of the largest, of every stage's
+    weights.
 
     A weight on several stages has a copy on each, and its gradient is summed over them besides.
     """
-    state, sync, update = (Rectangles(places) for _ in range(3))
+    state, sync, update, gradients = (Rectangles(places) for _ in range(4))
     largest = np.zeros(len(graph.operators))
     full = copies(graph, prices, program, values)
     for item in graph.inputs:
@@ -232,6 +244,7 @@ def _weights(
         if not item.spec.requires_grad:
             continue
         nbytes = prices.local_bytes(item.name, layout)
+        gradients.add_each(users, float(nbytes) if prices.training else 0.0)
         largest[list(users)] = np.maximum(largest[list(users)], nbytes)
         shared = all_reduce(prices.local_bytes(item.name, program.inputs[item.name]), 2, hop)
         sync.add_each(users, shared)
@@ -239,27 +252,48 @@ def _weights(
     for value in values.of.values():
         if value.move is not None and value.leads:
             sync.add_each(value.carriers, prices.gradient_sync(value.name, value.move))
-    return state.total(), sync.total(), update.total(), _most(largest, places)
+    return state.total(), sync.total(), update.total(), gradients.total(), _most(largest, places)
 
 
 def _memory(
-    graph: Graph, prices: Prices, program: Program, values: Values, places: Sequence[int]
-) -> tuple[Table, Table]:
-    """Bytes kept by a micro-batch in flight, and the most that any operator needs beside them.
+    graph: Graph,
+    prices: Prices,
+    program: Program,
+    values: Values,
+    places: Sequence[int],
+    gradients: Table,
+) -> tuple[Table, Table, Table, Table]:
+    """Bytes kept by a micro-batch in flight, held between the halves of its backward, and the most that
+    any operator needs beside what is kept, at any time and with the gradients of the first backward.
 
-    What a stage keeps of what it received lies in its receive buffer; what it sends is a copy of its
-    own, which autograd keeps too (added by the caller).
+    What a stage keeps of what it received lies in its receive buffer (added by the caller); what it
+    sends is a copy of its own.
     """
     found = footing(graph, prices, program)
-    kept = Rectangles(places)
-    for place, own in enumerate(found.own):
+    kept, held = Rectangles(places), Rectangles(places)
+    for place, (own, bytes_held) in enumerate(zip(found.own, found.held, strict=True)):
         kept.add(-1, place, float(own))
+        held.add(-1, place, float(bytes_held))
     for storage in found.kept:
         if storage.name in values.free:
             kept.add_each(storage.keepers, float(storage.nbytes))
         else:
             kept.add_first(storage.home, storage.keepers[0], float(storage.nbytes))
-    return kept.total(), _most(np.asarray(found.working, dtype=float), places)
+    table = kept.total()
+    waiting = np.triu(held.total(), 1)
+    waiting[0] = 0.0  # torch does all of the first stage's backward in its second half
+    most = np.array([max(found.working[low:high], default=0) for low, high in pairwise(places)])
+    return table, waiting, _beside(table, most, np.zeros_like(table)), _beside(table, most, gradients)
+
+
+def _beside(kept: Table, working: Row, gradients: Table) -> Table:
+    """The most that a stage [p, q] needs beyond what it keeps in all while the operators at [j, j + 1] run,
+    j in [p, q): what those up to there keep, `working` [j], the gradients of what lies behind."""
+    most = np.zeros_like(kept)
+    for j, beside in enumerate(working):
+        moments = (kept[: j + 1, j + 1] + beside)[:, None] + gradients[j + 1, j + 1 :][None, :]
+        np.maximum(most[: j + 1, j + 1 :], moments, out=most[: j + 1, j + 1 :])
+    return np.triu((most - kept).clip(min=0.0), 1)
 
 
 def _most(amounts: Row, places: Sequence[int]) -> Table:

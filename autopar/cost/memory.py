@@ -52,10 +52,12 @@ class KeptStorage:
 @dataclass(frozen=True, slots=True)
 class Footing:
     """What operators hold, one by one: storages kept for backward, bytes `own` of each operator that
-    nobody else sees, and the `working` bytes beside all that while it runs, forward or backward."""
+    nobody else sees, bytes `held` of it between the halves of a split backward, and the `working` bytes
+    beside what is kept while it runs, forward or backward."""
 
     kept: tuple[KeptStorage, ...]
     own: tuple[int, ...]
+    held: tuple[int, ...]
     working: tuple[int, ...]
 
 
@@ -164,6 +166,9 @@ class _Replay:
         self.variables: set[Hashable] = set()  # storages that a later call takes
         self.keepers: dict[int, list[int]] = {}  # of each storage that is kept, by place
         self.own = [0] * (len(graph.operators) + 1)
+        self.held = [0] * (len(graph.operators) + 1)
+        self.held_back: set[Hashable] = set()
+        self.with_weights = self.weighted() if staged else set()
         self.working = [0] * (len(graph.operators) + 1)
         self.by_operator = [0] * (len(graph.operators) + 1)
         self.kept: Counter[int] = Counter()
@@ -220,8 +225,31 @@ class _Replay:
                 if self.tape.nbytes[root]
             ),
             own=tuple(self.own[:last]),
+            held=tuple(self.held[:last]),
             working=tuple(working),
         )
+
+    def weighted(self) -> set[int]:
+        """The calls that make something of a weight and of other values."""
+        found: set[int] = set()
+        weights = {weight.value for weight in self.tape.weights}
+        for number, call in enumerate(self.calls):
+            if weights.isdisjoint(item.value for item in call.memory.gradients):
+                continue
+            if len(call.memory.takes) == 1:  # a conversion of the weight, or a view
+                weights.update(item.value for item in call.memory.gives)
+            else:
+                found.add(number)
+        return found
+
+    def hold_back(self, number: int, gradients: Iterable[Hashable]) -> None:
+        """A backward that is split keeps the gradients of what was made with a weight until that of the
+        weight is made of them."""
+        if number in self.with_weights:
+            for key in dict.fromkeys(gradients):
+                if key not in self.held_back:
+                    self.held_back.add(key)
+                    self.held[self.calls[number].place] += self.heap.sizes[key]
 
     # -- what is kept -----------------------------------------------------------------------------
 
@@ -308,6 +336,12 @@ class _Replay:
         found = (self.tape.root[value] for number in part.calls for value in self.calls[number].memory.takes)
         return [root for root in dict.fromkeys(found) if root not in inside]
 
+    def leaving(self, part: _Part) -> set[int]:
+        """Storages that a part makes for later calls."""
+        later = self.uses(self.calls[part.stop :])
+        outputs = {self.tape.root[value] for value in self.tape.outputs}
+        return {root for root in self.given(part) if later[root] or root in outputs}
+
     def given(self, part: _Part) -> set[int]:
         """Storages that a part makes."""
         gives = (item for number in part.calls for item in self.calls[number].memory.gives)
@@ -376,8 +410,8 @@ class _Replay:
         kept = {item.value for call in calls if not call.memory.repeats for item in call.memory.gives}
         self.copies = self.given(part) - kept
         left = self.uses(calls)
-        for root in self.given(part):
-            left[root] += 1  # what leaves the part stays until it has run
+        for root in self.leaving(part):
+            left[root] += 1  # stays until the part has run
         until = max(
             (
                 number
@@ -405,6 +439,7 @@ class _Replay:
         incoming = {
             item.value: self.slots.pop(item.value) for item in call.memory.gives if item.value in self.slots
         }
+        self.hold_back(number, incoming.values())
         gathered = call.memory.keeps & self.tape.gathered if part is None and incoming else frozenset()
         for root in gathered:
             self.heap.hold(("gathered", root), self.tape.nbytes[root])

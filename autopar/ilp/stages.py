@@ -5,8 +5,8 @@
 micro-batch, B = I + W, and E once a step, to sum gradients and to update (cost/intervals.py).
 
 **Minimise** the step time of the schedule (clock.py), the longest path through all its actions: no closed
-form holds for uneven stages. **Subject to** each rank's bytes <= cap: state, receive buffers for all
-M micro-batches, what micro-batches in flight keep, and the most that an operator needs beside that.
+form holds for uneven stages. **Subject to** each rank's bytes <= cap: state, the batch, what was sent
+and what micro-batches in flight keep, and the most that an operator needs beside that.
 
 Where parts may be computed again, a table stands for each level of that (recompute.py), and each stage
 takes the fastest level that fits, which depends on how many micro-batches it keeps.
@@ -152,28 +152,41 @@ def scheduled(kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batche
     return build_schedule(kind, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
 
 
+Counts = tuple[int, ...]
+
+
 @lru_cache(maxsize=64)
-def flights(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """For each rank the micro-batches that its stages, in order, keep at once: all such tuples that no
-    other one exceeds. A micro-batch is kept from its F to its B or W."""
+def flights(schedule: Schedule) -> tuple[tuple[Counts, tuple[Counts, ...]], ...]:
+    """For each rank the micro-batches that its stages, in order, keep at once, and then those of them whose
+    backward is half done: at the rank's first B or W, and all such counts of later ones that no other one
+    exceeds. A micro-batch is kept from its F to its B or W."""
     found = []
     for rank in range(schedule.ranks):
         own = [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
         now = [0] * len(own)
-        seen: set[tuple[int, ...]] = set()
+        half = [0] * len(own)
+        seen: list[Counts] = []
         for action in schedule.actions(rank):
-            if action.kind is ActionKind.FORWARD:
-                now[own.index(action.stage)] += 1
-            elif action.kind is not ActionKind.INPUT_GRADIENT:
-                seen.add(tuple(now))
-                now[own.index(action.stage)] -= 1
-        found.append(tuple(each for each in seen if not any(_exceeds(other, each) for other in seen)))
+            stage = own.index(action.stage)
+            match action.kind:
+                case ActionKind.FORWARD:
+                    now[stage] += 1
+                case ActionKind.INPUT_GRADIENT:
+                    half[stage] += 1
+                case kind:
+                    seen.append((*now, *half))
+                    now[stage] -= 1
+                    half[stage] -= kind is ActionKind.WEIGHT_GRADIENT
+        first, later = seen[0], set(seen[1:])
+        found.append((first, tuple(each for each in later if not any(_exceeds(o, each) for o in later))))
     return tuple(found)
 
 
 def mean_flight(schedule: Schedule) -> float:
     """How many micro-batches a stage keeps at once, on the average stage."""
-    return sum(max(map(sum, rank)) for rank in flights(schedule)) / schedule.stages
+    kept = schedule.stages_per_rank
+    most = (max(sum(each[:kept]) for each in (first, *later)) for first, later in flights(schedule))
+    return sum(most) / schedule.stages
 
 
 def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -194,6 +207,7 @@ class _Problem:
     backward: list[Table] = field(init=False)  # the input gradients' part, with what is computed again
     kept: list[Table] = field(init=False)
     working: list[Table] = field(init=False)
+    early: list[Table] = field(init=False)
     allowed: list[Table] = field(init=False)  # 0 where a stage fits, infinity elsewhere
     least: list[Table] = field(init=False)  # Q
     onward: list[Row] = field(init=False)  # the least largest Q from a cut on
@@ -230,26 +244,36 @@ class _Problem:
         if len(self.levels) == 1 or self.cap is None:
             self.level = [np.zeros(self.table.forward.shape, dtype=np.intp)] * len(stages)
             self.backward = [self.table.input_gradient] * len(stages)
-            self.kept, self.working = [self.table.kept] * len(stages), [self.table.working] * len(stages)
+            self.kept = [self.with_output(stage, self.table.kept) for stage in stages]
+            self.working, self.early = [self.table.working] * len(stages), [self.table.early] * len(stages)
             return
-        backward, kept, working = (
+        backward, inside, working, early = (
             np.stack([getattr(each, name) for each in self.levels])
-            for name in ("input_gradient", "kept", "working")
+            for name in ("input_gradient", "kept", "working", "early")
         )
-        self.level, self.backward, self.kept, self.working = [], [], [], []
+        self.level, self.backward, self.kept, self.working, self.early = [], [], [], [], []
         for stage in stages:
-            nbytes = np.stack([self.bytes_of(stage, *each) for each in zip(kept, working, strict=True)])
+            kept = np.stack([self.with_output(stage, each) for each in inside])
+            nbytes = np.stack(
+                [self.bytes_of(stage, *each) for each in zip(kept, working, early, strict=True)]
+            )
             fits = nbytes <= self.cap
             fastest = np.where(fits, backward, np.inf).argmin(axis=0)
             level = np.where(fits.any(axis=0), fastest, nbytes.argmin(axis=0))
             self.level.append(level)
-            for chosen, tables in ((self.backward, backward), (self.kept, kept), (self.working, working)):
+            for chosen, tables in (
+                (self.backward, backward),
+                (self.kept, kept),
+                (self.working, working),
+                (self.early, early),
+            ):
                 chosen.append(np.take_along_axis(tables, level[None], axis=0)[0])
 
     def at_least(self, stage: int, shares: Shares, cap: int) -> Table:
         """Of a stage the seconds for gradients of inputs with the least that has to be computed again."""
         places, worth = np.asarray(self.table.places), shares.spared > 0
-        excess = self.table.kept + (self.resident_bytes() - cap) / self.flight(stage)
+        always = self.lasting(stage) - self.table.gradients
+        excess = self.with_output(stage, self.table.kept) + (always - cap) / self.flight(stage)
         prices = shares.seconds[worth] / shares.spared[worth]
         found = np.zeros_like(excess)
         for price in np.unique(np.quantile(prices, QUANTILES)) if worth.any() else ():
@@ -334,34 +358,64 @@ class _Problem:
 
     # -- memory ---------------------------------------------------------------------------------------
 
-    def resident_bytes(self) -> Table:
-        """Of any stage: state, and the receive buffers of all micro-batches."""
+    def lasting(self, stage: int) -> Table:
+        """Of a stage: its state, on the first of a rank's stages the batch, and what was sent, outputs and
+        gradients of inputs, which torch's schedules of several stages keep until the step ends."""
         table, count = self.table, self.schedule.micro_batches
-        return np.triu(table.state + count * (table.received[:, None] + table.received_back[None, :]), 1)
+        batch = count * table.batch if stage < self.schedule.ranks else 0.0
+        sent = self.is_sent_late(stage) * table.received[None, :]
+        sent = sent + self.is_sent_late(stage - 1) * table.received_back[:, None]
+        return np.triu(table.state + batch + count * sent, 1)
+
+    def with_output(self, stage: int, kept: Table) -> Table:
+        """What a micro-batch in flight keeps, with what it sent, where that doesn't last longer."""
+        return kept if self.is_sent_late(stage) else np.triu(kept + self.table.received[None, :], 1)
+
+    def is_sent_late(self, stage: int) -> bool:
+        """Whether what a stage sends to the next one leaves at some time, while the rank goes on."""
+        schedule = self.schedule
+        if self.late or not 0 <= stage < schedule.stages - 1:
+            return False
+        return schedule.rank_of(stage) != schedule.rank_of(stage + 1)
 
     def stage_bytes(self, stage: int) -> Table:
         """The peak of a rank with this one stage alone."""
-        return self.bytes_of(stage, self.kept[stage], self.working[stage])
+        return self.bytes_of(stage, self.kept[stage], self.working[stage], self.early[stage])
 
-    def bytes_of(self, stage: int, kept: Table, working: Table) -> Table:
-        return self.resident_bytes() + self.flight(stage) * kept + working
+    def bytes_of(self, stage: int, kept: Table, working: Table, early: Table) -> Table:
+        table, rank = self.table, self.schedule.rank_of(stage)
+        own = [each for each in range(self.schedule.stages) if self.schedule.rank_of(each) == rank]
+        place, count = own.index(stage), len(own)
+        first, later = flights(self.schedule)[rank]
+        peak = first[place] * kept + first[count + place] * table.held + early - table.gradients
+        for counts in later:
+            peak = np.maximum(peak, counts[place] * kept + counts[count + place] * table.held + working)
+        return np.triu(self.lasting(stage) + peak, 1)
 
     def flight(self, stage: int) -> int:
         """How many micro-batches the stage keeps at once."""
         rank = self.schedule.rank_of(stage)
         own = [each for each in range(self.schedule.stages) if self.schedule.rank_of(each) == rank]
-        return max(counts[own.index(stage)] for counts in flights(self.schedule)[rank])
+        first, later = flights(self.schedule)[rank]
+        return max(counts[own.index(stage)] for counts in (first, *later))
 
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
         """Peaks [cut, rank], all stages of a rank together."""
         starts, stops = paths[:, :-1], paths[:, 1:]
-        resident = self.resident_bytes()[starts, stops]
-        kept, working = self.pick(self.kept, paths), self.pick(self.working, paths)
+        stages = range(self.schedule.stages)
+        lasting = self.pick([self.lasting(stage) for stage in stages], paths)
+        kept, working, early = (self.pick(each, paths) for each in (self.kept, self.working, self.early))
+        gradients, held = self.table.gradients[starts, stops], self.table.held[starts, stops]
         found = []
-        for rank, counts in enumerate(flights(self.schedule)):
-            own = [stage for stage in range(self.schedule.stages) if self.schedule.rank_of(stage) == rank]
-            most = np.maximum.reduce([kept[:, own] @ np.asarray(each, dtype=float) for each in counts])
-            found.append(resident[:, own].sum(axis=1) + most + working[:, own].max(axis=1))
+        for rank, (first, later) in enumerate(flights(self.schedule)):
+            own = [stage for stage in stages if self.schedule.rank_of(stage) == rank]
+            both = np.concatenate([kept[:, own], held[:, own]], axis=1)
+            peak = both @ np.asarray(first, dtype=float) + early[:, own].max(axis=1)
+            peak = peak - gradients[:, own].sum(axis=1)
+            for counts in later:
+                moment = both @ np.asarray(counts, dtype=float) + working[:, own].max(axis=1)
+                peak = np.maximum(peak, moment)
+            found.append(lasting[:, own].sum(axis=1) + peak)
         return np.stack(found, axis=1)
 
     def pick(self, tables: Sequence[Table], paths: Paths) -> NDArray[np.float64]:
@@ -392,9 +446,8 @@ class _Problem:
         return np.where((self.rank_bytes(paths) > self.cap).any(axis=1), np.inf, found)
 
     def stage_costs(self, path: NDArray[np.intp]) -> tuple[StageCost, ...]:
-        costs, count = self.costs(path[None]), self.schedule.micro_batches
+        costs, table = self.costs(path[None]), self.table
         starts, stops = path[:-1], path[1:]
-        table = self.table
         return tuple(
             StageCost(
                 forward=float(costs.forward[stage, 0]),
@@ -405,10 +458,12 @@ class _Problem:
                 sync=float(costs.sync[stage, 0]),
                 update=float(costs.update[stage, 0]),
                 state=int(table.state[p, q]),
-                buffers=count * int(table.received[p] + table.received_back[q]),
+                lasting=int(self.lasting(stage)[p, q] - table.state[p, q]),
                 kept=int(self.kept[stage][p, q]),
-                kept_for_weight=int(self.kept[stage][p, q]),
+                kept_for_weight=int(self.kept[stage][p, q] + table.held[p, q]),
                 working=int(self.working[stage][p, q]),
+                gradients=int(table.gradients[p, q]),
+                early=int(self.early[stage][p, q]),
             )
             for stage, (p, q) in enumerate(zip(starts, stops, strict=True))
         )

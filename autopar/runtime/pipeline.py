@@ -210,30 +210,62 @@ def _nothing_left() -> Callable[[], None]:
 
 
 class _TorchStage(PipelineStage):
-    """Torch's stage, but for two things.
+    """A stage that holds no more than it needs, whose micro-batches may differ in size.
 
-    It takes all micro-batches to be like the first: here each has buffers of its own shapes. And in `eval`
-    it asks for the gradient of a neighbour on the same rank too, and finds none.
+    Receive buffers last from the receive to what uses them, each in the shape of its own micro-batch:
+    torch makes those of all micro-batches, like the first, before the first step, and keeps them. Losses,
+    which torch collects, let go of their micro-batch, whose received tensors the leaves of its graph are.
+
+    In `eval` torch asks for the gradient of a neighbour on the same rank too, and finds none.
     """
 
     submod: Stage
 
-    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        made = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
-        self._fit(self.args_recv_info, self.submod.received)
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_forward_infra(*args, **kwargs)
+        for chunk in self.args_recv_info.values():
+            self._empty(chunk)
         return made
 
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        made = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
-        self._fit(self.grad_recv_info, self.submod.sent)
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_backward_infra(*args, **kwargs)
+        for chunk in self.grad_recv_info.values():
+            self._empty(chunk)
         return made
 
-    def _fit(self, buffers: Any, specs_of: Callable[[int], tuple[TensorSpec, ...]]) -> None:
-        """Give the buffers of every micro-batch its own shapes."""
-        for number, infos in buffers.items():
-            for info, spec in zip(infos, specs_of(number), strict=False):  # the first stage has arguments
-                if info.buffer is not None and info.buffer.shape != spec.shape:
-                    info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        if not self.is_first:
+            self._fill(self.args_recv_info[fwd_chunk_id], self.submod.received(fwd_chunk_id))
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if self.has_backward and not self.is_last:
+            self._fill(self.grad_recv_info[bwd_chunk_id], self.submod.sent(bwd_chunk_id))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        found = super()._retrieve_recv_activations(fwd_chunk_id)
+        self._empty(self.args_recv_info[fwd_chunk_id])
+        return found
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        found = super()._retrieve_recv_grads(bwd_chunk_id)
+        self._empty(self.grad_recv_info[bwd_chunk_id])
+        return found
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None and (full_backward or self.dw_builder):
+            loss.detach_()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        state = self.backward_state.get(bwd_chunk_id)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if state is not None and self.is_last:
+            for loss in state[2] if isinstance(state[2], tuple) else (state[2],):
+                loss.detach_()
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:
@@ -255,7 +287,20 @@ class _TorchStage(PipelineStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
+            self._fill(self.grad_recv_info[mb_index], self.submod.sent(mb_index))  # zeros where there is no gradient
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _fill(self, infos: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+        """Give those that receive a tensor a buffer."""
+        for info, spec in zip(infos, specs, strict=False):  # the first stage has arguments
+            if info.buffer is not None:
+                info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def _empty(self, infos: Sequence[Any]) -> None:
+        """Let go of the buffers; one without memory stands for those to come."""
+        for info in infos:
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = torch.empty(0, device=self.device)
 
 
 def pipeline_group(made: StagedExecutable, timeout: timedelta) -> dist.ProcessGroup:

@@ -1,0 +1,39 @@
+"""What `tests.benchmarks.memory` trains: the examples, as they are and larger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from examples import characters, photographs
+
+
+def gpt() -> Any:
+    return characters.characters()
+
+
+def gpt_wide() -> Any:
+    """Four times the width: weights weigh as much as activations."""
+    model = characters.gpt(4, 512, 8, vocabulary=len(set(characters.text())), sequence=128)
+    return model, next(characters.batches(8))
+
+
+def unet() -> Any:
+    return photographs.unet_crops()
+
+
+def unet_full() -> Any:
+    return photographs.unet_full()
+
+
+def tiny() -> Any:
+    """Two blocks of width 64 on random tokens: small enough for the tests."""
+    tokens = torch.randint(40, (8, 65))
+    inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return characters.gpt(2, 64, 4, vocabulary=40, sequence=64), inputs
+
+
+def small_unet() -> Any:
+    """Two levels of width 8 on four crops of 32 x 32."""
+    return photographs.unet(8, 2), photographs.noisy(photographs.crops(32, 32)[:4])

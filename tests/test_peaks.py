@@ -1,0 +1,27 @@
+"""Predicted peaks are those of real training steps, of all tensors of the fullest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.benchmarks.memory import Case, cases, compare
+from tests.pool import Pool
+
+WITHIN = 0.1  # of what is measured
+SMALL = (
+    Case("tiny", 2, {"mesh": "2", "force": "batch", "recompute": "all"}),
+    Case("tiny", 2, {"stages": 2, "micro_batches": 2}, "momentum"),
+    Case("small_unet", 2, {"mesh": "2", "force": "domain"}, "sgd"),
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*SMALL, *(pytest.param(case, marks=pytest.mark.long) for case in cases())],
+    ids=lambda case: case.name,
+)
+def test_the_predicted_peak_is_the_measured_one(case: Case, pools: Callable[[int], Pool]) -> None:
+    found = compare(case, pools(case.processes))
+    assert found.predicted == pytest.approx(found.storages, rel=WITHIN)
