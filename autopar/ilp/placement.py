@@ -29,6 +29,8 @@ is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row c
                         less r[v,s] of the maker of t as p
                         (not of a weight that is gathered again)
     memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] (x[v,s] - r[v,s]) <= cap
+              when backward begins: gradients, unless those of earlier micro-batches are there, come
+              later; and the state with them when it ends
 
 A tensor with one use needs no z: its cost is on f. Without `memory` the relaxation was integral on
 every graph tried, so it is solved first and mixed-integer branching starts only if it has to.
@@ -145,6 +147,8 @@ class Problem:
         for item in graph.operators:
             self.members.setdefault(folding.class_of[item.name], []).append(item.name)
         self.memory: Terms = []
+        self.state: Terms = []  # of it what is there when backward ends
+        self.late: Terms = []  # of the state what is not there yet when backward begins
         self.paid: Terms = []  # what the price of memory adds to the costs
         self.again: dict[str, list[int]] = {}  # r, by operator class
         self.add_operators()
@@ -154,7 +158,9 @@ class Problem:
         for tensor in self.tensors:
             self.add_tensor(tensor)
         if cap is not None:
-            self.lp.at_most(self.memory, float(cap), "memory")
+            before = [*self.memory, *((-nbytes, variable) for nbytes, variable in self.late)]
+            self.lp.at_most(before, float(cap), "memory")
+            self.lp.at_most(self.state, float(cap), "memory")
 
     # -- operators ------------------------------------------------------------------------------------
 
@@ -417,6 +423,8 @@ class Problem:
             copies[layout] = self.lp.variable()
             nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
             self.hold(nbytes, copies[layout], self.dear.state)
+            if not self.prices.accumulates:
+                self.late.append((float(nbytes), copies[layout]))
         self.lp.at_least([(1.0, copies[layout]), (-1.0, leaving)], 0.0, "copy")
 
     def sources(self, tensor: TensorClass) -> Marginal:
@@ -434,6 +442,7 @@ class Problem:
     def input_sources(self, tensor: TensorClass) -> dict[Stored, int]:
         """x[t, p] of an input, and of a weight in shards for each way of gathering it."""
         count = len(tensor.members)
+        learns = self.prices.training and self.graph.specs[tensor.name].requires_grad
         variables: dict[Stored, int] = {}
         for stored in itertools.chain.from_iterable(
             self.stored(tensor.name, layout) for layout in self.space.inputs[tensor.name]
@@ -445,6 +454,10 @@ class Problem:
             if self.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
                 self.hold(nbytes, variables[stored], self.dear.state)
+                self.state.append((float(nbytes), variables[stored]))
+                if learns and not self.prices.accumulates:
+                    late = self.prices.local_bytes(tensor.name, layout) * count
+                    self.late.append((float(late), variables[stored]))
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0, f"one {tensor.name}")
         self.inputs[tensor.name] = variables
         return variables
