@@ -28,8 +28,9 @@ is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row c
     keep      y[t,p] >= sum of x[v,s] that keep t as p              ... and kept once,
                         less r[v,s] of the maker of t as p
                         (not of a weight that is gathered again)
-    memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] (x[v,s] - r[v,s]) <= cap, but for
-              gradients, which come later;  with them, sum state[t,p] x[t,p] <= cap
+    memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] (x[v,s] - r[v,s]) <= cap
+              when backward begins: gradients, unless those of earlier micro-batches are there, come
+              later; and the state with them when it ends
 
 A tensor with one use needs no z: its cost is on f. Without `memory` the relaxation was integral on
 every graph tried, so it is solved first and mixed-integer branching starts only if it has to.
@@ -477,7 +478,6 @@ class Problem:
             copies[layout] = self.lp.variable()
             nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
             self.hold(nbytes, copies[layout], self.dear.state)
-            self.resting.append((float(nbytes), copies[layout]))
             if not self.prices.accumulates:
                 self.coming.append((float(nbytes), copies[layout]))
         self.lp.at_least([(1.0, copies[layout]), (-1.0, leaving)], 0.0)
@@ -497,6 +497,7 @@ class Problem:
     def input_sources(self, tensor: TensorClass) -> dict[Stored, int]:
         """x[t, p] of an input, and of a weight in shards for each way of gathering it."""
         count = len(tensor.members)
+        learns = self.prices.training and self.graph.specs[tensor.name].requires_grad
         variables: dict[Stored, int] = {}
         for stored in itertools.chain.from_iterable(
             self.stored(tensor.name, layout) for layout in self.space.inputs[tensor.name]
