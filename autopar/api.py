@@ -40,7 +40,8 @@ from autopar.core.timeline import Timeline
 from autopar.cost.model import Company, Progress
 from autopar.errors import InputError
 from autopar.ilp.space import Force, Parallelism, Pins
-from autopar.options import AUTO, Options, settle
+from autopar.optimizer import OptimizerLike, states_of
+from autopar.options import AUTO, DEFAULT_OPTIMIZER, Options, settle
 from autopar.planning import DEFAULT_GAP, Request
 from autopar.profile import Bar, Profile
 from autopar.profile import profile as measure_profile
@@ -55,7 +56,6 @@ from autopar.target import Target, load_target
 from autopar.units import parse_bytes
 from costdb.database import Database
 
-OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of the weight's size
 TIMEOUT = timedelta(minutes=10)
 RECOMPUTE = tuple(each.value for each in Recompute)
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
@@ -74,7 +74,7 @@ def plan(
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float = DEFAULT_GAP,
-    optimizer: str = "adam",
+    optimizer: OptimizerLike = DEFAULT_OPTIMIZER,
     stages: int | str | None = None,
     micro_batches: int | str | None = None,
     schedule: str = AUTO,
@@ -91,7 +91,8 @@ def plan(
     `force` is a pure kind ("batch", "domain", "filter", "channel", or "pipeline": one device for each
     stage), one kind for each axis ("batch+filter"), or pins of single layers, by name, to a factor for
     each axis. `memory` caps bytes per device;
-    `optimizer` ("sgd", "momentum", "adam") sizes its state. With `stages` the devices form so many
+    `optimizer` sizes its state: "sgd", "sgd-momentum", "adam", "adamw", or a class, a function of the
+    parameters, or an optimizer, of which the size is measured. With `stages` the devices form so many
     pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
     one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. Each of the three can be "auto"; so are both
     numbers where None, but 1 where layers are forced, and as many stages as a `mesh` leaves. With
@@ -108,9 +109,11 @@ def plan(
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     compiler = Compiler(cluster, request, loss_fn, costdb=costdb, progress=progress)
     if auto:
-        return compiler.find_pipeline(model, args, kwargs, auto)
-    traced = compiler.trace_step(model, args, kwargs)
-    return compiler.find(traced.graph, request)
+        found = compiler.find_pipeline(model, args, kwargs, auto)
+    else:
+        found = compiler.find(compiler.trace_step(model, args, kwargs).graph, request)
+    compiler.check_lengths(model, args, kwargs, found)
+    return found
 
 
 def timeline(plan: Plan) -> Timeline:
@@ -148,7 +151,7 @@ def parallelize(
     memory: int | str | None = None,
     time_limit: float | None = None,
     gap: float | None = None,
-    optimizer: str | None = None,
+    optimizer: OptimizerLike | None = None,
     stages: int | str | None = None,
     micro_batches: int | str | None = None,
     schedule: str | None = None,
@@ -264,7 +267,9 @@ def verify(
     On simulated ranks, or with `processes` on real ones. The plan may rest on estimates, so nothing is
     measured. The other options are those of `plan`.
     """
-    request = make_request(mesh, force, memory, time_limit, gap, "momentum", False, shard_state=shard_state)
+    request = make_request(
+        mesh, force, memory, time_limit, gap, "sgd-momentum", measure=False, shard_state=shard_state
+    )
     request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     if auto:
         compiler = Compiler(cluster, request, target.loss_fn, costdb=costdb)
@@ -352,19 +357,12 @@ def make_request(
     memory: int | str | None,
     time_limit: float | None,
     gap: float,
-    optimizer: str,
+    optimizer: OptimizerLike,
     measure: bool,
     *,
     shard_state: str = AUTO,
 ) -> Request:
     """Options as the user writes them -> what the search takes."""
-    if optimizer not in OPTIMIZER_STATES:
-        raise InputError(
-            where="optimizer",
-            found=repr(optimizer),
-            wanted=", ".join(OPTIMIZER_STATES),
-            remedy="name the one whose state is as large as yours",
-        )
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise InputError(
             where="time limit",
@@ -384,7 +382,7 @@ def make_request(
         time_limit=time_limit,
         gap=gap,
         measure=measure,
-        optimizer_states=OPTIMIZER_STATES[optimizer],
+        optimizer_states=states_of(optimizer),
         shard_state=ShardState.parse(shard_state),
     )
 

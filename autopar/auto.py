@@ -136,13 +136,6 @@ def search_all(
     """
     graph_of = lru_cache(maxsize=None)(graph_of)
     counts = [micro_batches] if micro_batches else _divisors(batch)
-    if batch % counts[0]:
-        raise InputError(
-            where="micro-batches",
-            found=f"{micro_batches} for a batch of {batch}",
-            wanted=f"a divisor of {batch}: stages exchange tensors of one shape",
-            remedy="choose another number, or pad or drop samples",
-        )
     choices = _Screen(graph_of, counts, cluster, request, database).choices(stages)
     found: list[Decision] = []
     failures: list[InfeasibleError | SolverError] = []

@@ -72,7 +72,9 @@ _SCHEDULE = typer.Option(
     "--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto."
 )
 _GAP = typer.Option("--gap", metavar="G", help="Relative gap at which the solver may stop.")
-_OPTIMIZER = typer.Option("--optimizer", help="Whose state counts: sgd, momentum or adam.")
+_OPTIMIZER = typer.Option(
+    "--optimizer", metavar="NAME", help="Whose state counts: sgd, sgd-momentum, adam or adamw."
+)
 Stages = Annotated[
     str | None, typer.Option("--stages", metavar="K|auto", help="Pipeline ranks; 1 with --force, else auto.")
 ]

@@ -32,6 +32,7 @@ from autopar.planning import Request, search
 from autopar.rewrite.program import RankProgram, rewrite
 from autopar.rewrite.recompute import wrap
 from autopar.rewrite.samples import find_samples
+from autopar.rewrite.shorter import check_plan, check_programs
 from autopar.rewrite.stages import StageProgram, split
 from autopar.rewrite.sync import Deferred, defer
 from autopar.signature import LossFunction, flatten_arguments
@@ -47,8 +48,8 @@ class Compiler:
     """Makes the executables of one parallel module.
 
     With `plan` set, that plan is taken instead of a search for the first call, and with `traced` it is
-    one of that graph, whatever the model. `loss_only` says whether the model's own output leaves the
-    program beside the loss of `loss_fn`.
+    one of that graph, whatever the model; `shorter` is then the graph of shorter micro-batches. `loss_only`
+    says whether the model's own output leaves the program beside the loss of `loss_fn`.
     """
 
     cluster: ClusterSpec
@@ -61,6 +62,7 @@ class Compiler:
     plan: Plan | None = None
     timeout: timedelta = timedelta(minutes=10)  # of process groups
     traced: Traced | None = None
+    shorter: Traced | None = None
 
     def __call__(
         self,
@@ -83,8 +85,18 @@ class Compiler:
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request)
-        make = build_stages if plan.pipeline.is_staged else build
-        return make(traced, plan, rank=dist.get_rank(), device=self.device(), exact_random=self.exact_random)
+        rank, device = dist.get_rank(), self.device()
+        if not plan.pipeline.is_staged:
+            return build(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
+        made = build_stages(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
+        if not step:
+            return made
+        shorter = self.trace_shorter(model, args, kwargs, traced, plan, training=training)
+        if shorter is None:
+            return made
+        rest = build_stages(shorter, plan, rank=rank, device=device, exact_random=self.exact_random)
+        check_programs(made, rest)
+        return replace(made, shorter=rest.stages)
 
     def _request(self, pinned: Pinned | None, *, training: bool, step: bool) -> Request:
         """What is asked of the search for one kind of call."""
@@ -102,16 +114,53 @@ class Compiler:
         return self.trace_part(model, args, kwargs, self.request.micro_batches, staged=staged)
 
     def trace_part(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, *, staged: bool
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        count: int,
+        *,
+        staged: bool,
+        place: int = 0,
     ) -> Traced:
-        """The graph of the first of `count` micro-batches."""
+        """The graph of the first of `count` micro-batches, or that at another `place`."""
         call = flatten_arguments(args, kwargs)
-        micro = split_batch(call.tensors, count, equal=staged)[0]
+        micro = split_batch(call.tensors, count)[place]
         args, kwargs = call.rebuild(micro.tensors)
         traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
         if staged:
             traced = replace(traced, graph=only_loss(traced.graph))
         return traced
+
+    def trace_shorter(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        traced: Traced,
+        plan: Plan,
+        *,
+        training: bool = True,
+    ) -> Traced | None:
+        """The graph of the shorter micro-batches, None where all are of the length of `traced`, the first;
+        raises InputError where `plan`, which has stages, doesn't hold for it."""
+        count = plan.pipeline.micro_batches
+        if not plan.pipeline.is_staged or batch_length(flatten_arguments(args, kwargs).tensors) % count == 0:
+            return None
+        shorter = self.shorter or self.trace_part(model, args, kwargs, count, staged=True, place=-1)
+        if not training:
+            shorter = replace(shorter, graph=without_gradients(shorter.graph))
+        check_plan(plan.program, traced.graph, shorter.graph)
+        return shorter
+
+    def check_lengths(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan
+    ) -> None:
+        """Raise InputError for a plan with stages that doesn't hold for the shorter micro-batches."""
+        count = plan.pipeline.micro_batches
+        if plan.pipeline.is_staged and batch_length(flatten_arguments(args, kwargs).tensors) % count:
+            traced = self.trace_part(model, args, kwargs, count, staged=True)
+            self.trace_shorter(model, args, kwargs, traced, plan)
 
     def find_pipeline(
         self,

@@ -13,7 +13,7 @@ rank 0 alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -33,6 +33,7 @@ from autopar.core.comparison import Comparison, Measured, Row
 from autopar.core.plan import Plan
 from autopar.cost.model import Company
 from autopar.errors import AutoparError, InputError
+from autopar.optimizer import KNOWN
 from autopar.planning import Request
 from autopar.profile import Bar
 from autopar.rewrite.render import describe
@@ -46,12 +47,6 @@ from autopar.target import Target, load_target
 from autopar.trace import trace
 from costdb.database import Database
 
-RATE = 1e-3  # of learning: so low that the numbers stay finite whatever the model
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, lr=RATE),
-    "momentum": partial(torch.optim.SGD, lr=RATE, momentum=0.9),
-    "adam": partial(torch.optim.Adam, lr=RATE),
-}
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -178,7 +173,7 @@ class Contest:
             parallel.prepare(*args, **kwargs)
             step = partial(_parallel_step, parallel, args, kwargs, by_steps=_by_steps(row.plan))
         learned = [item for item in model.parameters() if item.requires_grad]
-        optimizer = OPTIMIZERS[self.job.optimizer](learned) if learned else None
+        optimizer = KNOWN[self.job.optimizer](learned) if learned else None
         return Trainer(model, optimizer, step, pytree.tree_leaves((args, kwargs)))
 
     def parallel(self, model: nn.Module, plan: Plan) -> ParallelModule:

@@ -31,11 +31,11 @@ class MicroBatch:
     share: float
 
 
-def split_batch(tensors: Sequence[Tensor], count: int, *, equal: bool = False) -> list[MicroBatch]:
+def split_batch(tensors: Sequence[Tensor], count: int) -> list[MicroBatch]:
     """Cut the tensors that have the batch's length in dim 0 into `count` parts, the longer ones first.
 
     That length is the first tensor's; the others are passed whole. Raises InputError for a
-    `count` below 1 and where the batch is too short, or with `equal` where it is no multiple of `count`.
+    `count` below 1 and where the batch is too short.
     """
     length = batch_length(tensors)
     if count < 1:
@@ -47,14 +47,12 @@ def split_batch(tensors: Sequence[Tensor], count: int, *, equal: bool = False) -
         )
     if count == 1:
         return [MicroBatch(tuple(tensors), 1.0)]
-    if length < count or (equal and length % count):
+    if length < count:
         raise InputError(
             where="micro-batches",
             found=f"{count} for a batch of {length}",
-            wanted=f"a divisor of {length}: stages exchange tensors of one shape, and simulated ranks run one"
-            if equal
-            else f"at most {length}",
-            remedy="choose another --micro-batches, or pad or drop samples",
+            wanted=f"at most {length}",
+            remedy="choose another --micro-batches, or pass more samples",
         )
     parts = [
         tensor.tensor_split(count) if _is_batched(tensor, length) else (tensor,) * count for tensor in tensors

@@ -81,7 +81,7 @@ class Request:
     training: bool = True
     measure: bool = True
     alternatives: bool = True
-    optimizer_states: int = 2
+    optimizer_states: float = 2.0  # bytes for each byte of a weight
     stored: Mapping[str, Layout] | None = None
     local_inputs: bool = False
     local_outputs: bool = False

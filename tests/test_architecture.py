@@ -46,6 +46,7 @@ PASSES = {
 ABOVE = {
     "agree",
     "auto",
+    "optimizer",
     "options",
     "target",
     "planning",
@@ -83,13 +84,14 @@ ALLOWED: dict[str, set[str]] = {
     "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "micro_batches", "ops"},
     "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning"},
     "checkpoints": set(),
+    "optimizer": {"errors"},
     "options": BASE | {"planning"},
     "agree": BASE | {"cluster", "cost", "costdb"},
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "auto", "planning"},
     "profile": BASE | PASSES | {"agree", "planning", "target"},
     "proof": BASE | PASSES | {"compiler", "planning", "target"},
     "compare": BASE | PASSES | {"compiler", "planning", "target"},
-    "contest": BASE | PASSES | {"agree", "compare", "compiler", "planning", "profile", "target"},
+    "contest": BASE | PASSES | {"agree", "compare", "compiler", "optimizer", "planning", "profile", "target"},
     "api": BASE | PASSES | ABOVE | {"schedules", "simulate"},
     "cli": BASE
     | {"api", "draw", "show", "table", "progress", "target", "cluster", "options", "planning", "runtime"},

@@ -65,8 +65,6 @@ def test_a_plan_meets_the_cap_or_the_least_is_told() -> None:
 
 
 def test_numbers_that_do_not_fit_are_refused_by_name() -> None:
-    with pytest.raises(InputError, match="a divisor of 16"):
-        search_all(graph_of, BATCH, CLUSTER, OPEN, micro_batches=5)
     with pytest.raises(InputError, match="as many as stages"):
         search(
             graph_of(2),

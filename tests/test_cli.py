@@ -172,7 +172,8 @@ STAGED = ("--stages", "2", "--micro-batches", "2")
     [
         ("--cluster", "local:2", *STAGED),
         ("--cluster", "local:4", *STAGED, "--force", "batch", "--schedule", "gpipe"),
-        ("--cluster", "local:2", "--micro-batches", "3"),
+        ("--cluster", "local:2", "--micro-batches", "4"),
+        ("--cluster", "local:2", "--stages", "2", "--micro-batches", "4", "--schedule", "zb1p"),
         ("--cluster", "local:3", "--force", "pipeline", "--micro-batches", "3"),
     ],
     ids=" ".join,
@@ -180,7 +181,8 @@ STAGED = ("--stages", "2", "--micro-batches", "2")
 def test_verify_proves_stages_and_micro_batches(
     capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:
-    """Batch norm and dropout too: statistics and masks are those of each micro-batch."""
+    """Batch norm and dropout too: statistics and masks are those of each micro-batch, 2, 2, 1 and 1 samples
+    where a batch of six is cut into four."""
     code, found = command(capsys, "verify", f"{TARGETS}:net", *options, "--steps", "2")
     assert code == 0 and found["passed"] is True
     assert max(found["max_error"].values()) < 1e-9 and found["worst"] != "-"
@@ -433,7 +435,12 @@ def test_bad_options_exit_with_2_and_say_what_was_found(
 @pytest.mark.parametrize(
     ("options", "found", "wanted"),
     [
-        (("local:2", "--stages", "2", "--micro-batches", "4"), "4 for a batch of 6", "a divisor of 6"),
+        (("local:2", "--stages", "2", "--micro-batches", "7"), "7 for a batch of 6", "at most 6"),
+        (
+            ("local:4", "--stages", "2", "--micro-batches", "4", "--force", "batch"),
+            "which can't be split by",
+            "micro-batches that one plan holds for",
+        ),
         (("local:2", "--micro-batches", "7"), "7 for a batch of 6", " 6"),
         (("local:20", "--stages", "20", "--schedule", "gpipe"), "20 stages for", "at most"),
         (("local:3", "--stages", "3", "--micro-batches", "2"), "2 micro-batches", "at least 3"),

@@ -81,6 +81,33 @@ def test_parallelize_takes_from_the_environment_what_the_script_leaves_open(pool
     assert pools(2).run(told) == [[(2, 4, "gpipe"), (2, 2, "gpipe")]] * 2
 
 
+def stepped() -> tuple[float, int]:
+    """The largest difference after a `train_step` without stages or micro-batches, and the programs made."""
+    model, (x, y) = net()
+    serial = copy.deepcopy(model)
+    parallel = autopar.parallelize(
+        model,
+        autopar.ClusterSpec.local(2),
+        (x, y),
+        loss_fn=nn.functional.cross_entropy,
+        measure=False,
+        force="batch",
+    )
+    loss = nn.functional.cross_entropy(serial(x), y)
+    loss.backward()
+    gaps = [float((parallel.train_step(x, y) - loss).abs())]
+    held = dict(parallel.named_parameters())
+    for name, item in serial.named_parameters():
+        assert item.grad is not None
+        gaps.append(float((parallel.gather(name, held[name].grad) - item.grad).abs().max()))
+    return max(gaps), len(parallel._programs)
+
+
+def test_a_train_step_without_micro_batches_runs_the_program_that_was_planned(pools: Pools) -> None:
+    for worst, programs in pools(2).run(stepped):
+        assert worst < EXACT and programs == 1
+
+
 def test_eval_mode_plans_anew_with_and_without_gradients(pools: Pools) -> None:
     for losses, gaps in pools(2).run(modes):
         assert losses[0] == pytest.approx(losses[1], rel=EXACT)

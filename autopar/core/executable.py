@@ -105,7 +105,8 @@ class StagedExecutable:
     `inputs` are those of the whole graph; `holders` says which pipeline ranks have each parameter and
     buffer that is used, by target (several have a tied weight), and `homes` its first stage. `outputs`
     are the last stage's, global on every rank; of a step that is the loss alone, and `loss_is_sum` says
-    how micro-batches' losses add up.
+    how micro-batches' losses add up. `shorter` are the stages' programs for micro-batches that are a sample
+    shorter than the first, empty where all are alike.
     """
 
     mesh: Mesh  # of one stage
@@ -118,3 +119,4 @@ class StagedExecutable:
     outputs: tuple[TensorSpec, ...]
     loss_is_sum: bool
     plan: Any
+    shorter: tuple[Executable, ...] = ()

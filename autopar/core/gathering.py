@@ -2,7 +2,7 @@
 
 | gathering | all-gather              | reduce-scatter  | resident beside the shards            | known as |
 |-----------|-------------------------|-----------------|---------------------------------------|----------|
-| ONCE      | once a step             | once a step     | full copy and full gradient, all step | ZeRO-1   |
+| ONCE      | once a step             | once a step     | full copy, sum of full gradients      | ZeRO-1   |
 | KEEP      | in every micro-batch    | in its backward | full copy, from forward to backward   | ZeRO-2   |
 | AGAIN     | in forward and backward | in its backward | nothing                               | FSDP     |
 """

@@ -1,6 +1,6 @@
 """Weights that are stored in shards: what their gathering costs beside the moves, and what stays of it.
 
-once      [ shard | full copy | full gradient ]  all step long; moves that lead count once a step
+once      [ shard | full copy | sum of full gradients ]  all step long; moves that lead count once a step
 keep      [ shard ] + full copy from forward to backward
 again     [ shard ]; each operator whose backward reads the full copy gathers it anew
 """
@@ -63,9 +63,9 @@ def copies(
 
 
 def copy_bytes(graph: Graph, prices: Prices, name: str, layout: Layout) -> int:
-    """Of a full copy and, if the weight learns, of its full gradient."""
-    learns = prices.training and graph.specs[name].requires_grad
-    return prices.local_bytes(name, layout) * (2 if learns else 1)
+    """Of a full copy and, if gradients of several micro-batches or of a stage add up, of their sum."""
+    adds_up = prices.training and graph.specs[name].requires_grad and prices.once < 1.0
+    return prices.local_bytes(name, layout) * (2 if adds_up else 1)
 
 
 def _is_gathered(value: Value) -> bool:

@@ -94,14 +94,14 @@ def lives(graph: Graph, prices: Prices, program: Program) -> tuple[Life, ...]:
     keepers: dict[int, list[int]] = {}
     own = []
     for call in tape.calls:
-        memory = call.memory
-        home |= {item.value: (call.place, not memory.repeats) for item in memory.gives if item.alias is None}
+        memory, place = call.memory, min(call.place, len(graph.operators) - 1)  # outputs leave at the last
+        home |= {item.value: (place, not memory.repeats) for item in memory.gives if item.alias is None}
         for value in memory.takes:
-            uses.setdefault(tape.root[value], []).append(call.place)
+            uses.setdefault(tape.root[value], []).append(place)
         for root in memory.keeps:
-            keepers.setdefault(root, []).append(call.place)
+            keepers.setdefault(root, []).append(place)
         if memory.own:
-            own.append(Life(memory.own, call.place, not memory.repeats, (), (call.place,)))
+            own.append(Life(memory.own, place, not memory.repeats, (), (place,)))
     found = (
         Life(
             nbytes=tape.nbytes[root],
@@ -192,7 +192,9 @@ class _Replay:
             self.prices.state_bytes(item.name, self.program.inputs[item.name]) for item in state
         )
         if not self.staged:
-            self.heap.hold("state", state_bytes - sum(weight.nbytes for weight in self.tape.weights))
+            lasts = self.prices.once < 1.0  # of full gradients, those that add up
+            gradients = sum(weight.nbytes + lasts * weight.full for weight in self.tape.weights)
+            self.heap.hold("state", state_bytes - gradients)
             self.heap.hold("batch", self.batch_bytes())
             self.sums.begin()
         self.forward()
@@ -526,12 +528,25 @@ class _Sums:
                 self.heap.hold(("bucket", number), sum(item.nbytes for item in bucket.members))
         if self.adding:
             for item in self.weights:
-                self.heap.hold(("sum", item.name), item.nbytes)
+                self.heap.hold(("sum", item.name), item.full or item.nbytes)
+
+    def scattered(self, weight: Weight, key: Hashable) -> Hashable:
+        """The shard's gradient in place of the full one, that of all micro-batches."""
+        if self.adding:
+            self.heap.hold(("new sum", weight.name), weight.full)
+            self.heap.drop(("sum", weight.name))
+            self.heap.drop(key)
+            key = "new sum", weight.name
+        self.heap.hold(("shard", weight.name), weight.nbytes)
+        self.heap.drop(key)
+        return "shard", weight.name
 
     def arrive(self, weight: Weight, key: Hashable) -> None:
         """Take over a gradient, held once."""
         number = self.bucket.get(weight.name)
-        if self.adding:
+        if weight.full:
+            key = self.scattered(weight, key)
+        elif self.adding:
             if number is None:  # added to the parameter's own
                 self.heap.drop(key)
                 return

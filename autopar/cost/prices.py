@@ -86,7 +86,7 @@ class Prices:
     cluster: ClusterSpec
     model: CostModel
     training: bool = True
-    optimizer_states: int = 2  # tensors of the weight's size that the optimizer keeps; Adam has two
+    optimizer_states: float = 2.0  # bytes for each byte of a weight that learns; Adam has two
     once: float = 1.0
     accumulates: bool = False  # whether gradients of several micro-batches add up
     _operators: dict[Any, Price] = field(default_factory=dict)
@@ -357,7 +357,7 @@ class Prices:
         """A parameter with its gradient and optimizer state; frozen ones have neither."""
         nbytes = self.local_bytes(name, layout)
         learns = self.training and self.graph.specs[name].requires_grad
-        return nbytes * (2 + self.optimizer_states) if learns else nbytes
+        return round(nbytes * (2 + self.optimizer_states)) if learns else nbytes
 
     def update(self, name: str, layout: Layout) -> float:
         """Seconds of the optimizer's step on a parameter: each of its tensors is read and written."""

@@ -40,14 +40,16 @@ class TapeCall:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter that learns: its value, the bytes of its gradient when backward comes to it, and over
-    which ranks that is summed when backward ends, None if nowhere."""
+    """A parameter that learns: its value, the bytes of its gradient, and over which ranks that is summed
+    when backward ends, None if nowhere. What backward comes to with a weight that is gathered once is the
+    `full` gradient, of so many bytes, which is scattered first."""
 
     name: str
     value: int
     nbytes: int
     dtype: torch.dtype
     key: str | None
+    full: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +225,14 @@ class _Recorder:
 
     def weight(self, item: GraphInput, value: int) -> Weight:
         mesh = self.prices.dims.mesh
-        axes = {move.axis for name, move in self.deferred if name == item.name}
+        deferred = [move for name, move in self.deferred if name == item.name]
+        axes = {move.axis for move in deferred} - {move.axis for move in deferred if gathers(move)}
         summed = math.prod(mesh.shape[axis] for axis in axes) > 1
-        layout = self.copies.get(item.name, self.program.inputs[item.name])
-        nbytes = self.prices.local_bytes(item.name, layout)
-        return Weight(item.name, value, nbytes, item.spec.dtype, mesh.key(sorted(axes)) if summed else None)
+        nbytes = self.prices.local_bytes(item.name, self.program.inputs[item.name])
+        copy = self.copies.get(item.name)
+        full = 0 if copy is None else self.prices.local_bytes(item.name, copy)
+        key = mesh.key(sorted(axes)) if summed else None
+        return Weight(item.name, value, nbytes, item.spec.dtype, key, full)
 
 
 def _is_one_block(shape: Sequence[int], layout: Layout) -> bool:

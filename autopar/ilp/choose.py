@@ -22,6 +22,7 @@ from autopar.cost.values import can_lead, find_values, leading
 from autopar.errors import CheckError, InfeasibleError, SolverError
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import Answer
+from autopar.ilp.phases import completes, gathers_in_disguise
 from autopar.ilp.placement import FREE, Dear, Problem, Space, TensorClass
 from autopar.ilp.recompute import everything, fit
 from autopar.ilp.solver import solve
@@ -97,7 +98,7 @@ class _Search:
         first = self.once(rows=cap, bounded=bounded)
         found = self.tightened(first, cap)
         if not found or bounded and found[0].seconds > first.bound * (1 + self.gap):
-            found += self.priced(cap)
+            found += self.priced(cap) + self.kept(cap)
         if not found:
             last = self.least()
             if last is None or last.peak.nbytes > cap:
@@ -137,14 +138,34 @@ class _Search:
             low, high = (low, middle) if plain else (middle, high)
         return found
 
+    def kept(self, cap: int) -> list[Solution]:
+        """Those that fit and gather no weight again: rows don't see what doing so holds for a moment."""
+        other = replace(self, space=self.space.without_again())
+        if other.space is self.space:
+            return []
+        try:
+            return other.tightened(other.once(rows=cap, bounded=False), cap)
+        except InfeasibleError:
+            return []
+
     def left(self) -> float | None:
         return None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
 
     def least(self) -> Solution | None:
-        """See `least`."""
-        return least(
-            self.graph, self.prices, self.space, self.folding, cap=self.cap, recompute=self.recompute
-        )
+        """See `least`; the leaner of those with weights that are gathered again and without."""
+        spaces = dict.fromkeys((self.space.gatherings, self.space.without_again().gatherings))
+        found = [
+            least(
+                self.graph,
+                self.prices,
+                replace(self.space, gatherings=gatherings),
+                self.folding,
+                cap=self.cap,
+                recompute=self.recompute,
+            )
+            for gatherings in spaces
+        ]
+        return min((each for each in found if each), key=lambda each: each.peak.nbytes, default=None)
 
     def problem(self, *, rows: int | None, dear: Dear = FREE, relaxed: bool = False) -> Problem:
         return Problem(
@@ -352,7 +373,9 @@ def _moves_of(
 
     def path(*, leads: bool) -> tuple[Move, ...]:
         def price(move: Move) -> float:
-            if gathers(move) and not problem.may_gather(tensor.name):
+            if not problem.may_gather(tensor.name) and completes(move):
+                return math.inf
+            if gathering is not Gathering.KEEP and gathers_in_disguise(move):
                 return math.inf
             return problem.move_seconds(tensor.name, move, leads=leads and can_lead(move, gathering))
 

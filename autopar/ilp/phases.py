@@ -16,7 +16,7 @@ from enum import Enum, auto
 from autopar.convert.table import gathers
 from autopar.core.gathering import Gathering
 from autopar.core.move import Move
-from autopar.core.placement import Layout
+from autopar.core.placement import Layout, Partial
 from autopar.cost.values import can_lead
 
 
@@ -61,14 +61,33 @@ def phased(starts: Iterable[Place], moves: Sequence[Move], real: Callable[[Move]
         begun.setdefault(phase, set()).add(layout)
     for phase, layouts in begun.items():
         last = phase.next or phase
-        for move in moves:
-            if last is not Phase.SETTLED or not gathers(real(move)):
-                found[move, last] = None
+        found |= dict.fromkeys((move, last) for move in moves if _may_be_in(last, real(move)))
         if phase.next is not None:
             gathering = Gathering.ONCE if phase is Phase.ONCE else Gathering.KEEP
             able = [move for move in moves if can_lead(real(move), gathering)]
             found |= dict.fromkeys((move, phase) for move in _reached(layouts, able))
     return list(found)
+
+
+def gathers_in_disguise(move: Move) -> bool:
+    """Whether a weight's move could complete a gather by another name: zero-padded shards, S -> P, that are
+    then summed."""
+    return isinstance(move.placements[0], Partial)
+
+
+def completes(move: Move) -> bool:
+    """Whether a weight's move gathers it, by any name."""
+    return gathers(move) or gathers_in_disguise(move)
+
+
+def _may_be_in(phase: Phase, move: Move) -> bool:
+    match phase:
+        case Phase.AGAIN:
+            return not gathers_in_disguise(move)
+        case Phase.SETTLED:
+            return not completes(move)
+        case _:
+            return True
 
 
 def _reached(layouts: set[Layout], moves: Sequence[Move]) -> Iterator[Move]:

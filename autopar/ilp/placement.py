@@ -51,7 +51,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.convert.path import interesting
 from autopar.convert.table import canonical, exists, gathers, moves
@@ -62,7 +62,7 @@ from autopar.core.placement import Broadcast, Layout, Placement, R, Shard
 from autopar.cost.prices import Prices
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import LinearProgram, Terms
-from autopar.ilp.phases import Arc, Phase, Place, first_phase, phased
+from autopar.ilp.phases import Arc, Phase, Place, completes, first_phase, phased
 from autopar.ops.pointwise import Dropout, Pointwise
 from autopar.ops.rule import Strategy, rule_of
 from autopar.ops.views import Expand, Permute, Reshape, Split
@@ -91,6 +91,11 @@ class Space:
     inputs: Mapping[str, Sequence[Layout]]
     outputs: Mapping[str, Sequence[Layout]]
     gatherings: tuple[Gathering, ...] = (Gathering.KEEP,)
+
+    def without_again(self) -> Space:
+        """The space in which no weight is gathered again, if there are other ways; else itself."""
+        others = tuple(way for way in self.gatherings if way is not Gathering.AGAIN)
+        return replace(self, gatherings=others) if others not in ((), self.gatherings) else self
 
 
 @dataclass(slots=True)
@@ -406,6 +411,8 @@ class Problem:
         """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it."""
         if not (self.prices.training and self.graph.specs[tensor.name].requires_grad):
             return
+        if self.prices.once == 1.0:  # it is scattered as soon as it comes
+            return
         if layout not in copies:
             copies[layout] = self.lp.variable()
             nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
@@ -542,7 +549,7 @@ class Problem:
                     continue
                 if not self.prices.dims.legal(name, move.target):
                     continue
-                if gathers(self.real(move)) and not self.may_gather(name):
+                if not self.may_gather(name) and completes(self.real(move)):
                     continue
                 found.append(move)
                 if move.target not in seen:

@@ -17,7 +17,8 @@ don't need. Source of the path: Chen et al., 2016; of the prices: Lagrange.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -33,6 +34,8 @@ MOST_PLACES = 600  # where parts may begin and end; tables grow with the square
 PRICES = (0.05, 0.15, 0.3, 0.5, 0.7, 1.0, 1.5, 3.0, 10.0, 100.0)  # of seconds per byte over the whole graph
 LIMITS = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015)  # of all bytes that can be spared
 REFINED = 3  # of the fastest candidates that fit
+CHANGES = 240  # of single parts that are tried in the end
+EFFORT = 6000  # operators that are replayed for that
 TRIALS = 24  # single parts that each of them tries to give up
 
 
@@ -62,7 +65,7 @@ def everything(graph: Graph, prices: Prices, program: Program) -> Program:
     ]
     return min(
         candidates,
-        key=lambda each: peak_memory(graph, prices, each).nbytes,
+        key=lambda each: _size(peak_memory(graph, prices, each)),
         default=program,
     )
 
@@ -88,11 +91,16 @@ def ladder(graph: Graph, prices: Prices, program: Program, rungs: int) -> list[P
     return [replace(program, recompute=()), *(replace(program, recompute=parts) for parts in best)]
 
 
+def _size(peak: Peak) -> tuple[int, int]:
+    return peak.nbytes, peak.kept
+
+
 @dataclass(slots=True)
 class _Fitting:
     graph: Graph
     prices: Prices
     program: Program
+    known: dict[tuple[Segment, ...], Fitted] = field(default_factory=dict)
 
     def under(self, cap: int) -> Fitted:
         plain = self.fitted((), 0.0)
@@ -102,22 +110,46 @@ class _Fitting:
         least, good = plain, []
         for parts in sorted(set(_candidates(table)), key=lambda each: _totals(table, each)):
             found = self.fitted(parts, _totals(table, parts)[0])
-            least = min(least, found, key=lambda each: each.peak.nbytes)
+            least = min(least, found, key=lambda each: _size(each.peak))
             if found.peak.nbytes <= cap:
                 good.append(self.without_idle(found, table, cap))
                 if len(good) == REFINED:
                     break
-        return min(good, key=lambda each: (each.seconds, each.peak.nbytes), default=least)
+        if not good:
+            least = self.descend(least, table, cap)
+            good = [least] if least.peak.nbytes <= cap else []
+        if not good:
+            return least
+        return self.descend(min(good, key=lambda each: each.seconds), table, cap)
 
-    def fitted(self, parts: Sequence[Segment], seconds: float) -> Fitted:
-        program = replace(self.program, recompute=tuple(parts))
-        return Fitted(program, seconds, peak_memory(self.graph, self.prices, program))
+    def descend(self, found: Fitted, table: Savings, cap: int) -> Fitted:
+        """Change one part at a time for as long as that helps: to fit first, then to be faster."""
+
+        def worth(each: Fitted) -> tuple[float, float, int]:
+            return max(0, each.peak.nbytes - cap), each.seconds, each.peak.nbytes
+
+        left = min(CHANGES, EFFORT // len(self.graph.operators))
+        while left > 0:
+            near = list(islice(_neighbours(found.program.recompute, table.places), left))
+            left -= max(1, len(near))
+            tried = [self.fitted(parts, _totals(table, parts)[0]) for parts in near]
+            best = min(tried, key=worth, default=found)
+            if worth(best) >= worth(found):
+                break
+            found = best
+        return found
+
+    def fitted(self, parts: tuple[Segment, ...], seconds: float) -> Fitted:
+        if parts not in self.known:
+            program = replace(self.program, recompute=parts)
+            self.known[parts] = Fitted(program, seconds, peak_memory(self.graph, self.prices, program))
+        return self.known[parts]
 
     def without_idle(self, found: Fitted, table: Savings, cap: int) -> Fitted:
         """The same with as few parts as still fit: as many as can be of the dearest go, then single ones."""
 
         def left(parts: Sequence[Segment]) -> Fitted:
-            ordered = sorted(parts)
+            ordered = tuple(sorted(parts))
             return self.fitted(ordered, _totals(table, ordered)[0])
 
         parts = sorted(found.program.recompute, key=lambda part: -_price(table, part))
@@ -182,6 +214,29 @@ def _parts(table: Savings, price: float, limit: float) -> tuple[Segment, ...]:
             parts.append((table.places[first], table.places[stop]))
         stop = first if first >= 0 else stop - 1
     return tuple(reversed(parts))
+
+
+def _neighbours(parts: tuple[Segment, ...], places: Sequence[int]) -> Iterator[tuple[Segment, ...]]:
+    """The parts with one left out, moved at one end by one place, parted in two, or added."""
+    number = {place: index for index, place in enumerate(places)}
+    for index, (first, stop) in enumerate(parts):
+        before, after = parts[:index], parts[index + 1 :]
+        yield before + after
+        low, high = number[first], number[stop]
+        for start, end in ((low + 1, high), (low - 1, high), (low, high + 1), (low, high - 1)):
+            if 0 <= start < end < len(places) and _is_apart(before, after, places[start], places[end]):
+                yield (*before, (places[start], places[end]), *after)
+        for middle in places[low + 1 : high]:
+            yield (*before, (first, middle), (middle, stop), *after)
+    for start in range(len(places) - 1):
+        for end in range(start + 1, min(len(places), start + 3)):
+            new = places[start], places[end]
+            if all(stop <= new[0] or first >= new[1] for first, stop in parts):
+                yield tuple(sorted((*parts, new)))
+
+
+def _is_apart(before: Sequence[Segment], after: Sequence[Segment], first: int, stop: int) -> bool:
+    return (not before or before[-1][1] <= first) and (not after or after[0][0] >= stop)
 
 
 def _totals(table: Savings, parts: Sequence[Segment]) -> tuple[float, float]:

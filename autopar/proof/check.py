@@ -29,7 +29,7 @@ from autopar.ops.dims import Dims
 from autopar.planning import Request, search
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import raise_graph, raise_tensor
-from autopar.proof.processes import Disagreement, Job, train_on_processes
+from autopar.proof.processes import Disagreement, Job, trace_lengths, train_on_processes
 from autopar.proof.verify import (
     TOLERANCE,
     Verdict,
@@ -38,9 +38,9 @@ from autopar.proof.verify import (
     train_eagerly,
     verify_simulated,
 )
+from autopar.rewrite.shorter import check_plan
 from autopar.runtime import serial
 from autopar.signature import flatten_arguments
-from autopar.simplify import only_loss
 from autopar.target import Target
 from autopar.trace import Traced, trace
 from costdb.database import Database
@@ -137,11 +137,11 @@ def _check_pipeline(
 ) -> Report:
     """The same for stages and micro-batches, against the serial model that accumulates gradients."""
     arguments = flatten_arguments(target.args, target.kwargs)
-    batch = split_batch(arguments.tensors, request.micro_batches, equal=request.stages > 1 or not processes)
-    args, kwargs = arguments.rebuild(batch[0].tensors)
-    traced = trace(target.model, args, kwargs, loss_fn=target.loss_fn)
-    traced = replace(traced, graph=only_loss(traced.graph))
+    batch = split_batch(arguments.tensors, request.micro_batches)
+    traced, shorter = trace_lengths(target, arguments, batch)
     plan = search(traced.graph, cluster, replace(request, alternatives=False), database=database).plan
+    if shorter and (plan.pipeline.is_staged or not processes):
+        check_plan(plan.program, traced.graph, shorter.graph)
     graph, casts = raise_graph(traced.graph)
     model = copy.deepcopy(target.model).double()
     batch = [replace(micro, tensors=tuple(map(raise_tensor, micro.tensors))) for micro in batch]
@@ -151,7 +151,17 @@ def _check_pipeline(
     else:
         dims = Dims(graph, find_atoms(graph), plan.mesh)
         paths = traced.arguments.paths
-        ours = simulate_pipeline(model, batch, paths, graph, plan.program, plan.pipeline, dims, steps=steps)
+        ours = simulate_pipeline(
+            model,
+            batch,
+            paths,
+            graph,
+            plan.program,
+            plan.pipeline,
+            dims,
+            steps=steps,
+            shorter=raise_graph(shorter.graph)[0] if shorter else None,
+        )
     weights = [loss_weight(graph, micro.share) for micro in batch]
     theirs = accumulate_eagerly(model, arguments, batch, weights, target.loss_fn, steps=steps)
     return Report(plan, _worse(compare(ours, theirs, casts), disagreement), request.force)

@@ -10,7 +10,7 @@ of what it was given. A tied weight has one copy for each stage that uses it; it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.plan import Program
 from autopar.errors import CheckError
 from autopar.micro_batches import MicroBatch, loss_weight
+from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.proof.verify import MOMENTUM, RATE, Record, Tensors, seed, start_state
@@ -51,15 +52,16 @@ def simulate_pipeline(
     dims: Dims,
     *,
     steps: int,
+    shorter: Graph | None = None,
 ) -> Record:
     """SGD by the programs of all ranks of all stages; `model` gives the first parameters.
 
-    `batch` holds float64 tensors in the order of `paths`; `graph` is that of one micro-batch, and its
-    loss the only output.
+    `batch` holds float64 tensors in the order of `paths`; `graph` is that of the first micro-batch, and its
+    loss the only output; `shorter` that of micro-batches which are a sample shorter.
     """
-    ranks = range(dims.mesh.num_devices)
-    programs = [rewrite(graph, program, dims, rank=rank) for rank in ranks]
-    cuts = [split(each, graph, pipeline.starts) for each in programs]
+    cuts = _cuts(graph, program, pipeline, dims)
+    rest = Dims(shorter, find_atoms(shorter), dims.mesh) if shorter else dims
+    short_cuts = _cuts(shorter, program, pipeline, rest) if shorter else cuts
     full = start_state(model, graph)
     learned = [
         item.name
@@ -71,12 +73,14 @@ def simulate_pipeline(
     )
     record, targets = Record(), {item.name: item.target for item in graph.inputs}
     for step in range(steps):
-        stages = [_stage([cut[index] for cut in cuts], full, program, dims) for index in range(len(cuts[0]))]
+        stages = [_stage(programs, full, program, dims) for programs in cuts]
+        short = [replace(stage, programs=each) for stage, each in zip(stages, short_cuts, strict=True)]
         total = torch.zeros((), dtype=torch.float64)
         for number, micro in enumerate(batch):
             users = _users(graph, paths, micro)
             weight = loss_weight(graph, micro.share)
-            total += weight * _micro_batch(stages, users, graph, program, dims, weight, seed(step, number))
+            made, sizes = (short, rest) if micro.share < batch[0].share else (stages, dims)
+            total += weight * _micro_batch(made, users, program, sizes, weight, seed(step, number))
         record.loss[f"{step}:loss"] = total
         for name in learned:
             gradient = _gradient(name, stages, program, dims)
@@ -93,6 +97,12 @@ def simulate_pipeline(
     return record
 
 
+def _cuts(graph: Graph, program: Program, pipeline: Pipeline, dims: Dims) -> list[tuple[StageProgram, ...]]:
+    """The programs of each stage, one for each rank of its mesh."""
+    programs = (rewrite(graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices))
+    return list(zip(*(split(each, graph, pipeline.starts) for each in programs), strict=True))
+
+
 def _stage(programs: Sequence[StageProgram], full: Tensors, program: Program, dims: Dims) -> _Stage:
     names = [name for name in programs[0].inputs if name in full]
     return _Stage(programs, distribute(full, {name: program.inputs[name] for name in names}, dims))
@@ -106,7 +116,6 @@ def _users(graph: Graph, paths: Sequence[str], micro: MicroBatch) -> Tensors:
 def _micro_batch(
     stages: Sequence[_Stage],
     users: Tensors,
-    graph: Graph,
     program: Program,
     dims: Dims,
     weight: float,

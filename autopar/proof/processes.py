@@ -7,7 +7,7 @@ leave rank 0 untouched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from autopar.compiler import Compiler, graph_digest
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan
 from autopar.errors import CheckError
-from autopar.micro_batches import split_batch
+from autopar.micro_batches import MicroBatch, split_batch
 from autopar.planning import Request
 from autopar.proof.precision import raise_graph, raise_tensor
 from autopar.proof.verify import (
@@ -38,7 +38,7 @@ from autopar.rewrite.render import describe
 from autopar.runtime import worker
 from autopar.runtime.launch import run_function
 from autopar.runtime.module import ParallelModule
-from autopar.signature import find_loss, flatten_arguments, flatten_results
+from autopar.signature import Arguments, find_loss, flatten_arguments, flatten_results
 from autopar.simplify import only_loss
 from autopar.target import Target, load_target
 from autopar.trace import Traced, trace
@@ -82,7 +82,7 @@ def train_rank(job: Job) -> tuple[Record | None, Disagreement]:
     job.cluster.check_world(dist.get_world_size())
     target = load_target(job.source)
     _copy_state(job.state, target.model)
-    traced = _raised(target, job)
+    traced, shorter = _raised(target, job)
     compiler = Compiler(
         job.cluster,
         Request(measure=False),
@@ -91,6 +91,7 @@ def train_rank(job: Job) -> tuple[Record | None, Disagreement]:
         exact_random=True,
         plan=job.plan,
         traced=traced,
+        shorter=shorter,
     )
     parallel = ParallelModule(
         target.model.double(),
@@ -111,14 +112,28 @@ def _copy_state(state: Mapping[str, Tensor], model: nn.Module) -> None:
             tensor.copy_(state[name])
 
 
-def _raised(target: Target, job: Job) -> Traced:
-    """The target's graph in float64, traced as the parent did: from the model as it is."""
+def trace_lengths(
+    target: Target, arguments: Arguments, batch: Sequence[MicroBatch]
+) -> tuple[Traced, Traced | None]:
+    """The graph of the first of several micro-batches, with its loss alone, and that of shorter ones."""
+
+    def of(micro: MicroBatch) -> Traced:
+        args, kwargs = arguments.rebuild(micro.tensors)
+        traced = trace(target.model, args, kwargs, loss_fn=target.loss_fn)
+        return replace(traced, graph=only_loss(traced.graph))
+
+    return of(batch[0]), of(batch[-1]) if batch[-1].share < batch[0].share else None
+
+
+def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
+    """The target's graphs in float64, traced as the parent did: from the model as it is."""
     arguments = flatten_arguments(target.args, target.kwargs)
-    count = job.plan.pipeline.micro_batches
-    args, kwargs = arguments.rebuild(split_batch(job.tensors, count)[0].tensors)
-    traced = trace(target.model, args, kwargs, loss_fn=target.loss_fn, loss_only=job.by_steps)
     if job.by_steps:
-        traced = replace(traced, graph=only_loss(traced.graph))
+        batch = split_batch(job.tensors, job.plan.pipeline.micro_batches)
+        traced, shorter = trace_lengths(target, arguments, batch)
+    else:
+        args, kwargs = arguments.rebuild(job.tensors)
+        traced, shorter = trace(target.model, args, kwargs, loss_fn=target.loss_fn, loss_only=False), None
     if graph_digest(traced.graph) != job.digest:
         raise CheckError(
             where=f"rank {dist.get_rank()}",
@@ -126,8 +141,11 @@ def _raised(target: Target, job: Job) -> Traced:
             wanted="the graph that the plan is for",
             remedy="let the function of the target build the same model at each call",
         )
-    graph, _ = raise_graph(traced.graph)
-    return replace(traced, graph=graph)
+    return _raise(traced), _raise(shorter) if shorter else None
+
+
+def _raise(traced: Traced) -> Traced:
+    return replace(traced, graph=raise_graph(traced.graph)[0])
 
 
 def train(parallel: ParallelModule, traced: Traced, job: Job) -> Record:

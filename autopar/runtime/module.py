@@ -33,6 +33,7 @@ from autopar.runtime import groups, serial
 from autopar.runtime.bound import Bound, find_in, gradient_key
 from autopar.runtime.clipping import refuse_torch_clipping, scale, total_norm
 from autopar.runtime.gradient_sync import BUCKET_BYTES
+from autopar.runtime.held import Held, State
 from autopar.runtime.local_inputs import LocalInputs
 from autopar.runtime.optimizers import refuse_whole_tensor, step_fast
 from autopar.runtime.parameters import device_mesh, distribute, sharding_key
@@ -111,6 +112,7 @@ class ParallelModule(Container):
         self._holders: Mapping[str, tuple[int, ...]] = {}  # pipeline ranks of each tensor, with stages
         self._homes: Mapping[str, int] = {}  # the first stage of each
         self._pipeline = Pipeline()
+        self._held: Held | None = None  # with stages
         self._programs: dict[tuple[Any, ...], Bound | StagedProgram | Relay] = {}
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
@@ -164,7 +166,7 @@ class ParallelModule(Container):
         with torch.set_grad_enabled(learn):
             program = self._current = self._program(call, step=self._by_steps)
             count = program.executable.plan.pipeline.micro_batches
-            batch = split_batch(call.tensors, count, equal=isinstance(program, StagedProgram))
+            batch = split_batch(call.tensors, count)
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
                 return program.train(batch) if learn else program.evaluate(batch)
@@ -264,6 +266,7 @@ class ParallelModule(Container):
 
     def _program(self, call: Arguments, *, step: bool = False) -> Bound | StagedProgram | Relay:
         """The program for the global `call`."""
+        self._update_held()
         key = self._key(call, step=step)
         if key not in self._programs:
             if self._mesh is not None:
@@ -278,6 +281,7 @@ class ParallelModule(Container):
             copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
             groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
             mesh = self._place(made) if self._mesh is None else self._check(made)
+            self._update_held()
             program = self._programs[self._key(call, step=step)] = self._bind(made, mesh, step=step)
             return program
         return self._programs[key]
@@ -335,30 +339,37 @@ class ParallelModule(Container):
         held = itertools.chain.from_iterable(
             (*item._parameters.values(), *item._buffers.values()) for item in self._containers
         )
+        mine = tuple((tensor.dtype, tensor.requires_grad) for tensor in held if tensor is not None)
         return (
             step,
             torch.is_grad_enabled(),
             call.key,
             tuple(tensor.requires_grad for tensor in call.tensors),
             tuple(container.training for container in self._containers),
-            tuple((tensor.requires_grad, tensor.dtype) for tensor in held if tensor is not None),
+            tuple(self._held.states.items()) if self._held else mine,
         )
 
     def _update_copy(self) -> None:
-        """Give the copy that is traced the parameters' present dtypes and need of gradients.
-
-        With stages they must stay: ranks of other stages would not see it, and wait for ever.
-        """
+        """Give the copy that is traced the parameters' present dtypes and need of gradients."""
         model = self._model[0]
-        outer = dict(itertools.chain(self.named_parameters(), self.named_buffers()))
         traced = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-        for name, ours in outer.items():  # all of them, but on a pipeline's ranks
+        for name, (dtype, learns) in self._states().items():
             theirs = traced[name]
-            if self._holders and (theirs.dtype, theirs.requires_grad) != (ours.dtype, ours.requires_grad):
-                raise _changed(name, theirs, ours)
-            if theirs.dtype != ours.dtype:
-                theirs.data = serial.without_memory(theirs.detach(), ours.dtype)
-            theirs.requires_grad_(ours.requires_grad)
+            if theirs.dtype != dtype:
+                theirs.data = serial.without_memory(theirs.detach(), dtype)
+            theirs.requires_grad_(learns)
+
+    def _update_held(self) -> None:
+        """With stages, learn what other ranks hold; a collective."""
+        if self._held is not None:
+            self._held.update(itertools.chain(self.named_parameters(), self.named_buffers()))
+
+    def _states(self) -> Mapping[str, State]:
+        """Dtypes and need of gradients of all parameters and buffers, also of other stages."""
+        if self._held is not None:
+            return self._held.states
+        tensors = itertools.chain(self.named_parameters(), self.named_buffers())
+        return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
 
     # -- samples --------------------------------------------------------------------------------
 
@@ -432,6 +443,7 @@ class ParallelModule(Container):
         if isinstance(made, StagedExecutable):
             self._holders = dict.fromkeys(self._pinned, (0,)) | dict(made.holders)
             self._homes, self._pipeline = made.homes, made.pipeline
+            self._held = Held(self._device)
             differ_by_stage(dist.get_rank() // made.mesh.num_devices)
             refuse_torch_clipping(mesh)
         model = self._model[0]
@@ -557,15 +569,3 @@ def _refuse_input_gradients(call: Arguments) -> None:
             wanted="inputs without: their gradient would exist on the ranks of single stages only",
             remedy="pass .detach(), or plan without pipeline stages",
         )
-
-
-def _changed(name: str, planned: Tensor, now: Tensor) -> InputError:
-    def show(tensor: Tensor) -> str:
-        return f"{tensor.dtype}, {'learning' if tensor.requires_grad else 'frozen'}"
-
-    return InputError(
-        where=f"{name} of a plan with pipeline stages",
-        found=show(now),
-        wanted=f"{show(planned)}, as when it was planned: other stages' ranks don't see the change",
-        remedy="convert or freeze the model before it is parallelized",
-    )

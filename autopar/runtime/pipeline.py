@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class StagedProgram:
         self.executable = made
         self._find, self._device, self._bucket_bytes = find, device, bucket_bytes
         self._stages = [
-            Stage(each, find, mesh=mesh, device=device, exact_random=exact_random) for each in made.stages
+            Stage(each, find, mesh=mesh, device=device, exact_random=exact_random, shorter=shorter)
+            for each, shorter in zip_longest(made.stages, made.shorter)
         ]
         self.group = pipeline_group(made, timeout)
         self._tied = _tied_groups(made, timeout)
@@ -151,7 +153,6 @@ class StagedProgram:
             output_args=tuple(map(_example, sent)),
             group=self.group,
             dw_builder=None if splits_cleanly(made) else _nothing_left,
-            sent=sent,
         )
 
     # -- gradients ------------------------------------------------------------------------------
@@ -209,16 +210,16 @@ def _nothing_left() -> Callable[[], None]:
 
 
 class _TorchStage(PipelineStage):
-    """A stage that holds no more than it needs. Receive buffers last from the receive to what uses them:
-    torch makes those of all micro-batches before the first step, and keeps them. Losses, which torch
-    collects, let go of their micro-batch, whose received tensors the leaves of its graph are.
+    """A stage that holds no more than it needs, whose micro-batches may differ in size.
+
+    Receive buffers last from the receive to what uses them, each in the shape of its own micro-batch:
+    torch makes those of all micro-batches, like the first, before the first step, and keeps them. Losses,
+    which torch collects, let go of their micro-batch, whose received tensors the leaves of its graph are.
 
     In `eval` torch asks for the gradient of a neighbour on the same rank too, and finds none.
     """
 
-    def __init__(self, stage: Stage, *args: Any, sent: Sequence[TensorSpec], **options: Any) -> None:
-        super().__init__(stage, *args, **options)
-        self._specs = stage.executable.received, sent
+    submod: Stage
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._prepare_forward_infra(*args, **kwargs)
@@ -234,12 +235,12 @@ class _TorchStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         if not self.is_first:
-            self._fill(self.args_recv_info[fwd_chunk_id], self._specs[0])
+            self._fill(self.args_recv_info[fwd_chunk_id], self.submod.received(fwd_chunk_id))
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         if self.has_backward and not self.is_last:
-            self._fill(self.grad_recv_info[bwd_chunk_id], self._specs[1])
+            self._fill(self.grad_recv_info[bwd_chunk_id], self.submod.sent(bwd_chunk_id))
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
@@ -266,17 +267,32 @@ class _TorchStage(PipelineStage):
             for loss in state[2] if isinstance(state[2], tuple) else (state[2],):
                 loss.detach_()
 
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_first:
+            gradients, specs = self.bwd_cache[bwd_chunk_id], self.submod.received(bwd_chunk_id)
+            self.bwd_cache[bwd_chunk_id] = tuple(map(self._sent_back, gradients, specs))
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def _sent_back(self, gradient: Tensor | None, spec: TensorSpec) -> Tensor | None:
+        """The gradient of a received value; zeros if it got none, as the stage before waits for it."""
+        if gradient is not None or not spec.requires_grad:
+            return gradient
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        """Older torch compares every micro-batch's with the first one's."""
+
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
-            self._fill(self.grad_recv_info[mb_index], self._specs[1])  # zeros where there is no gradient
+            self._fill(self.grad_recv_info[mb_index], self.submod.sent(mb_index))  # zeros where there is no gradient
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _fill(self, infos: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
         """Give those that receive a tensor a buffer."""
-        for info, spec in zip(infos, specs, strict=True):
+        for info, spec in zip(infos, specs, strict=False):  # the first stage has arguments
             if info.buffer is not None:
                 info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
 

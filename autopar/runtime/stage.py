@@ -10,21 +10,43 @@ Gradients add up in the leaves over all micro-batches; `take` hands them over on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from autopar.core.executable import Executable, InputPart
-from autopar.core.graph import InputKind
+from autopar.core.graph import InputKind, TensorSpec
 from autopar.micro_batches import MicroBatch, mask_seed
 from autopar.runtime.bound import by_first_use, cut_input
 from autopar.runtime.parameters import Leaves, local
 from autopar.runtime.regather import freeing
 
 
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """How to run an executable, its constants, and what it takes of the user's."""
+
+    executable: Executable
+    run: Callable[..., Any]
+    constants: dict[str, Tensor]
+    users: list[InputPart]
+
+    @staticmethod
+    def of(executable: Executable, device: torch.device) -> _Program:
+        constants = {
+            item.name: cut_input(executable.constants[item.target], item, executable).to(device)
+            for item in executable.inputs
+            if item.kind is InputKind.CONSTANT
+        }
+        users = [item for item in executable.inputs if item.kind is InputKind.USER]
+        return _Program(executable, freeing(executable.module), constants, users)
+
+
 class Stage(nn.Module):
-    """`find(target)()` is the outer parameter or buffer of that name."""
+    """`find(target)()` is the outer parameter or buffer of that name; `shorter` runs micro-batches that are
+    a sample shorter than the first."""
 
     def __init__(
         self,
@@ -34,19 +56,14 @@ class Stage(nn.Module):
         mesh: Any,
         device: torch.device,
         exact_random: bool,
+        shorter: Executable | None = None,
     ) -> None:
         super().__init__()
         self.executable = executable
         self._device, self._exact_random = device, exact_random
-        self._program = (freeing(executable.module),)  # in a tuple: it is no child with parameters
-        self._users = [item for item in executable.inputs if item.kind is InputKind.USER]
+        self._programs = [_Program.of(each, device) for each in (executable, shorter) if each is not None]
         self._held = {
             item.name: find(item.target) for item in executable.inputs if item.kind is InputKind.BUFFER
-        }
-        self._constants = {
-            item.name: cut_input(executable.constants[item.target], item, executable).to(device)
-            for item in executable.inputs
-            if item.kind is InputKind.CONSTANT
         }
         self.learned = by_first_use(executable)
         self._leaves = Leaves(self.learned, [find(item.target) for item in self.learned], None, mesh)
@@ -75,16 +92,31 @@ class Stage(nn.Module):
         """What the program makes of micro-batch `number`: what it sends on, or the outputs."""
         if self._exact_random:
             torch.manual_seed(mask_seed(self._seed, number))
-        values = dict(self._values) | self._constants
+        program = self._program(number)
+        executable = program.executable
+        values = dict(self._values) | program.constants
         values |= {name: local(find()) for name, find in self._held.items()}
-        values |= {item.name: self._take(item, self._batch[number].tensors) for item in self._users}
-        inputs = (values[item.name] for item in self.executable.inputs)
-        results = self._program[0](*map(_guarded, received), *inputs)
-        count = len(results) - len(self.executable.writes)
+        for item in program.users:
+            mine = cut_input(self._batch[number].tensors[item.position], item, executable)
+            values[item.name] = mine.to(self._device, non_blocking=True)
+        inputs = (values[item.name] for item in executable.inputs)
+        results = program.run(*map(_guarded, received), *inputs)
+        count = len(results) - len(executable.writes)
         with torch.no_grad():
-            for name, value in zip(self.executable.writes, results[count:], strict=True):
+            for name, value in zip(executable.writes, results[count:], strict=True):
                 values[name].copy_(value)
         return tuple(results[:count])
+
+    def received(self, number: int) -> tuple[TensorSpec, ...]:
+        """What the stage receives of micro-batch `number`."""
+        return self._program(number).executable.received
+
+    def sent(self, number: int) -> tuple[TensorSpec, ...]:
+        """What the stage sends on of micro-batch `number`."""
+        return self._program(number).executable.sent
+
+    def _program(self, number: int) -> _Program:
+        return self._programs[self._batch[number].share < self._batch[0].share]
 
     def take(self) -> dict[int, Tensor]:
         """The gradients of `learned`, by number, as they have added up."""
@@ -99,9 +131,6 @@ class Stage(nn.Module):
         """Let go of the parameters' storage."""
         self._leaves.untie()
         self._values = {}
-
-    def _take(self, item: InputPart, tensors: Sequence[Tensor]) -> Tensor:
-        return cut_input(tensors[item.position], item, self.executable).to(self._device, non_blocking=True)
 
 
 def splits_cleanly(executable: Executable) -> bool:

@@ -125,7 +125,7 @@ def _planned(who: str, subject: Subject, processes: int, costdb: str) -> Contest
             example_kwargs=kwargs or None,
             loss_fn=subject.loss_fn,
             force=None if who == "auto" else who,
-            optimizer="momentum",
+            optimizer="sgd-momentum",
             costdb=costdb,
         )
     except autopar.errors.InfeasibleError:

@@ -128,7 +128,7 @@ def _contender(name: str, cluster: ClusterSpec, costdb: str) -> tuple[Callable[[
         return _data_parallel(DATA_PARALLEL[name]), None
     batch = _batch()
     parallel = autopar.parallelize(
-        _model(), cluster, batch, optimizer="momentum", costdb=costdb, **PLANNED[name]
+        _model(), cluster, batch, optimizer="sgd-momentum", costdb=costdb, **PLANNED[name]
     )
     pipeline = parallel.plan.pipeline
     by_steps = pipeline.is_staged or pipeline.micro_batches > 1

@@ -158,7 +158,12 @@ class BruteForce:
         return any(item.name == name and item.kind is InputKind.PARAMETER for item in self.graph.inputs)
 
     def plans(self) -> Iterator[tuple[float, int]]:
-        """(seconds, peak bytes) of every plan, with its cheapest conversions."""
+        """(seconds, peak bytes) of every plan."""
+        for seconds, program in self.programs():
+            yield seconds, peak_memory(self.graph, self.prices, program).nbytes
+
+    def programs(self) -> Iterator[tuple[float, Program]]:
+        """Every plan with its seconds and its cheapest conversions."""
         inputs = list(self.space.inputs)
         for strategies in self.strategies():
             for layouts in itertools.product(*self.space.inputs.values()):
@@ -170,8 +175,7 @@ class BruteForce:
                 if seconds < math.inf:
                     outputs = {name: offered[0] for name, offered in self.space.outputs.items()}
                     moves = {name: self.moves(name, strategies, kept.get(name)) for name in self.tensors()}
-                    program = Program(self.prices.dims.mesh, kept, strategies, moves, outputs)
-                    yield seconds, peak_memory(self.graph, self.prices, program).nbytes
+                    yield seconds, Program(self.prices.dims.mesh, kept, strategies, moves, outputs)
 
     def moves(self, name: str, strategies: Mapping[str, Any], layout: Layout | None) -> tuple[Move, ...]:
         """A tensor's cheapest conversions to where `plans` want it."""

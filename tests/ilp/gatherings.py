@@ -13,7 +13,7 @@ from autopar.convert.path import interesting
 from autopar.convert.table import canonical, moves
 from autopar.core.gathering import Gathering
 from autopar.core.move import Move
-from autopar.core.placement import B, Layout, R, Shard
+from autopar.core.placement import B, Layout, P, R, Shard
 from autopar.core.plan import Program
 from autopar.cost.memory import peak_memory
 from tests.ilp.brute_force import BruteForce
@@ -39,10 +39,11 @@ class EveryGathering(BruteForce):
                 seconds = work + sum(self.tensor(name, strategies, kept.get(name)) for name in rest)
                 if seconds == math.inf:
                     continue
+                fixed = {name: self.moves(name, strategies, kept.get(name)) for name in rest}
                 weights = [name for name in self.tensors() if self.is_weight(name)]
                 every = [list(self.ways(name, strategies, kept[name])) for name in weights]
                 for ways in itertools.product(*every):
-                    moves = {name: way[2] for name, way in zip(weights, ways, strict=True)}
+                    moves = fixed | {name: way[2] for name, way in zip(weights, ways, strict=True)}
                     gatherings = {name: way[1] for name, way in zip(weights, ways, strict=True)}
                     mesh = self.prices.dims.mesh
                     program = Program(mesh, kept, strategies, moves, outputs, gatherings=gatherings)
@@ -59,7 +60,10 @@ class EveryGathering(BruteForce):
         for gathering in sharded or (Gathering.KEEP,):
             best: tuple[float, tuple[Move, ...]] = (math.inf, ())
             for made in self.trees(name, source, needs):
-                if self.space.gatherings or not any(map(is_gather, made)):
+                summed = any(move.placements[0] == P for move in made)
+                if summed and gathering is not Gathering.KEEP:
+                    continue
+                if self.space.gatherings or not (summed or any(map(is_gather, made))):
                     seconds = self.way(name, source, needs, made, strategies, gathering)
                     best = min(best, (seconds, made), key=lambda way: way[0])
             if best[0] < math.inf:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 
@@ -14,10 +15,10 @@ from autopar.cluster import Link
 from autopar.core.graph import Graph, InputKind, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import VIRTUAL
-from autopar.core.schedule import Schedule, ScheduleKind
+from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
 from autopar.cost.gathering import copies, copy_bytes
-from autopar.cost.intervals import Intervals, choose_places, crossing_bytes, intervals
+from autopar.cost.intervals import SPLIT_SECONDS, Intervals, choose_places, crossing_bytes, intervals
 from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
@@ -76,6 +77,7 @@ def random_table(random: Random, count: int) -> Intervals:
         send_back=row(hop),
         received=row(30.0, whole=True),
         received_back=row(30.0, whole=True),
+        splitting=sums(0.5),
     )
 
 
@@ -114,7 +116,8 @@ def all_cuts(table: Intervals, schedule: Schedule) -> Iterator[tuple[float, int,
     """(seconds, peak bytes, starts) of every cut, by the simulator."""
     for inner in combinations(range(1, len(table.places) - 1), schedule.stages - 1):
         starts = (0, *inner)
-        timeline = simulate(schedule, stage_costs(table, starts, schedule))
+        costs = table.split() if schedule.kind in SPLIT_BACKWARD else table
+        timeline = simulate(schedule, stage_costs(costs, starts, schedule))
         yield timeline.seconds, timeline.peak.nbytes, starts
 
 
@@ -256,6 +259,20 @@ def test_what_crosses_and_what_a_stage_has_is_that_of_its_program(
                 if name in stage.inputs
             )
             assert table.state[p, q] == wanted
+
+
+def test_splitting_backward_costs_python_for_each_operator_on_a_cpu_alone() -> None:
+    graph = blocks(3)
+    mesh = Mesh((2,))
+    program = draw_program(Random(0), graph, Dims(graph, find_atoms(graph), mesh))
+    prices = random_prices(graph, mesh, Random(0))
+    places = (0, 2, len(graph.operators))
+    for kind, each in (("cpu", SPLIT_SECONDS), ("cuda", 0.0)):
+        prices.model = replace(prices.model, device=replace(prices.device, kind=kind))
+        table = intervals(graph, prices, program, HOP, places=places)
+        more = table.split().seconds - table.seconds
+        assert more[0, 1] == pytest.approx(2 * each)
+        assert more[0, 2] == pytest.approx(len(graph.operators) * each)
 
 
 @pytest.mark.parametrize("make", [*GRAPHS, tied, lambda: blocks(3)], ids=lambda make: make.__name__)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -221,12 +222,11 @@ def test_evaluation_and_both_modes(case: str, pools: Pools) -> None:
 
 def _shapes(case: str) -> None:
     serial, ours = prepared(case)
-    for size in (12, 8, 12):
+    for size in (12, 8, 10, 12):  # ten samples are micro-batches of 3, 3, 2 and 2
         data = batch(size)
         assert gap(step(ours, *data, seed=size), accumulate(serial, *data, seed=size)) < EXACT
     check_gradients(ours, serial)
-    with pytest.raises(InputError, match="10.*stages exchange tensors of one shape"):
-        ours.train_step(*batch(10))
+    assert gap(ours.state_dict(), serial.state_dict()) < EXACT
 
 
 @two_cases
@@ -234,25 +234,44 @@ def test_another_batch_size_runs_other_programs(case: str, pools: Pools) -> None
     on_ranks(pools, case, _shapes)
 
 
-def _frozen_later(case: str) -> None:
-    """Only ranks that hold the weight can know, so all keep to what was planned."""
+def _changed(case: str) -> int:
+    """Weights of single stages are frozen and thawed, then all are converted; the number of programs."""
+    serial, ours = prepared(case)
+    frozen = ("first.weight", "last.bias", "norm.weight")
+    for learn in (True, False, True):
+        for model in (serial, ours):
+            for name, parameter in model.named_parameters():
+                if name in frozen:
+                    parameter.requires_grad_(learn)
+            model.zero_grad()
+        for seed in range(2):
+            mine, theirs = step(ours, *batch(), seed=seed), accumulate(serial, *batch(), seed=seed)
+            assert gap(mine, theirs) < EXACT
+        check_gradients(ours, serial)
+    serial.float(), ours.float()
+    data = [item.float() for item in batch()]
+    assert gap(step(ours, *data, seed=5), accumulate(serial, *data, seed=5).float()) < 1e-6
+    return len(ours._programs)
+
+
+@two_cases
+def test_freezing_and_converting_after_planning_runs_other_programs(case: str, pools: Pools) -> None:
+    assert set(on_ranks(pools, case, _changed)) == {3}
+
+
+def _unlike(case: str) -> None:
+    """The tied weight is frozen on one of the ranks that hold it."""
     _, ours = prepared(case)
-    held = dict(ours.named_parameters())
-    if "first.weight" in held:
-        held["first.weight"].requires_grad_(False)
-        with pytest.raises(
-            InputError, match="first.weight .* found torch.float64, frozen, wanted .* learning"
-        ):
-            step(ours, *batch(), seed=5)
-        held["first.weight"].requires_grad_(True)
-    step(ours, *batch(), seed=5)
-    ours.float()
-    with pytest.raises(InputError, match="torch.float32.* before it is parallelized"):
-        ours.train_step(*(item.float() for item in batch()))
+    if dist.get_rank() == 0:
+        dict(ours.named_parameters())["middle.weight"].requires_grad_(False)
+    with pytest.raises(
+        InputError, match="middle.weight on rank 1: found torch.float64, learning, wanted .*frozen"
+    ):
+        step(ours, *batch(), seed=5)
 
 
-def test_what_changes_on_single_stages_is_refused(pools: Pools) -> None:
-    on_ranks(pools, "1f1b", _frozen_later)
+def test_copies_of_a_tied_weight_that_are_unlike_are_refused_everywhere(pools: Pools) -> None:
+    on_ranks(pools, "1f1b", _unlike)
 
 
 class Trunk(nn.Module):
@@ -299,6 +318,42 @@ def _unequal() -> None:
 
 def test_unequal_micro_batches_without_stages(pools: Pools) -> None:
     pools(2).run(_unequal)
+
+
+def _uneven(case: str) -> None:
+    """Trained on micro-batches of 3, 3, 2 and 2 from the start, evaluated on 3, 2, 2 and 2."""
+    serial, ours = make_net(), parallel(case, make_net())
+    ours.prepare(*batch(10))
+    for seed in range(2):
+        mine, theirs = step(ours, *batch(10), seed=seed), accumulate(serial, *batch(10), seed=seed)
+        assert gap(mine, theirs) < EXACT
+        check_gradients(ours, serial)
+        with torch.no_grad():
+            wanted = accumulate(serial, *batch(9), seed=seed, learn=False)
+        torch.manual_seed(seed)
+        assert gap(ours.eval_step(*batch(9)), wanted) < EXACT
+    assert gap(ours.state_dict(), serial.state_dict()) < EXACT
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["dualpipev", *(pytest.param(case, marks=pytest.mark.long) for case in CASES if case != "no stages")],
+)
+def test_unequal_micro_batches_of_any_schedule(case: str, pools: Pools) -> None:
+    on_ranks(pools, case, _uneven)
+
+
+def _impossible(case: str) -> None:
+    """One sample can't be split over two devices, and the plan says so for all micro-batches."""
+    _, ours = prepared(case)
+    ours.eval()
+    with pytest.raises(InputError, match="unequal micro-batches: found .*which can't be"):
+        ours.train_step(*batch(7))
+    step(ours, *batch(), seed=1)
+
+
+def test_unequal_micro_batches_that_no_plan_holds_for_are_refused(pools: Pools) -> None:
+    on_ranks(pools, "1f1b x batch", _impossible)
 
 
 # -- what a rank holds --------------------------------------------------------------------------

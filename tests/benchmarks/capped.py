@@ -1,0 +1,79 @@
+"""One rank of the benchmark of memory caps: plans under every cap, and some steps of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.agree import agree, measure_links
+from autopar.cluster import ClusterSpec
+from autopar.compiler import Compiler
+from autopar.contest import TIMEOUT, Contest, Job
+from autopar.core.comparison import Row
+from autopar.core.plan import Plan
+from autopar.cost.model import Company
+from autopar.errors import InfeasibleError
+from autopar.planning import Request
+from autopar.runtime import worker
+from autopar.target import Target, load_target
+
+OPTIMIZER = "adam"
+
+
+@dataclass(frozen=True, slots=True)
+class Tightened:
+    """One cap: bytes and seconds as predicted and as measured; None where no plan fits."""
+
+    target: str
+    cap: int
+    predicted_bytes: int | None = None
+    measured_bytes: int | None = None
+    predicted_seconds: float | None = None
+    measured_seconds: float | None = None
+    gap: float | None = None
+    recomputed: int = 0  # operators that are computed again
+    gathered: int = 0  # weights that lie in shards and are gathered
+    least: int | None = None
+
+
+def run_rank(source: str, cluster: ClusterSpec, costdb: str, shares: Sequence[float]) -> list[Tightened]:
+    """One rank's part: plan under every cap, run every plan."""
+    worker.init(cluster.device_type, TIMEOUT.total_seconds())
+    measure_links(cluster, costdb, TIMEOUT)
+    target = load_target(source)
+    fastest = plan_under(None, target, cluster, costdb)
+    contest = Contest(Job(source, cluster, Request(), OPTIMIZER, costdb, None), target)
+    found = []
+    for share in shares:
+        cap = int(share * fastest.peak_bytes)
+        try:
+            plan = plan_under(cap, target, cluster, costdb)
+        except InfeasibleError as error:
+            found.append(Tightened(source, cap, least=error.least))
+            continue
+        measured = contest.run([Row(str(cap), plan, None)])[str(cap)]
+        found.append(
+            Tightened(
+                source,
+                cap,
+                predicted_bytes=plan.peak_bytes,
+                measured_bytes=measured.nbytes,
+                predicted_seconds=plan.step_seconds,
+                measured_seconds=measured.seconds,
+                gap=plan.gap,
+                recomputed=sum(stop - first for first, stop in plan.program.recompute),
+                gathered=len(plan.program.gatherings),
+            )
+        )
+    return found
+
+
+def plan_under(cap: int | None, target: Target, cluster: ClusterSpec, costdb: str) -> Plan:
+    """One plan for all ranks, measured by all; collective."""
+    compiler = Compiler(cluster, Request(memory=cap, alternatives=False), target.loss_fn, costdb=costdb)
+    graph = compiler.trace_step(target.model, target.args, target.kwargs).graph
+
+    def find(company: Company) -> Plan:
+        return compiler.find(graph, compiler.request, company)
+
+    return agree(find, cluster)

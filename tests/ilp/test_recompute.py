@@ -1,0 +1,109 @@
+"""What is computed again is about the cheapest that fits, and what is said of it is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from random import Random
+
+import pytest
+
+from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
+from autopar.core.plan import Program
+from autopar.core.recompute import Recompute, Segment
+from autopar.cost.again import again_seconds
+from autopar.cost.memory import peak_memory
+from autopar.cost.prices import Prices
+from autopar.cost.step import step_cost
+from autopar.ilp.choose import choose, least
+from autopar.ilp.recompute import everything, fit, ladder
+from autopar.ilp.space import build_space
+from tests.ilp.brute_force import (
+    BruteForce,
+    blocks,
+    branches,
+    chain,
+    normalised,
+    random_prices,
+    scores,
+    small_space,
+    unfolded,
+)
+
+CLOSE = 1e-6  # relative
+WITHIN = 0.02  # of the best there is
+GRAPHS = (chain, branches, scores, normalised, lambda: blocks(2))
+
+
+@lru_cache
+def partings(count: int) -> tuple[tuple[Segment, ...], ...]:
+    """All sets of disjoint runs of `count` operators."""
+
+    def after(start: int) -> Iterator[tuple[Segment, ...]]:
+        if start >= count:
+            yield ()
+            return
+        yield from after(start + 1)
+        for stop in range(start + 1, count + 1):
+            yield from (((start, stop), *rest) for rest in after(stop))
+
+    return tuple(dict.fromkeys(after(0)))
+
+
+def placed(graph: Graph, mesh: Mesh, seed: int) -> tuple[Prices, Program]:
+    prices = random_prices(graph, mesh, Random(seed))
+    folding = unfolded(graph)
+    return prices, choose(graph, prices, build_space(graph, prices, folding), folding).program
+
+
+@pytest.mark.parametrize("make", GRAPHS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+def test_the_parts_are_about_the_cheapest_that_fit(make: Callable[[], Graph], seed: int) -> None:
+    graph = make()
+    prices, program = placed(graph, Mesh((2,)), seed)
+    every = [replace(program, recompute=parts) for parts in partings(len(graph.operators))]
+    known = [(again_seconds(graph, prices, each), peak_memory(graph, prices, each).nbytes) for each in every]
+    step = step_cost(graph, prices, program).weighted(1.0)
+    peaks = sorted({nbytes for _, nbytes in known})
+    for cap in (*peaks[:: max(1, len(peaks) // 6)], peaks[-1]):
+        best = min(seconds for seconds, nbytes in known if nbytes <= cap)
+        found = fit(graph, prices, program, cap)
+        assert found.peak.nbytes <= cap
+        assert found.seconds == pytest.approx(again_seconds(graph, prices, found.program))
+        assert found.seconds <= best + WITHIN * step
+    assert fit(graph, prices, program, 0).peak.nbytes == pytest.approx(peaks[0], rel=WITHIN)
+
+
+@pytest.mark.parametrize("make", [chain, scores])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
+def test_placement_and_parts_together_fit_and_the_gap_is_true(make: Callable[[], Graph], seed: int) -> None:
+    graph, random = make(), Random(seed)
+    prices = random_prices(graph, Mesh((2,)), random)
+    space = small_space(graph, prices, random, most=3, layouts=1)
+    known = []
+    for seconds, program in BruteForce(graph, prices, space).programs():
+        for parts in partings(len(graph.operators)):
+            each = replace(program, recompute=parts)
+            nbytes = peak_memory(graph, prices, each).nbytes
+            known.append((seconds + again_seconds(graph, prices, each), nbytes))
+    peaks = sorted({nbytes for _, nbytes in known})
+    leanest = least(graph, prices, space, unfolded(graph), cap=0, recompute=Recompute.AUTO)
+    assert leanest is not None and leanest.peak.nbytes >= peaks[0]
+    for cap in (leanest.peak.nbytes, *(nbytes for nbytes in peaks[::8] if nbytes > leanest.peak.nbytes)):
+        best = min(seconds for seconds, nbytes in known if nbytes <= cap)
+        found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9, recompute=Recompute.AUTO)
+        assert found.peak.nbytes <= cap
+        assert found.seconds >= best * (1 - CLOSE)
+        assert found.seconds * (1 - found.gap) <= best * (1 + CLOSE)
+
+
+def test_each_rung_keeps_less_than_the_one_before() -> None:
+    graph = blocks(6)
+    prices, program = placed(graph, Mesh((2,)), 0)
+    rungs = ladder(graph, prices, program, 5)
+    kept = [peak_memory(graph, prices, each).kept for each in rungs]
+    assert rungs[0].recompute == () and 2 <= len(rungs) <= 6
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
+    assert peak_memory(graph, prices, everything(graph, prices, program)).kept < kept[0]
