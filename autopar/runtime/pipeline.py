@@ -287,7 +287,8 @@ class _TorchStage(PipelineStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
-            self._fill(self.grad_recv_info[mb_index], self.submod.sent(mb_index))  # zeros where there is no gradient
+            # Where there is no gradient, torch fills what is there with zeros.
+            self._fill(self.grad_recv_info[mb_index], self.submod.sent(mb_index))
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _fill(self, infos: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
