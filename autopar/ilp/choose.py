@@ -283,7 +283,7 @@ def least(
     it is not found in time. Parts are computed again so that it fits `cap`, if it can."""
     again = recompute is not Recompute.NONE
     problem = Problem(graph, prices, space, folding, cap=1 << 60, again=again)
-    problem.lp.rows.pop()
+    del problem.lp.rows[-2:]  # those of the cap
     problem.lp.costs = [TIE * cost for cost in problem.lp.costs]
     for nbytes, variable in problem.memory:
         problem.lp.costs[variable] += nbytes / 2**30

@@ -28,7 +28,8 @@ is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row c
     keep      y[t,p] >= sum of x[v,s] that keep t as p              ... and kept once,
                         less r[v,s] of the maker of t as p
                         (not of a weight that is gathered again)
-    memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] (x[v,s] - r[v,s]) <= cap
+    memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] (x[v,s] - r[v,s]) <= cap, but for
+              gradients, which come later;  with them, sum state[t,p] x[t,p] <= cap
 
 A tensor with one use needs no z: its cost is on f. Without `memory` the relaxation was integral on
 every graph tried, so it is solved first and mixed-integer branching starts only if it has to.
@@ -145,6 +146,8 @@ class Problem:
         for item in graph.operators:
             self.members.setdefault(folding.class_of[item.name], []).append(item.name)
         self.memory: Terms = []
+        self.resting: Terms = []  # of that what is there all step, or at its end
+        self.coming: Terms = []  # of that the gradients, which aren't there when backward begins
         self.paid: Terms = []  # what the price of memory adds to the costs
         self.again: dict[str, list[int]] = {}  # r, by operator class
         self.add_operators()
@@ -154,7 +157,7 @@ class Problem:
         for tensor in self.tensors:
             self.add_tensor(tensor)
         if cap is not None:
-            self.lp.at_most(self.memory, float(cap), "memory")
+            self.cap_memory(cap)
 
     # -- operators ------------------------------------------------------------------------------------
 
@@ -198,6 +201,12 @@ class Problem:
         ).kept.aliases
         place = aliases[0] if aliases else None
         return None if place is None else operation.operands[place]
+
+    def cap_memory(self, cap: int) -> None:
+        """What is there when backward begins fits, and what is there when it ends."""
+        early = [(-nbytes, variable) for nbytes, variable in self.coming]
+        self.lp.at_most([*self.memory, *early], float(cap), "memory")
+        self.lp.at_most(self.resting, float(cap), "state")
 
     def hold(self, nbytes: float, variable: int, price: float) -> None:
         """Count bytes that `variable` holds."""
@@ -409,7 +418,7 @@ class Problem:
 
     def hold_copy(self, tensor: TensorClass, layout: Layout, leaving: int, copies: dict[Layout, int]) -> None:
         """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it."""
-        if not (self.prices.training and self.graph.specs[tensor.name].requires_grad):
+        if not self.learns(tensor.name):
             return
         if self.prices.once == 1.0:  # it is scattered as soon as it comes
             return
@@ -417,6 +426,9 @@ class Problem:
             copies[layout] = self.lp.variable()
             nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
             self.hold(nbytes, copies[layout], self.dear.state)
+            self.resting.append((float(nbytes), copies[layout]))
+            if not self.prices.accumulates:
+                self.coming.append((float(nbytes), copies[layout]))
         self.lp.at_least([(1.0, copies[layout]), (-1.0, leaving)], 0.0, "copy")
 
     def sources(self, tensor: TensorClass) -> Marginal:
@@ -445,6 +457,14 @@ class Problem:
             if self.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
                 self.hold(nbytes, variables[stored], self.dear.state)
+                self.resting.append((float(nbytes), variables[stored]))
+                if (
+                    self.is_parameter(tensor.name)
+                    and self.learns(tensor.name)
+                    and not self.prices.accumulates
+                ):
+                    gradient = self.prices.local_bytes(tensor.name, layout) * count
+                    self.coming.append((float(gradient), variables[stored]))
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0, f"one {tensor.name}")
         self.inputs[tensor.name] = variables
         return variables
@@ -473,6 +493,9 @@ class Problem:
     def at_rest(self, name: str) -> bool:
         """Whether the tensor is on the device all the time: what the user passes comes and goes."""
         return name in self.kinds and self.kinds[name].kind is not InputKind.USER
+
+    def learns(self, name: str) -> bool:
+        return self.prices.training and self.graph.specs[name].requires_grad
 
     def is_parameter(self, name: str) -> bool:
         return name in self.kinds and self.kinds[name].kind is InputKind.PARAMETER

@@ -287,7 +287,7 @@ class _TorchStage(PipelineStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
-            # Where there is no gradient, torch fills what is there with zeros.
+            # Where there is no gradient, torch writes zeros.
             self._fill(self.grad_recv_info[mb_index], self.submod.sent(mb_index))
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
