@@ -275,6 +275,7 @@ class MeshProblem:
             training=self.request.training,
             optimizer_states=self.request.optimizer_states,
             once=once(self.request.stages, self.request.micro_batches),
+            micro_batches=self.request.micro_batches,
             accumulates=self.request.training and self.request.micro_batches > 1,
         )
         pinned = self.request.pins

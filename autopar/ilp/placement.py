@@ -497,7 +497,7 @@ class Problem:
     def input_sources(self, tensor: TensorClass) -> dict[Stored, int]:
         """x[t, p] of an input, and of a weight in shards for each way of gathering it."""
         count = len(tensor.members)
-        learns = self.prices.training and self.graph.specs[tensor.name].requires_grad
+        learns = self.is_parameter(tensor.name) and self.learns(tensor.name)
         variables: dict[Stored, int] = {}
         for stored in itertools.chain.from_iterable(
             self.stored(tensor.name, layout) for layout in self.space.inputs[tensor.name]
@@ -510,11 +510,7 @@ class Problem:
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
                 self.hold(nbytes, variables[stored], self.dear.state)
                 self.resting.append((float(nbytes), variables[stored]))
-                if (
-                    self.is_parameter(tensor.name)
-                    and self.learns(tensor.name)
-                    and not self.prices.accumulates
-                ):
+                if learns and not self.prices.accumulates:
                     gradient = self.prices.local_bytes(tensor.name, layout) * count
                     self.coming.append((float(gradient), variables[stored]))
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
