@@ -26,8 +26,10 @@ from autopar.core.placement import Layout
 from autopar.core.plan import Alternative, Layer, Plan, Stage
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind, check_schedule
+from autopar.cost.gathering import regathers
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
+from autopar.cost.values import find_values
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.checkpoints import notes as checkpoint_notes
 from autopar.ilp.checkpoints import respect
@@ -273,6 +275,7 @@ class MeshProblem:
             training=self.request.training,
             optimizer_states=self.request.optimizer_states,
             once=once(self.request.stages, self.request.micro_batches),
+            micro_batches=self.request.micro_batches,
             accumulates=self.request.training and self.request.micro_batches > 1,
         )
         pinned = self.request.pins
@@ -539,11 +542,15 @@ def _report(
     kinds = Kinds(graph, prices.dims)
     weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
     paid: set[tuple[str, object]] = set()
+    values = find_values(graph, program, training=prices.training)
+    again = [0.0] * len(graph.operators)
+    for each in regathers(graph, prices, program, values):
+        again[each.place] += each.seconds
     layers = []
-    for item in graph.operators:
+    for place, item in enumerate(graph.operators):
         strategy: tuple[Option, ...] = program.strategies[item.name]
         price = prices.operator(item, strategy)
-        moved = 0.0
+        moved = again[place]
         for name in dict.fromkeys(item.operands):
             for move in program.moves.get(name, ()):
                 if (name, move) not in paid:

@@ -12,6 +12,7 @@ gradient of the log-probabilities inside a cross-entropy.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,7 @@ def passes(call: Call, kind: str = "cpu") -> Passes:
 
 def _observe(call: Call, kind: str) -> Passes:
     with without_data(call, kind) as (run, inputs), torch.enable_grad():
-        forward = _NewBytes(inputs)
+        forward = _NewBytes(map(storage_of, inputs))
         with forward:
             results = [item for item in operands.tensors(run()) if item is not None]
         roots = [place for place, item in enumerate(results) if item.requires_grad]
@@ -66,7 +67,7 @@ def _observe(call: Call, kind: str) -> Passes:
         if not roots or not learning:
             return Passes(forward.most, 0, (None,) * len(inputs))
         seeds = [torch.empty_like(results[place]) for place in roots]
-        backward = _NewBytes((*inputs, *results, *seeds))
+        backward = _NewBytes((*map(storage_of, (*inputs, *seeds)), *forward.living()))
         with backward:
             found = torch.autograd.grad(
                 [results[place] for place in roots], learning, seeds, allow_unused=True
@@ -85,12 +86,12 @@ def _slope(gradient: torch.Tensor | None, given: dict[int, int]) -> Slope | None
 
 
 class _NewBytes(TorchDispatchMode):
-    """While entered, the most bytes of living storages that operators made; `old` tensors don't count."""
+    """While entered, the most bytes of living storages that operators made; `old` ones don't count."""
 
-    def __init__(self, old: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, old: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
-        self.old = {storage_of(tensor) for tensor in old}
+        self.old = set(old)
         self.alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(
@@ -102,6 +103,13 @@ class _NewBytes(TorchDispatchMode):
                 self.note(tensor.untyped_storage())
         self.most = max(self.most, self.now)
         return result
+
+    def living(self) -> Iterator[int]:
+        """The storages that are there now: results, and what is kept for backward."""
+        for known, _ in self.alive.values():
+            storage = known()
+            if storage is not None:
+                yield int(storage._cdata)
 
     def note(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)

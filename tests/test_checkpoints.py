@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.api import make_request
 from autopar.checkpoints import inlined
-from autopar.cluster import ClusterSpec
+from autopar.cluster import ClusterSpec, Link
 from autopar.core.plan import Plan
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
@@ -23,7 +23,7 @@ from autopar.proof.verify import verify_simulated
 from autopar.target import Target
 from autopar.trace import trace
 
-TWO = ClusterSpec.local(2)
+TWO = ClusterSpec(devices_per_node=2, device="h100", intra=Link(2e-6, 450e9))
 
 
 class Block(nn.Module):

@@ -109,7 +109,7 @@ def test_a_plan_with_stages_is_drawn_and_its_timeline_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "trace.json"
-    words = ["plan", f"{TARGETS}:net", *LOCAL, "--no-measure", "--stages", "2", "--micro-batches", "2"]
+    words = ["plan", f"{TARGETS}:net", *LOCAL, "--no-measure", *STAGED, "--schedule", "1f1b"]
     assert main([*words, "--trace", str(path)]) == 0
     out = capsys.readouterr().out
     assert "pipeline  2 ranks, 2 stages, 2 micro-batches, 1f1b" in out and "rank 1  " in out
@@ -317,7 +317,7 @@ def test_runs_options_go_into_the_environment(
     [
         (("--stages", "two"), "two"),
         (("--stages", "3", "--micro-batches", "3"), "3 for 1 nodes of 2 devices"),
-        (("--stages", "2", "--micro-batches", "1"), "1 micro-batch"),
+        (("--stages", "2", "--micro-batches", "1", "--schedule", "1f1b"), "1 micro-batch"),
         (("--schedule", "1f2b"), "1f2b"),
         (("--memory", "2 cups"), "2 cups"),
         (("--optimizer", "muon"), "muon"),
@@ -443,7 +443,11 @@ def test_bad_options_exit_with_2_and_say_what_was_found(
         ),
         (("local:2", "--micro-batches", "7"), "7 for a batch of 6", " 6"),
         (("local:20", "--stages", "20", "--schedule", "gpipe"), "20 stages for", "at most"),
-        (("local:3", "--stages", "3", "--micro-batches", "2"), "2 micro-batches", "at least 3"),
+        (
+            ("local:3", "--stages", "3", "--micro-batches", "2", "--schedule", "1f1b"),
+            "2 micro-batches",
+            "at least 3",
+        ),
         (("local:4", "--stages", "3", "--micro-batches", "3"), "4 devices", "equal parts"),
         (("local:2", "--stages", "2", "--schedule", "1f2b"), "'1f2b'", "gpipe, 1f1b, interleaved"),
         (("local:2", "--stages", "0"), "0", "at least 1"),

@@ -207,7 +207,8 @@ class _Replay:
 
     def batch_bytes(self) -> int:
         """The user's batch, of which every rank holds the whole."""
-        return sum(item.spec.nbytes for item in self.graph.inputs if item.kind is InputKind.USER)
+        users = (item.spec.nbytes for item in self.graph.inputs if item.kind is InputKind.USER)
+        return self.prices.micro_batches * sum(users)
 
     def footing(self) -> Footing:
         homes: dict[int, int] = {}

@@ -91,6 +91,7 @@ class Prices:
     training: bool = True
     optimizer_states: float = 2.0  # bytes for each byte of a weight that learns; Adam has two
     once: float = 1.0
+    micro_batches: int = 1
     accumulates: bool = False  # whether gradients of several micro-batches add up
     _operators: dict[Any, Price] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)

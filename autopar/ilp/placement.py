@@ -29,6 +29,8 @@ is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row c
                         less r[v,s] of the maker of t as p
                         (not of a weight that is gathered again)
     memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] (x[v,s] - r[v,s]) <= cap
+              when backward begins: gradients, unless those of earlier micro-batches are there, come
+              later; and the state with them when it ends
 
 A tensor with one use needs no z: its cost is on f. Without `memory` the relaxation was integral on
 every graph tried, so it is solved first and mixed-integer branching starts only if it has to.
@@ -158,6 +160,8 @@ class Problem:
         for item in graph.operators:
             self.members.setdefault(folding.class_of[item.name], []).append(item.name)
         self.memory: Terms = []
+        self.resting: Terms = []  # of that what is there all step, or at its end
+        self.coming: Terms = []  # of that the gradients, which aren't there when backward begins
         self.paid: Terms = []  # what the price of memory adds to the costs
         self.again: dict[str, list[int]] = {}  # r, by operator class
         self.add_operators()
@@ -167,7 +171,7 @@ class Problem:
         for tensor in self.tensors:
             self.add_tensor(tensor)
         if cap is not None and cap < math.inf:
-            self.lp.at_most(self.memory, float(cap))
+            self.cap_memory(cap)
 
     # -- operators ------------------------------------------------------------------------------------
 
@@ -211,6 +215,12 @@ class Problem:
         ).kept.aliases
         place = aliases[0] if aliases else None
         return None if place is None else operation.operands[place]
+
+    def cap_memory(self, cap: float) -> None:
+        """What is there when backward begins fits, and what is there when it ends."""
+        early = [(-nbytes, variable) for nbytes, variable in self.coming]
+        self.lp.at_most([*self.memory, *early], float(cap))
+        self.lp.at_most(self.resting, float(cap))
 
     def hold(self, nbytes: float, variable: int, price: float) -> None:
         """Count bytes that `variable` holds."""
@@ -460,7 +470,7 @@ class Problem:
 
     def hold_copy(self, tensor: TensorClass, layout: Layout, leaving: int, copies: dict[Layout, int]) -> None:
         """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it."""
-        if not (self.prices.training and self.graph.specs[tensor.name].requires_grad):
+        if not self.learns(tensor.name):
             return
         if self.prices.once == 1.0:  # it is scattered as soon as it comes
             return
@@ -468,6 +478,8 @@ class Problem:
             copies[layout] = self.lp.variable()
             nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
             self.hold(nbytes, copies[layout], self.dear.state)
+            if not self.prices.accumulates:
+                self.coming.append((float(nbytes), copies[layout]))
         self.lp.at_least([(1.0, copies[layout]), (-1.0, leaving)], 0.0)
 
     def sources(self, tensor: TensorClass) -> Marginal:
@@ -485,6 +497,7 @@ class Problem:
     def input_sources(self, tensor: TensorClass) -> dict[Stored, int]:
         """x[t, p] of an input, and of a weight in shards for each way of gathering it."""
         count = len(tensor.members)
+        learns = self.is_parameter(tensor.name) and self.learns(tensor.name)
         variables: dict[Stored, int] = {}
         for stored in itertools.chain.from_iterable(
             self.stored(tensor.name, layout) for layout in self.space.inputs[tensor.name]
@@ -496,6 +509,10 @@ class Problem:
             if self.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
                 self.hold(nbytes, variables[stored], self.dear.state)
+                self.resting.append((float(nbytes), variables[stored]))
+                if learns and not self.prices.accumulates:
+                    gradient = self.prices.local_bytes(tensor.name, layout) * count
+                    self.coming.append((float(gradient), variables[stored]))
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
         self.inputs[tensor.name] = variables
         return variables
@@ -524,6 +541,9 @@ class Problem:
     def at_rest(self, name: str) -> bool:
         """Whether the tensor is on the device all the time: what the user passes comes and goes."""
         return name in self.kinds and self.kinds[name].kind is not InputKind.USER
+
+    def learns(self, name: str) -> bool:
+        return self.prices.training and self.graph.specs[name].requires_grad
 
     def is_parameter(self, name: str) -> bool:
         return name in self.kinds and self.kinds[name].kind is InputKind.PARAMETER

@@ -215,8 +215,8 @@ class _Problem:
     bound: float = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.schedule.kind in SPLIT_BACKWARD:
-            self.levels = [level.split() for level in self.levels]
+        split = self.schedule.kind in SPLIT_BACKWARD
+        self.levels = [level.scheduled(split=split) for level in self.levels]
         self.table = table = self.levels[0]
         stages = self.schedule.stages
         self.choose_levels()

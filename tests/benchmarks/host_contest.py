@@ -48,7 +48,7 @@ NETWORKS = {
 DATA_PARALLEL = {"ddp": 25, "ddp, small buckets": 4}  # MB; the first is torch's default
 PLANNED: dict[str, dict[str, Any]] = {
     OURS: {"stages": "auto", "micro_batches": "auto", "schedule": "auto"},
-    "auto, no stages": {},
+    "auto, no stages": {"stages": 1, "micro_batches": 1},
     "batch": {"force": "batch"},
     "domain": {"force": "domain"},
     "filter": {"force": "filter"},

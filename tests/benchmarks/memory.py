@@ -161,7 +161,7 @@ def cases() -> Iterator[Case]:
         for kind in KINDS:
             yield Case(target, 2, two | {"force": kind})
         yield Case(target, 4, four | {"force": "batch+filter"}, "sgd")
-        yield Case(target, 4, four | {"force": "batch+domain"}, "momentum")
+        yield Case(target, 4, four | {"force": "batch+domain"}, "sgd-momentum")
         yield Case(target, 4, {}, "adam")
         yield Case(target, 2, two | {"force": "batch", "micro_batches": 4})
         yield Case(target, 2, two | {"force": "batch", "recompute": "all"})
@@ -173,7 +173,7 @@ def cases() -> Iterator[Case]:
     yield Case("gpt_wide", 2, two | {"force": "batch"})
     yield Case("gpt_wide", 2, two | {"force": "batch"}, sharded=True)
     yield Case("gpt_wide", 2, {"stages": 2, "micro_batches": 4, "schedule": "gpipe"})
-    yield Case("unet_full", 2, two | {"force": "domain"}, "momentum")
+    yield Case("unet_full", 2, two | {"force": "domain"}, "sgd-momentum")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,14 @@ from autopar.core.pipeline import VIRTUAL
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
 from autopar.cost.gathering import copies, copy_bytes
-from autopar.cost.intervals import SPLIT_SECONDS, Intervals, choose_places, crossing_bytes, intervals
+from autopar.cost.intervals import (
+    CALL_SECONDS,
+    SPLIT_SECONDS,
+    Intervals,
+    choose_places,
+    crossing_bytes,
+    intervals,
+)
 from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
@@ -77,6 +84,7 @@ def random_table(random: Random, count: int) -> Intervals:
         send_back=row(hop),
         received=row(30.0, whole=True),
         received_back=row(30.0, whole=True),
+        calling=np.triu(np.full((count + 1, count + 1), 0.1), 1),
         splitting=sums(0.5),
     )
 
@@ -116,7 +124,7 @@ def all_cuts(table: Intervals, schedule: Schedule) -> Iterator[tuple[float, int,
     """(seconds, peak bytes, starts) of every cut, by the simulator."""
     for inner in combinations(range(1, len(table.places) - 1), schedule.stages - 1):
         starts = (0, *inner)
-        costs = table.split() if schedule.kind in SPLIT_BACKWARD else table
+        costs = table.scheduled(split=schedule.kind in SPLIT_BACKWARD)
         timeline = simulate(schedule, stage_costs(costs, starts, schedule))
         yield timeline.seconds, timeline.peak.nbytes, starts
 
@@ -261,18 +269,19 @@ def test_what_crosses_and_what_a_stage_has_is_that_of_its_program(
             assert table.state[p, q] == wanted
 
 
-def test_splitting_backward_costs_python_for_each_operator_on_a_cpu_alone() -> None:
+def test_calls_and_splitting_backward_cost_python_on_a_cpu_alone() -> None:
     graph = blocks(3)
     mesh = Mesh((2,))
     program = draw_program(Random(0), graph, Dims(graph, find_atoms(graph), mesh))
     prices = random_prices(graph, mesh, Random(0))
     places = (0, 2, len(graph.operators))
-    for kind, each in (("cpu", SPLIT_SECONDS), ("cuda", 0.0)):
+    for kind, call, each in (("cpu", CALL_SECONDS, SPLIT_SECONDS), ("cuda", 0.0, 0.0)):
         prices.model = replace(prices.model, device=replace(prices.device, kind=kind))
         table = intervals(graph, prices, program, HOP, places=places)
-        more = table.split().seconds - table.seconds
-        assert more[0, 1] == pytest.approx(2 * each)
-        assert more[0, 2] == pytest.approx(len(graph.operators) * each)
+        whole, split = (table.scheduled(split=each).seconds - table.seconds for each in (False, True))
+        assert [whole[0, 1], whole[0, 2]] == pytest.approx([2 * call] * 2)
+        assert split[0, 1] == pytest.approx(3 * call + 2 * each)
+        assert split[0, 2] == pytest.approx(3 * call + len(graph.operators) * each)
 
 
 @pytest.mark.parametrize("make", [*GRAPHS, tied, lambda: blocks(3)], ids=lambda make: make.__name__)
