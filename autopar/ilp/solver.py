@@ -18,6 +18,7 @@ import pulp
 from autopar.errors import SolverError
 from autopar.ilp.linear_program import Answer, LinearProgram
 
+DIGITS = 9  # of a variable's number: PuLP hands variables over sorted by name
 LEAST_SECONDS = 0.1  # even past the time limit: a small program is solved all the same
 
 
@@ -67,14 +68,14 @@ def _written(program: LinearProgram) -> pulp.LpProblem:
     problem = pulp.LpProblem("placement", pulp.LpMinimize)
     variables = [
         pulp.LpVariable(
-            f"v{index}",
+            f"v{index:0{DIGITS}}",
             0,
             None if math.isinf(upper) else upper,
             pulp.LpInteger if whole else pulp.LpContinuous,
         )
         for index, (upper, whole) in enumerate(zip(program.uppers, program.integer, strict=True))
     ]
-    # Every variable is named here, if need be with 0, so that HiGHS has them all, in this order.
+    # Each is named here, if need be with 0, so that HiGHS has them all: PuLP hands over what it has met.
     problem += pulp.LpAffineExpression(list(zip(variables, program.costs, strict=True)))
     matrix = program.matrix()
     for number, (low, high) in enumerate(zip(program.lows, program.highs, strict=True)):

@@ -1,0 +1,43 @@
+"""Relaxed or whole, the solver's values are those of the program's variables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autopar.ilp.linear_program import LinearProgram
+from autopar.ilp.solver import solve
+
+COUNT = 25  # more than have one digit
+
+
+def shares() -> LinearProgram:
+    """Of pair k at least k/20 + 3/2, the first of them, which is cheaper, at most 3/2; the others are in no
+    row."""
+    program = LinearProgram()
+    for number in range(COUNT):
+        program.variable(float(number % 5), integer=number % 5 != 3, upper=4.0)
+    for number in range(0, COUNT, 5):
+        program.at_least([(1.0, number), (0.5, number + 1), (0.5, number + 1)], 1.5 + number / 20)
+        program.at_most([(1.0, number)], 1.5)
+    return program
+
+
+@pytest.mark.parametrize("relaxed", [True, False])
+def test_values_are_those_of_the_variables(relaxed: bool) -> None:
+    answer = solve(shares(), relaxed=relaxed)
+    assert answer.values is not None
+    assert answer.status == "optimal"
+    for number in range(0, COUNT, 5):
+        first = 1.5 if relaxed else 1.0
+        second = 1.5 + number / 20 - first
+        assert answer.values[number] == pytest.approx(first)
+        assert answer.values[number + 1] == pytest.approx(second if relaxed else math.ceil(second))
+    assert answer.cost == pytest.approx(answer.bound)
+
+
+def test_what_has_no_answer_is_infeasible() -> None:
+    program = shares()
+    program.at_least([(1.0, 0), (1.0, 1)], 6.0)
+    assert solve(program).status == solve(program, relaxed=True).status == "infeasible"
