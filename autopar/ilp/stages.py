@@ -119,8 +119,8 @@ def best_cut(
 
 
 def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
-    """A lower bound on the seconds of all cuts under `cap`, whatever is computed again: nothing where backward
-    is split.
+    """A lower bound on the seconds of all cuts under `cap`, whatever is computed again; where backward is
+    split, nothing is.
 
     `table` is the one without that. To keep D bytes less for each micro-batch a stage takes at least the
     seconds of the operators that spare most for theirs, and a part of one: with l seconds per byte,
