@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from autopar.compiler import Compiler
+from autopar.core.mesh import Mesh
 from autopar.errors import CheckError
+from autopar.planning import Found as Planned
+from autopar.planning import Request
 from tests.benchmarks.__main__ import measure
 from tests.benchmarks.cases import BENCHMARKS
 from tests.benchmarks.contest import Timed
+from tests.benchmarks.hierarchical import Way, decide_all
 from tests.benchmarks.host_contest import Found, check_losses
 from tests.benchmarks.hosts import evaluate, table
+from tests.benchmarks.joint import gpus
+from tests.benchmarks.joint_nets import vgg
 from tests.benchmarks.statistics import order, ratio
 
 
@@ -50,6 +59,34 @@ def test_a_contender_without_the_serial_losses_is_refused_by_name(
     assert check_losses("ours", [4.0, 3.00001], [4.0, 3.0]) < 1e-5
     with pytest.raises(CheckError, match="losses of ours"):
         check_losses("ours", losses, serial)
+
+
+def deciding(memory: int | None = None) -> dict[Way, Planned]:
+    """Of a net whose last layers gain little from four GPUs, in two stages."""
+    with torch.device("meta"):
+        model = vgg([[64] * 2, [64] * 2, [64] * 5], side=112, hidden=16)
+        inputs = torch.zeros(8, 3, 112, 112), torch.zeros(8, dtype=torch.long)
+    request = Request(mesh=Mesh((4,)), memory=memory, stages=2, micro_batches=2, alternatives=False)
+    graph = Compiler(gpus(2, 4), request, F.cross_entropy).trace_step(model, inputs, {}).graph
+    found = decide_all(graph, gpus(2, 4), request)
+    return {way: each for way, each in found.items() if isinstance(each, Planned)}
+
+
+def test_what_is_decided_together_is_faster_than_the_same_placement_under_a_cut_made_before() -> None:
+    joint, cut_first, by_layers = (each.plan for each in deciding().values())
+    assert joint.program == cut_first.program == by_layers.program
+    assert by_layers.pipeline.starts == (0, len(by_layers.layers) // 2)
+    assert cut_first.pipeline.starts < joint.pipeline.starts  # the first layers gain more from the split
+    assert 1.05 * joint.step_seconds < cut_first.step_seconds
+    assert joint.step_seconds <= by_layers.step_seconds
+
+
+@pytest.mark.long
+def test_a_cut_made_before_may_need_what_the_joint_one_keeps() -> None:
+    cap = deciding()[Way.JOINT].plan.peak_bytes + 1
+    found = deciding(cap)
+    assert set(found) == set(Way) and all(each.plan.peak_bytes <= cap for each in found.values())
+    assert not found[Way.JOINT].plan.program.recompute and found[Way.CUT_FIRST].plan.program.recompute
 
 
 @pytest.mark.long
