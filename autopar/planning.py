@@ -585,7 +585,9 @@ def _report(
             for name, moves in program.moves.items()
             for move in moves
         ),
-        status=solution.status,
+        status="gap_limit"
+        if solution.status == "optimal" and step.gap > max(request.gap, 1e-6)
+        else solution.status,
         gap=step.gap,
         step_seconds=step.seconds,
         compute_seconds=request.micro_batches * compute / request.stages,

@@ -93,6 +93,7 @@ class _Search:
     gap: float
     deadline: float | None
     recompute: Recompute
+    leanest: Solution | None = None  # of all that were found
 
     def under_cap(self, cap: int, *, bounded: bool) -> Solution:
         first = self.once(rows=cap, bounded=bounded)
@@ -152,8 +153,10 @@ class _Search:
         return None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
 
     def least(self) -> Solution | None:
-        """See `least`; the leaner of those with weights that are gathered again and without."""
+        """See `least`; the leanest of those with weights that are gathered again and without, with parts
+        that are made again in the rows and without, and of all that were found on the way."""
         spaces = dict.fromkeys((self.space.gatherings, self.space.without_again().gatherings))
+        rows = dict.fromkeys((self.recompute is not Recompute.NONE, False))
         found = [
             least(
                 self.graph,
@@ -162,10 +165,16 @@ class _Search:
                 self.folding,
                 cap=self.cap,
                 recompute=self.recompute,
+                again=again,
             )
             for gatherings in spaces
+            for again in rows
         ]
-        return min((each for each in found if each), key=lambda each: each.peak.nbytes, default=None)
+        return min(
+            (each for each in (*found, self.leanest) if each),
+            key=lambda each: each.peak.nbytes,
+            default=None,
+        )
 
     def problem(self, *, rows: int | None, dear: Dear = FREE, relaxed: bool = False) -> Problem:
         return Problem(
@@ -205,6 +214,8 @@ class _Search:
         self.check(problem, answer, program)
         solution = completed(self.graph, self.prices, program, self.cap, self.recompute)
         solution = replace(solution, bound=bound, status=answer.status)
+        if self.leanest is None or solution.peak.nbytes < self.leanest.peak.nbytes:
+            self.leanest = solution
         return _judged(solution, bound, self.gap) if bounded else solution
 
     def check(self, problem: Problem, answer: Answer, program: Program) -> None:
@@ -278,10 +289,11 @@ def least(
     *,
     cap: int | None = None,
     recompute: Recompute = Recompute.NONE,
+    again: bool = False,
 ) -> Solution | None:
     """The plan in `space` that needs least memory by its linear rows, of several a fast one; None if
-    it is not found in time. Parts are computed again so that it fits `cap`, if it can."""
-    again = recompute is not Recompute.NONE
+    it is not found in time. Parts are computed again so that it fits `cap`, if it can; with `again` the
+    rows take it that they are."""
     problem = Problem(graph, prices, space, folding, cap=math.inf, again=again)
     problem.lp.costs = [TIE * cost for cost in problem.lp.costs]
     for nbytes, variable in problem.memory:

@@ -220,7 +220,8 @@ class Problem:
         """What is there when backward begins fits, and what is there when it ends."""
         early = [(-nbytes, variable) for nbytes, variable in self.coming]
         self.lp.at_most([*self.memory, *early], float(cap))
-        self.lp.at_most(self.resting, float(cap))
+        if self.resting:
+            self.lp.at_most(self.resting, float(cap))
 
     def hold(self, nbytes: float, variable: int, price: float) -> None:
         """Count bytes that `variable` holds."""

@@ -119,14 +119,18 @@ def best_cut(
 
 
 def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
-    """A lower bound on the seconds of all cuts under `cap`, whatever is computed again.
+    """A lower bound on the seconds of all cuts under `cap`, whatever is computed again; where backward is
+    split, nothing is.
 
     `table` is the one without that. To keep D bytes less for each micro-batch a stage takes at least the
     seconds of the operators that spare most for theirs, and a part of one: with l seconds per byte,
 
         max over l of  l D - sum over its operators of max(0, l spared - seconds)
     """
-    return min(_Problem([table], schedule, cap, shares=shares).bound for schedule in schedules)
+    return min(
+        _Problem([table], schedule, cap, shares=None if schedule.kind in SPLIT_BACKWARD else shares).bound
+        for schedule in schedules
+    )
 
 
 def _choices(tables: Sequence[Intervals], schedule: Schedule) -> list[tuple[int, Sequence[Intervals]]]:
