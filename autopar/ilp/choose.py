@@ -349,6 +349,9 @@ def read(problem: Problem, answer: Answer) -> Program:
         name: max(choices, key=lambda item: values[choices[item]])
         for name, choices in problem.output_layouts.items()
     }
+    for name, open_to in problem.output_layouts.items():  # as it lies is as good as any other way
+        made, _ = ends(graph, problem.prices, name, strategies, inputs, outputs)
+        outputs[name] = made if made in open_to else outputs[name]
     moves: dict[str, tuple[Move, ...]] = {}
     for tensor in problem.tensors:
         gathering = gatherings.get(tensor.name, Gathering.KEEP)
