@@ -187,8 +187,10 @@ LEVELS = {
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("once", [1.0, 0.2])
-@pytest.mark.parametrize("make", [chain, twice], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("once", [pytest.param(1.0, marks=pytest.mark.long), 0.2])
+@pytest.mark.parametrize(
+    "make", [chain, pytest.param(twice, marks=pytest.mark.long)], ids=lambda make: make.__name__
+)
 def test_weights_are_gathered_as_is_best(make: Callable[[], Graph], once: float, level: str) -> None:
     """Of all plans with every way of gathering every weight the fastest, or the fastest that fits."""
     graph, random = make(), Random(7)
