@@ -33,6 +33,7 @@ from autopar.cost.step import StepCost, step_cost
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import fold
+from autopar.ilp.placement import Dear
 from autopar.ilp.recompute import everything
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
@@ -44,6 +45,7 @@ TIMES = (1, 2, 4, 8)  # micro-batches per pipeline rank, about
 MESHES = 2  # screened for each K
 PLANNED = 3  # pairs of K and M that are planned
 PER_RANKS = 2  # of them with one K
+SCARCE = 0.5  # of the cap: more state than that, and a leaner placement is screened too
 GraphOf = Callable[[int], Graph]  # micro-batches -> the graph of one
 
 
@@ -269,39 +271,45 @@ class _Screen:
             schedule=ScheduleKind.ONE_F_ONE_B,
             alternatives=False,
         )
-        stage, found = self.cluster.stage(ranks), []
-        hop = self.model.hop(self.cluster, ranks)
+        stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
+        found = []
         for mesh in self.meshes(ranks):
             problem = MeshProblem(self.graph, self.atoms, mesh, stage, self.model, request, None, hop)
             solution = problem.solve(request.force, None, cap=None, bounded=False)
-            prices = [
-                problem.prices.operator(item, solution.program.strategies[item.name])
-                for item in self.graph.operators
-            ]
-            program, lean = solution.program, None
-            largest = solution.peak.kept * self.count / ranks  # of the fewest micro-batches
-            if request.recompute is Recompute.AUTO and solution.peak.state / ranks + largest > self.cap:
-                program = everything(self.graph, problem.prices, program)
-                lean = peak_memory(self.graph, problem.prices, program)
-            launches = 2 * sum(len(price.calls) for price in prices)
-            found.append(
-                Screened(
-                    ranks=ranks,
-                    mesh=mesh,
-                    count=self.count,
-                    cost=step_cost(self.graph, problem.prices, solution.program),
-                    weights=sum(price.weights for price in prices),
-                    largest=max(price.seconds for price in prices),
-                    fixed=launches * self.model.device.launch_seconds,
-                    hop_bytes=self.least_crossing(problem, solution),
-                    hop=hop,
-                    state_bytes=solution.peak.state,
-                    kept_bytes=solution.peak.kept,
-                    again=again_seconds(self.graph, problem.prices, program) if lean else 0.0,
-                    lean_bytes=lean.kept if lean else solution.peak.kept,
-                )
-            )
+            found.append(self.screened(problem, solution, ranks))
+            if solution.peak.state / ranks > SCARCE * self.cap:
+                price = solution.seconds / max(1, solution.peak.nbytes)
+                dear = Dear(state=price, kept=price)
+                solution = problem.solve(request.force, None, cap=None, dear=dear, bounded=False)
+                found.append(self.screened(problem, solution, ranks))
         return found
+
+    def screened(self, problem: MeshProblem, solution: Solution, ranks: int) -> Screened:
+        """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
+        program, lean = solution.program, None
+        prices = [
+            problem.prices.operator(item, program.strategies[item.name]) for item in self.graph.operators
+        ]
+        largest = solution.peak.kept * self.count / ranks  # of the fewest micro-batches
+        if self.request.recompute is Recompute.AUTO and solution.peak.state / ranks + largest > self.cap:
+            program = everything(self.graph, problem.prices, program)
+            lean = peak_memory(self.graph, problem.prices, program)
+        launches = 2 * sum(len(price.calls) for price in prices)
+        return Screened(
+            ranks=ranks,
+            mesh=problem.mesh,
+            count=self.count,
+            cost=step_cost(self.graph, problem.prices, solution.program),
+            weights=sum(price.weights for price in prices),
+            largest=max(price.seconds for price in prices),
+            fixed=launches * self.model.device.launch_seconds,
+            hop_bytes=self.least_crossing(problem, solution),
+            hop=self.model.hop(self.cluster, ranks),
+            state_bytes=solution.peak.state,
+            kept_bytes=solution.peak.kept,
+            again=again_seconds(self.graph, problem.prices, program) if lean else 0.0,
+            lean_bytes=lean.kept if lean else solution.peak.kept,
+        )
 
     def least_crossing(self, problem: MeshProblem, solution: Solution) -> int:
         """Bytes at the best cut of the middle half, where most cuts lie."""
