@@ -30,7 +30,7 @@ from autopar.cost.intervals import crossing_bytes
 from autopar.cost.memory import peak_memory
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.step import StepCost, step_cost
-from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import fold
 from autopar.ilp.recompute import everything
@@ -138,7 +138,7 @@ def search_all(
     counts = [micro_batches] if micro_batches else _divisors(batch)
     choices = _Screen(graph_of, counts, cluster, request, database).choices(stages)
     found: list[Decision] = []
-    failures: list[InfeasibleError | SolverError] = []
+    failures: list[AutoparError] = []
     for choice in _few(choices):
         fastest = min((each.step.seconds for each in found), default=math.inf)
         if choice.seconds >= fastest:
@@ -146,10 +146,10 @@ def search_all(
         asked = replace(request, stages=choice.ranks, micro_batches=choice.micro_batches)
         if asked.mesh is None:
             asked = replace(asked, mesh=choice.mesh)
-        graph = graph_of(choice.micro_batches)
         try:
+            graph = graph_of(choice.micro_batches)
             found.append(decide(graph, cluster, asked, database=database, progress=progress, company=company))
-        except (InfeasibleError, SolverError) as error:
+        except (InfeasibleError, SolverError, TraceError) as error:
             failures.append(error)
     if not found:
         raise min(failures, key=lambda error: getattr(error, "least", None) or math.inf)
@@ -191,8 +191,7 @@ class _Screen:
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
-        self.count = _nearest(self.counts, SAMPLE)
-        self.graph = self.graph_of(self.count)
+        self.trace()
         self.atoms = find_atoms(self.graph)
         self.model = CostModel.of(self.cluster, self.database)
         cap = self.request.memory if self.request.memory is not None else self.cluster.memory
@@ -209,6 +208,20 @@ class _Screen:
         for choice in sorted(found, key=self.rank):
             best.setdefault((choice.ranks, choice.micro_batches), choice)
         return list(best.values())
+
+    def trace(self) -> None:
+        """The graph that is screened; counts for which the model can't be traced, and larger ones, are left
+        out: a batch norm wants more than one sample."""
+        while True:
+            self.count = _nearest(self.counts, SAMPLE)
+            try:
+                self.graph = self.graph_of(self.count)
+                return
+            except TraceError:
+                fewer = [count for count in self.counts if count < self.count]
+                if not fewer:
+                    raise
+                self.counts = fewer
 
     def rank(self, choice: Choice) -> tuple[float, float]:
         over = choice.nbytes if choice.nbytes > self.cap else 0.0

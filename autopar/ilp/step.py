@@ -76,17 +76,20 @@ def staged(
     cap: int | None,
     relaxed: float | None = None,
     starts: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
     recompute: Recompute = Recompute.NONE,
 ) -> Step:
-    """The step with the best cut under the best of `schedules`, or with the cut at `starts`.
+    """The step with the best cut under the best of `schedules`, or with the cut at `starts`. It lies at some
+    of `places`, which begin with 0 and end with the number of operators, if they are given.
 
     `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
     was found with memory to spare. Where parts may be computed again so that it fits, stages choose for
     themselves. Raises InputError or InfeasibleError as `cut` does.
     """
-    places = choose_places(crossing_bytes(graph, prices, solution.program), MOST_PLACES)
     if starts is not None:
         places = tuple(sorted({0, *starts, len(graph.operators)}))
+    elif places is None:
+        places = choose_places(crossing_bytes(graph, prices, solution.program), MOST_PLACES)
     table = intervals(graph, prices, solution.program, hop, places=places)
     programs = [solution.program]
     if starts is None:
