@@ -453,7 +453,7 @@ def with_pipeline(
         )
     request = replace(request, schedule=kind, recompute=Recompute(recompute))
     if ranks is None or count is None:
-        return request, (ranks, count)
+        return request, Auto(ranks, count, exactly=micro_batches is None)
     if ranks != 1 and kind is not None:
         check_schedule(kind, ranks=ranks, stages_per_rank=stages_per_rank(kind), micro_batches=count)
     return replace(request, stages=ranks, micro_batches=count), None

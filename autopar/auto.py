@@ -30,9 +30,10 @@ from autopar.cost.intervals import crossing_bytes
 from autopar.cost.memory import peak_memory
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.step import StepCost, step_cost
-from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import fold
+from autopar.ilp.placement import Dear
 from autopar.ilp.recompute import everything
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
@@ -44,6 +45,7 @@ TIMES = (1, 2, 4, 8)  # micro-batches per pipeline rank, about
 MESHES = 2  # screened for each K
 PLANNED = 3  # pairs of K and M that are planned
 PER_RANKS = 2  # of them with one K
+SCARCE = 0.5  # of the cap: more state than that, and a leaner placement is screened too
 GraphOf = Callable[[int], Graph]  # micro-batches -> the graph of one
 
 
@@ -138,7 +140,7 @@ def search_all(
     counts = [micro_batches] if micro_batches else _divisors(batch)
     choices = _Screen(graph_of, counts, cluster, request, database).choices(stages)
     found: list[Decision] = []
-    failures: list[InfeasibleError | SolverError] = []
+    failures: list[AutoparError] = []
     for choice in _few(choices):
         fastest = min((each.step.seconds for each in found), default=math.inf)
         if choice.seconds >= fastest:
@@ -146,10 +148,10 @@ def search_all(
         asked = replace(request, stages=choice.ranks, micro_batches=choice.micro_batches)
         if asked.mesh is None:
             asked = replace(asked, mesh=choice.mesh)
-        graph = graph_of(choice.micro_batches)
         try:
+            graph = graph_of(choice.micro_batches)
             found.append(decide(graph, cluster, asked, database=database, progress=progress, company=company))
-        except (InfeasibleError, SolverError) as error:
+        except (InfeasibleError, SolverError, TraceError) as error:
             failures.append(error)
     if not found:
         raise min(failures, key=lambda error: getattr(error, "least", None) or math.inf)
@@ -191,8 +193,7 @@ class _Screen:
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
-        self.count = _nearest(self.counts, SAMPLE)
-        self.graph = self.graph_of(self.count)
+        self.trace()
         self.atoms = find_atoms(self.graph)
         self.model = CostModel.of(self.cluster, self.database)
         cap = self.request.memory if self.request.memory is not None else self.cluster.memory
@@ -209,6 +210,20 @@ class _Screen:
         for choice in sorted(found, key=self.rank):
             best.setdefault((choice.ranks, choice.micro_batches), choice)
         return list(best.values())
+
+    def trace(self) -> None:
+        """The graph that is screened; counts for which the model can't be traced, and larger ones, are left
+        out: a batch norm wants more than one sample."""
+        while True:
+            self.count = _nearest(self.counts, SAMPLE)
+            try:
+                self.graph = self.graph_of(self.count)
+                return
+            except TraceError:
+                fewer = [count for count in self.counts if count < self.count]
+                if not fewer:
+                    raise
+                self.counts = fewer
 
     def rank(self, choice: Choice) -> tuple[float, float]:
         over = choice.nbytes if choice.nbytes > self.cap else 0.0
@@ -256,39 +271,45 @@ class _Screen:
             schedule=ScheduleKind.ONE_F_ONE_B,
             alternatives=False,
         )
-        stage, found = self.cluster.stage(ranks), []
-        hop = self.model.hop(self.cluster, ranks)
+        stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
+        found = []
         for mesh in self.meshes(ranks):
             problem = MeshProblem(self.graph, self.atoms, mesh, stage, self.model, request, None, hop)
             solution = problem.solve(request.force, None, cap=None, bounded=False)
-            prices = [
-                problem.prices.operator(item, solution.program.strategies[item.name])
-                for item in self.graph.operators
-            ]
-            program, lean = solution.program, None
-            largest = solution.peak.kept * self.count / ranks  # of the fewest micro-batches
-            if request.recompute is Recompute.AUTO and solution.peak.state / ranks + largest > self.cap:
-                program = everything(self.graph, problem.prices, program)
-                lean = peak_memory(self.graph, problem.prices, program)
-            launches = 2 * sum(len(price.calls) for price in prices)
-            found.append(
-                Screened(
-                    ranks=ranks,
-                    mesh=mesh,
-                    count=self.count,
-                    cost=step_cost(self.graph, problem.prices, solution.program),
-                    weights=sum(price.weights for price in prices),
-                    largest=max(price.seconds for price in prices),
-                    fixed=launches * self.model.device.launch_seconds,
-                    hop_bytes=self.least_crossing(problem, solution),
-                    hop=hop,
-                    state_bytes=solution.peak.state,
-                    kept_bytes=solution.peak.kept,
-                    again=again_seconds(self.graph, problem.prices, program) if lean else 0.0,
-                    lean_bytes=lean.kept if lean else solution.peak.kept,
-                )
-            )
+            found.append(self.screened(problem, solution, ranks))
+            if solution.peak.state / ranks > SCARCE * self.cap:
+                price = solution.seconds / max(1, solution.peak.nbytes)
+                dear = Dear(state=price, kept=price)
+                solution = problem.solve(request.force, None, cap=None, dear=dear, bounded=False)
+                found.append(self.screened(problem, solution, ranks))
         return found
+
+    def screened(self, problem: MeshProblem, solution: Solution, ranks: int) -> Screened:
+        """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
+        program, lean = solution.program, None
+        prices = [
+            problem.prices.operator(item, program.strategies[item.name]) for item in self.graph.operators
+        ]
+        largest = solution.peak.kept * self.count / ranks  # of the fewest micro-batches
+        if self.request.recompute is Recompute.AUTO and solution.peak.state / ranks + largest > self.cap:
+            program = everything(self.graph, problem.prices, program)
+            lean = peak_memory(self.graph, problem.prices, program)
+        launches = 2 * sum(len(price.calls) for price in prices)
+        return Screened(
+            ranks=ranks,
+            mesh=problem.mesh,
+            count=self.count,
+            cost=step_cost(self.graph, problem.prices, solution.program),
+            weights=sum(price.weights for price in prices),
+            largest=max(price.seconds for price in prices),
+            fixed=launches * self.model.device.launch_seconds,
+            hop_bytes=self.least_crossing(problem, solution),
+            hop=self.model.hop(self.cluster, ranks),
+            state_bytes=solution.peak.state,
+            kept_bytes=solution.peak.kept,
+            again=again_seconds(self.graph, problem.prices, program) if lean else 0.0,
+            lean_bytes=lean.kept if lean else solution.peak.kept,
+        )
 
     def least_crossing(self, problem: MeshProblem, solution: Solution) -> int:
         """Bytes at the best cut of the middle half, where most cuts lie."""

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan, Program
 from autopar.cost.model import Company, Progress
-from autopar.errors import CheckError
+from autopar.errors import CheckError, InfeasibleError
 from autopar.micro_batches import batch_length, is_sum, reducer_of, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
@@ -40,7 +40,14 @@ from autopar.simplify import only_loss, without_gradients
 from autopar.trace import Traced, trace
 from costdb.database import Database
 
-Auto = tuple[int | None, int | None]  # pipeline ranks and micro-batches, None where the planner chooses
+
+class Auto(NamedTuple):
+    """Pipeline ranks and micro-batches, None where the planner chooses; `exactly` if only such micro-batches
+    that together compute what the batch does."""
+
+    stages: int | None
+    micro_batches: int | None
+    exactly: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,38 +179,43 @@ class Compiler:
     ) -> Plan:
         """The best plan where the number of stages, of micro-batches, or both are to be chosen.
 
-        Micro-batches are chosen only where that changes no numbers: a model that mixes samples keeps one,
-        unless more are asked for.
+        A model that mixes samples keeps one micro-batch, unless more are asked for.
         """
-        stages, micro_batches = auto
+        stages, micro_batches, exactly = auto
         whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
         plain = replace(self.request, stages=1, micro_batches=1)
         if whole.loss is None and stages in (None, 1) and micro_batches in (None, 1):
             return self.find(whole, plain, company)
         samples = batch_length(flatten_arguments(args, kwargs).tensors)
-        notes: tuple[str, ...] = ()
-        if micro_batches is None and (reason := together(whole, samples)):
-            micro_batches = 1
-            notes = (f"one micro-batch, as {reason}; --micro-batches M takes more",)
+        reason = together(whole, samples) if micro_batches is None else None
+        kept = exactly and reason is not None
 
         def graph_of(count: int) -> Graph:
             return self.trace_part(model, args, kwargs, count, staged=True).graph
 
-        with Database.open(self.costdb) as database:
-            plan = search_all(
-                graph_of,
-                samples,
-                self.cluster,
-                self.request,
-                stages=stages,
-                micro_batches=micro_batches,
-                database=database,
-                progress=self.progress,
-                company=company,
-            ).plan
+        try:
+            with Database.open(self.costdb) as database:
+                plan = search_all(
+                    graph_of,
+                    samples,
+                    self.cluster,
+                    self.request,
+                    stages=stages,
+                    micro_batches=1 if kept else micro_batches,
+                    database=database,
+                    progress=self.progress,
+                    company=company,
+                ).plan
+        except InfeasibleError as error:
+            if kept:
+                error.add_remedy(f"allow micro-batches (--micro-batches auto), although {reason}")
+            raise
         if plan.pipeline.ranks == plan.pipeline.micro_batches == 1:
             plan = self.find(whole, replace(plain, mesh=plan.mesh), company)
-        return replace(plan, notes=(*plan.notes, *notes))
+        if reason is None:
+            return plan
+        what = "one micro-batch, unless more are asked for" if kept else "of every micro-batch by itself"
+        return replace(plan, notes=(*plan.notes, f"{reason}: {what}"))
 
     def device(self) -> torch.device:
         if self.cluster.device_type == "cuda":

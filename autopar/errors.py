@@ -57,6 +57,12 @@ class InfeasibleError(AutoparError):
         super().__init__(where=where, found=found, wanted=wanted, remedy=remedy)
         self.least = least
 
+    def add_remedy(self, remedy: str) -> None:
+        """One more way out."""
+        super().__init__(
+            where=self.where, found=self.found, wanted=self.wanted, remedy=f"{self.remedy}; or {remedy}"
+        )
+
 
 class SolverError(AutoparError):
     """The solver stopped without an answer."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from autopar.api import plan
 from autopar.auto import search_all
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph
@@ -84,3 +86,20 @@ def test_micro_batches_one_after_the_other_cost_what_is_repeated_and_what_is_not
     assert found.plan.gap <= 1e-3
     whole = search(graph_of(1), CLUSTER, Request(measure=False, alternatives=False, mesh=Mesh((4,)))).plan
     assert found.plan.peak_bytes < whole.peak_bytes
+
+
+def total(output: Tensor) -> Tensor:
+    return output.sum()
+
+
+def test_micro_batches_are_chosen_only_where_they_change_no_numbers() -> None:
+    """A batch norm takes the batch as a whole, unless micro-batches are asked for."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8))
+    batch = torch.randn(8, 64)
+    ask = partial(plan, model, ClusterSpec.local(2), batch, loss_fn=total, measure=False)
+    found = ask()
+    assert found.pipeline.micro_batches == 1
+    assert "1 (aten.batch_norm.default) takes samples together: one micro-batch" in str(found.notes)
+    assert "of every micro-batch by itself" in str(ask(micro_batches="auto").notes)
+    with pytest.raises(InfeasibleError, match="allow micro-batches .* takes samples together"):
+        ask(memory=1000)

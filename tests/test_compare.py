@@ -208,6 +208,7 @@ def test_rows_together_hold_at_most_what_a_device_has() -> None:
     assert [len(heat) for heat in heats(rows, 10)] == [1, 1, 1, 1]
 
 
+@pytest.mark.long
 def test_every_row_that_fits_runs_and_takes_the_bytes_that_are_predicted() -> None:
     found = autopar.compare(NET, TWO, measure=False, run=True)
     rows = {row.name: row for row in found.rows}

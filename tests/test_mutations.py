@@ -25,7 +25,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, R, Shard
 from autopar.errors import AutoparError
 from autopar.ilp.choose import choose
-from autopar.ilp.linear_program import LinearProgram
+from autopar.ilp.placement import Problem, TensorClass, Use
 from autopar.ops.batch_norm import BatchNorm
 from autopar.ops.dims import Dims
 from autopar.ops.loss import CrossEntropy
@@ -282,16 +282,16 @@ def draw_the_first_stages_masks(patch: Patch) -> None:
 
 
 def charge_shared_moves_twice(patch: Patch) -> None:
-    at_least = LinearProgram.at_least
+    flows = Problem.flows
 
-    def twice_paid(self: LinearProgram, terms: Any, value: float, why: str) -> None:
-        terms = list(terms)
-        if why == "share":
-            (_, paid), (_, flow) = terms
-            self.costs[flow] = self.costs[paid]
-        at_least(self, terms, value, why)
+    def twice_paid(self: Problem, tensor: TensorClass, use: Use, taken: Any, *, shared: bool) -> Any:
+        found = flows(self, tensor, use, taken, shared=shared)
+        for phase, moves in taken.items() if shared else ():
+            for flow, paid in zip(found[phase][moves], tensor.paid[phase][moves], strict=True):
+                self.lp.costs[flow] += self.lp.costs[paid]
+        return found
 
-    patch.setattr(LinearProgram, "at_least", twice_paid)
+    patch.setattr(Problem, "flows", twice_paid)
 
 
 @pytest.mark.parametrize(

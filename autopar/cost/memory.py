@@ -160,6 +160,10 @@ class _Replay:
         self.graph, self.prices, self.program, self.staged = graph, prices, program, staged
         self.tape: Tape = record(graph, prices, program)
         self.calls = self.tape.calls
+        self.firsts: dict[int, int] = {}  # the first call that takes each value
+        for number, call in enumerate(self.calls):
+            for value in call.memory.takes:
+                self.firsts.setdefault(value, number)
         self.parts = self.find_parts() if prices.training else []
         self.heap = _Heap()
         self.copies: set[int] = set()  # roots that are there as copies
@@ -401,9 +405,8 @@ class _Replay:
                 self.copies, part = set(), None
 
     def first_use(self, weight: Weight) -> int:
-        return next(
-            (number for number, call in enumerate(self.calls) if weight.value in call.memory.takes), -1
-        )
+        """The first call that takes the weight; -1 if none does."""
+        return self.firsts.get(weight.value, -1)
 
     def second_time(self, part: _Part) -> None:
         """A part is computed again, up to the last tensor that its backward reads."""

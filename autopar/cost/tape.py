@@ -88,6 +88,9 @@ class _Recorder:
             for move in moves
         }
         self.deferred = self.find_deferred()
+        self.deferred_of: dict[str, list[Move]] = {}
+        for name, move in self.deferred:
+            self.deferred_of.setdefault(name, []).append(move)
         self.gathered: set[int] = set()
         self.copies = {name: each.layout for name, each in copies(graph, prices, program).items()}
 
@@ -225,7 +228,7 @@ class _Recorder:
 
     def weight(self, item: GraphInput, value: int) -> Weight:
         mesh = self.prices.dims.mesh
-        deferred = [move for name, move in self.deferred if name == item.name]
+        deferred = self.deferred_of.get(item.name, [])
         axes = {move.axis for move in deferred} - {move.axis for move in deferred if gathers(move)}
         summed = math.prod(mesh.shape[axis] for axis in axes) > 1
         nbytes = self.prices.local_bytes(item.name, self.program.inputs[item.name])

@@ -31,6 +31,7 @@ from autopar.units import show_bytes
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 MEMORY_ROUNDS = 8
+BRANCHING_SECONDS = 20.0  # under rows of memory, unless a time limit says how long; then they are rounded
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
 TIE = 1e-6  # GiB that a second is worth where only memory counts
@@ -73,7 +74,8 @@ def choose(
     Raises InfeasibleError if no plan that meets the cap is found, SolverError if the time limit passed
     without an incumbent. The linear memory rows leave out short-lived tensors and know parts that are
     computed again but roughly, so answers are completed and replayed exactly: those of the rows, tightened
-    until one fits, and those in which memory has a price. Only the first bound, under the cap itself,
+    until one fits, and those in which memory has a price. Where branching under them takes too long, their
+    relaxation is rounded: what is found is replayed all the same. Only the first bound, under the cap itself,
     holds for all plans.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
@@ -94,6 +96,7 @@ class _Search:
     deadline: float | None
     recompute: Recompute
     leanest: Solution | None = None  # of all that were found
+    branching: float = BRANCHING_SECONDS  # left
 
     def under_cap(self, cap: int, *, bounded: bool) -> Solution:
         first = self.once(rows=cap, bounded=bounded)
@@ -191,13 +194,16 @@ class _Search:
     def once(self, *, rows: int | None = None, dear: Dear = FREE, bounded: bool = True) -> Solution:
         """The best plan by the linear rows, under `rows` bytes of memory."""
         problem = self.problem(rows=rows, dear=dear)
-        answer = solve(problem.lp, relaxed=True, time_limit=self.left())
+        answer = relaxed = solve(problem.lp, relaxed=True, time_limit=self.left())
         bound = answer.bound
         if answer.status != "infeasible" and not _is_integral(problem, answer):
-            answer = solve(problem.lp, gap=self.gap, time_limit=self.left())
+            answer = self.branch(problem)
             bound = max(bound, answer.bound)
         if answer.status == "infeasible":
             raise infeasible(self.graph, self.prices, self.cap or 0, self.least())
+        rounded = answer.values is None and rows is not None and self.deadline is None
+        if rounded:
+            answer = replace(relaxed, status="time_limit")
         if answer.values is None:
             raise SolverError(
                 where="solver",
@@ -211,12 +217,24 @@ class _Search:
             free = self.problem(rows=rows, relaxed=True)
             bound = min(bound, solve(free.lp, relaxed=True, time_limit=self.left()).bound)
         program = read(problem, answer)
-        self.check(problem, answer, program)
+        if not rounded:
+            self.check(problem, answer, program)
         solution = completed(self.graph, self.prices, program, self.cap, self.recompute)
         solution = replace(solution, bound=bound, status=answer.status)
         if self.leanest is None or solution.peak.nbytes < self.leanest.peak.nbytes:
             self.leanest = solution
         return _judged(solution, bound, self.gap) if bounded else solution
+
+    def branch(self, problem: Problem) -> Answer:
+        """The answer in whole strategies; under rows of memory, where that may take for ever, only what is
+        found before the search has branched for long enough."""
+        if problem.cap is None:
+            return solve(problem.lp, gap=self.gap, time_limit=self.left())
+        begun, left = time.monotonic(), self.left()
+        allowed = self.branching if left is None else left
+        answer = solve(problem.lp, gap=self.gap, time_limit=allowed)
+        self.branching = max(0.0, self.branching - (time.monotonic() - begun))
+        return answer
 
     def check(self, problem: Problem, answer: Answer, program: Program) -> None:
         """Raises CheckError if what the solver promised is not what the program costs."""
@@ -349,6 +367,9 @@ def read(problem: Problem, answer: Answer) -> Program:
         name: max(choices, key=lambda item: values[choices[item]])
         for name, choices in problem.output_layouts.items()
     }
+    for name, open_to in problem.output_layouts.items():  # as it lies is as good as any other way
+        made, _ = ends(graph, problem.prices, name, strategies, inputs, outputs)
+        outputs[name] = made if made in open_to else outputs[name]
     moves: dict[str, tuple[Move, ...]] = {}
     for tensor in problem.tensors:
         gathering = gatherings.get(tensor.name, Gathering.KEEP)

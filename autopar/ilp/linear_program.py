@@ -78,9 +78,11 @@ class LinearProgram:
 
     def row(self, terms: Iterable[tuple[float, int]], low: float, high: float) -> None:
         """low <= sum of terms <= high."""
-        coefficients, variables = zip(*terms, strict=True)
+        pairs = list(terms)
         (number,) = self.between([low], [high])
-        self.enter(np.full(len(variables), number), variables, coefficients)
+        self.enter(
+            [number] * len(pairs), [variable for _, variable in pairs], [amount for amount, _ in pairs]
+        )
 
     def matrix(self) -> Matrix:
         """All coefficients, by row and then by variable."""

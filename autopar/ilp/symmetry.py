@@ -9,6 +9,7 @@ for all plans; the plan itself is the best among all namings of what the relaxat
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from autopar.core.graph import Graph
 from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
 from autopar.cost.prices import Prices
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, SolverError
 from autopar.ilp.choose import Solution, choose
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import Answer
@@ -28,6 +29,8 @@ from autopar.ilp.solver import solve
 from autopar.ops.rule import Strategy
 
 SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen something
+WORTH = 0.01  # a gap for which the whole program is tried after all
+NAMED_SECONDS = 30.0  # and for how long
 MANY_AXES = 3  # on fewer, the program with names is small enough
 
 
@@ -57,7 +60,8 @@ def choose_named(
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
 
-    Should no naming of what was chosen meet the cap, the whole program is solved after all.
+    Should no naming of what was chosen meet the cap, or all be far from the bound, the whole program is
+    solved after all.
     """
     alike = axes_alike(prices)
     ask = partial(
@@ -92,6 +96,11 @@ def choose_named(
         found = ask(named(space, problem, answer, alike), bounded=False)
     except InfeasibleError:
         return ask(space, bounded=bounded)
+    if bound > -math.inf and found.seconds - bound > WORTH * found.seconds:
+        seconds = NAMED_SECONDS if time_limit is None else min(time_limit, NAMED_SECONDS)
+        with contextlib.suppress(InfeasibleError, SolverError):  # there is a plan already
+            named_all = ask(space, bounded=False, time_limit=seconds)
+            found = min(found, named_all, key=lambda each: each.seconds)
     bound = min(bound, found.seconds)
     proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds
     status = "gap_limit" if found.status == "optimal" and not proven else found.status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -15,9 +16,10 @@ from autopar.core.mesh import Mesh
 from autopar.core.placement import R
 from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError, SolverError
-from autopar.ilp.choose import choose, least
+from autopar.ilp.choose import _Search, choose, least
 from autopar.ilp.fold import fold
-from autopar.ilp.placement import Space
+from autopar.ilp.linear_program import Answer
+from autopar.ilp.placement import Problem, Space
 from autopar.ilp.space import build_space
 from autopar.ops.analysis import options_of
 from autopar.rewrite.program import rewrite
@@ -101,6 +103,36 @@ def test_under_a_cap_the_plan_fits_and_the_gap_to_the_best_that_fits_is_true(
             assert found.seconds == pytest.approx(best, rel=CLOSE)
     with pytest.raises(InfeasibleError):
         choose(graph, prices, space, unfolded(graph), cap=peaks[0] - 1, gap=1e-9)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_where_branching_takes_too_long_the_plan_fits_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Rounded relaxations are plans like others: replayed, within the cap, their gap true."""
+    rounded: list[float] = []
+    patient = _Search.branch
+
+    def hasty(search: _Search, problem: Problem) -> Answer:
+        if problem.cap is None:
+            return patient(search, problem)
+        rounded.append(problem.cap)
+        return Answer(None, math.inf, -math.inf, "time_limit")
+
+    graph = branches()
+    prices, folding = random_prices(graph, Mesh((2, 2)), Random(1)), unfolded(graph)
+    space = build_space(graph, prices, folding)
+    leanest, fastest = least(graph, prices, space, folding), choose(graph, prices, space, folding)
+    assert leanest is not None
+    cap = int(leanest.peak.nbytes + share * (fastest.peak.nbytes - leanest.peak.nbytes))
+    best = choose(graph, prices, space, folding, cap=cap, gap=1e-9)
+    monkeypatch.setattr(_Search, "branch", hasty)
+    found = choose(graph, prices, space, folding, cap=cap, gap=1e-9)
+    assert rounded
+    assert best.status == "optimal"
+    assert found.peak.nbytes <= cap
+    assert best.seconds * (1 - CLOSE) <= found.seconds
+    assert found.bound <= best.seconds * (1 + CLOSE)
 
 
 @pytest.mark.parametrize("make", [chain, branches, twice, normalised], ids=lambda make: make.__name__)
@@ -187,8 +219,10 @@ LEVELS = {
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("once", [1.0, 0.2])
-@pytest.mark.parametrize("make", [chain, twice], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("once", [pytest.param(1.0, marks=pytest.mark.long), 0.2])
+@pytest.mark.parametrize(
+    "make", [chain, pytest.param(twice, marks=pytest.mark.long)], ids=lambda make: make.__name__
+)
 def test_weights_are_gathered_as_is_best(make: Callable[[], Graph], once: float, level: str) -> None:
     """Of all plans with every way of gathering every weight the fastest, or the fastest that fits."""
     graph, random = make(), Random(7)

@@ -34,7 +34,12 @@ from tests.ilp.brute_force import (
 
 CLOSE = 1e-6  # relative
 WITHIN = 0.02  # of the best there is
-GRAPHS = (chain, branches, scores, normalised, lambda: blocks(2))
+LATER = pytest.mark.long
+GRAPHS = (
+    chain,
+    normalised,
+    *(pytest.param(make, marks=LATER) for make in (branches, scores, lambda: blocks(2))),
+)
 
 
 @lru_cache
@@ -59,7 +64,7 @@ def placed(graph: Graph, mesh: Mesh, seed: int) -> tuple[Prices, Program]:
 
 
 @pytest.mark.parametrize("make", GRAPHS)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=LATER) for seed in range(1, 6))])
 def test_the_parts_are_about_the_cheapest_that_fit(make: Callable[[], Graph], seed: int) -> None:
     graph = make()
     prices, program = placed(graph, Mesh((2,)), seed)
@@ -76,8 +81,8 @@ def test_the_parts_are_about_the_cheapest_that_fit(make: Callable[[], Graph], se
     assert fit(graph, prices, program, 0).peak.nbytes == pytest.approx(peaks[0], rel=WITHIN)
 
 
-@pytest.mark.parametrize("make", [chain, scores])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
+@pytest.mark.parametrize("make", [chain, pytest.param(scores, marks=LATER)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=LATER) for seed in range(1, 4))])
 def test_placement_and_parts_together_fit_and_the_gap_is_true(make: Callable[[], Graph], seed: int) -> None:
     graph, random = make(), Random(seed)
     prices = random_prices(graph, Mesh((2,)), random)

@@ -41,3 +41,11 @@ def test_what_has_no_answer_is_infeasible() -> None:
     program = shares()
     program.at_least([(1.0, 0), (1.0, 1)], 6.0)
     assert solve(program).status == solve(program, relaxed=True).status == "infeasible"
+
+
+def test_a_row_of_nothing_counts() -> None:
+    program = shares()
+    program.at_most([], 1.0)
+    assert solve(program).status == solve(program, relaxed=True).status == "optimal"
+    program.at_least([], 1.0)
+    assert solve(program).status == solve(program, relaxed=True).status == "infeasible"

@@ -147,7 +147,9 @@ def test_a_run_over_time_is_ended(write: Write, capfd: pytest.CaptureFixture[str
     assert processes(script) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
+)
 def test_an_interrupted_launcher_ends_its_ranks(write: Write, number: signal.Signals, code: int) -> None:
     script = write(WAITS)
     with start(script) as launcher:
