@@ -27,7 +27,7 @@ from tests.benchmarks.contest import Contestant, Timed, compete
 from tests.benchmarks.hierarchical import Way, decide_all
 from tests.benchmarks.host_contest import MOMENTUM, STEPS, check_losses
 
-RATE = 0.01
+RATE = 0.02  # losses fall by more than they may differ
 OPTIMIZER = "sgd-momentum"
 OPTIMIZER_STATES = 1.0  # bytes for each byte of a weight
 
@@ -64,7 +64,7 @@ def run_rank(trial: Trial, costdb: str) -> Found:
     if not trial.rounds:
         return Found(plans, None, {})
     contest = Contest(Job(trial.source, trial.cluster, trial.request, OPTIMIZER, costdb, None), target)
-    serial = _serial_losses(target, trial.request.micro_batches)
+    serial = _serial_losses(target)
     contestants, errors = {}, {}
     for way, plan in plans.items():
         if isinstance(plan, InfeasibleError):
@@ -118,22 +118,18 @@ def _trained(model: nn.Module, learn: Callable[[], Tensor]) -> Callable[[], Tens
     return step
 
 
-def _serial_losses(target: Target, micro_batches: int) -> list[float]:
-    """Those of the model in one process, which adds up gradients of as many micro-batches of one length:
-    rank 0 trains it, all know them."""
+def _serial_losses(target: Target) -> list[float]:
+    """Those of the model in one process: rank 0 trains it, all know them."""
     losses = torch.zeros(STEPS, dtype=torch.float64)
     if dist.get_rank() == 0:
         model, loss_fn = copy.deepcopy(target.model), target.loss_fn
         assert loss_fn is not None and not target.kwargs
-        images, labels = (item.chunk(micro_batches) for item in target.args)
+        images, labels = target.args
 
         def learn() -> Tensor:
-            total = torch.zeros(())
-            for part, wanted in zip(images, labels, strict=True):
-                loss = loss_fn(model(part), wanted) / micro_batches
-                loss.backward()
-                total += loss.detach()
-            return total
+            loss: Tensor = loss_fn(model(images), labels)
+            loss.backward()
+            return loss.detach()
 
         step = _trained(model, learn)
         losses = torch.tensor([float(step()) for _ in range(STEPS)], dtype=torch.float64)

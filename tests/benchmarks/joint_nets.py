@@ -16,16 +16,14 @@ CLASSES = 10
 Target = tuple[nn.Module, tuple[Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]
 
 
-def vgg(blocks: Sequence[Sequence[int]], *, side: int, hidden: int, norm: bool = False) -> nn.Sequential:
+def vgg(blocks: Sequence[Sequence[int]], *, side: int, hidden: int) -> nn.Sequential:
     """A net for images [n, 3, side, side]; each block, given by its convolutions' channels, ends in a pool
-    that halves them, and a layer of `hidden` features comes before the last. `norm` puts a batch norm behind
-    each convolution."""
+    that halves them, and a layer of `hidden` features comes before the last."""
     layers: list[nn.Module] = []
     channels = 3
     for block in blocks:
         for width in block:
-            layers += [nn.Conv2d(channels, width, 3, padding=1), *([nn.BatchNorm2d(width)] if norm else [])]
-            layers.append(nn.ReLU())
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
             channels = width
         layers.append(nn.MaxPool2d(2))
     features = channels * (side >> len(blocks)) ** 2
@@ -47,12 +45,6 @@ def wide() -> Target:
     """4 images of 64 x 64; 16 of 22 convolutions have 128 channels, on 8 and 4 pixels."""
     blocks = [[32] * 2, [64] * 2, [128] * 2, [128] * 8, [128] * 8]
     return _target(vgg(blocks, side=64, hidden=512), side=64, batch=4)
-
-
-def normed() -> Target:
-    """8 images of 64 x 64; 15 convolutions with batch norm, 8 of them on 8 and 4 pixels."""
-    blocks = [[32] * 2, [64] * 2, [64] * 3, [64] * 4, [64] * 4]
-    return _target(vgg(blocks, side=64, hidden=512, norm=True), side=64, batch=8)
 
 
 def deep_224() -> Target:
