@@ -79,11 +79,10 @@ def gpus(nodes: int, devices: int) -> ClusterSpec:
 SUBJECTS = (
     Subject("narrow", "narrow", 4),
     Subject("wide", "wide", 4),
-    Subject("narrow, 12 MB", "narrow", 4, memory=12_000_000),
 )
 PAPER = (
     Subject("deep, 224", "deep_224", 8, cluster=gpus(2, 4)),
-    Subject("deep, 224, 226 MB", "deep_224", 8, memory=226_000_000, cluster=gpus(2, 4)),
+    Subject("deep, 224, 240 MB", "deep_224", 8, memory=240_000_000, cluster=gpus(2, 4)),
     Subject("deep, 512", "deep_512", 8, cluster=gpus(2, 8)),
     Subject("VGG-16", "vgg_16", 8, cluster=gpus(2, 4)),
 )
