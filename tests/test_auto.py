@@ -54,6 +54,7 @@ def test_what_is_asked_for_is_kept() -> None:
     assert plan.pipeline.micro_batches == 4
 
 
+@pytest.mark.long
 def test_a_plan_meets_the_cap_or_the_least_is_told() -> None:
     fastest = search_all(graph_of, BATCH, CLUSTER, OPEN).plan
     cap = fastest.peak_bytes * 9 // 10

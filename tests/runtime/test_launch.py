@@ -133,6 +133,7 @@ def test_a_killed_rank_ends_all_and_is_named(write: Write, capfd: pytest.Capture
     assert processes(script) == []
 
 
+@pytest.mark.long
 def test_a_scripts_own_exit_code_is_told(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
     script = write(EXITS)
     assert run_script(script, 2) == 4
@@ -179,6 +180,7 @@ def test_a_function_returns_one_result_for_each_rank(capfd: pytest.CaptureFixtur
     assert capfd.readouterr() == ("", "hello\n")
 
 
+@pytest.mark.long
 def test_a_function_that_raises_carries_its_traceback() -> None:
     with pytest.raises(WorkerError, match=r"rank 0 of 1: found ZeroDivisionError") as caught:
         run_function(operator.truediv, 1, 1, 0)
