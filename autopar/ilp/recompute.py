@@ -74,7 +74,8 @@ def ladder(graph: Graph, prices: Prices, program: Program, rungs: int) -> list[P
     """The program without recomputed parts, and up to so many more, each of which keeps less than the one
     before for the seconds that it adds.
 
-    Between two whose parts differ stand those that take over half of the changes, every other one.
+    Equal layers join all at the same price, so a quarter, a half and three quarters of the parts of each
+    candidate stand for the stages in between.
     """
     table = _table(graph, prices, program)
     found: dict[tuple[Segment, ...], tuple[float, float]] = {}
