@@ -31,7 +31,8 @@ from autopar.units import show_bytes
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 MEMORY_ROUNDS = 8
-BRANCHING_SECONDS = 20.0  # under rows of memory, unless a time limit says how long; then they are rounded
+BRANCHING_SECONDS = 20.0  # in all, where memory is scarce and no time limit given; then answers are rounded
+PRICED_SECONDS = 5.0  # of them for one price of memory
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
 TIE = 1e-6  # GiB that a second is worth where only memory counts
@@ -74,8 +75,8 @@ def choose(
     Raises InfeasibleError if no plan that meets the cap is found, SolverError if the time limit passed
     without an incumbent. The linear memory rows leave out short-lived tensors and know parts that are
     computed again but roughly, so answers are completed and replayed exactly: those of the rows, tightened
-    until one fits, and those in which memory has a price. Where branching under them takes too long, their
-    relaxation is rounded: what is found is replayed all the same. Only the first bound, under the cap itself,
+    until one fits, and those in which memory has a price. Where branching takes too long, the relaxation
+    is rounded: what is found is replayed all the same. Only the first bound, under the cap itself,
     holds for all plans.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
@@ -201,7 +202,8 @@ class _Search:
             bound = max(bound, answer.bound)
         if answer.status == "infeasible":
             raise infeasible(self.graph, self.prices, self.cap or 0, self.least())
-        rounded = answer.values is None and rows is not None and self.deadline is None
+        scarce = rows is not None or dear != FREE
+        rounded = answer.values is None and scarce and self.deadline is None
         if rounded:
             answer = replace(relaxed, status="time_limit")
         if answer.values is None:
@@ -226,12 +228,13 @@ class _Search:
         return _judged(solution, bound, self.gap) if bounded else solution
 
     def branch(self, problem: Problem) -> Answer:
-        """The answer in whole strategies; under rows of memory, where that may take for ever, only what is
-        found before the search has branched for long enough."""
-        if problem.cap is None:
+        """The answer in whole strategies; where memory is scarce, which may take for ever, only what is found
+        before the search has branched for long enough."""
+        if problem.cap is None and problem.dear == FREE:
             return solve(problem.lp, gap=self.gap, time_limit=self.left())
         begun, left = time.monotonic(), self.left()
-        allowed = self.branching if left is None else left
+        most = self.branching if problem.dear == FREE else min(self.branching, PRICED_SECONDS)
+        allowed = most if left is None else left
         answer = solve(problem.lp, gap=self.gap, time_limit=allowed)
         self.branching = max(0.0, self.branching - (time.monotonic() - begun))
         return answer
