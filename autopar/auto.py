@@ -24,17 +24,15 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.again import again_seconds
 from autopar.cost.collectives import send_recv
 from autopar.cost.intervals import crossing_bytes
-from autopar.cost.memory import peak_memory
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.step import StepCost, step_cost
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import fold
 from autopar.ilp.placement import Dear
-from autopar.ilp.recompute import everything
+from autopar.ilp.recompute import sparing
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
 from autopar.planning import Decision, Found, MeshProblem, Request, decide, finish
@@ -286,14 +284,13 @@ class _Screen:
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
-        program, lean = solution.program, None
+        program, again, spared = solution.program, 0.0, 0
         prices = [
             problem.prices.operator(item, program.strategies[item.name]) for item in self.graph.operators
         ]
         largest = solution.peak.kept * self.count / ranks  # of the fewest micro-batches
         if self.request.recompute is Recompute.AUTO and solution.peak.state / ranks + largest > self.cap:
-            program = everything(self.graph, problem.prices, program)
-            lean = peak_memory(self.graph, problem.prices, program)
+            again, spared = sparing(self.graph, problem.prices, program)
         launches = 2 * sum(len(price.calls) for price in prices)
         return Screened(
             ranks=ranks,
@@ -307,8 +304,8 @@ class _Screen:
             hop=self.model.hop(self.cluster, ranks),
             state_bytes=solution.peak.state,
             kept_bytes=solution.peak.kept,
-            again=again_seconds(self.graph, problem.prices, program) if lean else 0.0,
-            lean_bytes=lean.kept if lean else solution.peak.kept,
+            again=again,
+            lean_bytes=max(0, solution.peak.kept - spared),
         )
 
     def least_crossing(self, problem: MeshProblem, solution: Solution) -> int:

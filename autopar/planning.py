@@ -61,6 +61,7 @@ RIVALS = 2  # pure strategies whose operators are measured beside the winner's
 DEFAULT_GAP = 1e-3
 PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
+NEAR = 0.02  # of the bound: so near to it a plan that recomputes is left as it is
 PRICE_STEPS = 4  # of the bisection between them
 
 
@@ -317,7 +318,8 @@ class MeshProblem:
             found = self.stage(fastest, cap)
         except InfeasibleError:
             return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
-        if self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
+        dear = found.gap > max(NEAR, self.request.gap)
+        if dear and self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
             with contextlib.suppress(InfeasibleError):
                 return min(
                     [found, *self.leaner(fastest, force, deadline, cap)], key=lambda step: step.seconds

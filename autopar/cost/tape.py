@@ -24,6 +24,7 @@ from autopar.core.plan import Program
 from autopar.cost.calls import CallMemory, Given, Gradient
 from autopar.cost.gathering import copies, copy_bytes
 from autopar.cost.prices import Prices
+from autopar.cost.recent import Recent, placement_of
 from autopar.cost.values import leading
 
 Key = tuple[str, Layout]
@@ -70,8 +71,12 @@ class Tape:
 
 
 def record(graph: Graph, prices: Prices, program: Program) -> Tape:
-    """The program of the rank that is priced, the first."""
-    return _Recorder(graph, prices, program).record()
+    """The program of the rank that is priced, the first; recomputed parts make no difference."""
+    key = (graph, prices, prices.once, prices.training, *placement_of(program))
+    return _recent.get(key, lambda: _Recorder(graph, prices, program).record())
+
+
+_recent: Recent[Tape] = Recent()
 
 
 class _Recorder:

@@ -22,6 +22,7 @@ from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.core.plan import Program
+from autopar.cost.recent import Recent, placement_of
 
 Key = tuple[str, Layout]
 
@@ -62,7 +63,11 @@ class Values:
 
 def find_values(graph: Graph, program: Program, *, training: bool) -> Values:
     """The values that the programs of all ranks consist of, stage borders aside."""
-    return _Finder(graph, program, training).find()
+    key = (graph, training, *placement_of(program))
+    return _recent.get(key, lambda: _Finder(graph, program, training).find())
+
+
+_recent: Recent[Values] = Recent()
 
 
 class _Finder:

@@ -33,6 +33,7 @@ from autopar.cost.prices import Prices
 MOST_PLACES = 600  # where parts may begin and end; tables grow with the square
 PRICES = (0.05, 0.15, 0.3, 0.5, 0.7, 1.0, 1.5, 3.0, 10.0, 100.0)  # of seconds per byte over the whole graph
 LIMITS = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015)  # of all bytes that can be spared
+MODERATE = 0.12  # the limit of parts for an estimate
 REFINED = 3  # of the fastest candidates that fit
 CHANGES = 240  # of single parts that are tried in the end
 EFFORT = 6000  # operators that are replayed for that
@@ -68,6 +69,15 @@ def everything(graph: Graph, prices: Prices, program: Program) -> Program:
         key=lambda each: _size(peak_memory(graph, prices, each)),
         default=program,
     )
+
+
+def sparing(graph: Graph, prices: Prices, program: Program) -> tuple[float, int]:
+    """Seconds that it takes to compute again whatever spares memory, in parts of moderate size, and the bytes
+    that it spares, about."""
+    table = _table(graph, prices, program)
+    parts = _parts(table, float("inf"), MODERATE * float(table.spared[0, -1]))
+    seconds, spared = _totals(table, parts)
+    return seconds, -int(spared)
 
 
 def ladder(graph: Graph, prices: Prices, program: Program, rungs: int) -> list[Program]:

@@ -23,7 +23,7 @@ from autopar.ilp.choose import Solution
 from autopar.ilp.recompute import ladder
 from autopar.ilp.stages import MOST_PLACES, Cut, best_cut, bound_again, keep
 
-RUNGS = 8  # levels of recomputing, beside none, among which stages choose
+RUNGS = 5  # levels of recomputing, beside none, among which stages choose
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def test_groups_are_told_apart_by_the_nodes_that_they_span() -> None:
     assert [(span.size, span.nodes, span.copies) for span in links.spans(four)] == [(2, 2, 2), (4, 4, 1)]
 
 
-@pytest.mark.parametrize(("world", "size"), [(3, 3), (4, 2)])
+@pytest.mark.parametrize(("world", "size"), [pytest.param(3, 3, marks=pytest.mark.long), (4, 2)])
 def test_every_kind_is_measured_in_the_world_and_in_its_parts(
     world: int, size: int, pools: Callable[[int], Pool]
 ) -> None:
