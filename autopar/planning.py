@@ -63,6 +63,7 @@ PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its 
 MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
 NEAR = 0.02  # of the bound: so near to it a plan that recomputes is left as it is
 PRICE_STEPS = 4  # of the bisection between them
+KNOWN_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,17 +321,21 @@ class MeshProblem:
             return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
         dear = found.gap > max(NEAR, self.request.gap)
         if dear and self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
-            with contextlib.suppress(InfeasibleError):
-                return min(
-                    [found, *self.leaner(fastest, force, deadline, cap)], key=lambda step: step.seconds
-                )
+            others = self.leaner(fastest, force, deadline, cap, known=found)
+            return min([found, *others], key=lambda step: step.seconds)
         return found
 
     def leaner(
-        self, fastest: Solution, force: Force | None, deadline: float | None, cap: int | None
+        self,
+        fastest: Solution,
+        force: Force | None,
+        deadline: float | None,
+        cap: int | None,
+        *,
+        known: Step | None = None,
     ) -> list[Step]:
         """Placements that meet the cap, found by bisecting the price of memory to where they just do
-        without computing anything again."""
+        without computing anything again; fewer if one that meets it is `known`."""
         kept = min(map(mean_flight, self.schedules))
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
 
@@ -339,8 +344,8 @@ class MeshProblem:
             return self.stage(self.solve(force, deadline, cap=None, dear=dear), cap, fastest.bound)
 
         low, high = map(math.log, PRICES)
-        found = [at(math.exp(high))]
-        for _ in range(PRICE_STEPS):
+        found = [] if known else [at(math.exp(high))]
+        for _ in range(KNOWN_STEPS if known else PRICE_STEPS):
             middle = (low + high) / 2
             try:
                 found.append(at(math.exp(middle)))
