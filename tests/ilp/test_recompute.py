@@ -9,17 +9,21 @@ from random import Random
 
 import pytest
 
+from autopar.cluster import Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute, Segment
-from autopar.cost.again import again_seconds
+from autopar.core.schedule import ScheduleKind
+from autopar.cost.again import again_seconds, shares
+from autopar.cost.intervals import intervals
 from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
 from autopar.ilp.choose import choose, least
 from autopar.ilp.recompute import everything, fit, ladder
 from autopar.ilp.space import build_space
+from autopar.ilp.stages import best_cut, bound_again, least_bytes, scheduled
 from tests.ilp.brute_force import (
     BruteForce,
     blocks,
@@ -112,3 +116,22 @@ def test_each_rung_keeps_less_than_the_one_before() -> None:
     assert rungs[0].recompute == () and 2 <= len(rungs) <= 6
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
     assert peak_memory(graph, prices, everything(graph, prices, program)).kept < kept[0]
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B])
+def test_no_cut_that_computes_again_beats_its_bound(kind: ScheduleKind) -> None:
+    """Whatever level each stage takes, under every cap."""
+    graph = blocks(5)
+    prices, program = placed(graph, Mesh((2,)), 1)
+    places = range(len(graph.operators) + 1)
+    rungs = ladder(graph, prices, program, 5)
+    tables = [intervals(graph, prices, each, Link(1e-6, 1e9), places=places) for each in rungs]
+    schedule, worth = scheduled(kind, 2, 1, 4), shares(graph, prices, program)
+    free, _ = best_cut(tables[:1], [schedule])
+    most, least = max(free.rank_bytes), least_bytes(tables, schedule)
+    assert least < most
+    for part in (0.0, 0.2, 0.4, 0.6, 0.8):
+        cap = int(least + part * (most - least))
+        found, _ = best_cut(tables, [schedule], cap=cap)
+        assert max(found.rank_bytes) <= cap
+        assert bound_again(tables[0], worth, [schedule], cap=cap) <= found.seconds * (1 + CLOSE)
