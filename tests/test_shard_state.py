@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ import autopar
 from autopar.cluster import ClusterSpec
 from autopar.core.gathering import ShardState
 from autopar.core.graph import InputKind
-from autopar.core.placement import Shard
+from autopar.core.move import Move
+from autopar.core.placement import B, P, Shard
 from autopar.core.plan import Plan
 from autopar.errors import InfeasibleError, InputError
+from autopar.ilp.gathering import gathering_notes
 from autopar.target import Target
 from autopar.trace import trace
 
@@ -133,3 +136,14 @@ def test_gathering_once_pays_with_many_micro_batches() -> None:
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(InputError, match="--shard-state: found 'zero'"):
         planned("zero")
+
+
+def test_a_gather_by_zero_padding_and_a_sum_is_counted_too() -> None:
+    report = autopar.api.verify(net(), ClusterSpec.local(2), shard_state="gradients", force="batch", steps=1)
+    program = report.plan.program
+    graph = trace(net().model, net().args[:1]).graph
+    weight = next(item.name for item in graph.inputs if item.target == "hidden.weight")
+    stored = program.inputs[weight]
+    padded = (Move(0, stored, (P,)), Move(0, (P,), (B,)))
+    disguised = replace(program, moves={weight: padded})
+    assert gathering_notes(graph, disguised) == ["weights stored in shards: 1 kept from forward to backward"]

@@ -12,6 +12,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
 from autopar.core.plan import Program
+from autopar.ilp.phases import completes
 from autopar.ops.dims import Dims
 
 _WORDS = {Gathering.AGAIN: "gathered again in backward", Gathering.ONCE: "gathered once a step"}
@@ -39,11 +40,11 @@ def when(program: Program, name: str, move: Move) -> str:
 
 
 def gathering_notes(graph: Graph, program: Program) -> list[str]:
-    """How many weights lie in shards and are gathered, in which way."""
+    """How many weights lie in shards and are gathered, by whatever moves, in which way."""
     counts = Counter(
         program.gathering(item.name)
         for item in graph.inputs
-        if item.kind is InputKind.PARAMETER and any(map(gathers, program.moves.get(item.name, ())))
+        if item.kind is InputKind.PARAMETER and any(map(completes, program.moves.get(item.name, ())))
     )
     words = {Gathering.KEEP: "kept from forward to backward", **_WORDS}
     found = ", ".join(f"{counts[way]} {words[way]}" for way in Gathering if counts[way])
