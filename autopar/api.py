@@ -40,7 +40,7 @@ from autopar.core.timeline import Timeline
 from autopar.cost.model import Company, Progress
 from autopar.errors import InputError
 from autopar.ilp.space import Force, Parallelism, Pins
-from autopar.optimizer import OptimizerLike, states_of
+from autopar.optimizer import OptimizerLike, state_of
 from autopar.options import AUTO, DEFAULT_OPTIMIZER, Options, settle
 from autopar.planning import DEFAULT_GAP, Request
 from autopar.profile import Bar, Profile
@@ -382,7 +382,7 @@ def make_request(
         time_limit=time_limit,
         gap=gap,
         measure=measure,
-        optimizer_states=states_of(optimizer),
+        optimizer=state_of(optimizer),
         shard_state=ShardState.parse(shard_state),
     )
 

@@ -1,9 +1,10 @@
 """What an optimizer keeps beside each weight, which counts in the memory of a plan.
 
-    states = bytes of its state / bytes of the weight        SGD 0, with momentum 1, Adam and AdamW 2
+    bytes of its state = ratio * bytes of the weight + fixed        ratio: SGD 0, with momentum 1, Adam 2
 
 Those named here are known. Any other is measured: it takes one step on two small weights, and what it
-then keeps must be in proportion to them. State that isn't (Adafactor's rows and columns) has no such size.
+then keeps beside single numbers must be in proportion to them. State that isn't (Adafactor's rows and
+columns) has no such size.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from autopar.core.costs import ADAM, OptimizerState
 from autopar.errors import InputError
 
 Factory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
@@ -29,16 +31,21 @@ KNOWN: Mapping[str, Factory] = {
     "adam": partial(torch.optim.Adam, lr=RATE),
     "adamw": partial(torch.optim.AdamW, lr=RATE),
 }
-STATES: Mapping[str, float] = {"sgd": 0.0, "sgd-momentum": 1.0, "adam": 2.0, "adamw": 2.0}
+STATES: Mapping[str, OptimizerState] = {
+    "sgd": OptimizerState(0.0),
+    "sgd-momentum": OptimizerState(1.0),
+    "adam": ADAM,
+    "adamw": ADAM,
+}
 SHAPES = ((8, 16), (32, 64))  # of the weights that are tried
 _KERNELS = ("foreach", "fused", "capturable")  # options of how a step runs, which keep nothing more
 
 
-def states_of(optimizer: OptimizerLike) -> float:
-    """Bytes of state for each byte of a weight.
+def state_of(optimizer: OptimizerLike) -> OptimizerState:
+    """What an optimizer keeps of each weight.
 
     `optimizer` is a name of `KNOWN`, a class whose other arguments have defaults, a function of parameters
-    that makes one, or one that is made already, of whose parameter groups the largest counts. Raises
+    that makes one, or one that is made already, of whose parameter groups the largest state counts. Raises
     InputError for what can't be made or has no such size.
     """
     match optimizer:
@@ -47,9 +54,9 @@ def states_of(optimizer: OptimizerLike) -> float:
                 raise _wrong(repr(optimizer), ", ".join(STATES))
             return STATES[optimizer]
         case Optimizer():
-            return max(
-                _measure(_as_made(optimizer, group), _name(optimizer)) for group in optimizer.param_groups
-            )
+            name, groups = _name(optimizer), optimizer.param_groups
+            found = [_measure(_as_made(optimizer, group), name) for group in groups]
+            return OptimizerState(max(each.ratio for each in found), max(each.fixed for each in found))
         case _ if callable(optimizer):
             return _measure(optimizer, _name(optimizer))
         case _:
@@ -62,20 +69,19 @@ def _as_made(optimizer: Optimizer, group: Mapping[str, Any]) -> Factory:
     return partial(type(optimizer), **{name: value for name, value in group.items() if name in accepted})
 
 
-def _measure(make: Factory, name: str) -> float:
-    first, second = (_bytes(make, name, shape) for shape in SHAPES)
+def _measure(make: Factory, name: str) -> OptimizerState:
+    first, second = (_kept(make, name, shape) for shape in SHAPES)
     if first != second:
         raise _wrong(
-            f"{name}, which keeps {first:g} times as much as a weight of {SHAPES[0]}, {second:g} times "
-            f"as much as one of {SHAPES[1]}",
+            f"{name}, which keeps {first.ratio:g} times as much as a weight of {SHAPES[0]}, {second.ratio:g} "
+            f"times as much as one of {SHAPES[1]}",
             "an optimizer whose state is in proportion to the weights",
         )
     return first
 
 
-def _bytes(make: Factory, name: str, shape: tuple[int, ...]) -> float:
-    """Bytes of state after a step on a weight of this shape, by the weight's own; single numbers, such as
-    the count of steps, are left out."""
+def _kept(make: Factory, name: str, shape: tuple[int, ...]) -> OptimizerState:
+    """What is kept after a step on a weight of this shape."""
     weight = torch.nn.Parameter(torch.ones(shape))
     weight.grad = torch.ones(shape)
     try:
@@ -86,8 +92,9 @@ def _bytes(make: Factory, name: str, shape: tuple[int, ...]) -> float:
         raise _wrong(
             f"{name}, which raises {type(cause).__name__}: {cause}", "one that takes a step"
         ) from cause
-    tensors = (item for item in kept if isinstance(item, Tensor) and item.numel() > 1)
-    return sum(item.numel() * item.element_size() for item in tensors) / weight.nbytes
+    tensors = [item for item in kept if isinstance(item, Tensor)]
+    large = sum(item.nbytes for item in tensors if item.numel() > 1)
+    return OptimizerState(large / weight.nbytes, sum(item.nbytes for item in tensors if item.numel() == 1))
 
 
 def _name(optimizer: object) -> str:

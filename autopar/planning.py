@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.convert.table import effect
+from autopar.core.costs import ADAM, OptimizerState
 from autopar.core.gathering import ShardState
 from autopar.core.graph import Call, Graph, InputKind
 from autopar.core.mesh import Mesh
@@ -85,7 +86,7 @@ class Request:
     training: bool = True
     measure: bool = True
     alternatives: bool = True
-    optimizer_states: float = 2.0  # bytes for each byte of a weight
+    optimizer: OptimizerState = ADAM
     stored: Mapping[str, Layout] | None = None
     local_inputs: bool = False
     local_outputs: bool = False
@@ -275,7 +276,7 @@ class MeshProblem:
             self.cluster,
             self.model,
             training=self.request.training,
-            optimizer_states=self.request.optimizer_states,
+            optimizer=self.request.optimizer,
             once=once(self.request.stages, self.request.micro_batches),
             micro_batches=self.request.micro_batches,
             accumulates=self.request.training and self.request.micro_batches > 1,

@@ -11,13 +11,14 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, RMSprop
 
 import autopar
+from autopar.core.costs import OptimizerState
 from autopar.errors import InputError
-from autopar.optimizer import KNOWN, STATES, states_of
+from autopar.optimizer import KNOWN, STATES, state_of
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_is_known_by_name_is_what_would_be_measured(name: str) -> None:
-    assert states_of(name) == states_of(KNOWN[name]) == STATES[name]
+    assert state_of(name) == state_of(KNOWN[name]) == STATES[name]
 
 
 @pytest.mark.parametrize(
@@ -32,14 +33,14 @@ def test_what_is_known_by_name_is_what_would_be_measured(name: str) -> None:
     ],
 )
 def test_classes_and_functions_are_measured(optimizer: Any, states: int) -> None:
-    assert states_of(optimizer) == states
+    assert state_of(optimizer).ratio == states
 
 
 def test_of_one_that_is_made_the_largest_group_counts() -> None:
     weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     mixed = SGD([{"params": weights[:1]}, {"params": weights[1:], "momentum": 0.9}], 0.1)
-    assert states_of(mixed) == 1 and not mixed.state, "nothing was done to it"
-    assert states_of(AdamW(weights, amsgrad=True, foreach=True)) == 3
+    assert state_of(mixed) == OptimizerState(1) and not mixed.state, "nothing was done to it"
+    assert state_of(AdamW(weights, amsgrad=True, foreach=True)) == OptimizerState(3, 4)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_of_one_that_is_made_the_largest_group_counts() -> None:
 )
 def test_what_has_no_size_is_refused_with_what_was_found(optimizer: Any, found: str) -> None:
     with pytest.raises(InputError, match=found):
-        states_of(optimizer)
+        state_of(optimizer)
 
 
 def test_a_plan_counts_the_state() -> None:

@@ -103,6 +103,18 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What an optimizer keeps of each weight that learns: `ratio` bytes for each of its own, and `fixed`
+    ones, of single numbers such as a count of steps."""
+
+    ratio: float
+    fixed: int = 0
+
+
+ADAM = OptimizerState(2.0, 4)
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceModel:
     """A roofline: what a device reaches on large matrix products and on plain memory traffic.
 

@@ -20,7 +20,7 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.convert.network import Alike, Change, Network, Numbers, Placements, Seconds, network
 from autopar.convert.network import Price as PriceOfChange
 from autopar.convert.table import Action, effect
-from autopar.core.costs import Collective, DeviceModel, OperatorCost
+from autopar.core.costs import ADAM, Collective, DeviceModel, OperatorCost, OptimizerState
 from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec, map_refs
 from autopar.core.mesh import parse_key
 from autopar.core.move import Move
@@ -89,7 +89,7 @@ class Prices:
     cluster: ClusterSpec
     model: CostModel
     training: bool = True
-    optimizer_states: float = 2.0  # bytes for each byte of a weight that learns; Adam has two
+    optimizer: OptimizerState = ADAM
     once: float = 1.0
     micro_batches: int = 1
     accumulates: bool = False  # whether gradients of several micro-batches add up
@@ -392,7 +392,9 @@ class Prices:
     def state_bytes(self, name: str, layout: Layout) -> int:
         """A parameter with its gradient and optimizer state; frozen ones have neither."""
         nbytes = self.local_bytes(name, layout)
-        return round(nbytes * (2 + self.optimizer_states)) if self._learns(name) else nbytes
+        if not self._learns(name):
+            return nbytes
+        return round(nbytes * (2 + self.optimizer.ratio)) + self.optimizer.fixed
 
     def update(self, name: str, layout: Layout) -> float:
         """Seconds of the optimizer's step on a parameter: each of its tensors is read and written."""

@@ -21,10 +21,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime import groups, registry
+from autopar.runtime import groups, registry, transport
 from autopar.runtime.memory import dense, memory_format
 
 Moments = tuple[Tensor, Tensor]  # mean and biased variance of each channel
@@ -45,9 +44,9 @@ def _moments(x: Tensor, group: str, count: int) -> Moments:
     mean, var = _local_moments(x)
     share = mean.new_full((1,), x.numel() / x.shape[1] / count)
     mine = torch.cat([share, mean, var])
-    gathered = [torch.empty_like(mine) for _ in range(groups.size(group))]
-    dist.all_gather(gathered, mine, group=groups.group(group))
-    shares, means, variances = torch.split(torch.stack(gathered), [1, len(mean), len(mean)], 1)
+    gathered = mine.new_empty(groups.size(group), len(mine))
+    transport.all_gather(gathered, gathered.unbind(), mine, group)
+    shares, means, variances = torch.split(gathered, [1, len(mean), len(mean)], 1)
     mean = (shares * means).sum(0)
     return mean, (shares * (variances + (means - mean) ** 2)).sum(0)
 
@@ -98,7 +97,7 @@ def _backward(
     invstd = torch.rsqrt(var + eps)
     weight_sum, bias_sum = _local_sums(gradient, x, scale, mean, var, invstd, eps)
     sums = torch.stack([weight_sum, bias_sum])
-    dist.all_reduce(sums, group=groups.group(group))
+    transport.all_reduce(sums, groups.group(group))
     slope, offset = (-scale * invstd / count * sums).unbind()
     channels = [1, -1] + [1] * (x.dim() - 2)
     x_gradient = _normalise(x, slope, offset, mean, var, eps)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from autopar.errors import InputError
+from autopar.runtime import transport
 
 _staged: list[weakref.ref[DeviceMesh]] = []
 _GUARDED = ("get_total_norm", "_get_total_norm")  # in torch's module, by version
@@ -41,11 +42,11 @@ def total_norm(
     if math.isinf(norm_type):
         largest = own.amax().to(torch.float64)
         if group is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            transport.all_reduce(largest, group, dist.ReduceOp.MAX)
         return largest.to(own.dtype)
     powers = own.to(torch.float64).pow(norm_type).sum()
     if group is not None:
-        dist.all_reduce(powers, group=group)
+        transport.all_reduce(powers, group)
     return powers.pow(1 / norm_type).to(own.dtype)
 
 

@@ -105,13 +105,13 @@ def _same(x: Tensor, group: str) -> Tensor:
 
 def _all_reduce(x: Tensor, group: str) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=groups.group(group))
+    transport.all_reduce(total, groups.group(group))
     return total
 
 
 def _all_reduce_max(x: Tensor, group: str) -> Tensor:
     largest = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=groups.group(group))
+    transport.all_reduce(largest, groups.group(group), dist.ReduceOp.MAX)
     return largest
 
 

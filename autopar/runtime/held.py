@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import InputError
+from autopar.runtime import transport
 
 State = tuple[torch.dtype, bool]  # dtype, and whether it learns
 
@@ -32,7 +33,8 @@ class Held:
         mine = {name: (tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
         changed = torch.tensor(any(self.states.get(name) != state for name, state in mine.items()))
         changes = changed.to(self._device, torch.int32)
-        dist.all_reduce(changes)
+        assert dist.group.WORLD is not None
+        transport.all_reduce(changes, dist.group.WORLD)
         if not changes:
             return
         everywhere: list[dict[str, State]] = [{} for _ in range(dist.get_world_size())]

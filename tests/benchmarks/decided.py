@@ -16,6 +16,7 @@ from autopar.agree import agree, measure_links
 from autopar.cluster import ClusterSpec
 from autopar.compiler import Compiler
 from autopar.contest import TIMEOUT, Contest, Job
+from autopar.core.costs import OptimizerState
 from autopar.core.plan import Plan
 from autopar.cost.model import Company
 from autopar.errors import InfeasibleError
@@ -29,7 +30,7 @@ from tests.benchmarks.host_contest import MOMENTUM, STEPS, check_losses
 
 RATE = 0.02  # losses fall by more than they may differ
 OPTIMIZER = "sgd-momentum"
-OPTIMIZER_STATES = 1.0  # bytes for each byte of a weight
+STATE = OptimizerState(1.0)
 
 Plans = dict[Way, Plan | InfeasibleError]
 

@@ -39,7 +39,7 @@ from autopar.runtime.launch import run_function
 from autopar.target import load_target
 from autopar.units import show_bytes, show_seconds
 from tests.benchmarks.__main__ import ALLOCATORS, environment
-from tests.benchmarks.decided import OPTIMIZER_STATES, Found, Trial, find_plans, run_rank
+from tests.benchmarks.decided import STATE, Found, Trial, find_plans, run_rank
 from tests.benchmarks.hierarchical import Way
 from tests.benchmarks.statistics import Ratio, ratio
 
@@ -65,7 +65,7 @@ class Subject:
             stages=2,
             micro_batches=self.micro_batches,
             schedule=ScheduleKind.ONE_F_ONE_B,
-            optimizer_states=OPTIMIZER_STATES,
+            optimizer=STATE,
         )
         return Trial(f"{NETS}:{self.net}", self.cluster, request, rounds)
 
