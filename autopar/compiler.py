@@ -30,7 +30,7 @@ from autopar.ops.dims import Dims
 from autopar.ops.independence import mixing_operator
 from autopar.planning import Request, search
 from autopar.rewrite.program import RankProgram, rewrite
-from autopar.rewrite.recompute import wrap
+from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.samples import find_samples
 from autopar.rewrite.shorter import check_plan, check_programs
 from autopar.rewrite.stages import StageProgram, split
@@ -282,7 +282,7 @@ def build(
     coordinate = plan.mesh.coordinate(rank)
     return Executable(
         mesh=plan.mesh,
-        module=_module(body, mine, traced.graph, plan, name="ParallelProgram"),
+        module=recomputing(body, mine, traced.graph, program, name="ParallelProgram"),
         inputs=_parts(traced, plan, dims, rank, deferred),
         outputs=tuple(dims.part(name, program.outputs[name], coordinate) for name in graph.outputs),
         writes=tuple(buffer for buffer, _ in graph.writes),
@@ -346,7 +346,7 @@ def _stage(
     constants = {item.target: item.value for item in graph.inputs if item.value is not None}
     return Executable(
         mesh=plan.mesh,
-        module=_module(body, whole, graph, plan, name=f"Stage{stage}"),
+        module=recomputing(body, whole, graph, plan.program, name=f"Stage{stage}"),
         inputs=tuple(inputs),
         outputs=tuple(dims.part(name, plan.program.outputs[name], coordinate) for name in program.outputs),
         writes=program.writes,
@@ -359,12 +359,6 @@ def _stage(
         sent=program.sent,
         layers=whole.layers,
     )
-
-
-def _module(body: fx.Graph, program: RankProgram, graph: Graph, plan: Plan, *, name: str) -> fx.GraphModule:
-    mutated = [item.name for item in graph.inputs if item.mutated]
-    mutated += [buffer for buffer, _ in graph.writes]
-    return wrap(body, program.steps, plan.program.recompute, mutated=mutated, name=name)
 
 
 def _parts(

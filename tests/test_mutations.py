@@ -6,6 +6,7 @@ Each case is proved as it is, then with one mutation: a proof that cannot fail p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -36,6 +37,7 @@ from autopar.rewrite.stages import StageProgram
 from autopar.runtime import convolution as runtime_convolution
 from autopar.runtime import gradient_sync, groups
 from autopar.runtime.gradient_sync import GradientSync, Member
+from autopar.runtime.recompute import Recomputed
 from tests.ilp.brute_force import BruteForce, random_prices, small_space, twice, unfolded
 from tests.pool import Pool
 from tests.proof.models import Model, Script
@@ -52,12 +54,21 @@ TWO, GRID = Mesh((2,)), Mesh((2, 2))
 
 
 def holds(
-    model: Model, mesh: Mesh, factors: Mapping[str, str], stored: Mapping[str, Layout] | None = None
+    model: Model,
+    mesh: Mesh,
+    factors: Mapping[str, str],
+    stored: Mapping[str, Layout] | None = None,
+    *,
+    again: bool = False,
 ) -> bool:
-    """Whether the proof of the forced program passes: equal numbers, and no law broken on the way."""
+    """Whether the proof of the forced program passes: equal numbers, and no law broken on the way; `again`
+    if all of it is computed again in backward."""
     try:
         dims = dims_of(model, mesh)
-        return prove(model, forced(model.graph, dims, factors, stored), dims)[0] < 1e-9
+        program = forced(model.graph, dims, factors, stored)
+        if again:
+            program = replace(program, recompute=((0, len(model.graph.operators)),))
+        return prove(model, program, dims)[0] < 1e-9
     except (AutoparError, RuntimeError):
         return False
 
@@ -87,13 +98,17 @@ def data_parallel() -> bool:
     return holds(s.model(x), TWO, {x: "n0"})
 
 
-def batch_norm() -> bool:
+def batch_norm(*, again: bool = False) -> bool:
     s = Script()
     running = [s.buffer(torch.zeros(3).double()), s.buffer(torch.ones(3).double())]
     affine = [s.weight(3), s.weight(3)]
     operands = map(Ref, [s.user(5, 3, 4, 2), *affine, *running])
     x = s.call(aten.batch_norm.default, *operands, True, 0.1, 1e-5, False)
-    return holds(s.model(x), TWO, {x: "n"})
+    return holds(s.model(x), TWO, {x: "n"}, again=again)
+
+
+def recomputed_batch_norm() -> bool:
+    return batch_norm(again=True)
 
 
 def cross_entropy() -> bool:
@@ -247,6 +262,12 @@ def reverse_major_and_minor(patch: Patch) -> None:
     )
 
 
+def write_statistics_twice(patch: Patch) -> None:
+    """When a part is computed again it writes to the running statistics once more."""
+    init = Recomputed.__init__
+    patch.setattr(Recomputed, "__init__", lambda self, body, *, mutated: init(self, body, mutated=()))
+
+
 def drop_relayed_gradients(patch: Patch) -> None:
     """The tensor that was made first is received as if it had no gradient."""
     leaves = autopar.proof.pipeline._leaves
@@ -306,6 +327,7 @@ def charge_shared_moves_twice(patch: Patch) -> None:
         (data_parallel, average_weight_gradients),
         (data_parallel, forget_gradient_sums),
         (batch_norm, use_local_moments),
+        (recomputed_batch_norm, write_statistics_twice),
         (cross_entropy, average_local_means),
         (dropout, draw_masks_apart),
         (both_axes_on_one_dim, ignore_minor_axes),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline
@@ -25,6 +25,7 @@ from autopar.ops.dims import Dims
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.proof.verify import MOMENTUM, RATE, Record, Tensors, seed, start_state
 from autopar.rewrite.program import rewrite
+from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.stages import StageProgram, split
 
 Values = list[tuple[Tensor, ...]]  # of each rank
@@ -32,14 +33,12 @@ Values = list[tuple[Tensor, ...]]  # of each rank
 
 @dataclass(slots=True)
 class _Stage:
-    """The programs of one stage on all ranks of its mesh, and their own copies of its inputs."""
+    """A stage, as one rank's program says, the programs of all ranks of its mesh with the parts that are
+    computed again, and their own copies of its inputs."""
 
-    programs: Sequence[StageProgram]
+    any: StageProgram
+    programs: Sequence[fx.GraphModule]
     locals_: list[dict[str, Tensor]]
-
-    @property
-    def any(self) -> StageProgram:
-        return self.programs[0]
 
 
 def simulate_pipeline(
@@ -73,8 +72,8 @@ def simulate_pipeline(
     )
     record, targets = Record(), {item.name: item.target for item in graph.inputs}
     for step in range(steps):
-        stages = [_stage(programs, full, program, dims) for programs in cuts]
-        short = [replace(stage, programs=each) for stage, each in zip(stages, short_cuts, strict=True)]
+        stages = [_stage(*each, full, program, dims) for each in cuts]
+        short = [replace(stage, programs=each) for stage, (_, each) in zip(stages, short_cuts, strict=True)]
         total = torch.zeros((), dtype=torch.float64)
         for number, micro in enumerate(batch):
             users = _users(graph, paths, micro)
@@ -97,15 +96,30 @@ def simulate_pipeline(
     return record
 
 
-def _cuts(graph: Graph, program: Program, pipeline: Pipeline, dims: Dims) -> list[tuple[StageProgram, ...]]:
-    """The programs of each stage, one for each rank of its mesh."""
-    programs = (rewrite(graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices))
-    return list(zip(*(split(each, graph, pipeline.starts) for each in programs), strict=True))
+Cut = tuple[StageProgram, list[fx.GraphModule]]  # a stage, and the program of each rank of its mesh
 
 
-def _stage(programs: Sequence[StageProgram], full: Tensors, program: Program, dims: Dims) -> _Stage:
-    names = [name for name in programs[0].inputs if name in full]
-    return _Stage(programs, distribute(full, {name: program.inputs[name] for name in names}, dims))
+def _cuts(graph: Graph, program: Program, pipeline: Pipeline, dims: Dims) -> list[Cut]:
+    """All stages."""
+    programs = [rewrite(graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices)]
+    stages = zip(*(split(each, graph, pipeline.starts) for each in programs), strict=True)
+    return [
+        (
+            stage[0],
+            [
+                recomputing(mine.graph, whole, graph, program, name="Stage")
+                for mine, whole in zip(stage, programs, strict=True)
+            ],
+        )
+        for stage in stages
+    ]
+
+
+def _stage(
+    stage: StageProgram, programs: Sequence[fx.GraphModule], full: Tensors, program: Program, dims: Dims
+) -> _Stage:
+    layouts = {name: program.inputs[name] for name in stage.inputs if name in full}
+    return _Stage(stage, programs, distribute(full, layouts, dims))
 
 
 def _users(graph: Graph, paths: Sequence[str], micro: MicroBatch) -> Tensors:

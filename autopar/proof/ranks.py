@@ -2,7 +2,8 @@
 
 Node by node, every rank's call is evaluated; at a collective the ranks of each group meet, and the
 collective's independent meaning (simulated.py) acts on the list of their tensors. Autograd through
-it gives every gradient: no process group, no hand-written backward.
+it gives every gradient: no process group, no hand-written backward. A part that is computed again in
+backward is so on all ranks together.
 
 The sum over ranks of the gradients of a Replicate tensor is its gradient, so a Replicate result is
 seeded with 1/n of its gradient on each of n ranks.
@@ -14,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autopar.core.mesh import parse_key
 from autopar.core.placement import Layout
 from autopar.errors import CheckError
 from autopar.ops.dims import Dims
 from autopar.proof.simulated import Call, simulate
+from autopar.runtime.recompute import Recomputed
 
 Meaning = Callable[[Any, Sequence[Call]], list[Tensor]]
 
@@ -48,6 +50,8 @@ def run(
                 environment[node] = local[str(node.target)]
         if nodes[0].op == "call_function":
             _step(nodes, environments, meaning)
+        if nodes[0].op == "call_module":
+            _recompute(programs, nodes, environments, meaning)
         if nodes[0].op == "output":
             return [
                 tuple(fx.node.map_arg(node.args[0], environment.__getitem__))
@@ -81,6 +85,60 @@ def _step(nodes: Sequence[fx.Node], environments: Sequence[dict[fx.Node, Any]], 
         results = _each(target, calls)
     for node, environment, result in zip(nodes, environments, results, strict=True):
         environment[node] = result
+
+
+def _recompute(
+    programs: Sequence[HasGraph],
+    nodes: Sequence[fx.Node],
+    environments: Sequence[dict[fx.Node, Any]],
+    meaning: Meaning,
+) -> None:
+    """Run the module that every rank calls, a part that is computed again, as one for all ranks."""
+    parts = [_part(program, node) for program, node in zip(programs, nodes, strict=True)]
+    tensors = [
+        fx.node.map_arg(node.args, environment.__getitem__)
+        for node, environment in zip(nodes, environments, strict=True)
+    ]
+    mutated = [
+        rank * len(mine) + place
+        for rank, (part, mine) in enumerate(zip(parts, tensors, strict=True))
+        for place in part.mutated
+    ]
+    together = Recomputed(_Together([_body(part) for part in parts], meaning), mutated=mutated)
+    results = together(*(tensor for mine in tensors for tensor in mine))
+    for node, environment, result in zip(nodes, environments, _shares(results, len(nodes)), strict=True):
+        environment[node] = result
+
+
+def _part(program: HasGraph, node: fx.Node) -> Recomputed:
+    assert isinstance(program, fx.GraphModule)
+    found = program.get_submodule(str(node.target))
+    assert isinstance(found, Recomputed)
+    return found
+
+
+def _body(part: Recomputed) -> fx.GraphModule:
+    assert isinstance(part.body, fx.GraphModule)
+    return part.body
+
+
+class _Together(nn.Module):
+    """The bodies of one part on all ranks, as one: it takes and returns the tensors of rank after rank."""
+
+    def __init__(self, bodies: Sequence[HasGraph], meaning: Meaning) -> None:
+        super().__init__()
+        self.bodies, self.meaning = list(bodies), meaning
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        names = [str(node.target) for node in self.bodies[0].graph.nodes if node.op == "placeholder"]
+        inputs = [dict(zip(names, mine, strict=True)) for mine in _shares(tensors, len(self.bodies))]
+        results = run(self.bodies, inputs, meaning=self.meaning)
+        return tuple(tensor for mine in results for tensor in mine)
+
+
+def _shares(tensors: Sequence[Tensor], ranks: int) -> list[Sequence[Tensor]]:
+    length = len(tensors) // ranks
+    return [tensors[rank * length : (rank + 1) * length] for rank in range(ranks)]
 
 
 def _is_random(target: Any) -> bool:

@@ -30,6 +30,7 @@ from autopar.ops.dims import Dims
 from autopar.proof.precision import raise_graph, raise_tensor, raised_eager
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.rewrite.program import rewrite
+from autopar.rewrite.recompute import recomputing
 from autopar.signature import (
     Arguments,
     LossFunction,
@@ -220,7 +221,8 @@ def simulate_training(
     model: nn.Module, arguments: Arguments, graph: Graph, program: Program, dims: Dims, *, steps: int
 ) -> Record:
     """The same steps by all ranks' programs; `model` gives the first parameters and is not changed."""
-    programs = [rewrite(graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices)]
+    written = [rewrite(graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices)]
+    programs = [recomputing(each.graph, each, graph, program, name="Rank") for each in written]
     record = Record()
     full = start_tensors(model, arguments, graph)
     names = {item.name: item for item in graph.inputs}

@@ -14,9 +14,20 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx, nn
 
+from autopar.core.graph import Graph
+from autopar.core.plan import Program
+from autopar.core.recompute import Segment
+from autopar.rewrite.program import RankProgram
 from autopar.runtime.recompute import Recomputed
 
-Segment = tuple[int, int]  # operators [first, stop), by number
+
+def recomputing(
+    body: fx.Graph, whole: RankProgram, graph: Graph, program: Program, *, name: str
+) -> fx.GraphModule:
+    """A rank's program, or what is left of it in `body`, with the parts that `program` computes again."""
+    mutated = [item.name for item in graph.inputs if item.mutated]
+    mutated += [buffer for buffer, _ in graph.writes]
+    return wrap(body, whole.steps, program.recompute, mutated=mutated, name=name)
 
 
 def wrap(

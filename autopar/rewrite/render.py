@@ -65,7 +65,7 @@ def _program(made: Executable) -> str:
     parts = [
         render(module.body.graph, layers=made.layers).replace("def forward(", f"def {name}(  # recomputed", 1)
         for name, module in made.module.named_children()
-        if isinstance(module, Recomputed)
+        if isinstance(module, Recomputed) and isinstance(module.body, fx.GraphModule)
     ]
     return "\n".join([*parts, whole])
 

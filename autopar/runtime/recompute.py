@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autopar.runtime.regather import is_again
@@ -26,7 +26,7 @@ class Recomputed(nn.Module):
     """Runs `body`, and again when backward needs what it made; `mutated` are the places among its
     arguments of the buffers that it writes to."""
 
-    def __init__(self, body: fx.GraphModule, *, mutated: Sequence[int]) -> None:
+    def __init__(self, body: nn.Module, *, mutated: Sequence[int]) -> None:
         super().__init__()
         self.body = body
         self.mutated = tuple(mutated)

@@ -177,6 +177,8 @@ TRAPS = (
     "sum loss",
     "mean loss",
     "empty stage",
+    "recomputed part",
+    "recomputed part over a cut",
 )
 
 
@@ -208,6 +210,10 @@ def traps(model: Model, program: Program, dims: Dims, pipeline: Pipeline) -> set
         "sum loss": is_sum(graph),
         "mean loss": not is_sum(graph) and aten.add.Tensor not in last,
         "empty stage": len(set(pipeline.starts)) < len(pipeline.starts),
+        "recomputed part": bool(program.recompute),
+        "recomputed part over a cut": any(
+            first < start < stop for first, stop in program.recompute for start in pipeline.starts
+        ),
     }
     return {name for name in TRAPS if found[name]}
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 import autopar.ops
 import autopar.runtime.collectives
@@ -24,6 +25,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.placement import Layout, P, R, Shard
 from autopar.core.plan import Program
+from autopar.core.recompute import Segment
 from autopar.ilp.space import Kinds
 from autopar.ops.analysis import find_atoms, is_legal, options_of
 from autopar.ops.dims import Dims
@@ -31,7 +33,8 @@ from autopar.ops.equation import GATHERED
 from autopar.ops.rule import Strategy
 from autopar.proof.ranks import Meaning, distribute, run, total_gradient
 from autopar.proof.simulated import simulate, simulate_typed
-from autopar.rewrite.program import RankProgram, rewrite
+from autopar.rewrite.program import rewrite
+from autopar.rewrite.recompute import recomputing
 from tests.proof.models import Model, serial
 
 MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
@@ -66,7 +69,15 @@ ROWS = [
 def draw_program(random: Random, graph: Graph, dims: Dims, *, whole_outputs: bool = False) -> Program:
     """Strategies, stored layouts and paths, all at random."""
     strategies = {item.name: draw_strategy(random, item, dims) for item in graph.operators}
-    return program_of(random, graph, dims, strategies, whole_outputs=whole_outputs)
+    program = program_of(random, graph, dims, strategies, whole_outputs=whole_outputs)
+    return replace(program, recompute=draw_parts(random, len(graph.operators)))
+
+
+def draw_parts(random: Random, operators: int) -> tuple[Segment, ...]:
+    """What is computed again: in every second program nothing, else some runs of operators."""
+    ends = sorted(random.randint(0, operators) for _ in range(random.choice((0, 0, 2, 4))))
+    pairs = zip(ends[::2], ends[1::2], strict=True)
+    return tuple((first, stop) for first, stop in pairs if first < stop)
 
 
 def forced(
@@ -186,7 +197,8 @@ def draw_output(random: Random, name: str, graph: Graph, dims: Dims) -> Layout:
 def prove(model: Model, program: Program, dims: Dims) -> tuple[float, str]:
     """The largest relative error of loss, outputs, gradients and buffers, and where it is."""
     graph, mesh = model.graph, dims.mesh
-    programs = [rewrite(graph, program, dims, rank=rank) for rank in range(mesh.num_devices)]
+    written = [rewrite(graph, program, dims, rank=rank) for rank in range(mesh.num_devices)]
+    programs = [recomputing(each.graph, each, graph, program, name="Rank") for each in written]
     wanted = serial(model)
     cotangents = {
         name: torch.full_like(wanted[name], 1.0) if name == graph.loss else wanted[name].detach().cos()
@@ -205,7 +217,7 @@ def _prove(
     model: Model,
     program: Program,
     dims: Dims,
-    programs: Sequence[RankProgram],
+    programs: Sequence[GraphModule],
     wanted: Mapping[str, Tensor],
     cotangents: Mapping[str, Tensor],
     meaning: Meaning,
@@ -320,6 +332,7 @@ class Histogram:
     kinds: Counter[str] = field(default_factory=Counter)
     rows: Counter[str] = field(default_factory=Counter)
     operators: Counter[str] = field(default_factory=Counter)
+    recomputed: Counter[str] = field(default_factory=Counter)  # programs with such an operator
 
     def add(self, model: Model, program: Program, dims: Dims) -> None:
         self.examples += 1
@@ -335,6 +348,13 @@ class Histogram:
         self.kinds.update(kind.value for kind in used if kind)
         self.kinds.update({"replicated"} if used == {None} else ())
         self.rows.update(rows(model.graph, program, dims))
+        self.recomputed.update(
+            {
+                item.target._schema.name[6:]
+                for first, stop in program.recompute
+                for item in model.graph.operators[first:stop]
+            }
+        )
 
     def __str__(self) -> str:
         def line(name: str, found: Counter[str]) -> str:
@@ -347,6 +367,7 @@ class Histogram:
                 line("kinds", self.kinds),
                 line("conversions", self.rows),
                 line("operators", self.operators),
+                line("recomputed", self.recomputed),
             ]
         )
 
