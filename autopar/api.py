@@ -39,7 +39,8 @@ from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
 from autopar.core.timeline import Timeline
 from autopar.cost.model import Company, Progress
 from autopar.errors import InputError
-from autopar.ilp.space import Force, Parallelism, Pins
+from autopar.ilp.fold import Pins
+from autopar.ilp.space import Force, Parallelism
 from autopar.optimizer import OptimizerLike, state_of
 from autopar.options import AUTO, DEFAULT_OPTIMIZER, Options, settle
 from autopar.planning import DEFAULT_GAP, Request

@@ -35,14 +35,13 @@ from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.checkpoints import notes as checkpoint_notes
 from autopar.ilp.checkpoints import respect
 from autopar.ilp.choose import Solution
-from autopar.ilp.fold import Folding, fold
+from autopar.ilp.fold import Folding, Pins, fold
 from autopar.ilp.gathering import gathering_notes, when, whole_notes
 from autopar.ilp.placement import FREE, Dear, Space
 from autopar.ilp.space import (
     Force,
     Kinds,
     Parallelism,
-    Pins,
     build_space,
     is_heavy,
     kind_by_axis,
@@ -281,12 +280,7 @@ class MeshProblem:
             micro_batches=self.request.micro_batches,
             accumulates=self.request.training and self.request.micro_batches > 1,
         )
-        pinned = self.request.pins
-        self.folding = (
-            Folding({item.name: item.name for item in self.graph.operators}, {}, 1)
-            if pinned
-            else fold(self.graph, self.dims)
-        )
+        self.folding = fold(self.graph, self.dims, self.request.pins)
 
     dims: Dims = dataclasses.field(init=False)
     prices: Prices = dataclasses.field(init=False)

@@ -8,12 +8,14 @@ Operators at the same place of the N repetitions form one *class* with one strat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.core.graph import Graph, Operator, map_refs
 from autopar.ops.dims import Dims
+
+Pins = Mapping[str, Sequence[str | None]]  # layer or operator name -> a factor, or None, for each axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,14 @@ class Folding:
     count: int
 
 
-def fold(graph: Graph, dims: Dims) -> Folding:
-    """Find the run of equal blocks that covers most operators."""
+def fold(graph: Graph, dims: Dims, pins: Pins | None = None) -> Folding:
+    """Find the run of equal blocks that covers most operators; equal ones are pinned alike."""
     operators = graph.operators
     numbers: dict[Any, int] = {}
-    signs = [numbers.setdefault(_sign(item, graph, dims), len(numbers)) for item in operators]
+    signs = [
+        numbers.setdefault((_sign(item, graph, dims), pin_of(item, pins or {})), len(numbers))
+        for item in operators
+    ]
     start, period, count = _longest_run(signs)
     while count > 2 and not _same_wiring(graph, start, period, count):
         count -= 1
@@ -42,6 +47,12 @@ def fold(graph: Graph, dims: Dims) -> Folding:
         class_of[operators[index].name] = operators[start + period + place].name
         repetition[operators[index].name] = (index - start) // period
     return Folding(class_of, repetition, count)
+
+
+def pin_of(operation: Operator, pins: Pins) -> tuple[str | None, ...] | None:
+    """What the operator is pinned to, by its own name or its layer's."""
+    pin = pins.get(operation.name, pins.get(operation.module))
+    return None if pin is None else tuple(pin)
 
 
 def _sign(operation: Operator, graph: Graph, dims: Dims) -> Any:

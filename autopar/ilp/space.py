@@ -19,7 +19,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, P, Placement, R, Shard
 from autopar.cost.prices import Prices
 from autopar.errors import InputError
-from autopar.ilp.fold import Folding
+from autopar.ilp.fold import Folding, Pins, pin_of
 from autopar.ilp.gathering import most_sharded, ways
 from autopar.ilp.placement import Space
 from autopar.ops.analysis import options_of, strategies_of
@@ -150,9 +150,6 @@ class Kinds:
         return min(self.dims.atoms.of[name][item.dim][item.atom] for name, item in _placed(operation, option))
 
 
-Pins = Mapping[str, Sequence[str | None]]  # layer or operator name -> a factor, or None, for each axis
-
-
 def build_space(
     graph: Graph,
     prices: Prices,
@@ -179,10 +176,11 @@ def build_space(
     pins = dict(pins or {})
     used: set[str] = set()
     for item in graph.operators:
-        if folding.class_of[item.name] != item.name and item.name not in pins and item.module not in pins:
+        used |= {item.name, item.module} & pins.keys()
+        if folding.class_of[item.name] != item.name:
             continue
         offered: Sequence[Strategy] = strategies_of(item, prices.dims)
-        pin = pins.get(item.name, pins.get(item.module))
+        pin = pin_of(item, pins)
         if pin is None:
             offered = useful(item, offered, prices, anchors)
         if force is not None:
@@ -191,9 +189,8 @@ def build_space(
             offered = idle(offered, prices.dims)
         offered = undominated(item, offered, prices)
         if pin is not None:
-            used |= {item.name, item.module} & pins.keys()
             offered = pinned(item, offered, pin)
-        strategies[folding.class_of[item.name]] = offered
+        strategies[item.name] = offered
     if pins.keys() - used:
         raise InputError(
             where="force",
