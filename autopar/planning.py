@@ -48,7 +48,7 @@ from autopar.ilp.space import (
     name_of,
 )
 from autopar.ilp.stages import mean_flight, scheduled
-from autopar.ilp.step import Step, once, staged, unstaged
+from autopar.ilp.step import Step, once, recut, staged, unstaged
 from autopar.ilp.symmetry import choose_named
 from autopar.micro_batches import loss_notes
 from autopar.ops.analysis import find_atoms
@@ -205,7 +205,7 @@ def decide(
     else:
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         best = _best(problems, deadline)
-    return Decision(best[0], best[1], whole, request, deadline)
+    return Decision(best[0], best[0].refined(best[1]), whole, request, deadline)
 
 
 def finish(decision: Decision) -> Found:
@@ -334,22 +334,34 @@ class MeshProblem:
         kept = min(map(mean_flight, self.schedules))
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
 
-        def at(price: float) -> Step:
+        def at(price: float) -> Solution:
             dear = Dear(state=price * unit, kept=price * unit * kept)
-            return self.stage(self.solve(force, deadline, cap=None, dear=dear), cap, fastest.bound)
+            return self.solve(force, deadline, cap=None, dear=dear)
 
         low, high = map(math.log, PRICES)
-        found = [] if known else [at(math.exp(high))]
+        found = [] if known else [self.stage(at(math.exp(high)), cap, fastest.bound)]
         for _ in range(KNOWN_STEPS if known else PRICE_STEPS):
             middle = (low + high) / 2
+            placed = at(math.exp(middle))
+            if known and known.free * placed.seconds >= known.seconds * fastest.seconds:
+                high = middle  # slower even if it computed nothing again
+                continue
             try:
-                found.append(at(math.exp(middle)))
+                found.append(self.stage(placed, cap, fastest.bound))
             except InfeasibleError:
                 low = middle
                 continue
             plain = self.request.recompute is Recompute.ALL or not found[-1].solution.program.recompute
             low, high = (low, middle) if plain else (middle, high)
         return found
+
+    def refined(self, step: Step) -> Step:
+        """The step with its stages cut at any operator around where they are cut now."""
+        if step.cut is None or self.request.homes is not None or self.graph.checkpoints:
+            return step
+        return recut(
+            self.graph, self.prices, step, hop=self.hop, cap=self.cap, recompute=self.request.recompute
+        )
 
     def stage(self, solution: Solution, cap: int | None, relaxed: float | None = None) -> Step:
         """The placement's best step under any of the schedules."""

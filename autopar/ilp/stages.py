@@ -8,8 +8,9 @@ micro-batch, B = I + W, and E once a step, to sum gradients and to update (cost/
 form holds for uneven stages. **Subject to** each rank's bytes <= cap: state, the batch, what was sent
 and what micro-batches in flight keep, and the most that an operator needs beside that.
 
-Where parts may be computed again, a table stands for each level of that (recompute.py), and each stage
-takes the fastest level that fits, which depends on how many micro-batches it keeps.
+Where parts may be computed again, a table stands for each level of that (recompute.py). Each stage takes the
+fastest level that fits, which depends on how many micro-batches it keeps, and for as large a share as still
+fits a faster one: levels are few, but blocks in a stage are several, so what lies between two is near.
 
 **Bound.** Some paths through the actions are known in advance. With t the seconds for which a stage keeps
 its rank busy for one micro-batch, h_k[p] the least that stages before it can take forward, b_k[p] backward,
@@ -19,6 +20,7 @@ is stage k takes less than
     Q_k[p,q] = max  h_k[p] + M t + E                       all its work, after the first micro-batch came
                     h_k[p] + M t + b_k[p]                  ... and the last gradient went, if B is not split
                     h_k[p] + M t - (w - 1) F + r_(k+1)[q]  it waits for its first gradient, after w forwards
+                    h_k[p] + (M - w + 1) t + 2 r_(k+1)[q]  and for that of its last forward, which comes later
                              (+ b_k[p] if B is not split; one stage per rank)
 
 so min over paths of max_k Q_k, found by dynamic programming from the end, bounds all cuts from below.
@@ -31,6 +33,7 @@ as long as there are not too many: if they come to an end, the cut is the best t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -64,16 +67,25 @@ Paths = NDArray[np.intp]  # [cut, stage + 1]: numbers of places
 
 
 @dataclass(frozen=True, slots=True)
+class Mix:
+    """The levels of a stage: `rich` for a `share` of it at its end, and `lean` before."""
+
+    lean: int
+    rich: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
     """The first operator of each stage, seconds of a step, and a lower bound over all cuts at the same
     `places`, so many of them; what each stage costs, and the peak of bytes on one device of each stage and
-    each rank. `levels` says for each stage which of several tables it takes."""
+    each rank. `mixes` says for each stage which of several tables it takes."""
 
     starts: tuple[int, ...]
     seconds: float
     bound: float
     places: int
-    levels: tuple[int, ...]
+    mixes: tuple[Mix, ...]
     stages: tuple[StageCost, ...]
     stage_bytes: tuple[int, ...]
     rank_bytes: tuple[int, ...]
@@ -197,6 +209,43 @@ def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return one != other and all(a >= b for a, b in zip(one, other, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class _Mixes:
+    """Of one stage what `Mix` holds, in tables [p, q]."""
+
+    lean: NDArray[np.intp]
+    rich: NDArray[np.intp]
+    share: Table
+
+    @staticmethod
+    def under(cap: int, nbytes: NDArray[np.float64], seconds: NDArray[np.float64]) -> _Mixes:
+        """From bytes and seconds [level, p, q]; the smallest level where none fits."""
+        fits = nbytes <= cap
+        fastest = np.where(fits, seconds, np.inf).argmin(axis=0)
+        lean = np.where(fits.any(axis=0), fastest, nbytes.argmin(axis=0))
+        room, base = cap - _at(nbytes, lean), _at(seconds, lean)
+        share = np.where(fits, 0.0, room / np.where(fits, np.inf, nbytes - cap + room).clip(min=1.0)).clip(
+            min=0.0
+        )
+        rich = (share * (base - seconds)).argmax(axis=0)
+        gains = _at(share * (base - seconds), rich) > 0
+        return _Mixes(lean, np.where(gains, rich, lean), np.where(gains, _at(share, rich), 0.0))
+
+    def of(self, tables: NDArray[np.float64]) -> Table:
+        """What lies between the two levels of `tables` [level, p, q]."""
+        lean = _at(tables, self.lean)
+        return lean + self.share * (_at(tables, self.rich) - lean)
+
+    def at(self, p: int, q: int, first: int) -> Mix:
+        """That of one stage, whose levels are numbered from `first` on."""
+        return Mix(first + int(self.lean[p, q]), first + int(self.rich[p, q]), float(self.share[p, q]))
+
+
+def _at(tables: NDArray[np.float64], level: NDArray[np.intp]) -> Table:
+    found: Table = np.take_along_axis(tables, level[None], axis=0)[0]
+    return found
+
+
 @dataclass(slots=True)
 class _Problem:
     """The tables of the module's docstring for one schedule."""
@@ -207,7 +256,7 @@ class _Problem:
     first: int = 0  # number of the first level
     shares: Shares | None = None  # to bound what is computed again, instead of choosing it
     table: Intervals = field(init=False)  # what all levels have in common
-    level: list[NDArray[np.intp]] = field(init=False)  # [p, q], of every stage
+    mixes: list[_Mixes] = field(init=False)
     backward: list[Table] = field(init=False)  # the input gradients' part, with what is computed again
     kept: list[Table] = field(init=False)
     working: list[Table] = field(init=False)
@@ -243,10 +292,11 @@ class _Problem:
         self.bound = max(float(self.onward[0][0]), self.share())
 
     def choose_levels(self) -> None:
-        """For every stage that could be, the fastest level that fits, or the smallest."""
+        """For every stage that could be, the fastest levels that fit, or the smallest."""
         stages = range(self.schedule.stages)
         if len(self.levels) == 1 or self.cap is None:
-            self.level = [np.zeros(self.table.forward.shape, dtype=np.intp)] * len(stages)
+            zeros = np.zeros_like(self.table.forward)
+            self.mixes = [_Mixes(zeros.astype(np.intp), zeros.astype(np.intp), zeros)] * len(stages)
             self.backward = [self.table.input_gradient] * len(stages)
             self.kept = [self.with_output(stage, self.table.kept) for stage in stages]
             self.working, self.early = [self.table.working] * len(stages), [self.table.early] * len(stages)
@@ -255,23 +305,21 @@ class _Problem:
             np.stack([getattr(each, name) for each in self.levels])
             for name in ("input_gradient", "kept", "working", "early")
         )
-        self.level, self.backward, self.kept, self.working, self.early = [], [], [], [], []
+        self.mixes, self.backward, self.kept, self.working, self.early = [], [], [], [], []
         for stage in stages:
             kept = np.stack([self.with_output(stage, each) for each in inside])
             nbytes = np.stack(
                 [self.bytes_of(stage, *each) for each in zip(kept, working, early, strict=True)]
             )
-            fits = nbytes <= self.cap
-            fastest = np.where(fits, backward, np.inf).argmin(axis=0)
-            level = np.where(fits.any(axis=0), fastest, nbytes.argmin(axis=0))
-            self.level.append(level)
+            mixes = _Mixes.under(self.cap, nbytes, backward)
+            self.mixes.append(mixes)
             for chosen, tables in (
                 (self.backward, backward),
                 (self.kept, kept),
                 (self.working, working),
                 (self.early, early),
             ):
-                chosen.append(np.take_along_axis(tables, level[None], axis=0)[0])
+                chosen.append(mixes.of(tables))
 
     def at_least(self, stage: int, shares: Shares, cap: int) -> Table:
         """Of a stage the seconds for gradients of inputs with the least that has to be computed again."""
@@ -320,8 +368,11 @@ class _Problem:
             home = behind[stage][:, None] if behind is not None else 0.0
             bounds.append(begun + home)
             if self.schedule.stages_per_rank == 1:
-                waiting = self.forwards_before(stage) - 1
-                bounds.append(begun - waiting * forward + after[stage + 1][None, :] + home)
+                waiting, away = self.forwards_before(stage) - 1, after[stage + 1][None, :]
+                bounds.append(begun - waiting * forward + away + home)
+                bounds.append(
+                    ahead[stage][:, None] + self.twice_away(stage, forward, backs[stage], away) + home
+                )
             found.append(np.maximum.reduce(bounds) + self.allowed[stage])
         return found
 
@@ -336,6 +387,22 @@ class _Problem:
             return 1
         actions = self.schedule.actions(rank)
         return next(index for index, action in enumerate(actions) if action.kind is not ActionKind.FORWARD)
+
+    def twice_away(self, rank: int, forward: Table, back: Table, away: Row) -> Table:
+        """Seconds from a rank's first action to its last backward along the first micro-batch to the last
+        stage and back, the rank's own actions up to its last forward, and that one's way; 0 if all forwards
+        come first. `away` is what later stages take forward and back."""
+        kinds = [action.kind for action in self.schedule.actions(rank)]
+        first = next(index for index, kind in enumerate(kinds) if kind is not ActionKind.FORWARD)
+        last = max(index for index, kind in enumerate(kinds) if kind is ActionKind.FORWARD)
+        if last < first:
+            return np.zeros_like(forward)
+        weights, own = self.table.weight_gradient, Counter(kinds[first : last + 1])
+        between = own[ActionKind.FORWARD] * forward + own[ActionKind.WEIGHT_GRADIENT] * weights
+        between = between + own[ActionKind.INPUT_GRADIENT] * back
+        between = between + own[ActionKind.BACKWARD] * (back if self.whole else back + weights)
+        found: Table = forward + away + between + away + back
+        return found
 
     def heads(self, seconds: Sequence[Table], hop: Row) -> list[Row]:
         """For each stage and place the least sum of `seconds` of the stages before, and their hops."""
@@ -478,9 +545,8 @@ class _Problem:
             seconds=seconds,
             bound=bound,
             places=len(self.table.places) - 1,
-            levels=tuple(
-                self.first + int(level[path[stage], path[stage + 1]])
-                for stage, level in enumerate(self.level)
+            mixes=tuple(
+                mixes.at(path[stage], path[stage + 1], self.first) for stage, mixes in enumerate(self.mixes)
             ),
             stages=self.stage_costs(path),
             stage_bytes=tuple(

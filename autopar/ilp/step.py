@@ -8,28 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.plan import Program
-from autopar.core.recompute import Recompute
+from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import Schedule
 from autopar.cost.again import shares
 from autopar.cost.intervals import choose_places, crossing_bytes, intervals
 from autopar.cost.prices import Prices
 from autopar.cost.step import StepCost, step_cost
+from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution
 from autopar.ilp.recompute import ladder
 from autopar.ilp.stages import MOST_PLACES, Cut, best_cut, bound_again, keep
 
 RUNGS = 5  # levels of recomputing, beside none, among which stages choose
+PROBES = 4  # of where in a stage the level changes
+MOST_NEAR = 360  # places around those of a cut
+RECUTS = 3
+WORTHWHILE = 2e-3  # of a step's seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step of `seconds` with a lower bound: on all placements and cuts by the seconds of all stages
-    together, and on all cuts for this placement. Bytes are those of the fullest rank."""
+    together, and on all cuts for this placement. Of these alone the bound is larger by 1 / `share`; if memory
+    had no end the placement would take `free` seconds. Bytes are those of the fullest rank."""
 
     solution: Solution
     cost: StepCost
@@ -37,6 +42,8 @@ class Step:
     bound: float
     peak_bytes: int
     state_bytes: int
+    free: float
+    share: float = 1.0
     cut: Cut | None = None
     schedule: Schedule | None = None
 
@@ -63,6 +70,7 @@ def unstaged(graph: Graph, prices: Prices, solution: Solution, micro_batches: in
         bound=micro_batches * solution.bound,
         peak_bytes=solution.peak.nbytes,
         state_bytes=solution.peak.state,
+        free=cost.of(micro_batches),
     )
 
 
@@ -94,6 +102,7 @@ def staged(
     programs = [solution.program]
     if starts is None:
         found, schedule = best_cut([table], schedules, cap=None)
+        free = found.seconds
         if cap is not None and max(found.rank_bytes) > cap:
             bound = found.bound
             if recompute is Recompute.AUTO:
@@ -102,34 +111,127 @@ def staged(
                 bound = max(bound, bound_again(table, spared, schedules, cap=cap))
             tables = [table, *(intervals(graph, prices, each, hop, places=places) for each in programs[1:])]
             found, schedule = best_cut(tables, schedules, cap=cap)
-            found = replace(found, bound=min(bound, found.seconds)) if len(tables) > 1 else found
+            if len(tables) > 1:
+                program, exact = _Parting(graph, prices, programs, hop, schedule, cap).of(found)
+                solution = replace(solution, program=program)
+                found = replace(exact, bound=min(bound, exact.seconds), places=found.places)
     else:
         found, schedule = keep(table, schedules[0], starts), schedules[0]
-    program = _recomputed(programs, found, len(graph.operators))
-    solution = replace(solution, program=program)
+        free = found.seconds
     bound = solution.bound if relaxed is None else relaxed
     share = min(1.0, max(0.0, bound / solution.seconds)) if solution.seconds > 0 else 1.0
     fullest = max(range(schedule.ranks), key=lambda rank: found.rank_bytes[rank])
     return Step(
         solution=solution,
-        cost=step_cost(graph, prices, program),
+        cost=step_cost(graph, prices, solution.program),
         seconds=found.seconds,
         bound=share * found.bound,
         peak_bytes=found.rank_bytes[fullest],
         state_bytes=sum(
             stage.state for place, stage in enumerate(found.stages) if schedule.rank_of(place) == fullest
         ),
+        free=free,
+        share=share,
         cut=found,
         schedule=schedule,
     )
 
 
-def _recomputed(programs: Sequence[Program], cut: Cut, operators: int) -> Program:
-    """The program in which every stage has the recomputed parts of its own level."""
-    parts = [
-        (max(first, start), min(last, stop))
-        for level, (start, stop) in zip(cut.levels, pairwise((*cut.starts, operators)), strict=True)
-        for first, last in programs[level].recompute
-        if first < stop and last > start
-    ]
-    return replace(programs[0], recompute=tuple(parts))
+def recut(
+    graph: Graph,
+    prices: Prices,
+    step: Step,
+    *,
+    hop: LinkLike,
+    cap: int | None,
+    recompute: Recompute,
+) -> Step:
+    """The step with its stages cut at any operator around where they are cut now, if they were sought at some
+    of many places, for as long as that makes it faster. The bound is then one for both."""
+    operators = len(graph.operators)
+    for _ in range(RECUTS):
+        if step.cut is None or step.schedule is None or step.cut.places == operators:
+            break
+        solution = step.solution
+        if recompute is Recompute.AUTO:
+            solution = replace(solution, program=replace(solution.program, recompute=()))
+        try:
+            near = staged(
+                graph,
+                prices,
+                solution,
+                schedules=[step.schedule],
+                hop=hop,
+                cap=cap,
+                places=_around(step.cut.starts, operators),
+                recompute=recompute,
+            )
+        except InfeasibleError:  # by what tables and replays differ
+            break
+        assert near.cut is not None
+        gain = 1 - near.seconds / step.seconds
+        bound = min(step.bound, step.share * near.cut.bound)
+        step = replace(near if gain > 0 else step, bound=bound, share=step.share)
+        if gain < WORTHWHILE:
+            break
+    return step
+
+
+def _around(starts: Sequence[int], operators: int) -> tuple[int, ...]:
+    """As many places as may be, next to those where stages start."""
+    inner = starts[1:]
+    reach = max(1, (MOST_NEAR // max(1, len(inner)) - 1) // 2)
+    near = {start + by for start in inner for by in range(-reach, reach + 1)}
+    return (0, *sorted(place for place in near if 0 < place < operators), operators)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parting:
+    """Where in each stage of a cut its leaner level of recomputing ends and the richer one begins.
+
+    The tables say about where; how far that can be moved is found by replaying all stages at once.
+    """
+
+    graph: Graph
+    prices: Prices
+    programs: Sequence[Program]
+    hop: LinkLike
+    schedule: Schedule
+    cap: int
+
+    def of(self, cut: Cut) -> tuple[Program, Cut]:
+        """The program in which as much of each stage as fits is in the richer level, and its cut."""
+        ends = (*cut.starts[1:], len(self.graph.operators))
+        spans = [stop - start for start, stop in zip(cut.starts, ends, strict=True)]
+        mixed = [stage for stage, mix in enumerate(cut.mixes) if mix.share > 0]
+        turns, fitting = list(ends), list(ends)
+        for stage in mixed:
+            turns[stage] -= round(cut.mixes[stage].share * spans[stage])
+        for probe in range(PROBES if mixed else 0):
+            _, found = self.replayed(cut, turns)
+            for stage in mixed:
+                by = max(1, spans[stage] >> (probe + 3))
+                if found.stage_bytes[stage] <= self.cap:
+                    fitting[stage] = min(fitting[stage], turns[stage])
+                    by = -by
+                turns[stage] = min(max(turns[stage] + by, cut.starts[stage]), fitting[stage])
+        return self.replayed(cut, fitting)
+
+    def replayed(self, cut: Cut, turns: Sequence[int]) -> tuple[Program, Cut]:
+        operators = len(self.graph.operators)
+        parts = [
+            part
+            for mix, start, turn, stop in zip(
+                cut.mixes, cut.starts, turns, (*cut.starts[1:], operators), strict=True
+            )
+            for level, first, last in ((mix.lean, start, turn), (mix.rich, turn, stop))
+            for part in _inside(self.programs[level].recompute, first, last)
+        ]
+        program = replace(self.programs[0], recompute=tuple(parts))
+        table = intervals(self.graph, self.prices, program, self.hop, places=(*cut.starts, operators))
+        return program, keep(table, self.schedule, cut.starts)
+
+
+def _inside(parts: Sequence[Segment], start: int, stop: int) -> list[Segment]:
+    """What of the parts lies in [start, stop)."""
+    return [(max(first, start), min(last, stop)) for first, last in parts if first < stop and last > start]
