@@ -1,14 +1,15 @@
 """How many stages and micro-batches: compared by estimates, then planned.
 
-    screen      one graph, that of M0 micro-batches; for some K a few meshes    -> t, E, bytes
+    screen      for some K a few meshes, on the graph of M0 micro-batches       -> t, E, bytes
     estimate    for every K and M, from t, E and bytes                          -> an order
     plan        the first few in that order, each on its own graph              -> the best
 
 Tracing a model and solving a mesh take seconds, there are hundreds of choices, and the seconds of a
 micro-batch of another size follow closely from those of M0: what launches cost stays, the rest shrinks
-with its samples. So the choice of K and M rests on estimates; the plan says so. K is sought from stages
-of one node up and down, for as long as that is faster, up to the number of equal blocks; K = 1 is always
-among the choices.
+with its samples. M0 is about 16, or fewer where a micro-batch has fewer samples than a stage has devices,
+which no batch parallelism could share. So the choice of K and M rests on estimates; the plan says so. K is
+sought from stages of one node up and down, for as long as that is faster, up to the number of equal blocks;
+K = 1 is always among the choices.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def search_all(
     """
     graph_of = lru_cache(maxsize=None)(graph_of)
     counts = [micro_batches] if micro_batches else _divisors(batch)
-    choices = _Screen(graph_of, counts, cluster, request, database).choices(stages)
+    choices = _Screen(graph_of, counts, batch, cluster, request, database).choices(stages)
     found: list[Decision] = []
     failures: list[AutoparError] = []
     for choice in _few(choices):
@@ -148,7 +149,17 @@ def search_all(
             asked = replace(asked, mesh=choice.mesh)
         try:
             graph = graph_of(choice.micro_batches)
-            found.append(decide(graph, cluster, asked, database=database, progress=progress, company=company))
+            found.append(
+                decide(
+                    graph,
+                    cluster,
+                    asked,
+                    database=database,
+                    progress=progress,
+                    company=company,
+                    beat=fastest,
+                )
+            )
         except (InfeasibleError, SolverError, TraceError) as error:
             failures.append(error)
     if not found:
@@ -176,23 +187,30 @@ def _nearest(counts: Sequence[int], wanted: int) -> int:
     return min(counts, key=lambda count: (abs(math.log(count / wanted)), count))
 
 
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The graph of one of `count` micro-batches."""
+
+    count: int
+    graph: Graph
+    atoms: Atoms
+
+
 @dataclass(slots=True)
 class _Screen:
     graph_of: GraphOf
     counts: Sequence[int]
+    batch: int
     cluster: ClusterSpec
     request: Request
     database: Database | None
-    count: int = field(init=False)
-    graph: Graph = field(init=False)
-    atoms: Atoms = field(init=False)
+    samples: dict[int, _Sample] = field(default_factory=dict)
     model: CostModel = field(init=False)
     cap: float = field(init=False)
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
         self.trace()
-        self.atoms = find_atoms(self.graph)
         self.model = CostModel.of(self.cluster, self.database)
         cap = self.request.memory if self.request.memory is not None else self.cluster.memory
         self.cap = math.inf if cap is None else cap
@@ -210,18 +228,30 @@ class _Screen:
         return list(best.values())
 
     def trace(self) -> None:
-        """The graph that is screened; counts for which the model can't be traced, and larger ones, are left
-        out: a batch norm wants more than one sample."""
+        """Leave out counts for which the model can't be traced, and larger ones: a batch norm wants more than
+        one sample."""
         while True:
-            self.count = _nearest(self.counts, SAMPLE)
+            count = _nearest(self.counts, SAMPLE)
             try:
-                self.graph = self.graph_of(self.count)
+                self.traced(count)
                 return
             except TraceError:
-                fewer = [count for count in self.counts if count < self.count]
+                fewer = [each for each in self.counts if each < count]
                 if not fewer:
                     raise
                 self.counts = fewer
+
+    def sample(self, ranks: int) -> _Sample:
+        """What is screened for stages on as many devices as `ranks` pipeline ranks leave to each."""
+        devices = self.cluster.stage(ranks).num_devices
+        enough = [count for count in self.counts if self.batch // count >= devices]
+        return self.traced(_nearest(enough or self.counts[:1], SAMPLE))
+
+    def traced(self, count: int) -> _Sample:
+        if count not in self.samples:
+            graph = self.graph_of(count)
+            self.samples[count] = _Sample(count, graph, find_atoms(graph))
+        return self.samples[count]
 
     def rank(self, choice: Choice) -> tuple[float, float]:
         over = choice.nbytes if choice.nbytes > self.cap else 0.0
@@ -250,8 +280,9 @@ class _Screen:
 
     def blocks(self) -> int:
         """No more stages are sought than equal blocks, if the graph is made of such, or operators."""
-        blocks = fold(self.graph, Dims(self.graph, self.atoms, Mesh((1,)))).count
-        return blocks if blocks > 1 else len(self.graph.operators)
+        sample = self.traced(_nearest(self.counts, SAMPLE))
+        blocks = fold(sample.graph, Dims(sample.graph, sample.atoms, Mesh((1,)))).count
+        return blocks if blocks > 1 else len(sample.graph.operators)
 
     def meshes(self, ranks: int) -> list[Mesh]:
         """Few meshes: those of one or two axes whose minor axis comes closest to filling a node."""
@@ -270,33 +301,31 @@ class _Screen:
             alternatives=False,
         )
         stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
-        found = []
+        sample, found = self.sample(ranks), []
         for mesh in self.meshes(ranks):
-            problem = MeshProblem(self.graph, self.atoms, mesh, stage, self.model, request, None, hop)
+            problem = MeshProblem(sample.graph, sample.atoms, mesh, stage, self.model, request, None, hop)
             solution = problem.solve(request.force, None, cap=None, bounded=False)
-            found.append(self.screened(problem, solution, ranks))
+            found.append(self.screened(problem, solution, ranks, sample.count))
             if solution.peak.state / ranks > SCARCE * self.cap:
                 price = solution.seconds / max(1, solution.peak.nbytes)
                 dear = Dear(state=price, kept=price)
                 solution = problem.solve(request.force, None, cap=None, dear=dear, bounded=False)
-                found.append(self.screened(problem, solution, ranks))
+                found.append(self.screened(problem, solution, ranks, sample.count))
         return found
 
-    def screened(self, problem: MeshProblem, solution: Solution, ranks: int) -> Screened:
+    def screened(self, problem: MeshProblem, solution: Solution, ranks: int, count: int) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
-        program, again, spared = solution.program, 0.0, 0
-        prices = [
-            problem.prices.operator(item, program.strategies[item.name]) for item in self.graph.operators
-        ]
-        largest = solution.peak.kept * self.count / ranks  # of the fewest micro-batches
+        graph, program, again, spared = problem.graph, solution.program, 0.0, 0
+        prices = [problem.prices.operator(item, program.strategies[item.name]) for item in graph.operators]
+        largest = solution.peak.kept * count / ranks  # of the fewest micro-batches
         if self.request.recompute is Recompute.AUTO and solution.peak.state / ranks + largest > self.cap:
-            again, spared = sparing(self.graph, problem.prices, program)
+            again, spared = sparing(graph, problem.prices, program)
         launches = 2 * sum(len(price.calls) for price in prices)
         return Screened(
             ranks=ranks,
             mesh=problem.mesh,
-            count=self.count,
-            cost=step_cost(self.graph, problem.prices, solution.program),
+            count=count,
+            cost=step_cost(graph, problem.prices, solution.program),
             weights=sum(price.weights for price in prices),
             largest=max(price.seconds for price in prices),
             fixed=launches * self.model.device.launch_seconds,
@@ -310,7 +339,7 @@ class _Screen:
 
     def least_crossing(self, problem: MeshProblem, solution: Solution) -> int:
         """Bytes at the best cut of the middle half, where most cuts lie."""
-        crossing = crossing_bytes(self.graph, problem.prices, solution.program)
+        crossing = crossing_bytes(problem.graph, problem.prices, solution.program)
         quarter = len(crossing) // 4
         return min(crossing[quarter : 3 * quarter + 1])
 

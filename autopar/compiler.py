@@ -191,6 +191,8 @@ class Compiler:
         kept = exactly and reason is not None
 
         def graph_of(count: int) -> Graph:
+            if count == 1:
+                return only_loss(whole)
             return self.trace_part(model, args, kwargs, count, staged=True).graph
 
         try:

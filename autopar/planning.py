@@ -8,6 +8,7 @@ is solved again, until it uses nothing that is not measured or the rounds are ov
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import itertools
@@ -30,7 +31,7 @@ from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind, check_
 from autopar.cost.gathering import regathers
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
-from autopar.cost.values import find_values
+from autopar.cost.values import Values, find_values
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.checkpoints import notes as checkpoint_notes
 from autopar.ilp.checkpoints import respect
@@ -171,9 +172,11 @@ def decide(
     database: Database | None = None,
     progress: Progress | None = None,
     company: Company | None = None,
+    beat: float = math.inf,
 ) -> Decision:
-    """The best step over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none,
-    InputError for stages or micro-batches that can't be run.
+    """The best step over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none, or
+    if it is proved early that none takes less than `beat` seconds, InputError for stages or micro-batches
+    that can't be run.
 
     `graph` is that of one of `request.micro_batches` micro-batches.
 
@@ -191,7 +194,7 @@ def decide(
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
     for _ in range(MEASURING_ROUNDS if request.measure and model.here else 1):
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
-        best = _best(problems, deadline)
+        best = _best(problems, deadline, beat)
         known = model
         if request.measure:
             model = model.measure(_calls(best[0], best[1].solution), database, progress, company)
@@ -204,13 +207,15 @@ def decide(
             break
     else:
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
-        best = _best(problems, deadline)
-    return Decision(best[0], best[0].refined(best[1]), whole, request, deadline)
+        best = _best(problems, deadline, beat)
+    return Decision(best[0], best[1], whole, request, deadline)
 
 
 def finish(decision: Decision) -> Found:
-    """The report of a decision beside the pure strategies; one of these that is faster replaces it."""
-    problem, step, request = decision.problem, decision.step, decision.request
+    """The report of a decision, its cut refined, beside the pure strategies; one of these that is faster
+    replaces it."""
+    problem, request = decision.problem, decision.request
+    step = problem.refined(decision.step)
     asked = request.alternatives and not request.force
     alternatives = _alternatives(problem, decision.deadline) if asked else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
@@ -286,6 +291,7 @@ class MeshProblem:
     prices: Prices = dataclasses.field(init=False)
     folding: Folding = dataclasses.field(init=False)
     schedules: list[Schedule] = dataclasses.field(init=False)
+    beat: float = math.inf  # seconds of a step; without stages no placement is sought that can't take less
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[object, Solution] = dataclasses.field(default_factory=dict)
 
@@ -423,6 +429,7 @@ class MeshProblem:
             dear=dear,
             bounded=bounded,
             recompute=self.request.recompute,
+            beat=self.beat / self.request.micro_batches if bounded and self.request.stages == 1 else math.inf,
         )
         self.solved[force, cap, dear, bounded] = found
         return found
@@ -473,10 +480,12 @@ def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:
             )
 
 
-def _best(problems: Sequence[MeshProblem], deadline: float | None) -> tuple[MeshProblem, Step]:
+def _best(problems: Sequence[MeshProblem], deadline: float | None, beat: float) -> tuple[MeshProblem, Step]:
+    """Of all meshes; those on which nothing faster than what is found can be are left."""
     found: list[tuple[MeshProblem, Step]] = []
     failures: list[InfeasibleError | SolverError] = []
     for problem in problems:
+        problem.beat = min([beat, *(step.seconds for _, step in found)])
         try:
             found.append((problem, problem.plan(problem.request.force, deadline, cap=problem.cap)))
         except (InfeasibleError, SolverError) as error:
@@ -615,7 +624,7 @@ def _report(
             f"{item.name} ({item.target})" for item in graph.operators if prices.is_gathered(item)
         ),
         alternatives=tuple(alternatives),
-        parameter_bytes=_parameter_bytes(problem, solution),
+        parameter_bytes=_parameter_bytes(problem, step, values),
         notes=(
             *graph.notes,
             *gathering_notes(graph, program),
@@ -721,17 +730,28 @@ def kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[in
     return tuple(starts)
 
 
-def _parameter_bytes(problem: MeshProblem, solution: Solution) -> tuple[int, ...]:
-    weights = [item for item in problem.graph.inputs if item.kind is InputKind.PARAMETER]
-    mesh, layouts = problem.mesh, solution.program.inputs
-    return tuple(
-        sum(
-            math.prod(problem.dims.local_shape(item.name, layouts[item.name], mesh.coordinate(rank)))
-            * item.spec.dtype.itemsize
-            for item in weights
-        )
-        for rank in range(mesh.num_devices)
-    )
+def _parameter_bytes(problem: MeshProblem, step: Step, values: Values) -> tuple[int, ...]:
+    """Of each rank of the world: of all weights, or of those of its stages."""
+    mesh, layouts = problem.mesh, step.solution.program.inputs
+    found = [[0] * mesh.num_devices for _ in range(step.schedule.ranks if step.cut and step.schedule else 1)]
+    for item in problem.graph.inputs:
+        if item.kind is not InputKind.PARAMETER:
+            continue
+        layout, size = layouts[item.name], item.spec.dtype.itemsize
+        own = [
+            math.prod(problem.dims.local_shape(item.name, layout, mesh.coordinate(place))) * size
+            for place in range(mesh.num_devices)
+        ]
+        for rank in _ranks_with(values.source(item.name).carriers, step):
+            found[rank] = [one + other for one, other in zip(found[rank], own, strict=True)]
+    return tuple(itertools.chain.from_iterable(found))
+
+
+def _ranks_with(operators: Sequence[int], step: Step) -> set[int]:
+    """The pipeline ranks whose stages have one of the operators."""
+    if step.cut is None or step.schedule is None:
+        return {0}
+    return {step.schedule.rank_of(bisect.bisect(step.cut.starts, place) - 1) for place in operators or (0,)}
 
 
 def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Force | None) -> float:

@@ -7,12 +7,12 @@ the slowest link of their group. Nothing is the serial time divided by n.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (registers the operators that rules write)
@@ -94,6 +94,8 @@ class Prices:
     micro_batches: int = 1
     accumulates: bool = False  # whether gradients of several micro-batches add up
     _operators: dict[Any, Price] = field(default_factory=dict)
+    _priced: dict[tuple[str, int], tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
+    _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
     _networks: dict[Any, Network] = field(default_factory=dict)
@@ -120,9 +122,13 @@ class Prices:
 
     def operator(self, operation: Operator, strategy: Strategy) -> Price:
         """The price of `operation` under `strategy`, by the largest rank's calls."""
+        same = operation.name, id(strategy)  # programs share strategies, whose keys take long to make
+        if same in self._priced:
+            return self._priced[same][1]
         key = self._key(operation, strategy)
         if key not in self._operators:
             self._operators[key] = self._price(operation, strategy)
+        self._priced[same] = strategy, self._operators[key]
         return self._operators[key]
 
     def _key(self, operation: Operator, strategy: Strategy) -> Any:
@@ -386,8 +392,11 @@ class Prices:
 
     def local_bytes(self, name: str, layout: Layout) -> int:
         """Bytes of the largest rank's part of a tensor."""
-        shape = self.dims.local_shape(name, layout, self._place)
-        return torch.Size(shape).numel() * self.graph.specs[name].dtype.itemsize
+        key = name, layout
+        if key not in self._bytes:
+            shape = self.dims.local_shape(name, layout, self._place)
+            self._bytes[key] = math.prod(shape) * self.graph.specs[name].dtype.itemsize
+        return self._bytes[key]
 
     def state_bytes(self, name: str, layout: Layout) -> int:
         """A parameter with its gradient and optimizer state; frozen ones have neither."""

@@ -38,6 +38,10 @@ PRICE_STEPS = 5  # of the bisection between them
 TIE = 1e-6  # GiB that a second is worth where only memory counts
 
 
+class BeatenError(InfeasibleError):
+    """No plan is faster than one that is known already."""
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """A checked plan of one mesh: predicted seconds, a proven lower bound, and the solver's status."""
@@ -66,24 +70,25 @@ def choose(
     dear: Dear = FREE,
     bounded: bool = True,
     recompute: Recompute = Recompute.NONE,
+    beat: float = math.inf,
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
 
     With `dear` memory, which excludes a cap, the cheapest by seconds and memory together; its bound is
     then none on seconds, -inf. So it is if it need not be `bounded`, which saves time.
 
-    Raises InfeasibleError if no plan that meets the cap is found, SolverError if the time limit passed
-    without an incumbent. The linear memory rows leave out short-lived tensors and know parts that are
-    computed again but roughly, so answers are completed and replayed exactly: those of the rows, tightened
-    until one fits, and those in which memory has a price. Where branching takes too long, the relaxation
-    is rounded: what is found is replayed all the same. Only the first bound, under the cap itself,
-    holds for all plans.
+    Raises InfeasibleError if no plan that meets the cap is found, BeatenError if none takes less than `beat`
+    seconds by the relaxation, SolverError if the time limit passed without an incumbent. The linear memory
+    rows leave out short-lived tensors and know parts that are computed again but roughly, so answers are
+    completed and replayed exactly: those of the rows, tightened until one fits, and those in which memory
+    has a price. Where branching takes too long, the relaxation is rounded: what is found is replayed all
+    the same. Only the first bound, under the cap itself, holds for all plans.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
     search = _Search(graph, prices, space, folding, cap, gap, deadline, recompute)
     if cap is None:
-        return search.once(dear=dear, bounded=bounded)
-    return search.under_cap(cap, bounded=bounded)
+        return search.once(dear=dear, bounded=bounded, beat=beat)
+    return search.under_cap(cap, bounded=bounded, beat=beat)
 
 
 @dataclass(slots=True)
@@ -99,8 +104,8 @@ class _Search:
     leanest: Solution | None = None  # of all that were found
     branching: float = BRANCHING_SECONDS  # left
 
-    def under_cap(self, cap: int, *, bounded: bool) -> Solution:
-        first = self.once(rows=cap, bounded=bounded)
+    def under_cap(self, cap: int, *, bounded: bool, beat: float) -> Solution:
+        first = self.once(rows=cap, bounded=bounded, beat=beat)
         found = self.tightened(first, cap)
         if not found or bounded and found[0].seconds > first.bound * (1 + self.gap):
             found += self.priced(cap) + self.kept(cap)
@@ -192,11 +197,24 @@ class _Search:
             again=self.recompute is not Recompute.NONE,
         )
 
-    def once(self, *, rows: int | None = None, dear: Dear = FREE, bounded: bool = True) -> Solution:
+    def once(
+        self,
+        *,
+        rows: int | None = None,
+        dear: Dear = FREE,
+        bounded: bool = True,
+        beat: float = math.inf,
+    ) -> Solution:
         """The best plan by the linear rows, under `rows` bytes of memory."""
         problem = self.problem(rows=rows, dear=dear)
         answer = relaxed = solve(problem.lp, relaxed=True, time_limit=self.left())
-        bound = answer.bound
+        bound, proves = answer.bound, bounded and dear == FREE
+        others = math.inf  # the bound on plans whose equal blocks are not planned alike
+        if proves and answer.status != "infeasible":
+            if self.folding.count > 1:
+                free = self.problem(rows=rows, relaxed=True)
+                others = solve(free.lp, relaxed=True, time_limit=self.left()).bound
+            refuse_beaten(min(bound, others), beat)
         if answer.status != "infeasible" and not _is_integral(problem, answer):
             answer = self.branch(problem)
             bound = max(bound, answer.bound)
@@ -213,11 +231,7 @@ class _Search:
                 wanted="an incumbent",
                 remedy="give more with --time-limit",
             )
-        if dear != FREE or not bounded:
-            bound = -math.inf
-        elif self.folding.count > 1:
-            free = self.problem(rows=rows, relaxed=True)
-            bound = min(bound, solve(free.lp, relaxed=True, time_limit=self.left()).bound)
+        bound = min(bound, others) if proves else -math.inf
         program = read(problem, answer)
         if not rounded:
             self.check(problem, answer, program)
@@ -268,6 +282,17 @@ def completed(
     seconds = total_seconds(graph, prices, program)
     peak = peak or peak_memory(graph, prices, program)
     return Solution(program, seconds, -math.inf, "gap_limit", peak)
+
+
+def refuse_beaten(bound: float, beat: float) -> None:
+    """Raise BeatenError if no plan can take less than `beat` seconds."""
+    if bound >= beat and math.isfinite(bound):
+        raise BeatenError(
+            where="plans of this mesh",
+            found=f"at least {bound:.4g} s for a micro-batch",
+            wanted=f"less than {beat:.4g} s, which a plan is known to take",
+            remedy="take that plan",
+        )
 
 
 def _judged(solution: Solution, bound: float, gap: float) -> Solution:

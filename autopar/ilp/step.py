@@ -26,7 +26,7 @@ from autopar.ilp.stages import MOST_PLACES, Cut, best_cut, bound_again, keep
 RUNGS = 5  # levels of recomputing, beside none, among which stages choose
 PROBES = 4  # of where in a stage the level changes
 MOST_NEAR = 360  # places around those of a cut
-RECUTS = 3
+RECUTS = 2
 WORTHWHILE = 2e-3  # of a step's seconds
 
 

@@ -21,7 +21,7 @@ from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, SolverError
-from autopar.ilp.choose import Solution, choose
+from autopar.ilp.choose import Solution, choose, refuse_beaten
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import Answer
 from autopar.ilp.placement import FREE, Dear, Problem, Space
@@ -57,6 +57,7 @@ def choose_named(
     dear: Dear = FREE,
     bounded: bool = True,
     recompute: Recompute = Recompute.NONE,
+    beat: float = math.inf,
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
 
@@ -76,7 +77,7 @@ def choose_named(
         recompute=recompute,
     )
     if not alike:
-        return ask(space, bounded=bounded)
+        return ask(space, bounded=bounded, beat=beat)
     again = recompute is not Recompute.NONE
     problem = Problem(
         graph, prices, forget(space, alike), folding, cap=cap, alike=alike, dear=dear, again=again
@@ -90,6 +91,7 @@ def choose_named(
             graph, prices, forget(space, alike), folding, cap=cap, relaxed=True, alike=alike, again=again
         )
         bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
+    refuse_beaten(bound, beat)
     if answer.values is None:
         return ask(space, bounded=bounded)
     try:

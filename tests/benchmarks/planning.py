@@ -1,14 +1,16 @@
 """How long planning takes, and how near to the best a plan is proved to be.
 
-python -m tests.benchmarks.planning                      all four, some minutes
+python -m tests.benchmarks.planning                      all five, some minutes
 python -m tests.benchmarks.planning node gpt3            those whose name starts so
 
 Models stand on the meta device, clusters on paper: nothing is run. Seconds are of one process; those of
-a phase leave out the phases inside it.
+a phase leave out the phases inside it. Of a plan with stages the programs of the first, the middle and the
+last rank are written, and the bytes of their parameters are those that the plan says.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,8 +28,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
+from autopar.compiler import Compiler, build_stages
+from autopar.core.graph import InputKind
 from autopar.core.plan import Plan
-from autopar.errors import InfeasibleError
+from autopar.errors import CheckError, InfeasibleError
+from autopar.planning import Request
 from autopar.units import show_bytes, show_seconds
 from examples.characters import gpt
 from tests.benchmarks.wide_resnet import wide_resnet
@@ -118,6 +123,16 @@ def transformer(
     return model, (tokens, tokens), None
 
 
+def megatron(blocks: int) -> dict[str, tuple[str, str]]:
+    """Pins of data parallelism on the major axis and tensor parallelism on the minor one, by layer."""
+    layers = {"attention.qkv": "o.1", "attention.project": "i", "mlp.0": "o", "mlp.2": "i"}
+    return {
+        f"blocks.{block}.{layer}": ("n0", factor)
+        for block in range(blocks)
+        for layer, factor in layers.items()
+    }
+
+
 def images(batch: int) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
     with torch.device("meta"):
         model = wide_resnet(base=640, factor=2)
@@ -157,6 +172,14 @@ PLANNINGS = (
         gap=0.02,
     ),
     Planning(
+        "pinned gpt3",
+        partial(transformer, 96, 12288, 96, batch=1536, sequence=2048),
+        cluster(128, 8),
+        {**AUTO, "mesh": "8x8", "stages": 16, "force": megatron(96)},
+        limit=120,
+        gap=1.0,
+    ),
+    Planning(
         "wide-resnet",
         partial(images, 1536),
         cluster(4, 8, device="v100", memory="32GB"),
@@ -173,9 +196,37 @@ def measure(planning: Planning) -> tuple[Stopwatch, Plan | InfeasibleError]:
     watch = Stopwatch()
     with watch.watching():
         try:
-            return watch, autopar.plan(model, planning.cluster, inputs, loss_fn=loss_fn, **planning.options)
+            found = autopar.plan(model, planning.cluster, inputs, loss_fn=loss_fn, **planning.options)
         except InfeasibleError as error:
             return watch, error
+    check_programs(planning, found)
+    return watch, found
+
+
+def check_programs(planning: Planning, plan: Plan) -> None:
+    """Write the programs of three ranks; raises CheckError if their parameters are not the plan's."""
+    pipeline = plan.pipeline
+    if not pipeline.is_staged:
+        return
+    model, inputs, loss_fn = planning.make()
+    compiler = Compiler(planning.cluster, Request(micro_batches=pipeline.micro_batches), loss_fn)
+    traced = compiler.trace_part(model, inputs, {}, pipeline.micro_batches, staged=True)
+    last = len(plan.parameter_bytes) - 1
+    for rank in (0, last // 2, last):
+        stages = build_stages(traced, plan, rank=rank).stages
+        weights = {
+            item.target: math.prod(item.part.shape) * item.spec.dtype.itemsize
+            for stage in stages
+            for item in stage.inputs
+            if item.kind is InputKind.PARAMETER
+        }
+        if sum(weights.values()) != plan.parameter_bytes[rank]:
+            raise CheckError(
+                where=f"parameters of rank {rank}",
+                found=f"{sum(weights.values())} bytes",
+                wanted=f"{plan.parameter_bytes[rank]} bytes, as planned",
+                remedy="report this model",
+            )
 
 
 def main(
