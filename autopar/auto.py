@@ -14,7 +14,9 @@ K = 1 is always among the choices.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -32,7 +34,7 @@ from autopar.cost.step import StepCost, step_cost
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import fold
-from autopar.ilp.placement import Dear
+from autopar.ilp.placement import FREE, Dear
 from autopar.ilp.recompute import sparing
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
@@ -44,6 +46,8 @@ TIMES = (1, 2, 4, 8)  # micro-batches per pipeline rank, about
 MESHES = 2  # screened for each K
 PLANNED = 3  # pairs of K and M that are planned
 PER_RANKS = 2  # of them with one K
+ROUGH = 0.02  # gap of the placements that are screened
+SCREEN_SECONDS = 6.0  # that one of them may take
 SCARCE = 0.5  # of the cap: more state than that, and a leaner placement is screened too
 GraphOf = Callable[[int], Graph]  # micro-batches -> the graph of one
 
@@ -299,19 +303,27 @@ class _Screen:
             micro_batches=ranks * TIMES[-2],
             schedule=ScheduleKind.ONE_F_ONE_B,
             alternatives=False,
+            gap=max(self.request.gap, ROUGH),
         )
         stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
         sample, found = self.sample(ranks), []
         for mesh in self.meshes(ranks):
             problem = MeshProblem(sample.graph, sample.atoms, mesh, stage, self.model, request, None, hop)
-            solution = problem.solve(request.force, None, cap=None, bounded=False)
+            solution = self.placed(problem, FREE)
             found.append(self.screened(problem, solution, ranks, sample.count))
             if solution.peak.state / ranks > SCARCE * self.cap:
                 price = solution.seconds / max(1, solution.peak.nbytes)
                 dear = Dear(state=price, kept=price)
-                solution = problem.solve(request.force, None, cap=None, dear=dear, bounded=False)
+                solution = self.placed(problem, dear)
                 found.append(self.screened(problem, solution, ranks, sample.count))
         return found
+
+    def placed(self, problem: MeshProblem, dear: Dear) -> Solution:
+        """A placement of about the least seconds; what can't be had in time is waited for."""
+        force, deadline = self.request.force, time.monotonic() + SCREEN_SECONDS
+        with contextlib.suppress(SolverError):
+            return problem.solve(force, deadline, cap=None, dear=dear, bounded=False)
+        return problem.solve(force, None, cap=None, dear=dear, bounded=False)
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, count: int) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""

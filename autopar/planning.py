@@ -35,7 +35,7 @@ from autopar.cost.values import Values, find_values
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.checkpoints import notes as checkpoint_notes
 from autopar.ilp.checkpoints import respect
-from autopar.ilp.choose import Solution
+from autopar.ilp.choose import BeatenError, Solution
 from autopar.ilp.fold import Folding, Pins, fold
 from autopar.ilp.gathering import gathering_notes, when, whole_notes
 from autopar.ilp.placement import FREE, Dear, Space
@@ -317,7 +317,9 @@ class MeshProblem:
             return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
         fastest = self.solve(force, deadline, cap=None, bounded=bounded)
         try:
-            found = self.stage(fastest, cap)
+            found = self.stage(fastest, cap, beat=self.beat if bounded else math.inf)
+        except BeatenError:
+            raise
         except InfeasibleError:
             return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
         dear = found.gap > max(NEAR, self.request.gap)
@@ -369,7 +371,9 @@ class MeshProblem:
             self.graph, self.prices, step, hop=self.hop, cap=self.cap, recompute=self.request.recompute
         )
 
-    def stage(self, solution: Solution, cap: int | None, relaxed: float | None = None) -> Step:
+    def stage(
+        self, solution: Solution, cap: int | None, relaxed: float | None = None, beat: float = math.inf
+    ) -> Step:
         """The placement's best step under any of the schedules."""
         starts = None
         if self.request.homes is not None:
@@ -384,6 +388,7 @@ class MeshProblem:
             relaxed=relaxed,
             starts=starts,
             recompute=self.request.recompute,
+            beat=beat,
         )
 
     def solve(
@@ -609,7 +614,7 @@ def _report(
             for move in moves
         ),
         status="gap_limit"
-        if solution.status == "optimal" and step.gap > max(request.gap, 1e-6)
+        if solution.status == "optimal" and (step.cut or step.gap > max(request.gap, 1e-6))
         else solution.status,
         gap=step.gap,
         step_seconds=step.seconds,

@@ -16,7 +16,9 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InfeasibleError, InputError
-from autopar.planning import Request, search
+from autopar.ilp import step
+from autopar.ilp.choose import BeatenError
+from autopar.planning import Request, decide, search
 from autopar.simplify import only_loss
 from autopar.trace import trace
 from examples.characters import gpt
@@ -44,6 +46,34 @@ def test_what_is_chosen_is_no_slower_than_what_could_have_been_asked_for() -> No
     for stages, count, kind in ((1, 1, None), (2, 4, ScheduleKind.ONE_F_ONE_B), (4, 8, ScheduleKind.GPIPE)):
         asked = Request(measure=False, alternatives=False, stages=stages, micro_batches=count, schedule=kind)
         assert chosen.step_seconds <= search(graph_of(count), CLUSTER, asked).plan.step_seconds
+
+
+def test_without_stages_no_micro_batch_has_fewer_samples_than_there_are_devices() -> None:
+    """Else batch parallelism, the best plan over such links, would not be among what is screened."""
+    fast = ClusterSpec(devices_per_node=4, device="h100", intra=Link(2e-6, 450e9))
+    found = search_all(graph_of, BATCH, fast, OPEN).plan
+    alone = search(graph_of(1), fast, Request(measure=False, alternatives=False)).plan
+    assert found.step_seconds <= alone.step_seconds
+
+
+def test_a_plan_that_cannot_beat_a_known_one_is_not_sought() -> None:
+    for request in (Request(**AUTO), Request(**AUTO, stages=2, micro_batches=4)):
+        graph = graph_of(request.micro_batches)
+        known = decide(graph, CLUSTER, request).step
+        assert decide(graph, CLUSTER, request, beat=2 * known.seconds).step.seconds == known.seconds
+        with pytest.raises(BeatenError, match="less than"):
+            decide(graph, CLUSTER, request, beat=known.seconds / 2)
+
+
+def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request(**AUTO, stages=2, micro_batches=4)
+    best = decide(graph_of(4), CLUSTER, request).step
+    monkeypatch.setattr(step, "MOST_PLACES", 3)
+    decision = decide(graph_of(4), CLUSTER, request)
+    refined = decision.problem.refined(decision.step)
+    assert decision.step.seconds > refined.seconds >= best.seconds
+    assert refined.seconds == pytest.approx(best.seconds, rel=0.02)
+    assert refined.bound <= refined.seconds
 
 
 def test_what_is_asked_for_is_kept() -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
-from autopar.compiler import build
+from autopar.compiler import Compiler, build, build_stages
 from autopar.core.graph import InputKind
+from autopar.core.mesh import Mesh
 from autopar.core.plan import Plan
+from autopar.ilp.fold import fold
+from autopar.ops.analysis import find_atoms
+from autopar.ops.dims import Dims
+from autopar.planning import Request
 from autopar.trace import Traced, trace
 from examples.characters import gpt
 
@@ -25,6 +31,14 @@ TWO_NODES = ClusterSpec(
     intra=Link(2e-6, 450e9),
     inter=Link(5e-6, 50e9),
 )
+
+
+NODE_OF_FOUR = ClusterSpec(devices_per_node=4, device="h100", memory="80GB", intra=Link(2e-6, 450e9))
+
+
+def small_gpt(*, blocks: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        return gpt(blocks, 256, 4, 128, 64), torch.zeros(8, 64, dtype=torch.long)
 
 
 def planned(
@@ -69,6 +83,38 @@ def test_parameter_bytes_of_the_programs_are_the_plans() -> None:
         weights = [item for item in inputs if item.kind is InputKind.PARAMETER]
         nbytes = sum(math.prod(item.part.shape) * item.spec.dtype.itemsize for item in weights)
         assert nbytes == plan.parameter_bytes[rank]
+
+
+def test_parameter_bytes_of_stages_are_the_plans() -> None:
+    model, tokens = small_gpt(blocks=4)
+    options: dict[str, Any] = {"mesh": "2", "stages": 2, "schedule": "1f1b"}
+    plan = autopar.plan(model, NODE_OF_FOUR, (tokens, tokens), micro_batches=4, **options)
+    compiler = Compiler(NODE_OF_FOUR, Request(micro_batches=4))
+    traced = compiler.trace_part(model, (tokens, tokens), {}, 4, staged=True)
+    assert len(plan.parameter_bytes) == 4
+    for rank in range(4):
+        weights = {
+            item.target: math.prod(item.part.shape) * item.spec.dtype.itemsize
+            for stage in build_stages(traced, plan, rank=rank).stages
+            for item in stage.inputs
+            if item.kind is InputKind.PARAMETER
+        }
+        assert sum(weights.values()) == plan.parameter_bytes[rank]
+
+
+def test_pinned_blocks_keep_their_pins_and_are_planned_once() -> None:
+    layers = {"attention.qkv": "o.1", "attention.project": "i", "mlp.0": "o", "mlp.2": "i"}
+    pins = {f"blocks.{block}.{layer}": (factor,) for block in range(4) for layer, factor in layers.items()}
+    model, tokens = small_gpt(blocks=4)
+    plan = autopar.plan(
+        model, NODE_OF_FOUR, (tokens, tokens), mesh="4", force=pins, stages=1, micro_batches=1
+    )
+    found = {layer.module: layer.strategy for layer in plan.layers if layer.op == "aten.linear.default"}
+    assert all(found[name] == pin for name, pin in pins.items())
+    graph = trace(model, (tokens, tokens)).graph
+    dims = Dims(graph, find_atoms(graph), Mesh((4,)))
+    assert fold(graph, dims, pins).count == 4
+    assert fold(graph, dims, {name: pin for name, pin in pins.items() if "blocks.1" in name}).count < 4
 
 
 def test_equal_blocks_are_planned_once_and_the_gap_is_proved() -> None:

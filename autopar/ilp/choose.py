@@ -31,8 +31,8 @@ from autopar.units import show_bytes
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 MEMORY_ROUNDS = 8
-BRANCHING_SECONDS = 20.0  # in all, where memory is scarce and no time limit given; then answers are rounded
-PRICED_SECONDS = 5.0  # of them for one price of memory
+BRANCHING_SECONDS = 12.0  # in all, where memory is scarce and no time limit given; then answers are rounded
+PRICED_SECONDS = 2.5  # of them for one price of memory
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
 TIE = 1e-6  # GiB that a second is worth where only memory counts
@@ -289,7 +289,7 @@ def refuse_beaten(bound: float, beat: float) -> None:
     if bound >= beat and math.isfinite(bound):
         raise BeatenError(
             where="plans of this mesh",
-            found=f"at least {bound:.4g} s for a micro-batch",
+            found=f"at least {bound:.4g} s",
             wanted=f"less than {beat:.4g} s, which a plan is known to take",
             remedy="take that plan",
         )

@@ -22,7 +22,7 @@ from itertools import islice
 
 import numpy as np
 
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Program
 from autopar.core.recompute import Segment
 from autopar.cost.again import Savings, savings
@@ -38,6 +38,8 @@ REFINED = 3  # of the fastest candidates that fit
 CHANGES = 240  # of single parts that are tried in the end
 EFFORT = 6000  # operators that are replayed for that
 TRIALS = 24  # single parts that each of them tries to give up
+SLACK = 0.02  # of the cap, by which tables and replays may differ
+FALLBACKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class _Fitting:
             return plain
         table = _table(self.graph, self.prices, self.program)
         least, good = plain, []
-        for parts in sorted(set(_candidates(table)), key=lambda each: _totals(table, each)):
+        for parts in self.promising(plain.peak, table, cap):
             found = self.fitted(parts, _totals(table, parts)[0])
             least = min(least, found, key=lambda each: _size(each.peak))
             if found.peak.nbytes <= cap:
@@ -132,6 +134,24 @@ class _Fitting:
         if not good:
             return least
         return self.descend(min(good, key=lambda each: each.seconds), table, cap)
+
+    def promising(self, plain: Peak, table: Savings, cap: int) -> list[tuple[Segment, ...]]:
+        """Candidates, the fastest first, without those that keep more than fits when backward begins; if that
+        leaves none, some of those that keep least."""
+        totals = {parts: _totals(table, parts) for parts in _candidates(table)}
+        before = plain.state + plain.kept - (0 if self.prices.accumulates else self.gradients())
+        few = [parts for parts, (_, spared) in totals.items() if before + spared <= cap * (1 + SLACK)]
+        few = few or sorted(totals, key=lambda each: totals[each][1])[:FALLBACKS]
+        return sorted(few, key=lambda each: totals[each])
+
+    def gradients(self) -> int:
+        """Bytes of the gradients of all weights."""
+        weights = [item for item in self.graph.inputs if item.kind is InputKind.PARAMETER]
+        return sum(
+            self.prices.local_bytes(item.name, self.program.inputs[item.name])
+            for item in weights
+            if item.spec.requires_grad
+        )
 
     def descend(self, found: Fitted, table: Savings, cap: int) -> Fitted:
         """Change one part at a time for as long as that helps: to fit first, then to be faster."""

@@ -6,6 +6,7 @@ stages the cut is sought for this one placement (stages.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from autopar.cost.intervals import choose_places, crossing_bytes, intervals
 from autopar.cost.prices import Prices
 from autopar.cost.step import StepCost, step_cost
 from autopar.errors import InfeasibleError
-from autopar.ilp.choose import Solution
+from autopar.ilp.choose import Solution, refuse_beaten
 from autopar.ilp.recompute import ladder
 from autopar.ilp.stages import MOST_PLACES, Cut, best_cut, bound_again, keep
 
@@ -86,13 +87,15 @@ def staged(
     starts: Sequence[int] | None = None,
     places: Sequence[int] | None = None,
     recompute: Recompute = Recompute.NONE,
+    beat: float = math.inf,
 ) -> Step:
     """The step with the best cut under the best of `schedules`, or with the cut at `starts`. It lies at some
     of `places`, which begin with 0 and end with the number of operators, if they are given.
 
     `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
     was found with memory to spare. Where parts may be computed again so that it fits, stages choose for
-    themselves. Raises InputError or InfeasibleError as `cut` does.
+    themselves. Raises InputError or InfeasibleError as `cut` does, BeatenError if memory or not neither this
+    placement nor another takes less than `beat` seconds.
     """
     if starts is not None:
         places = tuple(sorted({0, *starts, len(graph.operators)}))
@@ -103,6 +106,7 @@ def staged(
     if starts is None:
         found, schedule = best_cut([table], schedules, cap=None)
         free = found.seconds
+        refuse_beaten(found.bound * _share(solution, relaxed), beat)
         if cap is not None and max(found.rank_bytes) > cap:
             bound = found.bound
             if recompute is Recompute.AUTO:
@@ -118,8 +122,7 @@ def staged(
     else:
         found, schedule = keep(table, schedules[0], starts), schedules[0]
         free = found.seconds
-    bound = solution.bound if relaxed is None else relaxed
-    share = min(1.0, max(0.0, bound / solution.seconds)) if solution.seconds > 0 else 1.0
+    share = _share(solution, relaxed)
     fullest = max(range(schedule.ranks), key=lambda rank: found.rank_bytes[rank])
     return Step(
         solution=solution,
@@ -137,6 +140,12 @@ def staged(
     )
 
 
+def _share(solution: Solution, relaxed: float | None) -> float:
+    """The part of the placement's seconds that all placements take."""
+    bound = solution.bound if relaxed is None else relaxed
+    return min(1.0, max(0.0, bound / solution.seconds)) if solution.seconds > 0 else 1.0
+
+
 def recut(
     graph: Graph,
     prices: Prices,
@@ -152,6 +161,8 @@ def recut(
     for _ in range(RECUTS):
         if step.cut is None or step.schedule is None or step.cut.places == operators:
             break
+        starts = step.cut.starts
+        places = _around(starts, operators)
         solution = step.solution
         if recompute is Recompute.AUTO:
             solution = replace(solution, program=replace(solution.program, recompute=()))
@@ -163,7 +174,7 @@ def recut(
                 schedules=[step.schedule],
                 hop=hop,
                 cap=cap,
-                places=_around(step.cut.starts, operators),
+                places=places,
                 recompute=recompute,
             )
         except InfeasibleError:  # by what tables and replays differ
@@ -172,9 +183,18 @@ def recut(
         gain = 1 - near.seconds / step.seconds
         bound = min(step.bound, step.share * near.cut.bound)
         step = replace(near if gain > 0 else step, bound=bound, share=step.share)
-        if gain < WORTHWHILE:
+        if gain < WORTHWHILE or not _at_edge(near.cut.starts, starts, places):
             break
     return step
+
+
+def _at_edge(starts: Sequence[int], before: Sequence[int], places: Sequence[int]) -> bool:
+    """Whether one of the starts might have moved further than the places around it allowed."""
+    known = set(places)
+    return any(
+        old != new and not known.issuperset((new - 1, new + 1))
+        for new, old in zip(starts, before, strict=True)
+    )
 
 
 def _around(starts: Sequence[int], operators: int) -> tuple[int, ...]:

@@ -20,10 +20,11 @@ from autopar.cost.intervals import intervals
 from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
-from autopar.ilp.choose import choose, least
+from autopar.ilp.choose import Solution, choose, least
 from autopar.ilp.recompute import everything, fit, ladder
 from autopar.ilp.space import build_space
 from autopar.ilp.stages import best_cut, bound_again, least_bytes, scheduled
+from autopar.ilp.step import once, staged
 from tests.ilp.brute_force import (
     BruteForce,
     blocks,
@@ -106,6 +107,24 @@ def test_placement_and_parts_together_fit_and_the_gap_is_true(make: Callable[[],
         assert found.peak.nbytes <= cap
         assert found.seconds >= best * (1 - CLOSE)
         assert found.seconds * (1 - found.gap) <= best * (1 + CLOSE)
+
+
+@pytest.mark.parametrize("make", [chain, pytest.param(scores, marks=LATER)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=LATER) for seed in range(1, 10))])
+def test_placement_and_cut_together_are_about_the_best(make: Callable[[], Graph], seed: int) -> None:
+    graph, random, count, ranks = make(), Random(seed), 4, 2
+    prices = random_prices(graph, Mesh((2,)), random)
+    prices.once, prices.micro_batches, prices.accumulates = once(ranks, count), count, True
+    space = small_space(graph, prices, random, most=4, layouts=1)
+    schedule = scheduled(ScheduleKind.ONE_F_ONE_B, ranks, 1, count)
+
+    def cut(solution: Solution) -> float:
+        return staged(graph, prices, solution, schedules=[schedule], hop=Link(1e-5, 1e8), cap=None).seconds
+
+    solution = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    programs = (program for _, program in BruteForce(graph, prices, space).programs())
+    best = min(cut(replace(solution, program=program)) for program in programs)
+    assert best * (1 - CLOSE) <= cut(solution) <= best * (1 + WITHIN)
 
 
 def test_each_rung_keeps_less_than_the_one_before() -> None:
