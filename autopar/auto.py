@@ -183,6 +183,11 @@ def _few(choices: Sequence[Choice]) -> list[Choice]:
     return taken
 
 
+def _is_slower(cost: StepCost, other: StepCost) -> bool:
+    """Whether in every micro-batch and once a step."""
+    return cost.micro_batch >= other.micro_batch and cost.sync + cost.update >= other.sync + other.update
+
+
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
@@ -311,6 +316,8 @@ class _Screen:
             problem = MeshProblem(sample.graph, sample.atoms, mesh, stage, self.model, request, None, hop)
             solution = self.placed(problem, FREE)
             found.append(self.screened(problem, solution, ranks, sample.count))
+            if any(_is_slower(found[-1].cost, each.cost) for each in found[:-1]):
+                continue
             if solution.peak.state / ranks > SCARCE * self.cap:
                 price = solution.seconds / max(1, solution.peak.nbytes)
                 dear = Dear(state=price, kept=price)

@@ -62,7 +62,7 @@ RIVALS = 2  # pure strategies whose operators are measured beside the winner's
 DEFAULT_GAP = 1e-3
 PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
-NEAR = 0.02  # of the bound: so near to it a plan that recomputes is left as it is
+NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
 PRICE_STEPS = 4  # of the bisection between them
 KNOWN_STEPS = 2
 
