@@ -291,7 +291,10 @@ class MeshProblem:
     prices: Prices = dataclasses.field(init=False)
     folding: Folding = dataclasses.field(init=False)
     schedules: list[Schedule] = dataclasses.field(init=False)
-    beat: float = math.inf  # seconds of a step; without stages no placement is sought that can't take less
+    beat: float = math.inf  # seconds of a step; no placement is sought that can't take less
+    places: tuple[int, ...] | None = (
+        None  # where stages may begin or end, if not where the planner finds best
+    )
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[object, Solution] = dataclasses.field(default_factory=dict)
 
@@ -365,7 +368,8 @@ class MeshProblem:
 
     def refined(self, step: Step) -> Step:
         """The step with its stages cut at any operator around where they are cut now."""
-        if step.cut is None or self.request.homes is not None or self.graph.checkpoints:
+        fixed = self.request.homes is not None or self.places is not None
+        if step.cut is None or fixed or self.graph.checkpoints:
             return step
         return recut(
             self.graph, self.prices, step, hop=self.hop, cap=self.cap, recompute=self.request.recompute
@@ -387,6 +391,7 @@ class MeshProblem:
             cap=cap,
             relaxed=relaxed,
             starts=starts,
+            places=self.places,
             recompute=self.request.recompute,
             beat=beat,
         )

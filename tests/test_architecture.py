@@ -84,7 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "micro_batches", "ops"},
     "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning"},
     "checkpoints": set(),
-    "optimizer": {"errors"},
+    "optimizer": BASE,
     "options": BASE | {"planning"},
     "agree": BASE | {"cluster", "cost", "costdb"},
     "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "auto", "planning"},

@@ -23,6 +23,7 @@ from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, refuse_beaten
 from autopar.ilp.recompute import ladder
 from autopar.ilp.stages import MOST_PLACES, Cut, best_cut, bound_again, keep
+from autopar.units import show_bytes
 
 RUNGS = 5  # levels of recomputing, beside none, among which stages choose
 PROBES = 4  # of where in a stage the level changes
@@ -94,8 +95,8 @@ def staged(
 
     `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
     was found with memory to spare. Where parts may be computed again so that it fits, stages choose for
-    themselves. Raises InputError or InfeasibleError as `cut` does, BeatenError if memory or not neither this
-    placement nor another takes less than `beat` seconds.
+    themselves. Raises InputError or InfeasibleError as `cut` does, BeatenError if even without a cap neither
+    this placement nor another takes less than `beat` seconds.
     """
     if starts is not None:
         places = tuple(sorted({0, *starts, len(graph.operators)}))
@@ -235,7 +236,16 @@ class _Parting:
                     fitting[stage] = min(fitting[stage], turns[stage])
                     by = -by
                 turns[stage] = min(max(turns[stage] + by, cut.starts[stage]), fitting[stage])
-        return self.replayed(cut, fitting)
+        program, found = self.replayed(cut, fitting)
+        if (most := max(found.rank_bytes)) > self.cap:
+            raise InfeasibleError(
+                where="memory cap of a pipeline whose stages compute parts again",
+                found=f"{show_bytes(self.cap)} per device",
+                wanted=f"at least {show_bytes(most)} ({most} bytes)",
+                remedy="raise --memory, or use more devices or stages",
+                least=most,
+            )
+        return program, found
 
     def replayed(self, cut: Cut, turns: Sequence[int]) -> tuple[Program, Cut]:
         operators = len(self.graph.operators)

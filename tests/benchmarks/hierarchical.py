@@ -14,7 +14,7 @@ Source: hierarchical searches are common; Zheng et al., Alpa, 2022, section 2, n
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 from autopar.cluster import ClusterSpec
@@ -22,8 +22,6 @@ from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.model import Company
 from autopar.errors import InfeasibleError
-from autopar.ilp.choose import Solution
-from autopar.ilp.step import Step, staged
 from autopar.planning import MEASURING_ROUNDS, Decision, Found, MeshProblem, Request, decide, finish
 from costdb.database import Database
 
@@ -37,26 +35,6 @@ class Way(Enum):
 
 
 Outcome = Found | InfeasibleError
-
-
-@dataclass(slots=True)
-class CutGiven(MeshProblem):
-    """A mesh's problem whose stages begin at the operators `starts`, whatever the placement."""
-
-    starts: tuple[int, ...] = ()
-
-    def stage(self, solution: Solution, cap: int | None, relaxed: float | None = None) -> Step:
-        return staged(
-            self.graph,
-            self.prices,
-            solution,
-            schedules=self.schedules,
-            hop=self.hop,
-            cap=cap,
-            relaxed=relaxed,
-            places=(*self.starts, len(self.graph.operators)),
-            recompute=self.request.recompute,
-        )
 
 
 def decide_all(
@@ -109,7 +87,7 @@ def _cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
 def _decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
     """The best placement for this cut."""
     same = joint.problem
-    problem = CutGiven(
+    problem = MeshProblem(
         same.graph,
         same.atoms,
         same.mesh,
@@ -118,7 +96,7 @@ def _decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
         same.request,
         same.cap,
         same.hop,
-        starts=starts,
+        places=(*starts, len(same.graph.operators)),
     )
     try:
         step = problem.plan(same.request.force, joint.deadline, cap=same.cap)
