@@ -1,11 +1,12 @@
 """Times the training steps of several contestants in turn, on all ranks in step.
 
-    rank 0   | ours ======    | theirs ====      | ours ======     | theirs ====
-    rank 1   | ours ========  | theirs =====     | ours =====      | theirs =======
-             barrier          barrier            barrier
+    rank 0   | ours ----  | ours ======    | theirs ---  | theirs ====      | ours ...
+    rank 1   | ours ----- | ours ========  | theirs ---- | theirs =====     | ours ...
+             barrier      barrier          barrier       barrier
 
 Each step starts at a barrier and its time is the slowest rank's, so that neither side profits from
-what the machine does elsewhere, nor from the step before. The processor time beside it leaves out
+what the machine does elsewhere. As in training, the step before it is the same contestant's, which is
+not timed: caches and the allocator are as that left them. The processor time beside it leaves out
 waiting: on a busy machine it says what the step itself costs.
 """
 
@@ -54,6 +55,7 @@ def compete(contestants: dict[str, Contestant], *, rounds: int, keep: tuple[str,
     gc.disable()
     for _ in range(rounds):
         for name in timed:
+            _time(contestants[name])
             wall, cpu = _time(contestants[name])
             timed[name].append(wall)
             worked[name].append(cpu)
