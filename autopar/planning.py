@@ -62,6 +62,7 @@ RIVALS = 2  # pure strategies whose operators are measured beside the winner's
 DEFAULT_GAP = 1e-3
 PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
+TOLD_APART = 0.03  # of measured seconds: less is noise
 NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
 PRICE_STEPS = 4  # of the bisection between them
 KNOWN_STEPS = 2
@@ -549,9 +550,11 @@ def _alternatives(problem: MeshProblem, deadline: float | None) -> list[tuple[Al
 def _prefer_simpler(
     best: tuple[MeshProblem, Step], alternatives: Sequence[tuple[Alternative, Step | None]]
 ) -> tuple[MeshProblem, Step]:
-    """Never a plan that is predicted slower than a pure strategy: an incumbent in time may be."""
+    """Never a plan that is predicted slower than a pure strategy: an incumbent in time may be. Between
+    measured seconds that can't be told apart the pure strategy wins, which has less that could go wrong."""
     problem, step = best
-    faster = [item for row, item in alternatives if item and row.feasible and item.seconds < step.seconds]
+    limit = step.seconds * (1 + (TOLD_APART if problem.request.measure and problem.model.here else 0.0))
+    faster = [item for row, item in alternatives if item and row.feasible and item.seconds < limit]
     if not faster:
         return best
     winner = min(faster, key=lambda item: item.seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,11 +15,12 @@ from autopar.auto import search_all
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
+from autopar.core.plan import Alternative
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InfeasibleError, InputError
 from autopar.ilp import step
 from autopar.ilp.choose import BeatenError
-from autopar.planning import Request, decide, search
+from autopar.planning import Request, _prefer_simpler, decide, search
 from autopar.simplify import only_loss
 from autopar.trace import trace
 from examples.characters import gpt
@@ -63,6 +65,20 @@ def test_a_plan_that_cannot_beat_a_known_one_is_not_sought() -> None:
         assert decide(graph, CLUSTER, request, beat=2 * known.seconds).step.seconds == known.seconds
         with pytest.raises(BeatenError, match="less than"):
             decide(graph, CLUSTER, request, beat=known.seconds / 2)
+
+
+def test_of_seconds_that_can_not_be_told_apart_the_pure_strategy_s_win() -> None:
+    graph = graph_of(1)
+    decision = decide(graph, ClusterSpec.local(2), Request(measure=False, alternatives=False))
+    slower = replace(decision.step, seconds=decision.step.seconds * 1.02)
+    row = Alternative("batch", slower.seconds, slower.peak_bytes, feasible=True)
+
+    def chosen(*, measure: bool) -> float:
+        problem = replace(decision.problem, request=Request(measure=measure))
+        return _prefer_simpler((problem, decision.step), [(row, slower)])[1].seconds
+
+    assert chosen(measure=True) == slower.seconds
+    assert chosen(measure=False) == decision.step.seconds
 
 
 def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
