@@ -293,9 +293,7 @@ class MeshProblem:
     folding: Folding = dataclasses.field(init=False)
     schedules: list[Schedule] = dataclasses.field(init=False)
     beat: float = math.inf  # seconds of a step; no placement is sought that can't take less
-    places: tuple[int, ...] | None = (
-        None  # where stages may begin or end, if not where the planner finds best
-    )
+    places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[object, Solution] = dataclasses.field(default_factory=dict)
 

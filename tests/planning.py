@@ -7,6 +7,7 @@ The rest of the pipeline is the real one, so what the tests run is what users ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ import autopar.runtime.random  # noqa: F401  (registers the operators that progr
 from autopar import compiler
 from autopar.cluster import ClusterSpec
 from autopar.convert.path import tree
+from autopar.core.executable import Executable
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.mesh import Mesh
@@ -233,3 +235,14 @@ def plan_of(program: Program, pipeline: Pipeline) -> Plan:
         parameter_bytes=(),
         pipeline=pipeline,
     )
+
+
+def weight_bytes(programs: Sequence[Executable]) -> int:
+    """Bytes of one rank's parameters; programs of several stages share those that they have in common."""
+    weights = {
+        item.target: math.prod(item.part.shape) * item.spec.dtype.itemsize
+        for program in programs
+        for item in program.inputs
+        if item.kind is InputKind.PARAMETER
+    }
+    return sum(weights.values())

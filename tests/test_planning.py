@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.compiler import Compiler, build, build_stages
-from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.plan import Plan
 from autopar.ilp.fold import fold
@@ -21,6 +19,7 @@ from autopar.ops.dims import Dims
 from autopar.planning import Request
 from autopar.trace import Traced, trace
 from examples.characters import gpt
+from tests.planning import weight_bytes
 
 NODE = ClusterSpec(devices_per_node=8, device="h100", memory="80GB", intra=Link(2e-6, 450e9))
 TWO_NODES = ClusterSpec(
@@ -79,10 +78,7 @@ def _name(node: torch.fx.Node) -> str:
 def test_parameter_bytes_of_the_programs_are_the_plans() -> None:
     plan, traced = planned(NODE, "8", blocks=1, hidden=1024, shape=(8, 128))
     for rank in (0, 7):
-        inputs = build(traced, plan, rank=rank).inputs
-        weights = [item for item in inputs if item.kind is InputKind.PARAMETER]
-        nbytes = sum(math.prod(item.part.shape) * item.spec.dtype.itemsize for item in weights)
-        assert nbytes == plan.parameter_bytes[rank]
+        assert weight_bytes([build(traced, plan, rank=rank)]) == plan.parameter_bytes[rank]
 
 
 def test_parameter_bytes_of_stages_are_the_plans() -> None:
@@ -93,13 +89,7 @@ def test_parameter_bytes_of_stages_are_the_plans() -> None:
     traced = compiler.trace_part(model, (tokens, tokens), {}, 4, staged=True)
     assert len(plan.parameter_bytes) == 4
     for rank in range(4):
-        weights = {
-            item.target: math.prod(item.part.shape) * item.spec.dtype.itemsize
-            for stage in build_stages(traced, plan, rank=rank).stages
-            for item in stage.inputs
-            if item.kind is InputKind.PARAMETER
-        }
-        assert sum(weights.values()) == plan.parameter_bytes[rank]
+        assert weight_bytes(build_stages(traced, plan, rank=rank).stages) == plan.parameter_bytes[rank]
 
 
 def test_pinned_blocks_keep_their_pins_and_are_planned_once() -> None:

@@ -224,9 +224,10 @@ class _Mixes:
         fastest = np.where(fits, seconds, np.inf).argmin(axis=0)
         lean = np.where(fits.any(axis=0), fastest, nbytes.argmin(axis=0))
         room, base = cap - _at(nbytes, lean), _at(seconds, lean)
-        share = np.where(fits, 0.0, room / np.where(fits, np.inf, nbytes - cap + room).clip(min=1.0)).clip(
-            min=0.0
-        )
+        beyond = np.where(fits, np.inf, nbytes - cap + room).clip(
+            min=1.0
+        )  # bytes from the leaner level to it
+        share = (room / beyond).clip(min=0.0)
         rich = (share * (base - seconds)).argmax(axis=0)
         gains = _at(share * (base - seconds), rich) > 0
         return _Mixes(lean, np.where(gains, rich, lean), np.where(gains, _at(share, rich), 0.0))

@@ -10,7 +10,6 @@ last rank are written, and the bytes of their parameters are those that the plan
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,13 +28,13 @@ from torch import Tensor, nn
 import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.compiler import Compiler, build_stages
-from autopar.core.graph import InputKind
 from autopar.core.plan import Plan
 from autopar.errors import CheckError, InfeasibleError
 from autopar.planning import Request
 from autopar.units import show_bytes, show_seconds
 from examples.characters import gpt
 from tests.benchmarks.wide_resnet import wide_resnet
+from tests.planning import weight_bytes
 
 PHASES = {  # the functions in which each phase happens, as their callers name them
     "trace": ("autopar.compiler.trace",),
@@ -213,17 +212,11 @@ def check_programs(planning: Planning, plan: Plan) -> None:
     traced = compiler.trace_part(model, inputs, {}, pipeline.micro_batches, staged=True)
     last = len(plan.parameter_bytes) - 1
     for rank in (0, last // 2, last):
-        stages = build_stages(traced, plan, rank=rank).stages
-        weights = {
-            item.target: math.prod(item.part.shape) * item.spec.dtype.itemsize
-            for stage in stages
-            for item in stage.inputs
-            if item.kind is InputKind.PARAMETER
-        }
-        if sum(weights.values()) != plan.parameter_bytes[rank]:
+        nbytes = weight_bytes(build_stages(traced, plan, rank=rank).stages)
+        if nbytes != plan.parameter_bytes[rank]:
             raise CheckError(
                 where=f"parameters of rank {rank}",
-                found=f"{sum(weights.values())} bytes",
+                found=f"{nbytes} bytes",
                 wanted=f"{plan.parameter_bytes[rank]} bytes, as planned",
                 remedy="report this model",
             )
