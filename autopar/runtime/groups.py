@@ -29,9 +29,11 @@ from torch.distributed import ProcessGroup
 
 from autopar.core.mesh import Mesh, parse_key
 from autopar.errors import AutoparError, InputError
+from autopar.runtime.wires import Wires, connect
 
 _groups: WeakKeyDictionary[ProcessGroup, WeakValueDictionary[str, ProcessGroup]] = WeakKeyDictionary()
 _listed: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup | None]] = WeakKeyDictionary()
+_wires: WeakKeyDictionary[ProcessGroup, Wires | None] = WeakKeyDictionary()
 _viewpoint: ContextVar[int | None] = ContextVar("rank", default=None)
 
 
@@ -75,6 +77,8 @@ def _create(key: str, world: ProcessGroup, timeout: timedelta) -> ProcessGroup:
         # NCCL builds a communicator at its first use, which must be by all of its ranks; in a
         # halo exchange some may have nothing to say.
         dist.all_reduce(torch.zeros(1, device="cuda"), group=mine)
+    elif mine not in _wires:
+        _wires[mine] = connect(mine, timeout)
     return mine
 
 
@@ -104,6 +108,11 @@ def group(key: str) -> ProcessGroup:
             remedy="initialise torch.distributed and name this key in setup",
         )
     return found
+
+
+def wires(group: ProcessGroup) -> Wires | None:
+    """The streams between this group's ranks, where it has any: those that `setup` made, of one machine."""
+    return _wires.get(group)
 
 
 def size(key: str) -> int:

@@ -1,0 +1,196 @@
+r"""Sockets between the ranks of a group that share a machine, for tensors in main memory.
+
+A process group's own thread writes and reads for it: where all cores compute, each message waits until the
+scheduler lets that thread run, for milliseconds now and then. Here the ranks' own threads write and read:
+
+    rank 0 ---- rank 1        one stream for each pair; what one rank sends the other must receive, in
+        \      /              the same order and of the same size, so only the tensors' bytes travel
+         rank 2
+
+What the kernel's buffers hold leaves in `start`, the rest in `Exchange.wait`, which receives meanwhile: two
+ranks that send to each other can't block each other. One exchange at a time is under way in a group, and
+between its `start` and its `wait` no rank may wait for another in any other way.
+
+The sockets have names in Linux's abstract namespace, which belongs to the network namespace: ranks that only
+a network joins don't reach each other by them and keep to the process group, as do all on other systems.
+On two cores a U-Net split in space over two processes, 62 halos and 28 sums of statistics a step, took 292 ms
+a step instead of 446, split by samples 315 instead of 366.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import sys
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from autopar.errors import AutoparError
+
+FEW_RANKS = 8  # at most, of a group: its sockets are as many as its pairs
+BUFFER_BYTES = 4 << 20  # asked for; the kernel gives what its administrator allows
+TOKEN_BYTES = 16  # names can be seen by others: a stream begins with a secret, and its opener's place
+
+
+class PeerError(AutoparError):
+    """Another rank of the group is gone, or silent for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """A rank's streams, by the peers' places in the group; `timeout` in seconds."""
+
+    place: int
+    sockets: dict[int, socket.socket]
+    timeout: float
+
+    def start(self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]) -> Exchange:
+        """Begin to send contiguous tensors of main memory and to receive into such; none is empty."""
+        exchange = Exchange(self, _by_peer(sends), _by_peer(receives))
+        for peer in exchange.leaving:
+            exchange.send(peer)
+        return exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Bytes under way, by peer."""
+
+    wires: Wires
+    leaving: dict[int, deque[memoryview]]
+    arriving: dict[int, deque[memoryview]]
+
+    def wait(self) -> None:
+        """Return when everything has left and has arrived; PeerError if it can't."""
+        for peer in self.arriving:
+            self.receive(peer)
+        while any(self.leaving.values()) or any(self.arriving.values()):
+            self._await()
+
+    def _await(self) -> None:
+        """Sleep until a stream can go on, and go on with it."""
+        poll, peers = select.poll(), {}
+        for peer, stream in self.wires.sockets.items():
+            events = select.POLLOUT if self.leaving.get(peer) else 0
+            events |= select.POLLIN if self.arriving.get(peer) else 0
+            if events:
+                poll.register(stream, events)
+                peers[stream.fileno()] = peer
+        ready = poll.poll(1000 * self.wires.timeout)
+        if not ready:
+            raise self._lost(min(peers.values()), f"nothing from it for {self.wires.timeout:g} s")
+        for number, event in ready:
+            if event & ~select.POLLIN:
+                self.send(peers[number])
+            if event & ~select.POLLOUT:
+                self.receive(peers[number])
+
+    def send(self, peer: int) -> None:
+        """What the stream takes now."""
+        self._go_on(peer, self.leaving, self.wires.sockets[peer].send)
+
+    def receive(self, peer: int) -> None:
+        """What has come."""
+        self._go_on(peer, self.arriving, self.wires.sockets[peer].recv_into)
+
+    def _go_on(
+        self, peer: int, queues: dict[int, deque[memoryview]], step: Callable[[memoryview], int]
+    ) -> None:
+        queue = queues.get(peer)
+        try:
+            while queue:
+                rest = queue[0][step(queue[0]) :]
+                if len(rest) == len(queue[0]):
+                    raise ConnectionResetError("its stream ended")
+                if rest:
+                    queue[0] = rest
+                else:
+                    queue.popleft()
+        except BlockingIOError:
+            return
+        except OSError as cause:
+            raise self._lost(peer, str(cause)) from cause
+
+    def _lost(self, peer: int, found: str) -> PeerError:
+        return PeerError(
+            where=f"rank {self.wires.place} of a group, waiting for its rank {peer}",
+            found=found,
+            wanted=f"tensors within the group's timeout of {self.wires.timeout:g} s",
+            remedy="see what that rank says; if it is only slow, raise the timeout",
+        )
+
+
+def _by_peer(tensors: Iterable[tuple[int, Tensor]]) -> dict[int, deque[memoryview]]:
+    found: dict[int, deque[memoryview]] = {}
+    for peer, tensor in tensors:
+        raw: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+        found.setdefault(peer, deque()).append(memoryview(raw))
+    return found
+
+
+def connect(group: ProcessGroup, timeout: timedelta) -> Wires | None:
+    """Streams between all ranks of the group, or None on all of them; every rank of it calls this."""
+    place, size = group.rank(), group.size()
+    if not 1 < size <= FEW_RANKS:
+        return None
+    with ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX))
+        listener.settimeout(timeout.total_seconds())
+        offers = [("", b"")] * size
+        dist.all_gather_object(offers, (_listen(listener), secrets.token_bytes(TOKEN_BYTES)), group=group)
+        names, token, opened = [name for name, _ in offers], offers[0][1], dict[int, socket.socket]()
+        for peer in range(place):
+            opened[peer] = undo.enter_context(socket.socket(socket.AF_UNIX))
+        reached = all(names) and all(_open(opened[peer], names[peer]) for peer in opened)
+        if not _all_agree(reached, group):
+            return None
+        for stream in opened.values():
+            stream.sendall(token + bytes([place]))
+        while len(opened) < size - 1:
+            stream = undo.enter_context(listener.accept()[0])
+            hello = stream.recv(len(token) + 1, socket.MSG_WAITALL)
+            if hello[:-1] == token:
+                opened[hello[-1]] = stream
+            else:  # a stranger's
+                stream.close()
+        for stream in opened.values():
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            stream.setblocking(False)
+        undo.pop_all()
+        listener.close()
+        return Wires(place, opened, timeout.total_seconds())
+
+
+def _listen(listener: socket.socket) -> str:
+    """The name under which the listener can be reached; empty where there are no such names."""
+    if sys.platform != "linux":
+        return ""
+    name = f"autopar-{uuid.uuid4().hex}"
+    listener.bind("\0" + name)
+    listener.listen(FEW_RANKS)
+    return name
+
+
+def _open(stream: socket.socket, name: str) -> bool:
+    try:
+        stream.connect("\0" + name)
+    except OSError:  # a rank of another machine, or of another network namespace
+        return False
+    return True
+
+
+def _all_agree(mine: bool, group: ProcessGroup) -> bool:
+    agreed = torch.tensor([int(mine)])
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+    return bool(agreed.item())
