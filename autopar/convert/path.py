@@ -28,15 +28,17 @@ def tree(
     *,
     legal: Callable[[Layout], bool],
     differentiable: bool,
+    through: Sequence[Layout] = (),
 ) -> tuple[Move, ...]:
-    """Moves that reach every layout of `needs` from `source`, shared where paths meet.
+    """Moves that reach every layout of `needs` from `source`, shared where paths meet; they may lead through
+    the placements of both, those of `through`, and the hubs.
 
     Each need in turn is joined to what is reached already by the cheapest path: optimal for one
     need, and for several as good as sharing in that order allows.
     """
     source = canonical(source, differentiable=differentiable)
     wanted = [canonical(need, differentiable=differentiable) for need in needs]
-    placements = interesting([source, *wanted], differentiable=differentiable)
+    placements = interesting([source, *wanted, *through], differentiable=differentiable)
     chosen: dict[Layout, Move] = {}
     for need in dict.fromkeys(wanted):
         reached = {source, *chosen}

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.convert.path import tree
-from autopar.convert.table import canonical, gathers
-from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
-from autopar.core.move import Move
-from autopar.core.placement import Layout, replicated
+from autopar.core.placement import replicated
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
 from autopar.cost.memory import Peak, peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
-from autopar.cost.values import can_lead, find_values, leading
+from autopar.cost.values import find_values
 from autopar.errors import CheckError, InfeasibleError, SolverError
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import Answer
-from autopar.ilp.phases import completes, gathers_in_disguise
-from autopar.ilp.placement import FREE, Dear, Problem, Space, TensorClass
+from autopar.ilp.nearby import Near, near
+from autopar.ilp.placement import FREE, Dear, Problem, Space
+from autopar.ilp.reading import INTEGRAL, read
 from autopar.ilp.recompute import everything, fit
 from autopar.ilp.solver import solve
-from autopar.ops.rule import Strategy
 from autopar.units import show_bytes
 
-INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 MEMORY_ROUNDS = 8
 BRANCHING_SECONDS = 12.0  # in all, where memory is scarce and no time limit given; then answers are rounded
 PRICED_SECONDS = 2.5  # of them for one price of memory
@@ -109,13 +104,21 @@ class _Search:
         found = self.tightened(first, cap)
         if not found or bounded and found[0].seconds > first.bound * (1 + self.gap):
             found += self.priced(cap) + self.kept(cap)
-        if not found:
-            last = self.least()
-            if last is None or last.peak.nbytes > cap:
-                raise infeasible(self.graph, self.prices, cap, last)
-            found = [last]
-        best = replace(min(found, key=lambda each: each.seconds), status=first.status)
+        best = min(found, key=lambda each: each.seconds) if found else self.least()
+        if best is not None and (not found or best.seconds > first.bound * (1 + self.gap)):
+            best = self.nearby([best, first, *found], cap)
+        if best is None or best.peak.nbytes > cap:
+            raise infeasible(self.graph, self.prices, cap, best)
+        best = replace(best, status=first.status)
         return _judged(best, first.bound, self.gap) if bounded else best
+
+    def nearby(self, known: Sequence[Solution], cap: int) -> Solution:
+        """The best that changes of single choices lead to from these."""
+        if self.recompute is Recompute.ALL:
+            return known[0]
+        starts = [Near(each.program, each.seconds, each.peak) for each in known]
+        best = near(self.problem(rows=cap), starts, cap, self.recompute)
+        return replace(known[0], program=best.program, seconds=best.seconds, peak=best.peak)
 
     def tightened(self, solution: Solution, cap: int) -> list[Solution]:
         """The solution, or the first one under tighter rows, that fits; none if there is none."""
@@ -367,173 +370,6 @@ def infeasible(graph: Graph, prices: Prices, cap: int, found: Solution | None) -
         + ", ".join(f"{name} ({show_bytes(nbytes)} unsharded)" for name, nbytes in largest),
         least=minimum if minimum >= 0 else None,
     )
-
-
-# -- reading the answer -------------------------------------------------------------------------------------
-
-
-def read(problem: Problem, answer: Answer) -> Program:
-    """The plan that the solver's values spell."""
-    assert answer.values is not None
-    values = answer.values
-    graph, folding = problem.graph, problem.folding
-    picked = {
-        name: problem.space.strategies[name][max(range(len(x)), key=lambda index: values[x[index]])]
-        for name, x in problem.x.items()
-    }
-    strategies = {item.name: picked[folding.class_of[item.name]] for item in graph.operators}
-    inputs: dict[str, Layout] = {item.name: problem.space.inputs[item.name][0] for item in graph.inputs}
-    gatherings: dict[str, Gathering] = {}
-    for tensor in problem.tensors:
-        choices = problem.inputs.get(tensor.name)
-        if choices:
-            layout, gathering = max(choices, key=lambda item: values[choices[item]])
-            inputs |= dict.fromkeys(tensor.members, layout)
-            gatherings |= dict.fromkeys(tensor.members, gathering)
-    outputs = {name: layouts[0] for name, layouts in problem.space.outputs.items()}
-    outputs |= {
-        name: max(choices, key=lambda item: values[choices[item]])
-        for name, choices in problem.output_layouts.items()
-    }
-    for name, open_to in problem.output_layouts.items():  # as it lies is as good as any other way
-        made, _ = ends(graph, problem.prices, name, strategies, inputs, outputs)
-        outputs[name] = made if made in open_to else outputs[name]
-    moves: dict[str, tuple[Move, ...]] = {}
-    for tensor in problem.tensors:
-        gathering = gatherings.get(tensor.name, Gathering.KEEP)
-        chosen = _moves_of(problem, tensor, strategies, inputs, outputs, values, gathering)
-        moves |= dict.fromkeys(tensor.members, chosen)
-    special = {
-        name: gathering
-        for name, gathering in gatherings.items()
-        if gathering is not Gathering.KEEP and any(map(gathers, moves[name]))
-    }
-    mesh = problem.prices.dims.mesh
-    return Program(mesh, inputs, strategies, moves, outputs, gatherings=special)
-
-
-def _moves_of(
-    problem: Problem,
-    tensor: TensorClass,
-    strategies: Mapping[str, Strategy],
-    inputs: Mapping[str, Layout],
-    outputs: Mapping[str, Layout],
-    values: tuple[float, ...],
-    gathering: Gathering,
-) -> tuple[Move, ...]:
-    """The cheaper of: what the flows use, and paths found anew between the chosen layouts."""
-    prices = problem.prices
-    source, needs = ends(problem.graph, prices, tensor.name, strategies, inputs, outputs)
-    if all(need == source for need in needs):
-        return ()
-    used = tensor.used(values, INTEGRAL)
-    flowing = _reach(source, needs, used)
-
-    parameter = problem.is_parameter(tensor.name)
-
-    def path(*, leads: bool) -> tuple[Move, ...]:
-        def price(move: Move) -> float:
-            if not problem.may_gather(tensor.name) and completes(move):
-                return math.inf
-            if gathering is not Gathering.KEEP and gathers_in_disguise(move):
-                return math.inf
-            return problem.move_seconds(tensor.name, move, leads=leads and can_lead(move, gathering))
-
-        return tree(
-            source,
-            needs,
-            price,
-            legal=lambda layout: prices.dims.legal(tensor.name, layout),
-            differentiable=prices.training and problem.graph.specs[tensor.name].requires_grad,
-        )
-
-    candidates = [flowing] if flowing is not None else []
-    if problem.may_gather(tensor.name) or not candidates:
-        candidates.append(path(leads=False))
-    if parameter and prices.once < 1.0:
-        candidates.append(path(leads=True))
-
-    def seconds(moves: tuple[Move, ...]) -> float:
-        first = leading(source, needs, moves, gathering) if parameter else ()
-        repeated = sum(problem.move_seconds(tensor.name, move, leads=move in first) for move in moves)
-        return repeated + _again_seconds(problem, tensor.name, moves, strategies, gathering)
-
-    return min(candidates, key=seconds)
-
-
-def _again_seconds(
-    problem: Problem,
-    name: str,
-    moves: Sequence[Move],
-    strategies: Mapping[str, Strategy],
-    gathering: Gathering,
-) -> float:
-    """Seconds for which backward gathers a weight again, were it converted by `moves`."""
-    if gathering is not Gathering.AGAIN:
-        return 0.0
-    before = {move.target: move for move in moves}
-    total = 0.0
-    for item, index in problem.uses[name]:
-        strategy = strategies[item.name]
-        if index in problem.prices.operator(item, strategy).kept.operands:
-            layout = problem.canonical(name, tuple(option.operands[index] for option in strategy))
-            while layout in before:
-                if gathers(before[layout]):
-                    total += problem.prices.move_parts(name, before[layout])[0]
-                layout = before[layout].source
-    return total
-
-
-def ends(
-    graph: Graph,
-    prices: Prices,
-    name: str,
-    strategies: Mapping[str, object],
-    inputs: Mapping[str, Layout],
-    outputs: Mapping[str, Layout],
-) -> tuple[Layout, list[Layout]]:
-    """The layout in which a tensor is made, and those in which it is used."""
-    differentiable = prices.training and graph.specs[name].requires_grad
-
-    def tidy(layout: Layout) -> Layout:
-        return canonical(layout, differentiable=differentiable)
-
-    source = inputs.get(name)
-    needs: list[Layout] = []
-    for item in graph.operators:
-        strategy: tuple[object, ...] = strategies[item.name]  # type: ignore[assignment]
-        for index, result in enumerate(item.results):
-            if result == name:
-                source = tuple(option.results[index] for option in strategy)  # type: ignore[attr-defined]
-        for index, operand in enumerate(item.operands):
-            if operand == name:
-                needs.append(tidy(tuple(option.operands[index] for option in strategy)))  # type: ignore[attr-defined]
-    if name in outputs and name in graph.outputs:
-        needs.append(tidy(outputs[name]))
-    needs += [tidy(inputs[buffer]) for buffer, value in graph.writes if value == name]
-    assert source is not None
-    return tidy(source), needs
-
-
-def _reach(source: Layout, needs: list[Layout], used: set[Move]) -> tuple[Move, ...] | None:
-    """Of the moves that carry flow those on paths from `source` to the needs; None if some is cut off."""
-    via: dict[Layout, Move] = {}
-    waiting, seen = [source], {source}
-    while waiting:
-        layout = waiting.pop(0)
-        for move in used:
-            if move.source == layout and move.target not in seen:
-                seen.add(move.target)
-                via[move.target] = move
-                waiting.append(move.target)
-    kept: dict[Layout, Move] = {}
-    for need in needs:
-        while need != source:
-            if need not in via:
-                return None
-            kept[need] = via[need]
-            need = via[need].source
-    return tuple(move for move in via.values() if move in kept.values())
 
 
 def total_seconds(graph: Graph, prices: Prices, program: Program) -> float:

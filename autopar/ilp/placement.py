@@ -332,7 +332,7 @@ class Problem:
         starts, uses = self.starts(tensor), self.uses_of(tensor)
         sources = list(dict.fromkeys(layout for layout, _ in starts))
         tensor.network = network = self.network(tensor.name, sources, uses)
-        fixed = tensor.name in self.kinds and self.kinds[tensor.name].mutated
+        fixed = self.is_fixed(tensor.name)
         count, shared = float(len(tensor.members)), len(uses) > 1
         taken = [
             phased(
@@ -538,6 +538,10 @@ class Problem:
     def may_gather(self, name: str) -> bool:
         """Whether a tensor may be gathered: all but weights where there is no way for those."""
         return bool(self.space.gatherings) or not self.is_parameter(name)
+
+    def is_fixed(self, name: str) -> bool:
+        """Whether the tensor is a buffer that is written, which stays as it lies."""
+        return name in self.kinds and self.kinds[name].mutated
 
     def at_rest(self, name: str) -> bool:
         """Whether the tensor is on the device all the time: what the user passes comes and goes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.agree import agree, measure_links
@@ -36,16 +35,17 @@ class Tightened:
     least: int | None = None
 
 
-def run_rank(source: str, cluster: ClusterSpec, costdb: str, shares: Sequence[float]) -> list[Tightened]:
-    """One rank's part: plan under every cap, run every plan."""
+def run_rank(source: str, cluster: ClusterSpec, costdb: str, count: int) -> list[Tightened]:
+    """One rank's part: plan under `count` caps that can be met and one that can't, run every plan."""
     worker.init(cluster.device_type, TIMEOUT.total_seconds())
     measure_links(cluster, costdb, TIMEOUT)
     target = load_target(source)
     fastest = plan_under(None, target, cluster, costdb)
     contest = Contest(Job(source, cluster, Request(), OPTIMIZER, costdb, None), target)
+    most, least = fastest.peak_bytes, least_bytes(target, cluster, costdb)
     found = []
-    for share in shares:
-        cap = int(share * fastest.peak_bytes)
+    for step in range(count + 1):
+        cap = most - (most - least) * step // (count - 1)
         try:
             plan = plan_under(cap, target, cluster, costdb)
         except InfeasibleError as error:
@@ -66,6 +66,15 @@ def run_rank(source: str, cluster: ClusterSpec, costdb: str, shares: Sequence[fl
             )
         )
     return found
+
+
+def least_bytes(target: Target, cluster: ClusterSpec, costdb: str) -> int:
+    """The least memory that any plan was found to need."""
+    try:
+        return plan_under(1, target, cluster, costdb).peak_bytes
+    except InfeasibleError as error:
+        assert error.least is not None
+        return error.least
 
 
 def plan_under(cap: int | None, target: Target, cluster: ClusterSpec, costdb: str) -> Plan:

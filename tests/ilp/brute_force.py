@@ -29,9 +29,9 @@ from autopar.cost.collectives import CollectiveTable
 from autopar.cost.memory import peak_memory
 from autopar.cost.model import CostModel
 from autopar.cost.prices import Prices
-from autopar.ilp.choose import ends
 from autopar.ilp.fold import Folding
 from autopar.ilp.placement import Space
+from autopar.ilp.reading import ends
 from autopar.ilp.space import build_space
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims

@@ -1,0 +1,155 @@
+"""Plans that differ from one that is known by a single choice, where memory is scarce.
+
+The linear program knows what is kept until backward, not what is there for a moment, and parts that are
+computed again only roughly. So the plan that it likes best may not be the best that fits, but near it:
+
+    one operator class, or an input, or an output, is split another way      conversions follow (reading.py)
+    what is computed again stays, or none is, or is fitted anew              recompute.py
+
+Every plan is replayed exactly; those that take longer than the best one before anything is computed again are
+left out. Changes go on from the best, until none helps or the effort is spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from autopar.core.plan import Program
+from autopar.core.recompute import Recompute, Segment
+from autopar.cost.memory import Peak, peak_memory
+from autopar.cost.step import step_cost
+from autopar.errors import RuleError
+from autopar.ilp.placement import Problem
+from autopar.ilp.reading import Choices, choices_of, spelled
+from autopar.ilp.recompute import fit
+
+EFFORT = 8_000  # operators that are replayed, from all starts
+FITTING = 100  # replays that it takes to fit parts anew, about
+FASTER = 1e-9  # relative
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """A plan with what it takes."""
+
+    program: Program
+    seconds: float
+    peak: Peak
+
+    def excess(self, cap: int) -> int:
+        return max(0, self.peak.nbytes - cap)
+
+
+def near(problem: Problem, starts: Sequence[Near], cap: int, recompute: Recompute) -> Near:
+    """The best plan that changes lead to from any of `starts`, the most promising first, with effort left:
+    one that fits `cap`, or needs less, and is faster."""
+    descent, ends = _Descent(problem, cap, recompute, starts[0]), []
+    for place, start in enumerate(starts):
+        if descent.left > 0 and all(start.program != each.program for each in starts[:place]):
+            descent.found = start
+            ends.append(descent.best())
+    return min((*ends, *starts), key=lambda each: (each.excess(cap), each.seconds))
+
+
+@dataclass(slots=True)
+class _Descent:
+    problem: Problem
+    cap: int
+    recompute: Recompute
+    found: Near
+    left: int = EFFORT
+
+    def best(self) -> Near:
+        while self.left > 0 and (self.changed() or self.fitted_anew() or self.changed(twice=True)):
+            pass
+        return self.found
+
+    def changed(self, *, twice: bool = False) -> bool:
+        """Whether a change, or two at once if there are few, with the same parts computed again, or none, was
+        better: then it is taken."""
+        better = False
+        for plain, _ in self.changes(twice=twice):
+            for parts in dict.fromkeys(((), self.found.program.recompute)):
+                better = self.takes(self.replayed(plain, parts)) or better
+            if self.left <= 0:
+                break
+        return better
+
+    def fitted_anew(self) -> bool:
+        """The same, with parts that are fitted to each plan."""
+        if self.recompute is not Recompute.AUTO:
+            return False
+        for plain, _ in sorted(self.changes(), key=lambda each: each[1]):
+            self.left -= FITTING * len(plain.strategies)
+            if self.left <= 0:
+                break
+            parts = fit(self.problem.graph, self.problem.prices, plain, self.cap).program.recompute
+            if self.takes(self.replayed(plain, parts)):
+                return True
+        return False
+
+    def takes(self, other: Near) -> bool:
+        mine, theirs = self.found.excess(self.cap), other.excess(self.cap)
+        better = theirs < mine or theirs == mine and other.seconds < self.found.seconds * (1 - FASTER)
+        if better:
+            self.found = other
+        return better
+
+    def changes(self, *, twice: bool = False) -> Iterator[tuple[Program, float]]:
+        """Plans one change away, and that itself, without parts that are computed again, with their seconds:
+        those that could be better. Or two changes away, unless that takes too long."""
+        start = choices_of(self.problem, self.found.program)
+        near = [start, *_changed(self.problem, start)]
+        if twice:
+            few = len(near) ** 2 * len(self.found.program.strategies) < self.left
+            near = [each for one in near for each in _changed(self.problem, one)] if few else []
+        for choices in near:
+            for program in self.spelled(choices):
+                self.left -= len(program.strategies)
+                seconds = self.seconds(program)
+                if self.found.excess(self.cap) or seconds < self.found.seconds * (1 - FASTER):
+                    yield program, seconds
+
+    def spelled(self, choices: Choices) -> list[Program]:
+        """The program of these choices, and with conversions that are cheaper but may hold more, if any; none
+        if a layout can't be converted."""
+        try:
+            direct = spelled(self.problem, choices)
+        except RuleError:
+            return []
+        around = spelled(self.problem, choices, around=True)
+        return [direct] if around.moves == direct.moves else [direct, around]
+
+    def replayed(self, plain: Program, parts: tuple[Segment, ...]) -> Near:
+        program = replace(plain, recompute=parts)
+        self.left -= len(program.strategies)
+        return Near(
+            program, self.seconds(program), peak_memory(self.problem.graph, self.problem.prices, program)
+        )
+
+    def seconds(self, program: Program) -> float:
+        prices = self.problem.prices
+        return step_cost(self.problem.graph, prices, program).weighted(prices.once)
+
+
+def _changed(problem: Problem, choices: Choices) -> Iterator[Choices]:
+    for name, chosen in choices.strategies.items():
+        for strategy in problem.space.strategies[name]:
+            if strategy != chosen:
+                yield replace(choices, strategies=_with(choices.strategies, name, strategy))
+    for name, stored in choices.stored.items():
+        for other in problem.inputs[name]:
+            if other != stored and not problem.is_fixed(name):
+                yield replace(choices, stored=_with(choices.stored, name, other))
+    for name, layout in choices.outputs.items():
+        for place in problem.output_layouts[name]:
+            if place != layout:
+                yield replace(choices, outputs=_with(choices.outputs, name, place))
+
+
+def _with(before: Mapping[str, Value], name: str, value: Value) -> dict[str, Value]:
+    return {**before, name: value}

@@ -1,0 +1,242 @@
+"""From choices to a program: what the solver's answer spells, or any other choices among the same.
+
+Operators and inputs are chosen, conversions follow: the cheaper of those that the solver's flows make and of
+paths that are found anew between the layouts in which a tensor is made and used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.convert.path import tree
+from autopar.convert.table import canonical, gathers
+from autopar.core.gathering import Gathering
+from autopar.core.graph import Graph
+from autopar.core.move import Move
+from autopar.core.placement import Layout
+from autopar.core.plan import Program
+from autopar.cost.prices import Prices
+from autopar.cost.values import can_lead, leading
+from autopar.errors import RuleError
+from autopar.ilp.linear_program import Answer
+from autopar.ilp.phases import completes, gathers_in_disguise
+from autopar.ilp.placement import Problem, Stored, TensorClass
+from autopar.ops.rule import Strategy
+
+INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a program is made of: the strategy of each operator class; how each class of inputs that has a
+    choice is stored, and gathered; the layouts of outputs. Conversions follow from these."""
+
+    strategies: Mapping[str, Strategy]
+    stored: Mapping[str, Stored]
+    outputs: Mapping[str, Layout]
+
+
+def read(problem: Problem, answer: Answer) -> Program:
+    """The plan that the solver's values spell."""
+    assert answer.values is not None
+    values = answer.values
+    strategies = {
+        name: problem.space.strategies[name][max(range(len(x)), key=lambda index: values[x[index]])]
+        for name, x in problem.x.items()
+    }
+    stored = {
+        name: max(choices, key=lambda item: values[choices[item]]) for name, choices in problem.inputs.items()
+    }
+    outputs = {
+        name: max(choices, key=lambda item: values[choices[item]])
+        for name, choices in problem.output_layouts.items()
+    }
+    return spelled(problem, Choices(strategies, stored, outputs), values)
+
+
+def choices_of(problem: Problem, program: Program) -> Choices:
+    """What `program`, a plan of this problem, is made of."""
+    stored = {}
+    for name, choices in problem.inputs.items():
+        layout = program.inputs[name]
+        exact = layout, program.gatherings.get(name, Gathering.KEEP)
+        stored[name] = exact if exact in choices else next(each for each in choices if each[0] == layout)
+    return Choices(
+        {name: program.strategies[members[0]] for name, members in problem.members.items()},
+        stored,
+        {name: program.outputs[name] for name in problem.output_layouts},
+    )
+
+
+def spelled(
+    problem: Problem,
+    choices: Choices,
+    values: tuple[float, ...] | None = None,
+    *,
+    around: bool = False,
+) -> Program:
+    """The program of these choices; conversions are those of the solver's `values` or cheaper ones, which
+    with `around` may lead through layouts that nobody asks for.
+
+    Raises RuleError if without `values` there is no way from one layout to another.
+    """
+    graph, folding = problem.graph, problem.folding
+    strategies = {item.name: choices.strategies[folding.class_of[item.name]] for item in graph.operators}
+    inputs: dict[str, Layout] = {item.name: problem.space.inputs[item.name][0] for item in graph.inputs}
+    gatherings: dict[str, Gathering] = {}
+    for tensor in problem.tensors:
+        if tensor.name in choices.stored:
+            layout, gathering = choices.stored[tensor.name]
+            inputs |= dict.fromkeys(tensor.members, layout)
+            gatherings |= dict.fromkeys(tensor.members, gathering)
+    outputs = {name: layouts[0] for name, layouts in problem.space.outputs.items()} | dict(choices.outputs)
+    for name, open_to in problem.output_layouts.items():  # as it lies is as good as any other way
+        made, _ = ends(graph, problem.prices, name, strategies, inputs, outputs)
+        outputs[name] = made if made in open_to else outputs[name]
+    moves: dict[str, tuple[Move, ...]] = {}
+    for tensor in problem.tensors:
+        gathering = gatherings.get(tensor.name, Gathering.KEEP)
+        chosen = _moves_of(problem, tensor, strategies, inputs, outputs, values, gathering, around=around)
+        moves |= dict.fromkeys(tensor.members, chosen)
+    special = {
+        name: gathering
+        for name, gathering in gatherings.items()
+        if gathering is not Gathering.KEEP and any(map(gathers, moves[name]))
+    }
+    mesh = problem.prices.dims.mesh
+    return Program(mesh, inputs, strategies, moves, outputs, gatherings=special)
+
+
+def _moves_of(
+    problem: Problem,
+    tensor: TensorClass,
+    strategies: Mapping[str, Strategy],
+    inputs: Mapping[str, Layout],
+    outputs: Mapping[str, Layout],
+    values: tuple[float, ...] | None,
+    gathering: Gathering,
+    *,
+    around: bool = False,
+) -> tuple[Move, ...]:
+    """The cheaper of: what the flows use, and paths found anew between the chosen layouts."""
+    prices = problem.prices
+    source, needs = ends(problem.graph, prices, tensor.name, strategies, inputs, outputs)
+    if all(need == source for need in needs):
+        return ()
+    flowing = None if values is None else _reach(source, needs, tensor.used(values, INTEGRAL))
+
+    parameter = problem.is_parameter(tensor.name)
+
+    def path(*, leads: bool) -> tuple[Move, ...]:
+        def price(move: Move) -> float:
+            if not problem.may_gather(tensor.name) and completes(move):
+                return math.inf
+            if gathering is not Gathering.KEEP and gathers_in_disguise(move):
+                return math.inf
+            return problem.move_seconds(tensor.name, move, leads=leads and can_lead(move, gathering))
+
+        return tree(
+            source,
+            needs,
+            price,
+            legal=lambda layout: prices.dims.legal(tensor.name, layout),
+            differentiable=prices.training and problem.graph.specs[tensor.name].requires_grad,
+            through=tensor.network.layouts if around else (),
+        )
+
+    candidates = [flowing] if flowing is not None else []
+    if problem.is_fixed(tensor.name) and values is None:
+        raise RuleError(
+            where=f"buffer {tensor.name}",
+            found="a conversion",
+            wanted="none: it is written where it lies",
+            remedy="choose operators that take it as it lies",
+        )
+    if problem.may_gather(tensor.name) or not candidates:
+        candidates.append(path(leads=False))
+    if parameter and prices.once < 1.0:
+        candidates.append(path(leads=True))
+
+    def seconds(moves: tuple[Move, ...]) -> float:
+        first = leading(source, needs, moves, gathering) if parameter else ()
+        repeated = sum(problem.move_seconds(tensor.name, move, leads=move in first) for move in moves)
+        return repeated + _again_seconds(problem, tensor.name, moves, strategies, gathering)
+
+    return min(candidates, key=seconds)
+
+
+def _again_seconds(
+    problem: Problem,
+    name: str,
+    moves: Sequence[Move],
+    strategies: Mapping[str, Strategy],
+    gathering: Gathering,
+) -> float:
+    """Seconds for which backward gathers a weight again, were it converted by `moves`."""
+    if gathering is not Gathering.AGAIN:
+        return 0.0
+    before = {move.target: move for move in moves}
+    total = 0.0
+    for item, index in problem.uses[name]:
+        strategy = strategies[item.name]
+        if index in problem.prices.operator(item, strategy).kept.operands:
+            layout = problem.canonical(name, tuple(option.operands[index] for option in strategy))
+            while layout in before:
+                if gathers(before[layout]):
+                    total += problem.prices.move_parts(name, before[layout])[0]
+                layout = before[layout].source
+    return total
+
+
+def ends(
+    graph: Graph,
+    prices: Prices,
+    name: str,
+    strategies: Mapping[str, object],
+    inputs: Mapping[str, Layout],
+    outputs: Mapping[str, Layout],
+) -> tuple[Layout, list[Layout]]:
+    """The layout in which a tensor is made, and those in which it is used."""
+    differentiable = prices.training and graph.specs[name].requires_grad
+
+    def tidy(layout: Layout) -> Layout:
+        return canonical(layout, differentiable=differentiable)
+
+    source = inputs.get(name)
+    needs: list[Layout] = []
+    for item in graph.operators:
+        strategy: tuple[object, ...] = strategies[item.name]  # type: ignore[assignment]
+        for index, result in enumerate(item.results):
+            if result == name:
+                source = tuple(option.results[index] for option in strategy)  # type: ignore[attr-defined]
+        for index, operand in enumerate(item.operands):
+            if operand == name:
+                needs.append(tidy(tuple(option.operands[index] for option in strategy)))  # type: ignore[attr-defined]
+    if name in outputs and name in graph.outputs:
+        needs.append(tidy(outputs[name]))
+    needs += [tidy(inputs[buffer]) for buffer, value in graph.writes if value == name]
+    assert source is not None
+    return tidy(source), needs
+
+
+def _reach(source: Layout, needs: list[Layout], used: set[Move]) -> tuple[Move, ...] | None:
+    """Of the moves that carry flow those on paths from `source` to the needs; None if some is cut off."""
+    via: dict[Layout, Move] = {}
+    waiting, seen = [source], {source}
+    while waiting:
+        layout = waiting.pop(0)
+        for move in used:
+            if move.source == layout and move.target not in seen:
+                seen.add(move.target)
+                via[move.target] = move
+                waiting.append(move.target)
+    kept: dict[Layout, Move] = {}
+    for need in needs:
+        while need != source:
+            if need not in via:
+                return None
+            kept[need] = via[need]
+            need = via[need].source
+    return tuple(move for move in via.values() if move in kept.values())
