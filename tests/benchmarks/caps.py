@@ -1,6 +1,6 @@
 """Tightens the memory cap step by step: what each plan promises, and what it takes on real processes.
 
-    cap        from what the fastest plan needs down to the least that any plan was found to need, and one less
+    cap        from what the fastest plan needs down to the least that any was found to need, and one less
     plan       one for each cap, by measured operators
     run        some steps of each: its seconds, and the peak of tensors alive on the fullest rank
 
