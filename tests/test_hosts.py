@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import torch.distributed as dist
 
 from autopar.api import verify
 from autopar.cluster import ClusterSpec
+from autopar.core.mesh import Mesh
 from autopar.errors import InputError, WorkerError
-from autopar.runtime import worker
+from autopar.runtime import groups, transport, worker
 from autopar.target import load_target
 from tests.benchmarks import namespaces
 from tests.benchmarks.namespaces import Host, hosts, obstacle, run_on_hosts
@@ -95,6 +97,24 @@ def _address_of_the_first() -> tuple[str, int]:
     total = torch.ones(1)
     dist.all_reduce(total)
     return os.environ["GLOO_SOCKET_IFNAME"], int(total)
+
+
+def _exchanged_without_streams() -> bool:
+    """Whether ranks that only a network joins found no streams, and exchange tensors all the same."""
+    worker.init()
+    mesh = Mesh((2,))
+    key = mesh.key((0,))
+    groups.setup(mesh, [key], timeout=timedelta(seconds=60))
+    total = torch.ones(1)
+    transport.all_reduce(total, groups.group(key))
+    return groups.wires(groups.group(key)) is None and total.item() == 2
+
+
+@on_hosts
+@pytest.mark.long
+def test_hosts_exchange_tensors_by_the_network() -> None:
+    with hosts(2, rate=RATE) as made:
+        assert all(run_on_hosts(_exchanged_without_streams, made))
 
 
 def _second_fails() -> None:
