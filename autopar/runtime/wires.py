@@ -145,16 +145,14 @@ def connect(group: ProcessGroup, timeout: timedelta) -> Wires | None:
     if not 1 < size <= FEW_RANKS:
         return None
     with ExitStack() as undo:
-        listener = undo.enter_context(socket.socket(socket.AF_UNIX))
-        listener.settimeout(timeout.total_seconds())
+        listener, mine = _listen(undo)
         offers = [("", b"")] * size
-        dist.all_gather_object(offers, (_listen(listener), secrets.token_bytes(TOKEN_BYTES)), group=group)
-        names, token, opened = [name for name, _ in offers], offers[0][1], dict[int, socket.socket]()
-        for peer in range(place):
-            opened[peer] = undo.enter_context(socket.socket(socket.AF_UNIX))
-        reached = all(names) and all(_open(opened[peer], names[peer]) for peer in opened)
-        if not _all_agree(reached, group):
+        dist.all_gather_object(offers, (mine, secrets.token_bytes(TOKEN_BYTES)), group=group)
+        token = offers[0][1]
+        opened = {peer: stream for peer in range(place) if (stream := _open(undo, offers[peer][0]))}
+        if not _all_agree(listener is not None and len(opened) == place, group) or listener is None:
             return None
+        listener.settimeout(timeout.total_seconds())
         for stream in opened.values():
             stream.sendall(token + bytes([place]))
         while len(opened) < size - 1:
@@ -172,22 +170,30 @@ def connect(group: ProcessGroup, timeout: timedelta) -> Wires | None:
         return Wires(place, opened, timeout.total_seconds())
 
 
-def _listen(listener: socket.socket) -> str:
-    """The name under which the listener can be reached; empty where there are no such names."""
+def _listen(undo: ExitStack) -> tuple[socket.socket | None, str]:
+    """A socket that listens and its name; none and "" where there are no such names, or no such sockets."""
     if sys.platform != "linux":
-        return ""
+        return None, ""
     name = f"autopar-{uuid.uuid4().hex}"
-    listener.bind("\0" + name)
-    listener.listen(FEW_RANKS)
-    return name
-
-
-def _open(stream: socket.socket, name: str) -> bool:
     try:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind("\0" + name)
+        listener.listen(FEW_RANKS)
+    except OSError:  # a sandbox that forbids it
+        return None, ""
+    return listener, name
+
+
+def _open(undo: ExitStack, name: str) -> socket.socket | None:
+    """A stream to who listens under this name, if that can be reached."""
+    if not name:
+        return None
+    try:
+        stream = undo.enter_context(socket.socket(socket.AF_UNIX))
         stream.connect("\0" + name)
     except OSError:  # a rank of another machine, or of another network namespace
-        return False
-    return True
+        return None
+    return stream
 
 
 def _all_agree(mine: bool, group: ProcessGroup) -> bool:
