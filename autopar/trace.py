@@ -145,6 +145,7 @@ class _Builder:
         self.inputs: dict[str, GraphInput] = {}
         self.specs: dict[str, TensorSpec] = {}
         self.operators: list[Operator] = []
+        self.titles: set[str] = set()  # names of operators
         self.env: dict[fx.Node, Any] = {}
         self.root: dict[str, str] = {}  # tensor -> the tensor whose memory it shares
         self.writes: dict[str, str] = {}
@@ -279,25 +280,24 @@ class _Builder:
         if written is not None:
             target = self.functional(node, target)
             kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
+        args, kwargs = _device_by_name(target, args, kwargs)
         values = node.meta.get("val")
         single = isinstance(values, torch.Tensor)
         results = [values] if single else list(values if values is not None else ())
         differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
-        names: list[str | None] = []
-        for index, value in enumerate(results):
+        title, names = self.names_for(node, None if single else len(results))
+        for name, value in zip(names, results, strict=True):
             assert isinstance(value, torch.Tensor)
-            name = node.name if single else f"{node.name}_{index}"
             self.specs[name] = TensorSpec(
                 tuple(value.shape), value.dtype, differentiable and value.dtype.is_floating_point
             )
-            names.append(name)
         operation = Operator(
-            node.name,
+            title,
             target,
             tuple(args),
             dict(kwargs),
-            tuple(names),
+            names,
             module=_module_of(node),
             source=_source_of(node),
             order=memory_order(node.all_input_nodes[0].meta["val"]) if target is aten.dropout.default else (),
@@ -305,9 +305,20 @@ class _Builder:
         )
         self.operators.append(operation)
         self.note_aliases(operation, fresh=written is not None)
-        self.env[node] = Ref(str(names[0])) if single else [Ref(str(name)) for name in names]
+        self.env[node] = Ref(names[0]) if single else [Ref(name) for name in names]
         if written is not None:
-            self.replace(node, written, str(names[0]))
+            self.replace(node, written, names[0])
+
+    def names_for(self, node: fx.Node, count: int | None) -> tuple[str, tuple[str, ...]]:
+        """An operator's name and those of its results, `count` of them or itself: the exported ones, unless
+        an input or another operator has them, as a parameter may be called `t` or `add`."""
+        title = node.name
+        while True:
+            names = (title,) if count is None else tuple(f"{title}_{index}" for index in range(count))
+            if title not in self.titles and self.specs.keys().isdisjoint(names):
+                self.titles.add(title)
+                return title, names
+            title += "_"
 
     def note_aliases(self, operation: Operator, *, fresh: bool) -> None:
         schema = operation.target._schema
@@ -370,6 +381,17 @@ class _Builder:
         return TraceError(
             where=_source_of(node) or node.name, found=found, wanted=wanted, remedy="rewrite that line"
         )
+
+
+def _device_by_name(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call whose device, and what follows it, are keyword arguments: programs put in their own."""
+    names = [item.name for item in target._schema.arguments][: len(args)]
+    if "device" not in names:
+        return args, kwargs
+    place = names.index("device")
+    return args[:place], {**dict(zip(names[place:], args[place:], strict=True)), **kwargs}
 
 
 def _later_users(node: fx.Node, views: list[fx.Node]) -> bool:

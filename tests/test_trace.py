@@ -63,3 +63,36 @@ class Branching(nn.Module):
 def test_a_branch_on_values_is_refused_at_the_users_line() -> None:
     with pytest.raises(TraceError, match=r"test_trace\.py.*return x if x\.sum\(\) > 0|test_trace\.py:\d+"):
         trace(Branching(), (torch.randn(3),))
+
+
+class Named(nn.Module):
+    """Parameters that are called as the exporter calls operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.tensor(0.5))
+        self.mul = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.t.exp() * x.t() + self.mul.t()).t() * self.mul
+
+
+def test_a_parameter_that_is_called_as_an_operator_keeps_its_name_and_shape() -> None:
+    graph = trace(Named(), (torch.randn(3, 4),)).graph
+    shapes = {item.name: item.spec.shape for item in graph.inputs}
+    assert shapes == {"t": (), "mul": (3, 4), "input_0": (3, 4)}
+    results = [name for item in graph.operators for name in item.results]
+    assert len(set(results)) == len(results)
+    assert {"t", "mul"}.isdisjoint(results)
+
+
+class Moved(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask.to(device=x.device, dtype=torch.float64)
+
+
+def test_a_device_is_an_argument_by_name_so_that_programs_can_put_in_their_own() -> None:
+    graph = trace(Moved(), (torch.randn(3), torch.ones(3, dtype=torch.bool))).graph
+    cast = next(item for item in graph.operators if item.target is torch.ops.aten.to.device)
+    assert cast.args == cast.args[:1]
+    assert cast.kwargs["device"] == torch.device("cpu") and cast.kwargs["dtype"] is torch.float64
