@@ -31,7 +31,7 @@ from autopar.core.graph import (
     memory_order,
     refs,
 )
-from autopar.errors import TraceError
+from autopar.errors import InputError, TraceError
 from autopar.signature import (
     Arguments,
     LossFunction,
@@ -104,8 +104,10 @@ def trace(
     """Trace `model(*args, **kwargs)` in its present mode (train or eval).
 
     With `loss_fn` the loss is inside the graph; `loss_only` says whether the model's own output
-    leaves the graph beside it. Raises TraceError naming the user's line.
+    leaves the graph beside it. What tensors a loss that is a module holds are constants of the graph.
+    Raises TraceError naming the user's line, and InputError for a loss that learns.
     """
+    _check_loss(model, loss_fn)
     arguments = flatten_arguments(args, kwargs or {})
     seen: list[tuple[Results, int | None]] = []  # torch.export undoes what forward does to attributes
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=lambda *found: seen.append(found))
@@ -122,6 +124,21 @@ def trace(
     results, loss_index = seen[-1]
     graph = _Builder(model, arguments, exported).build(loss_index=loss_index, dropped=results.dropped)
     return Traced(graph, arguments, results)
+
+
+def _check_loss(model: nn.Module, loss_fn: LossFunction | None) -> None:
+    """Raise InputError for parameters that only the loss has: no optimizer of the model would see them."""
+    if not isinstance(loss_fn, nn.Module):
+        return
+    ours = set(model.parameters())
+    found = [key for key, item in loss_fn.named_parameters() if item.requires_grad and item not in ours]
+    if found:
+        raise InputError(
+            where=f"loss_fn {type(loss_fn).__name__}",
+            found=f"parameters that learn: {', '.join(found)}",
+            wanted="all of them in the model, where optimizers and checkpoints find them",
+            remedy="let the model hold this loss and return it, or freeze them by requires_grad_(False)",
+        )
 
 
 def _distinct(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -177,6 +194,8 @@ class _Builder:
         users = iter(self.arguments.paths)
         for node, spec in zip(nodes, self.exported.graph_signature.input_specs, strict=True):
             match spec.kind:
+                case ExportedKind.PARAMETER | ExportedKind.BUFFER if spec.target.startswith("loss_fn."):
+                    self.add_input(node, InputKind.CONSTANT, spec.target)
                 case ExportedKind.USER_INPUT:
                     self.add_input(node, InputKind.USER, next(users))
                 case ExportedKind.PARAMETER:
@@ -200,7 +219,8 @@ class _Builder:
             self.arguments.tensors[self.arguments.paths.index(target)].requires_grad
         )
         self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, (not frozen) or user_grad)
-        constant = self.exported.constants[target].detach() if kind is InputKind.CONSTANT else None
+        held = {**self.exported.state_dict, **self.exported.constants}
+        constant = held[target].detach() if kind is InputKind.CONSTANT else None
         self.inputs[name] = GraphInput(
             name,
             kind,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.core.graph import InputKind
-from autopar.errors import TraceError
+from autopar.errors import InputError, TraceError
 from autopar.trace import trace
 
 
@@ -96,3 +96,27 @@ def test_a_device_is_an_argument_by_name_so_that_programs_can_put_in_their_own()
     cast = next(item for item in graph.operators if item.target is torch.ops.aten.to.device)
     assert cast.args == cast.args[:1]
     assert cast.kwargs["device"] == torch.device("cpu") and cast.kwargs["dtype"] is torch.float64
+
+
+class Balanced(nn.Module):
+    """A loss that weighs itself."""
+
+    def __init__(self, *, learns: bool) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.tensor(0.3), requires_grad=learns)
+        self.register_buffer("goal", torch.ones(3))
+
+    def forward(self, output: Tensor) -> Tensor:
+        return (output - self.goal).square().mean() / self.log_variance.exp() + self.log_variance
+
+
+def test_tensors_of_a_loss_are_constants() -> None:
+    graph = trace(nn.Linear(2, 3), (torch.randn(4, 2),), loss_fn=Balanced(learns=False)).graph
+    found = {item.target: item.value for item in graph.inputs if item.kind is InputKind.CONSTANT}
+    assert found == {"loss_fn.log_variance": torch.tensor(0.3), "loss_fn.goal": pytest.approx(torch.ones(3))}
+    assert all(not item.spec.requires_grad for item in graph.inputs if item.target in found)
+
+
+def test_a_loss_that_learns_is_refused_by_the_names_of_its_parameters() -> None:
+    with pytest.raises(InputError, match=r"loss_fn Balanced: .*log_variance.*requires_grad_"):
+        trace(nn.Linear(2, 3), (torch.randn(4, 2),), loss_fn=Balanced(learns=True))
