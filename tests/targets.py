@@ -81,3 +81,22 @@ def talks() -> tuple[nn.Module, Tensor]:
     print("a line of the target")
     os.write(1, b"and one past Python\n")
     return mlp()
+
+
+class Scaled(nn.Module):
+    """With numbers that float32 rounds, in the code and in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.full((6,), 0.1)
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear((x - self.mean) / torch.tensor([0.3] * 6)) * torch.tensor(0.7)
+        return y
+
+
+def weighted() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    """A loss that holds tensors of its own."""
+    loss = nn.BCEWithLogitsLoss(weight=torch.rand(4), pos_weight=torch.rand(4))
+    return Scaled(), (torch.randn(8, 6), torch.rand(8, 4)), loss

@@ -60,6 +60,14 @@ def test_a_named_loss_and_no_loss_at_all(name: str) -> None:
     assert checked(name, 3).passed
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("processes", [False, True])
+def test_numbers_in_the_code_and_tensors_of_the_loss(micro_batches: int, processes: bool) -> None:
+    request = Request(force=Parallelism("batch"), measure=False, micro_batches=micro_batches)
+    report = check(target("weighted"), ClusterSpec.local(2), request, steps=2, processes=processes)
+    assert report.passed, report
+
+
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     true = verify_module.total_gradient
 
