@@ -48,6 +48,9 @@ aten = torch.ops.aten
 _DROPPED = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
 # Operators that write to an argument without saying so in their schema.
 _HIDDEN_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
+# Operators of whose results only the first are for use: the others are notes for the kernel's backward pass,
+# and their shapes differ between devices.
+USABLE_RESULTS = {aten.embedding_bag.default: 1, aten.embedding_bag.padding_idx: 1}
 _NO_GRADIENT = {"detach", "detach_", "argmax", "argmin", "sign", "zeros_like", "ones_like", "full_like"}
 
 
@@ -306,6 +309,8 @@ class _Builder:
         results = [values] if single else list(values if values is not None else ())
         differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
+        unusable = [None] * len(results[USABLE_RESULTS.get(target, len(results)) :])
+        results = results[: len(results) - len(unusable)]
         title, names = self.names_for(node, None if single else len(results))
         for name, value in zip(names, results, strict=True):
             assert isinstance(value, torch.Tensor)
@@ -317,7 +322,7 @@ class _Builder:
             target,
             tuple(args),
             dict(kwargs),
-            names,
+            (*names, *unusable),
             module=_module_of(node),
             source=_source_of(node),
             order=memory_order(node.all_input_nodes[0].meta["val"]) if target is aten.dropout.default else (),
@@ -325,7 +330,7 @@ class _Builder:
         )
         self.operators.append(operation)
         self.note_aliases(operation, fresh=written is not None)
-        self.env[node] = Ref(names[0]) if single else [Ref(name) for name in names]
+        self.env[node] = Ref(names[0]) if single else [*map(Ref, names), *unusable]
         if written is not None:
             self.replace(node, written, names[0])
 

@@ -100,3 +100,20 @@ def weighted() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     """A loss that holds tensors of its own."""
     loss = nn.BCEWithLogitsLoss(weight=torch.rand(4), pos_weight=torch.rand(4))
     return Scaled(), (torch.randn(8, 6), torch.rand(8, 4)), loss
+
+
+class Bags(nn.Module):
+    """Bags of features, summed and averaged, as a recommender has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums, self.means = nn.EmbeddingBag(9, 8, mode="sum"), nn.EmbeddingBag(9, 8, mode="mean")
+        self.last = nn.Linear(16, 2)
+
+    def forward(self, bags: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.cat([self.sums(bags), self.means(bags)], 1))
+        return out
+
+
+def bags() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Bags(), (torch.randint(0, 9, (6, 3)), torch.randn(6, 2)), nn.MSELoss()

@@ -54,6 +54,7 @@ OFFERS = [
     (aten.gather.default, (X, 0, torch.zeros(3, 4, 8, 12, dtype=torch.int64)), "d0 d1 d2 d3 -p"),
     (aten.index.Tensor, (X, [ROWS]), "i0 d1 d2 d3 -p"),
     (aten.index.Tensor, (X, [None, ROWS, ROWS]), "d0 i0 d3 -p"),
+    (aten.embedding_bag.default, (X[0, 0], ROWS, torch.tensor([0, 2])), "e"),
     (aten.scatter_add.default, (X, 1, torch.zeros(2, 3, 8, 12, dtype=torch.int64), X), "d0 d2 d3 -p"),
     (aten.prelu.default, (X, torch.rand(4)), "d0 d1 d2 d3"),
     (aten.glu.default, (X, 1), "d0.0 d1.1 d2.0 d3.0"),

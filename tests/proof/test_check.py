@@ -68,6 +68,12 @@ def test_numbers_in_the_code_and_tensors_of_the_loss(micro_batches: int, process
     assert report.passed, report
 
 
+@pytest.mark.parametrize("force", [None, "batch", "filter"])
+def test_bags_of_embeddings(force: str | None) -> None:
+    report = checked("bags", 2, force=force)
+    assert report.passed, report
+
+
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     true = verify_module.total_gradient
 
