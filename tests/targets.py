@@ -117,3 +117,20 @@ class Bags(nn.Module):
 
 def bags() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return Bags(), (torch.randint(0, 9, (6, 3)), torch.randn(6, 2)), nn.MSELoss()
+
+
+class Tagger(nn.Module):
+    """Two recurrent layers that read a sequence in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.lstm(x)[0])
+        return out
+
+
+def tagger() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Tagger(), (torch.randn(6, 5, 4), torch.randn(6, 5, 2)), nn.MSELoss()

@@ -74,6 +74,12 @@ def test_bags_of_embeddings(force: str | None) -> None:
     assert report.passed, report
 
 
+def test_recurrent_layers_are_split_by_samples() -> None:
+    report = checked("tagger", 3, force="batch")
+    assert report.passed, report
+    assert report.plan.sharded_flops_share == 1.0
+
+
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     true = verify_module.total_gradient
 
