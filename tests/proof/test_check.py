@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.core.mesh import Mesh
@@ -174,6 +174,9 @@ def test_models_without_values_and_with_hooks_are_refused(monkeypatch: pytest.Mo
     hooked.model.register_forward_hook(lambda *_: None)
     with pytest.raises(InputError, match="hook"):
         check(hooked, ClusterSpec.local(2), Request(measure=False), steps=1)
+    library = target("mlp")
+    nn.utils.parametrizations.weight_norm(library.model[0])
+    assert check(library, ClusterSpec.local(2), Request(measure=False), steps=1).passed
     empty = target("mlp")
     empty.model.to("meta")
     with pytest.raises(InputError, match="meta"):
