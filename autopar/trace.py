@@ -281,11 +281,13 @@ class _Builder:
             self.add_operator(node, target, grad=grad)
 
     def inline(self, gm: fx.GraphModule, node: fx.Node, *, grad: bool) -> None:
-        """Regions under set_grad_enabled are inlined, their results keep the region's mode."""
+        """Regions under set_grad_enabled are inlined; what comes into one without gradients is detached."""
         name = str(node.target)
         if name == "wrap_with_set_grad_enabled":
             mode, body, *operands = node.args
-            grad = grad and bool(mode)
+            if mode and not grad:
+                raise self.refuse(node, "gradients inside a region without them", "one mode inside the other")
+            grad = bool(mode)
         elif name == "wrap_with_autocast" and node.args[2] is False:
             body, *operands = node.args[4:]
         else:
@@ -294,8 +296,21 @@ class _Builder:
         assert isinstance(inner, fx.GraphModule)
         places = [item for item in inner.graph.nodes if item.op == "placeholder"]
         for place, operand in zip(places, operands, strict=True):
-            self.env[place] = self.value(operand)
+            value = self.value(operand)
+            self.env[place] = value if grad else self.detached(node, value)
         self.env[node] = self.read_nodes(inner, grad=grad)
+
+    def detached(self, node: fx.Node, value: Any) -> Any:
+        """`value` without gradient, which a region runs on: its own operators are like any others."""
+        if not isinstance(value, Ref) or not self.specs[value.name].requires_grad:
+            return value
+        title, results = self.names_for(f"{node.name}_detach", None)
+        self.specs[title] = replace(self.specs[value.name], requires_grad=False)
+        self.root[title] = self.root[value.name]
+        self.operators.append(
+            Operator(title, aten.detach.default, (value,), {}, results, module=_module_of(node))
+        )
+        return Ref(title)
 
     def add_operator(self, node: fx.Node, target: Any, *, grad: bool) -> None:
         args, kwargs = self.value(node.args), self.value(node.kwargs)
@@ -311,7 +326,7 @@ class _Builder:
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
         unusable = [None] * len(results[USABLE_RESULTS.get(target, len(results)) :])
         results = results[: len(results) - len(unusable)]
-        title, names = self.names_for(node, None if single else len(results))
+        title, names = self.names_for(node.name, None if single else len(results))
         for name, value in zip(names, results, strict=True):
             assert isinstance(value, torch.Tensor)
             self.specs[name] = TensorSpec(
@@ -334,10 +349,9 @@ class _Builder:
         if written is not None:
             self.replace(node, written, names[0])
 
-    def names_for(self, node: fx.Node, count: int | None) -> tuple[str, tuple[str, ...]]:
+    def names_for(self, title: str, count: int | None) -> tuple[str, tuple[str, ...]]:
         """An operator's name and those of its results, `count` of them or itself: the exported ones, unless
         an input or another operator has them, as a parameter may be called `t` or `add`."""
-        title = node.name
         while True:
             names = (title,) if count is None else tuple(f"{title}_{index}" for index in range(count))
             if title not in self.titles and self.specs.keys().isdisjoint(names):

@@ -134,3 +134,26 @@ class Tagger(nn.Module):
 
 def tagger() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return Tagger(), (torch.randn(6, 5, 4), torch.randn(6, 5, 2)), nn.MSELoss()
+
+
+class Centred(nn.Module):
+    """Activations less their running mean and less their own, both without gradients."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+            scale = 1 + hidden.abs().mean(1, keepdim=True)
+        out: Tensor = self.last(torch.tanh((hidden - self.mean) / scale))
+        return out
+
+
+def centred() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Centred(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()

@@ -80,6 +80,12 @@ def test_recurrent_layers_are_split_by_samples() -> None:
     assert report.plan.sharded_flops_share == 1.0
 
 
+@pytest.mark.parametrize("force", [None, "batch", "filter"])
+def test_no_gradient_leaves_a_region_without_them(force: str | None) -> None:
+    report = checked("centred", 2, force=force)
+    assert report.passed, report
+
+
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     true = verify_module.total_gradient
 
