@@ -8,11 +8,12 @@ dropped (the wrapper checks its inputs itself).
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,8 @@ _HIDDEN_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (
 # Operators of whose results only the first are for use: the others are notes for the kernel's backward pass,
 # and their shapes differ between devices.
 USABLE_RESULTS = {aten.embedding_bag.default: 1, aten.embedding_bag.padding_idx: 1}
+# Views through which a write can be told: what puts a tensor where the view looks.
+_SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 _NO_GRADIENT = {"detach", "detach_", "argmax", "argmin", "sign", "zeros_like", "ones_like", "full_like"}
 
 
@@ -168,6 +171,7 @@ class _Builder:
         self.titles: set[str] = set()  # names of operators
         self.env: dict[fx.Node, Any] = {}
         self.root: dict[str, str] = {}  # tensor -> the tensor whose memory it shares
+        self.views: dict[str, Operator] = {}  # slice of a tensor -> the operator that made it
         self.writes: dict[str, str] = {}
         self.notes: list[str] = []
         self.tied = _tied_names(model)
@@ -277,7 +281,9 @@ class _Builder:
             self.inline(gm, node, grad=grad)
         elif not isinstance(target, torch._ops.OpOverload):
             raise self.refuse(node, f"a call of {target}", "ATen operators only")
-        elif target._schema.name.split("::")[1] not in _DROPPED:
+        elif target._schema.name.split("::")[1] in _DROPPED:
+            self.env[node] = None
+        else:
             self.add_operator(node, target, grad=grad)
 
     def inline(self, gm: fx.GraphModule, node: fx.Node, *, grad: bool) -> None:
@@ -304,20 +310,19 @@ class _Builder:
         """`value` without gradient, which a region runs on: its own operators are like any others."""
         if not isinstance(value, Ref) or not self.specs[value.name].requires_grad:
             return value
-        title, results = self.names_for(f"{node.name}_detach", None)
-        self.specs[title] = replace(self.specs[value.name], requires_grad=False)
-        self.root[title] = self.root[value.name]
-        self.operators.append(
-            Operator(title, aten.detach.default, (value,), {}, results, module=_module_of(node))
-        )
-        return Ref(title)
+        spec = replace(self.specs[value.name], requires_grad=False)
+        name = self.add(node, aten.detach.default, (value,), spec)
+        self.root[name] = self.root[value.name]
+        return Ref(name)
 
     def add_operator(self, node: fx.Node, target: Any, *, grad: bool) -> None:
         args, kwargs = self.value(node.args), self.value(node.kwargs)
-        written = self.written(node, target, args)
+        written = self.written(node, target, args, kwargs)
         if written is not None:
             target = self.functional(node, target)
-            kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
+            kwargs = {key: value for key, value in kwargs.items() if key not in ("inplace", "out")}
+            if target is aten.copy.default:
+                target, args, kwargs = self.copied(node, args[1], self.specs[written])
         args, kwargs = _device_by_name(target, args, kwargs)
         values = node.meta.get("val")
         single = isinstance(values, torch.Tensor)
@@ -347,7 +352,7 @@ class _Builder:
         self.note_aliases(operation, fresh=written is not None)
         self.env[node] = Ref(names[0]) if single else [*map(Ref, names), *unusable]
         if written is not None:
-            self.replace(node, written, names[0])
+            self.replace(node, written, names[0], grad=grad)
 
     def names_for(self, title: str, count: int | None) -> tuple[str, tuple[str, ...]]:
         """An operator's name and those of its results, `count` of them or itself: the exported ones, unless
@@ -366,6 +371,8 @@ class _Builder:
         for name in operation.results:
             if name is not None:
                 self.root[name] = base or name
+                if base and operation.target in _SCATTERS:
+                    self.views[name] = operation
         for position in _HIDDEN_WRITES.get(operation.target, ()):
             argument = operation.args[position] if len(operation.args) > position else None
             if isinstance(argument, Ref) and argument.name in self.inputs and operation.args[5]:
@@ -374,47 +381,119 @@ class _Builder:
 
     # -- in-place operators -----------------------------------------------------------------------
 
-    def written(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> str | None:
-        """The tensor that an in-place operator writes, or None."""
-        schema = target._schema
+    def written(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """The tensor that an in-place operator writes, or one with `out=`; else None."""
         writes = [
-            i for i, item in enumerate(schema.arguments) if item.alias_info and item.alias_info.is_write
+            item.name for item in target._schema.arguments if item.alias_info and item.alias_info.is_write
         ]
         if not writes:
             return None
-        if writes != [0] or not isinstance(args[0], Ref):
+        first = target._schema.arguments[0].name
+        value = kwargs.get("out") if writes == ["out"] else args[0] if writes == [first] else None
+        if not isinstance(value, Ref):
             raise self.refuse(node, f"{target} writes to several arguments", "functional operators")
-        return args[0].name
+        result = node.meta["val"]
+        spec = self.specs[value.name]
+        if (tuple(result.shape), result.dtype) != (spec.shape, spec.dtype):
+            raise self.refuse(
+                node, f"{target} into {spec.dtype}{list(spec.shape)}", f"one of {list(result.shape)}"
+            )
+        return value.name
 
     def functional(self, node: fx.Node, target: Any) -> Any:
-        packet = target._schema.name.split("::")[1].removesuffix("_")
-        overload = target._schema.overload_name or "default"
-        try:
-            return getattr(getattr(aten, packet), overload)
-        except AttributeError:
-            raise self.refuse(node, f"the in-place operator {target}", "one with a functional form") from None
+        """The overload that returns what `target` writes."""
+        packet = getattr(aten, target._schema.name.split("::")[1].removesuffix("_"), None)
+        same = target._schema.overload_name or "default"
+        wanted = [str(item.type) for item in target._schema.arguments if item.name != "out"]
+        for name in sorted(packet.overloads(), key=lambda name: name != same) if packet else ():
+            found = getattr(packet, name)
+            given = [str(item.type) for item in found._schema.arguments]
+            if given == wanted and not found._schema.is_mutable:
+                return found
+        raise self.refuse(node, f"the in-place operator {target}", "one with a functional form")
 
-    def replace(self, node: fx.Node, written: str, name: str) -> None:
-        """From here on `written` means `name`."""
-        root = self.root[written]
-        later = _later_users(
-            node, [key for key, value in self.env.items() if self._views(value, root, written)]
-        )
-        if written != root or later:
+    def replace(self, node: fx.Node, written: str, name: str, *, grad: bool) -> None:
+        """From here on `written` means `name`; what a view is of has `name` in the view's place."""
+        chain = [written]  # [written, what it is a view of, ..., the tensor that owns the memory]
+        while chain[-1] in self.views:
+            chain.append(self.views[chain[-1]].operands[0])
+        if not grad and any(self.specs[each].requires_grad for each in chain):
             raise self.refuse(
-                node, f"an in-place write to {written} through a view", "writes to whole tensors, not views"
+                node,
+                f"an in-place write without gradient to {chain[-1]}, which has one",
+                "a result of its own, or a write with gradient",
             )
+        root = self.root[written]
+        stale = [key for key, value in self.env.items() if self._views(value, root, chain)]
+        later = any(user is not node and user not in self.env for key in stale for user in key.users)
+        if chain[-1] != root or later:
+            raise self.refuse(
+                node, f"an in-place write to {written} through a view", "writes to whole tensors or slices"
+            )
+        made = [name]
+        for view, base in itertools.pairwise(chain):
+            made.append(self.scatter(node, self.views[view], base, made[-1]))
+        for old, new in zip(chain, made, strict=True):
+            self.rename(old, new)
+        for view, whole, new in zip(chain, made[1:], made[:-1], strict=False):
+            self.views[new] = _of(self.views[view], whole)
+            self.root[new] = made[-1]
+        self.note_write(node, root, made[-1])
+
+    def scatter(self, node: fx.Node, view: Operator, base: str, name: str) -> str:
+        """`base` with the tensor `name` where `view` looks."""
+        learns = self.specs[base].requires_grad or self.specs[name].requires_grad
+        args = (Ref(base), Ref(name), *view.args[1:])
+        return self.add(node, _SCATTERS[view.target], args, replace(self.specs[base], requires_grad=learns))
+
+    def copied(
+        self, node: fx.Node, source: Ref, spec: TensorSpec
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The call that gives `source` as a tensor like `spec`; aten.copy has no derivative."""
+        given = self.specs[source.name]
+        if given.shape != spec.shape:
+            source = Ref(
+                self.add(node, aten.expand.default, (source, [*spec.shape]), replace(given, shape=spec.shape))
+            )
+        if given.dtype == spec.dtype:
+            return aten.clone.default, (source,), {}
+        return aten._to_copy.default, (source,), {"dtype": spec.dtype}
+
+    def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], spec: TensorSpec) -> str:
+        """Write down an operator that `node` stands for beside its own; the name of its result."""
+        title, results = self.names_for(f"{node.name}_{target._schema.name.split('::')[1]}", None)
+        self.specs[title], self.root[title] = spec, title
+        self.operators.append(
+            Operator(
+                title,
+                target,
+                args,
+                {},
+                results,
+                module=_module_of(node),
+                source=_source_of(node),
+                checkpoint=region_of(node),
+            )
+        )
+        return title
+
+    def rename(self, old: str, new: str) -> None:
         for key, value in self.env.items():
-            if isinstance(value, Ref) and value.name == written:
-                self.env[key] = Ref(name)
+            if isinstance(value, Ref) and value.name == old:
+                self.env[key] = Ref(new)
+
+    def note_write(self, node: fx.Node, written: str, name: str) -> None:
+        """What a buffer holds after the step; raises TraceError for another input."""
         owner = next((buffer for buffer, value in self.writes.items() if value == written), written)
         if owner in self.inputs:
             if self.inputs[owner].kind is not InputKind.BUFFER:
                 raise self.refuse(node, f"an in-place write to the input {owner}", "a clone before the write")
             self.writes[owner] = name
 
-    def _views(self, value: Any, root: str, written: str) -> bool:
-        return isinstance(value, Ref) and value.name != written and self.root.get(value.name) == root
+    def _views(self, value: Any, root: str, written: Sequence[str]) -> bool:
+        return isinstance(value, Ref) and value.name not in written and self.root.get(value.name) == root
 
     def refuse(self, node: fx.Node, found: str, wanted: str) -> TraceError:
         return TraceError(
@@ -433,9 +512,9 @@ def _device_by_name(
     return args[:place], {**dict(zip(names[place:], args[place:], strict=True)), **kwargs}
 
 
-def _later_users(node: fx.Node, views: list[fx.Node]) -> bool:
-    order = {item: place for place, item in enumerate(node.graph.nodes)}
-    return any(order.get(user, -1) > order[node] for view in views for user in view.users)
+def _of(view: Operator, base: str) -> Operator:
+    """The same view of another tensor."""
+    return replace(view, args=(Ref(base), *view.args[1:]))
 
 
 def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -157,3 +157,55 @@ class Centred(nn.Module):
 
 def centred() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return Centred(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()
+
+
+class Patched(nn.Module):
+    """Writes to slices, also of buffers, and to an `out`."""
+
+    last: Tensor
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.register_buffer("last", torch.zeros(3, 6))
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        shifted = hidden.new_zeros(hidden.shape)
+        shifted[:, 1:] = hidden[:, :-1]
+        shifted[:, 0] = 0.5
+        row = shifted[..., 2]
+        row.mul_(2)
+        row.add_(hidden[:, 0])
+        shifted.pow_(2)
+        with torch.no_grad():
+            self.last[0].copy_(hidden.mean(0))
+            torch.add(self.steps, 1.0, out=self.steps)
+        out: Tensor = self.second(torch.tanh(shifted + self.last.sum(0)))
+        return out
+
+
+def patched() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Patched(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()
+
+
+class Remembering(nn.Module):
+    """A buffer that is written and not read."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.copy_(x[0])
+        out: Tensor = self.layers(x)
+        return out
+
+
+def remembering() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Remembering(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()

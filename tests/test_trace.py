@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -120,3 +122,48 @@ def test_tensors_of_a_loss_are_constants() -> None:
 def test_a_loss_that_learns_is_refused_by_the_names_of_its_parameters() -> None:
     with pytest.raises(InputError, match=r"loss_fn Balanced: .*log_variance.*requires_grad_"):
         trace(nn.Linear(2, 3), (torch.randn(4, 2),), loss_fn=Balanced(learns=True))
+
+
+def write_after_view(x: Tensor) -> Tensor:
+    y = x.clone()
+    row = y[0]
+    y.mul_(2)
+    return y + row
+
+
+def write_to_one_view_of_two(x: Tensor) -> Tensor:
+    y = x.clone()
+    row, rows = y[0], y[:2]
+    row.mul_(2)
+    return rows.sum() + y
+
+
+def write_to_a_reshaped_tensor(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.view(2, 2, 3)[0] = 1
+    return y
+
+
+def write_without_gradient(x: Tensor) -> Tensor:
+    y = x * 2
+    with torch.no_grad():
+        y[0] = 1
+    return y
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(3, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+WRITES = [write_after_view, write_to_one_view_of_two, write_to_a_reshaped_tensor, write_without_gradient]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_others_would_see_is_refused_at_its_line(write: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(TraceError, match=r"test_trace\.py:\d+: .*in-place write"):
+        trace(Function(write), (torch.randn(4, 3),))

@@ -86,6 +86,19 @@ def test_no_gradient_leaves_a_region_without_them(force: str | None) -> None:
     assert report.passed, report
 
 
+@pytest.mark.parametrize("force", [None, "batch", "filter"])
+def test_writes_to_slices_and_outs(force: str | None) -> None:
+    report = checked("patched", 2, force=force)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
+    request = Request(measure=False, stages=2, micro_batches=2)
+    report = check(target("remembering"), ClusterSpec.local(2), request, steps=2, processes=processes)
+    assert report.passed, report
+
+
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     true = verify_module.total_gradient
 
