@@ -209,3 +209,31 @@ class Remembering(nn.Module):
 
 def remembering() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return Remembering(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()
+
+
+@torch.library.custom_op("targets::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    """An operator of another library."""
+    return x * 2
+
+
+@twice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+twice.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.relu(torch.ops.targets.twice(self.first(x))))
+        return out
+
+
+def custom() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Custom(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()

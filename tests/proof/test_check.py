@@ -99,6 +99,12 @@ def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
     assert report.passed, report
 
 
+@pytest.mark.parametrize("force", [None, "batch"])
+def test_an_operator_of_another_library_is_gathered(force: str | None) -> None:
+    report = checked("custom", 2, force=force)
+    assert report.passed, report
+
+
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     true = verify_module.total_gradient
 
