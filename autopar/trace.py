@@ -8,11 +8,12 @@ dropped (the wrapper checks its inputs itself).
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from autopar.core.graph import (
     memory_order,
     refs,
 )
-from autopar.errors import TraceError
+from autopar.errors import InputError, TraceError
 from autopar.signature import (
     Arguments,
     LossFunction,
@@ -48,6 +49,11 @@ aten = torch.ops.aten
 _DROPPED = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
 # Operators that write to an argument without saying so in their schema.
 _HIDDEN_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
+# Operators of whose results only the first are for use: the others are notes for the kernel's backward pass,
+# and their shapes differ between devices.
+USABLE_RESULTS = {aten.embedding_bag.default: 1, aten.embedding_bag.padding_idx: 1}
+# Views through which a write can be told: what puts a tensor where the view looks.
+_SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 _NO_GRADIENT = {"detach", "detach_", "argmax", "argmin", "sign", "zeros_like", "ones_like", "full_like"}
 
 
@@ -104,8 +110,10 @@ def trace(
     """Trace `model(*args, **kwargs)` in its present mode (train or eval).
 
     With `loss_fn` the loss is inside the graph; `loss_only` says whether the model's own output
-    leaves the graph beside it. Raises TraceError naming the user's line.
+    leaves the graph beside it. What tensors a loss that is a module holds are constants of the graph.
+    Raises TraceError naming the user's line, and InputError for a loss that learns.
     """
+    _check_loss(model, loss_fn)
     arguments = flatten_arguments(args, kwargs or {})
     seen: list[tuple[Results, int | None]] = []  # torch.export undoes what forward does to attributes
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=lambda *found: seen.append(found))
@@ -122,6 +130,21 @@ def trace(
     results, loss_index = seen[-1]
     graph = _Builder(model, arguments, exported).build(loss_index=loss_index, dropped=results.dropped)
     return Traced(graph, arguments, results)
+
+
+def _check_loss(model: nn.Module, loss_fn: LossFunction | None) -> None:
+    """Raise InputError for parameters that only the loss has: no optimizer of the model would see them."""
+    if not isinstance(loss_fn, nn.Module):
+        return
+    ours = set(model.parameters())
+    found = [key for key, item in loss_fn.named_parameters() if item.requires_grad and item not in ours]
+    if found:
+        raise InputError(
+            where=f"loss_fn {type(loss_fn).__name__}",
+            found=f"parameters that learn: {', '.join(found)}",
+            wanted="all of them in the model, where optimizers and checkpoints find them",
+            remedy="let the model hold this loss and return it, or freeze them by requires_grad_(False)",
+        )
 
 
 def _distinct(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -145,8 +168,10 @@ class _Builder:
         self.inputs: dict[str, GraphInput] = {}
         self.specs: dict[str, TensorSpec] = {}
         self.operators: list[Operator] = []
+        self.titles: set[str] = set()  # names of operators
         self.env: dict[fx.Node, Any] = {}
         self.root: dict[str, str] = {}  # tensor -> the tensor whose memory it shares
+        self.views: dict[str, Operator] = {}  # slice of a tensor -> the operator that made it
         self.writes: dict[str, str] = {}
         self.notes: list[str] = []
         self.tied = _tied_names(model)
@@ -176,6 +201,8 @@ class _Builder:
         users = iter(self.arguments.paths)
         for node, spec in zip(nodes, self.exported.graph_signature.input_specs, strict=True):
             match spec.kind:
+                case ExportedKind.PARAMETER | ExportedKind.BUFFER if spec.target.startswith("loss_fn."):
+                    self.add_input(node, InputKind.CONSTANT, spec.target)
                 case ExportedKind.USER_INPUT:
                     self.add_input(node, InputKind.USER, next(users))
                 case ExportedKind.PARAMETER:
@@ -199,7 +226,8 @@ class _Builder:
             self.arguments.tensors[self.arguments.paths.index(target)].requires_grad
         )
         self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, (not frozen) or user_grad)
-        constant = self.exported.constants[target].detach() if kind is InputKind.CONSTANT else None
+        held = {**self.exported.state_dict, **self.exported.constants}
+        constant = held[target].detach() if kind is InputKind.CONSTANT else None
         self.inputs[name] = GraphInput(
             name,
             kind,
@@ -253,15 +281,19 @@ class _Builder:
             self.inline(gm, node, grad=grad)
         elif not isinstance(target, torch._ops.OpOverload):
             raise self.refuse(node, f"a call of {target}", "ATen operators only")
-        elif target._schema.name.split("::")[1] not in _DROPPED:
+        elif target._schema.name.split("::")[1] in _DROPPED:
+            self.env[node] = None
+        else:
             self.add_operator(node, target, grad=grad)
 
     def inline(self, gm: fx.GraphModule, node: fx.Node, *, grad: bool) -> None:
-        """Regions under set_grad_enabled are inlined, their results keep the region's mode."""
+        """Regions under set_grad_enabled are inlined; what comes into one without gradients is detached."""
         name = str(node.target)
         if name == "wrap_with_set_grad_enabled":
             mode, body, *operands = node.args
-            grad = grad and bool(mode)
+            if mode and not grad:
+                raise self.refuse(node, "gradients inside a region without them", "one mode inside the other")
+            grad = bool(mode)
         elif name == "wrap_with_autocast" and node.args[2] is False:
             body, *operands = node.args[4:]
         else:
@@ -270,34 +302,47 @@ class _Builder:
         assert isinstance(inner, fx.GraphModule)
         places = [item for item in inner.graph.nodes if item.op == "placeholder"]
         for place, operand in zip(places, operands, strict=True):
-            self.env[place] = self.value(operand)
+            value = self.value(operand)
+            self.env[place] = value if grad else self.detached(node, value)
         self.env[node] = self.read_nodes(inner, grad=grad)
+
+    def detached(self, node: fx.Node, value: Any) -> Any:
+        """`value` without gradient, which a region runs on: its own operators are like any others."""
+        if not isinstance(value, Ref) or not self.specs[value.name].requires_grad:
+            return value
+        spec = replace(self.specs[value.name], requires_grad=False)
+        name = self.add(node, aten.detach.default, (value,), spec)
+        self.root[name] = self.root[value.name]
+        return Ref(name)
 
     def add_operator(self, node: fx.Node, target: Any, *, grad: bool) -> None:
         args, kwargs = self.value(node.args), self.value(node.kwargs)
-        written = self.written(node, target, args)
+        written = self.written(node, target, args, kwargs)
         if written is not None:
             target = self.functional(node, target)
-            kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
+            kwargs = {key: value for key, value in kwargs.items() if key not in ("inplace", "out")}
+            if target is aten.copy.default:
+                target, args, kwargs = self.copied(node, args[1], self.specs[written])
+        args, kwargs = _device_by_name(target, args, kwargs)
         values = node.meta.get("val")
         single = isinstance(values, torch.Tensor)
         results = [values] if single else list(values if values is not None else ())
         differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
-        names: list[str | None] = []
-        for index, value in enumerate(results):
+        unusable = [None] * len(results[USABLE_RESULTS.get(target, len(results)) :])
+        results = results[: len(results) - len(unusable)]
+        title, names = self.names_for(node.name, None if single else len(results))
+        for name, value in zip(names, results, strict=True):
             assert isinstance(value, torch.Tensor)
-            name = node.name if single else f"{node.name}_{index}"
             self.specs[name] = TensorSpec(
                 tuple(value.shape), value.dtype, differentiable and value.dtype.is_floating_point
             )
-            names.append(name)
         operation = Operator(
-            node.name,
+            title,
             target,
             tuple(args),
             dict(kwargs),
-            tuple(names),
+            (*names, *unusable),
             module=_module_of(node),
             source=_source_of(node),
             order=memory_order(node.all_input_nodes[0].meta["val"]) if target is aten.dropout.default else (),
@@ -305,9 +350,19 @@ class _Builder:
         )
         self.operators.append(operation)
         self.note_aliases(operation, fresh=written is not None)
-        self.env[node] = Ref(str(names[0])) if single else [Ref(str(name)) for name in names]
+        self.env[node] = Ref(names[0]) if single else [*map(Ref, names), *unusable]
         if written is not None:
-            self.replace(node, written, str(names[0]))
+            self.replace(node, written, names[0], grad=grad)
+
+    def names_for(self, title: str, count: int | None) -> tuple[str, tuple[str, ...]]:
+        """An operator's name and those of its results, `count` of them or itself: the exported ones, unless
+        an input or another operator has them, as a parameter may be called `t` or `add`."""
+        while True:
+            names = (title,) if count is None else tuple(f"{title}_{index}" for index in range(count))
+            if title not in self.titles and self.specs.keys().isdisjoint(names):
+                self.titles.add(title)
+                return title, names
+            title += "_"
 
     def note_aliases(self, operation: Operator, *, fresh: bool) -> None:
         schema = operation.target._schema
@@ -316,6 +371,8 @@ class _Builder:
         for name in operation.results:
             if name is not None:
                 self.root[name] = base or name
+                if base and operation.target in _SCATTERS:
+                    self.views[name] = operation
         for position in _HIDDEN_WRITES.get(operation.target, ()):
             argument = operation.args[position] if len(operation.args) > position else None
             if isinstance(argument, Ref) and argument.name in self.inputs and operation.args[5]:
@@ -324,47 +381,119 @@ class _Builder:
 
     # -- in-place operators -----------------------------------------------------------------------
 
-    def written(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> str | None:
-        """The tensor that an in-place operator writes, or None."""
-        schema = target._schema
+    def written(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """The tensor that an in-place operator writes, or one with `out=`; else None."""
         writes = [
-            i for i, item in enumerate(schema.arguments) if item.alias_info and item.alias_info.is_write
+            item.name for item in target._schema.arguments if item.alias_info and item.alias_info.is_write
         ]
         if not writes:
             return None
-        if writes != [0] or not isinstance(args[0], Ref):
+        first = target._schema.arguments[0].name
+        value = kwargs.get("out") if writes == ["out"] else args[0] if writes == [first] else None
+        if not isinstance(value, Ref):
             raise self.refuse(node, f"{target} writes to several arguments", "functional operators")
-        return args[0].name
+        result = node.meta["val"]
+        spec = self.specs[value.name]
+        if (tuple(result.shape), result.dtype) != (spec.shape, spec.dtype):
+            raise self.refuse(
+                node, f"{target} into {spec.dtype}{list(spec.shape)}", f"one of {list(result.shape)}"
+            )
+        return value.name
 
     def functional(self, node: fx.Node, target: Any) -> Any:
-        packet = target._schema.name.split("::")[1].removesuffix("_")
-        overload = target._schema.overload_name or "default"
-        try:
-            return getattr(getattr(aten, packet), overload)
-        except AttributeError:
-            raise self.refuse(node, f"the in-place operator {target}", "one with a functional form") from None
+        """The overload that returns what `target` writes."""
+        packet = getattr(aten, target._schema.name.split("::")[1].removesuffix("_"), None)
+        same = target._schema.overload_name or "default"
+        wanted = [str(item.type) for item in target._schema.arguments if item.name != "out"]
+        for name in sorted(packet.overloads(), key=lambda name: name != same) if packet else ():
+            found = getattr(packet, name)
+            given = [str(item.type) for item in found._schema.arguments]
+            if given == wanted and not found._schema.is_mutable:
+                return found
+        raise self.refuse(node, f"the in-place operator {target}", "one with a functional form")
 
-    def replace(self, node: fx.Node, written: str, name: str) -> None:
-        """From here on `written` means `name`."""
-        root = self.root[written]
-        later = _later_users(
-            node, [key for key, value in self.env.items() if self._views(value, root, written)]
-        )
-        if written != root or later:
+    def replace(self, node: fx.Node, written: str, name: str, *, grad: bool) -> None:
+        """From here on `written` means `name`; what a view is of has `name` in the view's place."""
+        chain = [written]  # [written, what it is a view of, ..., the tensor that owns the memory]
+        while chain[-1] in self.views:
+            chain.append(self.views[chain[-1]].operands[0])
+        if not grad and any(self.specs[each].requires_grad for each in chain):
             raise self.refuse(
-                node, f"an in-place write to {written} through a view", "writes to whole tensors, not views"
+                node,
+                f"an in-place write without gradient to {chain[-1]}, which has one",
+                "a result of its own, or a write with gradient",
             )
+        root = self.root[written]
+        stale = [key for key, value in self.env.items() if self._views(value, root, chain)]
+        later = any(user is not node and user not in self.env for key in stale for user in key.users)
+        if chain[-1] != root or later:
+            raise self.refuse(
+                node, f"an in-place write to {written} through a view", "writes to whole tensors or slices"
+            )
+        made = [name]
+        for view, base in itertools.pairwise(chain):
+            made.append(self.scatter(node, self.views[view], base, made[-1]))
+        for old, new in zip(chain, made, strict=True):
+            self.rename(old, new)
+        for view, whole, new in zip(chain, made[1:], made[:-1], strict=False):
+            self.views[new] = _of(self.views[view], whole)
+            self.root[new] = made[-1]
+        self.note_write(node, root, made[-1])
+
+    def scatter(self, node: fx.Node, view: Operator, base: str, name: str) -> str:
+        """`base` with the tensor `name` where `view` looks."""
+        learns = self.specs[base].requires_grad or self.specs[name].requires_grad
+        args = (Ref(base), Ref(name), *view.args[1:])
+        return self.add(node, _SCATTERS[view.target], args, replace(self.specs[base], requires_grad=learns))
+
+    def copied(
+        self, node: fx.Node, source: Ref, spec: TensorSpec
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The call that gives `source` as a tensor like `spec`; aten.copy has no derivative."""
+        given = self.specs[source.name]
+        if given.shape != spec.shape:
+            source = Ref(
+                self.add(node, aten.expand.default, (source, [*spec.shape]), replace(given, shape=spec.shape))
+            )
+        if given.dtype == spec.dtype:
+            return aten.clone.default, (source,), {}
+        return aten._to_copy.default, (source,), {"dtype": spec.dtype}
+
+    def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], spec: TensorSpec) -> str:
+        """Write down an operator that `node` stands for beside its own; the name of its result."""
+        title, results = self.names_for(f"{node.name}_{target._schema.name.split('::')[1]}", None)
+        self.specs[title], self.root[title] = spec, title
+        self.operators.append(
+            Operator(
+                title,
+                target,
+                args,
+                {},
+                results,
+                module=_module_of(node),
+                source=_source_of(node),
+                checkpoint=region_of(node),
+            )
+        )
+        return title
+
+    def rename(self, old: str, new: str) -> None:
         for key, value in self.env.items():
-            if isinstance(value, Ref) and value.name == written:
-                self.env[key] = Ref(name)
+            if isinstance(value, Ref) and value.name == old:
+                self.env[key] = Ref(new)
+
+    def note_write(self, node: fx.Node, written: str, name: str) -> None:
+        """What a buffer holds after the step; raises TraceError for another input."""
         owner = next((buffer for buffer, value in self.writes.items() if value == written), written)
         if owner in self.inputs:
             if self.inputs[owner].kind is not InputKind.BUFFER:
                 raise self.refuse(node, f"an in-place write to the input {owner}", "a clone before the write")
             self.writes[owner] = name
 
-    def _views(self, value: Any, root: str, written: str) -> bool:
-        return isinstance(value, Ref) and value.name != written and self.root.get(value.name) == root
+    def _views(self, value: Any, root: str, written: Sequence[str]) -> bool:
+        return isinstance(value, Ref) and value.name not in written and self.root.get(value.name) == root
 
     def refuse(self, node: fx.Node, found: str, wanted: str) -> TraceError:
         return TraceError(
@@ -372,9 +501,20 @@ class _Builder:
         )
 
 
-def _later_users(node: fx.Node, views: list[fx.Node]) -> bool:
-    order = {item: place for place, item in enumerate(node.graph.nodes)}
-    return any(order.get(user, -1) > order[node] for view in views for user in view.users)
+def _device_by_name(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call whose device, and what follows it, are keyword arguments: programs put in their own."""
+    names = [item.name for item in target._schema.arguments][: len(args)]
+    if "device" not in names:
+        return args, kwargs
+    place = names.index("device")
+    return args[:place], {**dict(zip(names[place:], args[place:], strict=True)), **kwargs}
+
+
+def _of(view: Operator, base: str) -> Operator:
+    """The same view of another tensor."""
+    return replace(view, args=(Ref(base), *view.args[1:]))
 
 
 def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

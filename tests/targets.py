@@ -81,3 +81,159 @@ def talks() -> tuple[nn.Module, Tensor]:
     print("a line of the target")
     os.write(1, b"and one past Python\n")
     return mlp()
+
+
+class Scaled(nn.Module):
+    """With numbers that float32 rounds, in the code and in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.full((6,), 0.1)
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear((x - self.mean) / torch.tensor([0.3] * 6)) * torch.tensor(0.7)
+        return y
+
+
+def weighted() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    """A loss that holds tensors of its own."""
+    loss = nn.BCEWithLogitsLoss(weight=torch.rand(4), pos_weight=torch.rand(4))
+    return Scaled(), (torch.randn(8, 6), torch.rand(8, 4)), loss
+
+
+class Bags(nn.Module):
+    """Bags of features, summed and averaged, as a recommender has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums, self.means = nn.EmbeddingBag(9, 8, mode="sum"), nn.EmbeddingBag(9, 8, mode="mean")
+        self.last = nn.Linear(16, 2)
+
+    def forward(self, bags: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.cat([self.sums(bags), self.means(bags)], 1))
+        return out
+
+
+def bags() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Bags(), (torch.randint(0, 9, (6, 3)), torch.randn(6, 2)), nn.MSELoss()
+
+
+class Tagger(nn.Module):
+    """Two recurrent layers that read a sequence in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.lstm(x)[0])
+        return out
+
+
+def tagger() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Tagger(), (torch.randn(6, 5, 4), torch.randn(6, 5, 2)), nn.MSELoss()
+
+
+class Centred(nn.Module):
+    """Activations less their running mean and less their own, both without gradients."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+            scale = 1 + hidden.abs().mean(1, keepdim=True)
+        out: Tensor = self.last(torch.tanh((hidden - self.mean) / scale))
+        return out
+
+
+def centred() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Centred(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()
+
+
+class Patched(nn.Module):
+    """Writes to slices, also of buffers, and to an `out`."""
+
+    last: Tensor
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.register_buffer("last", torch.zeros(3, 6))
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        shifted = hidden.new_zeros(hidden.shape)
+        shifted[:, 1:] = hidden[:, :-1]
+        shifted[:, 0] = 0.5
+        row = shifted[..., 2]
+        row.mul_(2)
+        row.add_(hidden[:, 0])
+        shifted.pow_(2)
+        with torch.no_grad():
+            self.last[0].copy_(hidden.mean(0))
+            torch.add(self.steps, 1.0, out=self.steps)
+        out: Tensor = self.second(torch.tanh(shifted + self.last.sum(0)))
+        return out
+
+
+def patched() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Patched(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()
+
+
+class Remembering(nn.Module):
+    """A buffer that is written and not read."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.copy_(x[0])
+        out: Tensor = self.layers(x)
+        return out
+
+
+def remembering() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Remembering(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()
+
+
+@torch.library.custom_op("targets::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    """An operator of another library."""
+    return x * 2
+
+
+@twice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+twice.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.relu(torch.ops.targets.twice(self.first(x))))
+        return out
+
+
+def custom() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Custom(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()

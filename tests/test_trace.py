@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autopar.core.graph import InputKind
-from autopar.errors import TraceError
+from autopar.errors import InputError, TraceError
 from autopar.trace import trace
 
 
@@ -63,3 +65,105 @@ class Branching(nn.Module):
 def test_a_branch_on_values_is_refused_at_the_users_line() -> None:
     with pytest.raises(TraceError, match=r"test_trace\.py.*return x if x\.sum\(\) > 0|test_trace\.py:\d+"):
         trace(Branching(), (torch.randn(3),))
+
+
+class Named(nn.Module):
+    """Parameters that are called as the exporter calls operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.tensor(0.5))
+        self.mul = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.t.exp() * x.t() + self.mul.t()).t() * self.mul
+
+
+def test_a_parameter_that_is_called_as_an_operator_keeps_its_name_and_shape() -> None:
+    graph = trace(Named(), (torch.randn(3, 4),)).graph
+    shapes = {item.name: item.spec.shape for item in graph.inputs}
+    assert shapes == {"t": (), "mul": (3, 4), "input_0": (3, 4)}
+    results = [name for item in graph.operators for name in item.results]
+    assert len(set(results)) == len(results)
+    assert {"t", "mul"}.isdisjoint(results)
+
+
+class Moved(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask.to(device=x.device, dtype=torch.float64)
+
+
+def test_a_device_is_an_argument_by_name_so_that_programs_can_put_in_their_own() -> None:
+    graph = trace(Moved(), (torch.randn(3), torch.ones(3, dtype=torch.bool))).graph
+    cast = next(item for item in graph.operators if item.target is torch.ops.aten.to.device)
+    assert cast.args == cast.args[:1]
+    assert cast.kwargs["device"] == torch.device("cpu") and cast.kwargs["dtype"] is torch.float64
+
+
+class Balanced(nn.Module):
+    """A loss that weighs itself."""
+
+    def __init__(self, *, learns: bool) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.tensor(0.3), requires_grad=learns)
+        self.register_buffer("goal", torch.ones(3))
+
+    def forward(self, output: Tensor) -> Tensor:
+        return (output - self.goal).square().mean() / self.log_variance.exp() + self.log_variance
+
+
+def test_tensors_of_a_loss_are_constants() -> None:
+    graph = trace(nn.Linear(2, 3), (torch.randn(4, 2),), loss_fn=Balanced(learns=False)).graph
+    found = {item.target: item.value for item in graph.inputs if item.kind is InputKind.CONSTANT}
+    assert found == {"loss_fn.log_variance": torch.tensor(0.3), "loss_fn.goal": pytest.approx(torch.ones(3))}
+    assert all(not item.spec.requires_grad for item in graph.inputs if item.target in found)
+
+
+def test_a_loss_that_learns_is_refused_by_the_names_of_its_parameters() -> None:
+    with pytest.raises(InputError, match=r"loss_fn Balanced: .*log_variance.*requires_grad_"):
+        trace(nn.Linear(2, 3), (torch.randn(4, 2),), loss_fn=Balanced(learns=True))
+
+
+def write_after_view(x: Tensor) -> Tensor:
+    y = x.clone()
+    row = y[0]
+    y.mul_(2)
+    return y + row
+
+
+def write_to_one_view_of_two(x: Tensor) -> Tensor:
+    y = x.clone()
+    row, rows = y[0], y[:2]
+    row.mul_(2)
+    return rows.sum() + y
+
+
+def write_to_a_reshaped_tensor(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.view(2, 2, 3)[0] = 1
+    return y
+
+
+def write_without_gradient(x: Tensor) -> Tensor:
+    y = x * 2
+    with torch.no_grad():
+        y[0] = 1
+    return y
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(3, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+WRITES = [write_after_view, write_to_one_view_of_two, write_to_a_reshaped_tensor, write_without_gradient]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_others_would_see_is_refused_at_its_line(write: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(TraceError, match=r"test_trace\.py:\d+: .*in-place write"):
+        trace(Function(write), (torch.randn(4, 3),))

@@ -106,7 +106,7 @@ class _Reader:
     def written(self, item: Written) -> CallMemory:
         """A local call, or a draw of autopar's own."""
         takes = tuple(self.number[node] for node in item.operands)
-        if item.call.target.namespace != "aten":
+        if item.call.target.namespace == "autopar":
             return CallMemory(takes, self.given(item.results), frozenset(), 0, ())
         found, both = footprint(item.call, self.kind), passes(item.call, self.kind)
         aliases = [None if alias is None else takes[alias] for alias in found.aliases]

@@ -90,7 +90,7 @@ def keep(
     kept: set[Any] = set()
     extra = strip_bytes(emitter)
     for written in calls:
-        if written.call.target.namespace != "aten":
+        if written.call.target.namespace == "autopar":
             continue
         found, operands = footprint(written.call, kind), written.operands
         for alias, result in zip(found.aliases, written.results, strict=False):

@@ -194,7 +194,7 @@ class Prices:
         emitter, values, results = self._lower(operation, strategy)
         doubles = stand_ins(emitter)
         local = tuple(item.call for item in (*emitter.written, *doubles) if _is_local(item))
-        costs = [self.call(item) for item in emitter.calls if item.target.namespace != "aten"]
+        costs = [self.call(item) for item in emitter.calls if item.target.namespace == "autopar"]
         again = sum(item.forward_seconds for item in costs)
         again += sum(self.call(item.call).forward_seconds for item in emitter.written if _is_local(item))
         costs += [self.call(item) for item in local]
@@ -236,7 +236,7 @@ class Prices:
 
     def call(self, item: Call) -> OperatorCost:
         """One local call; a mask of autopar's own costs what filling its memory costs."""
-        if item.target.namespace == "aten":
+        if item.target.namespace != "autopar":
             return self.model.cost(item)
         nbytes = 1
         for size in item.args[0]:
@@ -421,4 +421,4 @@ def _factor(option: Option) -> str:
 
 
 def _is_local(written: Written) -> bool:
-    return bool(written.call.target.namespace == "aten")
+    return bool(written.call.target.namespace != "autopar")

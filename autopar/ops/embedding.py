@@ -1,6 +1,7 @@
 """Embedding: rows of a table.
 
-    embedding   "v+ e, n s -> n s e"      v: each rank holds some rows; e: some columns
+    embedding       "v+ e, n s -> n s e"    v: each rank holds some rows; e: some columns
+    embedding_bag   ". e, ., . -> . e"      bags begin where values of a tensor say, so they stay together
 
 With the rows sharded, an index that another rank owns gives zero, and the results are summed.
 """
@@ -65,3 +66,27 @@ class Embedding(Rule):
             yield Sample(aten.embedding.default, (torch.randn(11, 3), indices, padding))
         yield Sample(aten.embedding.default, (torch.randn(11, 3), indices, -1, True))
         yield Sample(aten.embedding.default, (torch.randn(8, 4), torch.tensor(5)))
+
+
+@register
+class EmbeddingBag(Rule):
+    """Sums, means or maxima of rows of a table, bag by bag; with `sparse` it is gathered.
+
+    The results after the first are the kernel's own notes.
+    """
+
+    targets = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
+
+    def equation(self, op: Instance) -> Equation:
+        table = (None, None if op["sparse"] else "e")
+        others = tuple((None,) * len(op.specs[name].shape) for name in op.operands[1:])
+        return Equation((table, *others), (table, *[()] * (op.num_results - 1)))
+
+    def samples(self) -> Iterable[Sample]:
+        indices = torch.tensor([0, 10, 3, 3, 7, 4, 9, 0, 5])
+        starts = torch.tensor([0, 2, 2, 6])
+        table = torch.randn(11, 5)
+        for mode in (0, 1, 2):
+            yield Sample(aten.embedding_bag.default, (table, indices, starts, False, mode))
+        yield Sample(aten.embedding_bag.padding_idx, (table, indices, starts, True, 1, False, None, False, 3))
+        yield Sample(aten.embedding_bag.default, (table, indices, starts, False, 0, False, torch.randn(9)))

@@ -22,7 +22,7 @@ _UNARY = (
     "frac logical_not bitwise_not isnan isinf isfinite clone contiguous alias detach lift_fresh_copy "
     "relu6 log_sigmoid softshrink hardshrink tanhshrink threshold positive zeros_like ones_like "
     "full_like empty_like to _to_copy type_as nan_to_num deg2rad rad2deg sinc i0 digamma lgamma logit "
-    "erfinv "
+    "erfinv fill zero "
 )
 _BINARY = (
     "add sub mul div pow maximum minimum eq ne lt le gt ge where logical_and logical_or logical_xor "
@@ -113,6 +113,7 @@ class Pointwise(Rule):
         yield Sample(aten.to.dtype, (x, torch.float64))
         yield Sample(aten.neg.default, (x,))
         yield Sample(aten.clamp.default, (x, -0.5, 0.5))
+        yield Sample(aten.fill.Tensor, (x, torch.tensor(0.5)))
 
 
 @register

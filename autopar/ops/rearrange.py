@@ -172,3 +172,23 @@ class Triangle(_Along):
     def samples(self) -> Iterable[Sample]:
         yield Sample(aten.tril.default, (torch.randn(4, 5, 6), 1))
         yield Sample(aten.triu.default, (torch.randn(4, 5, 6), -1))
+
+
+@register
+class SliceScatter(Rule):
+    """A tensor with other rows at some places of one dim, as a write to a slice leaves it; linear in both."""
+
+    targets = (aten.slice_scatter.default, aten.select_scatter.default)
+
+    def equation(self, op: Instance) -> Equation:
+        along = op.dim(op["dim"])
+        labels = tuple(None if dim == along else f"d{dim}" for dim in range(len(op.shape())))
+        one = op.operator.target is aten.select_scatter.default
+        rows = (*labels[:along], *labels[along + 1 :]) if one else labels
+        return Equation((labels, rows), (labels,), linear=(frozenset({0, 1}),))
+
+    def samples(self) -> Iterable[Sample]:
+        x = torch.randn(5, 4, 6)
+        yield Sample(aten.slice_scatter.default, (x, torch.randn(5, 2, 6), 1, 1, 3))
+        yield Sample(aten.slice_scatter.default, (x, torch.randn(3, 4, 6), 0, 0, 5, 2))
+        yield Sample(aten.select_scatter.default, (x, torch.randn(5, 4), -1, 2))

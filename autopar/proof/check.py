@@ -28,7 +28,7 @@ from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.planning import Request, search
 from autopar.proof.pipeline import simulate_pipeline
-from autopar.proof.precision import raise_graph, raise_tensor
+from autopar.proof.precision import raise_graph, raise_tensor, written_constants
 from autopar.proof.processes import Disagreement, Job, trace_lengths, train_on_processes
 from autopar.proof.verify import (
     TOLERANCE,
@@ -163,7 +163,10 @@ def _check_pipeline(
             shorter=raise_graph(shorter.graph)[0] if shorter else None,
         )
     weights = [loss_weight(graph, micro.share) for micro in batch]
-    theirs = accumulate_eagerly(model, arguments, batch, weights, target.loss_fn, steps=steps)
+    constants = written_constants(traced.graph)
+    theirs = accumulate_eagerly(
+        model, arguments, batch, weights, target.loss_fn, steps=steps, constants=constants
+    )
     return Report(plan, _worse(compare(ours, theirs, casts), disagreement), request.force)
 
 
@@ -189,7 +192,8 @@ def _verify_processes(
     job = _job(target, traced, plan, cluster, traced.arguments.tensors, steps)
     ours, disagreement = train_on_processes(job)
     model = copy.deepcopy(target.model).double()
-    theirs = train_eagerly(model, traced.arguments, target.loss_fn, steps=steps)
+    constants = written_constants(traced.graph)
+    theirs = train_eagerly(model, traced.arguments, target.loss_fn, steps=steps, constants=constants)
     return _worse(compare(ours, theirs, casts), disagreement)
 
 

@@ -27,7 +27,7 @@ from autopar.ops.rule import Sample, Strategy
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.proof.simulated import simulate_typed
 from autopar.rewrite.program import RankProgram, rewrite
-from autopar.trace import _HIDDEN_WRITES
+from autopar.trace import _HIDDEN_WRITES, USABLE_RESULTS
 
 
 class OneOperator:
@@ -64,7 +64,8 @@ class OneOperator:
         leaves = [operands[leaf.name] if isinstance(leaf, Ref) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         results = self.sample.target(*args, **kwargs)
-        return ([results] if isinstance(results, Tensor) else list(results)), operands
+        found = [results] if isinstance(results, Tensor) else list(results)
+        return found[: USABLE_RESULTS.get(self.sample.target)], operands
 
     def _graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         specs = {
@@ -81,7 +82,12 @@ class OneOperator:
         names = tuple(f"result_{index}" for index in range(len(results)))
         for name, result in zip(names, results, strict=True):
             specs[name] = TensorSpec(tuple(result.shape), result.dtype, result.requires_grad)
-        operation = Operator("operator", self.sample.target, args, kwargs, names)
+        rest = (
+            len(self.sample.target._schema.returns) - len(names)
+            if self.sample.target in USABLE_RESULTS
+            else 0
+        )
+        operation = Operator("operator", self.sample.target, args, kwargs, (*names, *[None] * rest))
         return Graph(inputs, (operation,), names, specs)
 
 

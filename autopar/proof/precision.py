@@ -1,13 +1,15 @@
 """Proofs run in float64: casts to less inside a model are raised, on both sides, and reported.
 
 A model's own float32 cast (a normalisation that insists on it) moves float64 gradients by 1e-7 as
-soon as sums are reordered, which would hide real faults.
+soon as sums are reordered, which would hide real faults. Tensors that only the code holds (the weights
+of a loss) are raised where they meet a call, and numbers that it writes out (`torch.tensor(0.1)`) are
+those of the graph, which have fewer digits.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -80,8 +82,7 @@ class _RaiseCasts(TorchFunctionMode):
             return args[0].to(torch.float64)
         if any(isinstance(item, torch.dtype) and item in LOW for item in (*args, *kwargs.values())):
             self.note(function)
-            args = tuple(_raised_leaf(item) for item in args)
-            kwargs = {key: _raised_leaf(value) for key, value in kwargs.items()}
+        args, kwargs = pytree.tree_map(_raised_leaf, (args, kwargs))
         return function(*args, **kwargs)
 
     def note(self, function: Any) -> None:
@@ -90,7 +91,13 @@ class _RaiseCasts(TorchFunctionMode):
 
 
 def _raised_leaf(item: Any) -> Any:
-    return raised(item) if isinstance(item, torch.dtype) else item
+    match item:
+        case torch.dtype():
+            return raised(item)
+        case Tensor() if item.dtype in LOW:
+            return item.to(torch.float64)
+        case _:
+            return item
 
 
 def _user_frame(frame: traceback.FrameSummary) -> str:
@@ -101,27 +108,46 @@ _NAMED_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
 
 class _RaiseBelow(TorchDispatchMode):
-    """Casts that torch's own code makes below Python."""
+    """Casts that torch's own code makes below Python, and numbers that became tensors there."""
 
-    def __init__(self, casts: dict[str, None]) -> None:
+    def __init__(self, casts: dict[str, None], constants: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.casts = casts
+        self.casts, self.constants = casts, constants
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if function is torch.ops.aten.lift_fresh.default:
+            return function(next((c.to(args[0]) for c in self.constants if _rounds_to(args[0], c)), args[0]))
         if kwargs.get("dtype") in LOW:
             self.casts[str(function)] = None
             kwargs["dtype"] = torch.float64
         return function(*args, **kwargs)
 
 
+def _rounds_to(exact: Tensor, constant: Tensor) -> bool:
+    return (
+        exact.dtype == torch.float64
+        and constant.dtype in LOW
+        and constant.shape == exact.shape
+        and torch.equal(exact.to(constant.dtype), constant.to(exact.device))
+    )
+
+
+def written_constants(graph: Graph) -> tuple[Tensor, ...]:
+    """The tensors that a graph holds as values."""
+    return tuple(item.value for item in graph.inputs if item.value is not None)
+
+
 @contextmanager
-def raised_eager(casts: dict[str, None]) -> Iterator[None]:
-    """Run eager code with every cast to a lower float raised to float64, and noted in `casts`."""
+def raised_eager(casts: dict[str, None], constants: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Run eager code with every cast to a lower float raised to float64, and noted in `casts`.
+
+    A number that rounds to one of `constants`, those of the graph, is that one.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _RaiseCasts(casts), _RaiseBelow(casts):
+        with _RaiseCasts(casts), _RaiseBelow(casts, constants):
             yield
     finally:
         torch.set_default_dtype(before)

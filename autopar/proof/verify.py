@@ -27,7 +27,7 @@ from autopar.errors import CheckError
 from autopar.micro_batches import MicroBatch, mask_seed
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
-from autopar.proof.precision import raise_graph, raise_tensor, raised_eager
+from autopar.proof.precision import raise_graph, raise_tensor, raised_eager, written_constants
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.rewrite.program import rewrite
 from autopar.rewrite.recompute import recomputing
@@ -90,7 +90,8 @@ def verify_simulated(
     dims = Dims(graph, find_atoms(graph), program.mesh)
     serial_model = copy.deepcopy(model).double()
     ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
-    theirs = train_eagerly(serial_model, traced.arguments, loss_fn, steps=steps)
+    constants = written_constants(traced.graph)
+    theirs = train_eagerly(serial_model, traced.arguments, loss_fn, steps=steps, constants=constants)
     return compare(ours, theirs, casts)
 
 
@@ -98,9 +99,14 @@ def verify_simulated(
 
 
 def train_eagerly(
-    model: nn.Module, arguments: Arguments, loss_fn: LossFunction | None, *, steps: int
+    model: nn.Module,
+    arguments: Arguments,
+    loss_fn: LossFunction | None,
+    *,
+    steps: int,
+    constants: Sequence[Tensor] = (),
 ) -> Record:
-    """SGD on the eager model, in place."""
+    """SGD on the eager model, in place; `constants` are those of its graph."""
     record = Record()
     args, kwargs, loss_args, loss_kwargs = eager_call(model, arguments, arguments.tensors, loss_fn)
     learned = [item for item in model.parameters() if item.requires_grad]
@@ -108,7 +114,7 @@ def train_eagerly(
     for step in range(steps):
         torch.manual_seed(seed(step))
         model.zero_grad()
-        with raised_eager(record.casts), inlined():
+        with raised_eager(record.casts, constants), inlined():
             output = model(*args, **kwargs)
             loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
         leaves, _ = flatten_results(output)
@@ -129,6 +135,7 @@ def accumulate_eagerly(
     loss_fn: LossFunction | None,
     *,
     steps: int,
+    constants: Sequence[Tensor] = (),
 ) -> Record:
     """SGD on the eager model, in place, each step's gradients added up over weighted micro-batches."""
     record = Record()
@@ -140,7 +147,7 @@ def accumulate_eagerly(
         total = torch.zeros((), dtype=torch.float64)
         for number, (args, kwargs, loss_args, loss_kwargs) in enumerate(calls):
             torch.manual_seed(seed(step, number))
-            with raised_eager(record.casts), inlined():
+            with raised_eager(record.casts, constants), inlined():
                 output = model(*args, **kwargs)
                 loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
             assert loss is not None

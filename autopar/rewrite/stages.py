@@ -134,6 +134,7 @@ class _Splitter:
         outputs = self.outputs if index == final else []
         writes = {buffer: value for buffer, (value, stage) in self.writes.items() if stage == index}
         body = self.body(index, [*outputs, *writes.values()])
+        body |= {node for node in self.nodes if node.op == "placeholder" and node.target in writes}
         graph, made = fx.Graph(), {}
         for node in received:
             made[node] = graph.placeholder(node.name)

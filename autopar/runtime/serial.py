@@ -32,7 +32,11 @@ _MODULE_HOOKS = {
     "_load_state_dict_pre_hooks": "load_state_dict pre-hook",
     "_load_state_dict_post_hooks": "load_state_dict post-hook",
 }
-_HARMLESS = "make_inputs_require_grads"  # transformers': traced checkpoints need no gradient of their inputs
+_HARMLESS = {  # the names of libraries' own
+    "make_inputs_require_grads",  # transformers: traced checkpoints need no gradient of their inputs
+    "output_capturing_hook",  # transformers, at the first call: what it captures is traced as an output
+    "_weight_norm_compat_hook",  # torch: renames weights of old checkpoints, which else are missed by name
+}
 _PARAMETER_HOOKS = {
     "_backward_hooks": "gradient hook",
     "_post_accumulate_grad_hooks": "post-accumulate hook",
@@ -67,7 +71,7 @@ def _module_hooks(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         for attribute, name in _MODULE_HOOKS.items():
             hooks = getattr(module, attribute, None) or {}
-            if any(getattr(hook, "__name__", "") != _HARMLESS for hook in hooks.values()):
+            if any(getattr(hook, "__name__", "") not in _HARMLESS for hook in hooks.values()):
                 yield f"a {name} on {_name(path)}"
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"extra state on {_name(path)}"

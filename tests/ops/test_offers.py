@@ -23,6 +23,8 @@ from tests.forced import Forced, check_against_serial, forced, option
 aten = torch.ops.aten
 X = torch.randn(2, 4, 8, 12)
 ROWS = torch.tensor([1, 0, 1])
+GRU_WEIGHTS = [torch.randn(9, 3), torch.randn(9, 3), torch.randn(9), torch.randn(9)]
+GRU = (torch.randn(5, 2, 3), torch.randn(1, 5, 3), GRU_WEIGHTS, True, 1, 0.0, True, False, True)
 
 
 def factors(target: Any, *args: Any) -> set[str]:
@@ -54,7 +56,11 @@ OFFERS = [
     (aten.gather.default, (X, 0, torch.zeros(3, 4, 8, 12, dtype=torch.int64)), "d0 d1 d2 d3 -p"),
     (aten.index.Tensor, (X, [ROWS]), "i0 d1 d2 d3 -p"),
     (aten.index.Tensor, (X, [None, ROWS, ROWS]), "d0 i0 d3 -p"),
+    (aten.embedding_bag.default, (X[0, 0], ROWS, torch.tensor([0, 2])), "e"),
     (aten.scatter_add.default, (X, 1, torch.zeros(2, 3, 8, 12, dtype=torch.int64), X), "d0 d2 d3 -p"),
+    (aten.gru.input, GRU, "n"),
+    (aten.gru.input, (*GRU[:5], 0.5, *GRU[6:]), "n"),
+    (aten.gru.input, (GRU[0], GRU[1].repeat(2, 1, 1), 2 * GRU[2], True, 2, 0.5, True, False, True), ""),
     (aten.prelu.default, (X, torch.rand(4)), "d0 d1 d2 d3"),
     (aten.glu.default, (X, 1), "d0.0 d1.1 d2.0 d3.0"),
 ]

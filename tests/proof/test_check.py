@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.core.mesh import Mesh
@@ -58,6 +58,51 @@ def test_dropout_equals_its_serial_mask_and_casts_are_named() -> None:
 @pytest.mark.parametrize("name", ["frozen", "mlp"])
 def test_a_named_loss_and_no_loss_at_all(name: str) -> None:
     assert checked(name, 3).passed
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("processes", [False, True])
+def test_numbers_in_the_code_and_tensors_of_the_loss(micro_batches: int, processes: bool) -> None:
+    request = Request(force=Parallelism("batch"), measure=False, micro_batches=micro_batches)
+    report = check(target("weighted"), ClusterSpec.local(2), request, steps=2, processes=processes)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("force", [None, "batch", "filter"])
+def test_bags_of_embeddings(force: str | None) -> None:
+    report = checked("bags", 2, force=force)
+    assert report.passed, report
+
+
+def test_recurrent_layers_are_split_by_samples() -> None:
+    report = checked("tagger", 3, force="batch")
+    assert report.passed, report
+    assert report.plan.sharded_flops_share == 1.0
+
+
+@pytest.mark.parametrize("force", [None, "batch", "filter"])
+def test_no_gradient_leaves_a_region_without_them(force: str | None) -> None:
+    report = checked("centred", 2, force=force)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("force", [None, "batch", "filter"])
+def test_writes_to_slices_and_outs(force: str | None) -> None:
+    report = checked("patched", 2, force=force)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
+    request = Request(measure=False, stages=2, micro_batches=2)
+    report = check(target("remembering"), ClusterSpec.local(2), request, steps=2, processes=processes)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("force", [None, "batch"])
+def test_an_operator_of_another_library_is_gathered(force: str | None) -> None:
+    report = checked("custom", 2, force=force)
+    assert report.passed, report
 
 
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +199,9 @@ def test_models_without_values_and_with_hooks_are_refused(monkeypatch: pytest.Mo
     hooked.model.register_forward_hook(lambda *_: None)
     with pytest.raises(InputError, match="hook"):
         check(hooked, ClusterSpec.local(2), Request(measure=False), steps=1)
+    library = target("mlp")
+    nn.utils.parametrizations.weight_norm(library.model[0])
+    assert check(library, ClusterSpec.local(2), Request(measure=False), steps=1).passed
     empty = target("mlp")
     empty.model.to("meta")
     with pytest.raises(InputError, match="meta"):

@@ -1,0 +1,87 @@
+"""Recurrent layers and cells: samples go their own ways, steps of a sequence and units do not.
+
+lstm        ". n ., . n ., . n ., weights -> . n ., . n ., . n ."     with batch_first "n . . -> n . ."
+lstm_cell   "n ., n ., n ., weights -> n ., n ."
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from autopar.core.graph import Ref
+from autopar.ops.equation import Equation, Labels
+from autopar.ops.rule import Instance, Rule, Sample, register
+
+aten = torch.ops.aten
+
+
+def _states(op: Instance) -> int:
+    """How many tensors the state is: two for an LSTM."""
+    return 1 if isinstance(op["hx"], Ref) else len(op["hx"])
+
+
+def _whole(op: Instance, first: int) -> list[Labels]:
+    return [(None,) * len(op.specs[name].shape) for name in op.operands[first:]]
+
+
+@register
+class Recurrent(Rule):
+    """All layers over all steps; gathered with dropout between layers."""
+
+    targets = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+
+    def equation(self, op: Instance) -> Equation:
+        if op["train"] and op["dropout"] > 0 and op["num_layers"] > 1:
+            return Equation(tuple(_whole(op, 0)), ((None, None, None),) * op.num_results)
+        steps: Labels = ("n", None, None) if op["batch_first"] else (None, "n", None)
+        states: list[Labels] = [(None, "n", None)] * _states(op)
+        return Equation((steps, *states, *_whole(op, 1 + len(states))), (steps, *states))
+
+    def samples(self) -> Iterable[Sample]:
+        def weights(layers: int, directions: int, gates: int) -> list[torch.Tensor]:
+            sizes = [4] + [3 * directions] * (layers - 1)
+            shapes = [[(gates * 3, size), (gates * 3, 3), (gates * 3,), (gates * 3,)] for size in sizes]
+            return [torch.randn(shape) for each in shapes for _ in range(directions) for shape in each]
+
+        def states(number: int) -> torch.Tensor:
+            return torch.randn(number, 5, 3)
+
+        x = torch.randn(5, 2, 4)
+        once = (True, 1, 0.0, True, False, True)  # biases, layers, dropout, train, bidirectional, batch_first
+        yield Sample(aten.lstm.input, (x, [states(1), states(1)], weights(1, 1, 4), *once))
+        both = (True, 2, 0.0, True, True, False)
+        yield Sample(aten.lstm.input, (x.transpose(0, 1), [states(4), states(4)], weights(2, 2, 4), *both))
+        yield Sample(aten.gru.input, (x, states(1), weights(1, 1, 3), *once))
+        yield Sample(aten.rnn_tanh.input, (x, states(1), weights(1, 1, 1), *once))
+        drops = (True, 2, 0.5, True, False, True)
+        yield Sample(aten.gru.input, (x, states(2), weights(2, 1, 3), *drops))
+
+
+@register
+class Cell(Rule):
+    """One step of one layer."""
+
+    targets = (
+        aten.lstm_cell.default,
+        aten.gru_cell.default,
+        aten.rnn_tanh_cell.default,
+        aten.rnn_relu_cell.default,
+    )
+
+    def equation(self, op: Instance) -> Equation:
+        rows: Labels = ("n", None)
+        count = 1 + _states(op)
+        return Equation((*[rows] * count, *_whole(op, count)), (rows,) * op.num_results)
+
+    def samples(self) -> Iterable[Sample]:
+        def call(target: Any, gates: int, number: int) -> Sample:
+            states = [torch.randn(5, 3) for _ in range(number)]
+            weights = [torch.randn(gates * 3, 4), torch.randn(gates * 3, 3), *torch.randn(2, gates * 3)]
+            return Sample(target, (torch.randn(5, 4), states if number > 1 else states[0], *weights))
+
+        yield call(aten.lstm_cell.default, 4, 2)
+        yield call(aten.gru_cell.default, 3, 1)
+        yield call(aten.rnn_tanh_cell.default, 1, 1)
