@@ -237,3 +237,18 @@ class Custom(nn.Module):
 
 def custom() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return Custom(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()
+
+
+class Leaky(nn.Module):
+    """Slopes are drawn at random: what backward needs of them is noted before it is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.rrelu(F.rrelu(torch.tanh(self.first(x)), training=True), training=True))  # type: ignore[no-any-return]
+
+
+def leaky() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Leaky(), (torch.randn(8, 6), torch.randn(8, 6)), nn.MSELoss()

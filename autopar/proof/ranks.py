@@ -104,7 +104,11 @@ def _recompute(
         for rank, (part, mine) in enumerate(zip(parts, tensors, strict=True))
         for place in part.mutated
     ]
-    together = Recomputed(_Together([_body(part) for part in parts], meaning), mutated=mutated)
+    together = Recomputed(
+        _Together([_body(part) for part in parts], meaning),
+        mutated=mutated,
+        to_the_end=any(part.to_the_end for part in parts),
+    )
     results = together(*(tensor for mine in tensors for tensor in mine))
     for node, environment, result in zip(nodes, environments, _shares(results, len(nodes)), strict=True):
         environment[node] = result

@@ -17,19 +17,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from autopar.runtime.regather import is_again
 
 
 class Recomputed(nn.Module):
-    """Runs `body`, and again when backward needs what it made; `mutated` are the places among its
-    arguments of the buffers that it writes to."""
+    """Runs `body`, and again when backward needs what it made: `to_the_end`, or up to the last operator that
+    keeps something. `mutated` are the places among its arguments of the buffers that it writes to."""
 
-    def __init__(self, body: nn.Module, *, mutated: Sequence[int]) -> None:
+    def __init__(self, body: nn.Module, *, mutated: Sequence[int], to_the_end: bool = False) -> None:
         super().__init__()
         self.body = body
         self.mutated = tuple(mutated)
+        self.to_the_end = to_the_end
 
     def forward(self, *tensors: Tensor) -> Any:
         """The tuple that `body` returns."""
@@ -46,7 +52,8 @@ class Recomputed(nn.Module):
 
         kept = [tensor for place, tensor in enumerate(tensors) if place not in buffers]
         contexts = partial(create_selective_checkpoint_contexts, _policy)
-        results, written = checkpoint(run, *kept, use_reentrant=False, context_fn=contexts)
+        with set_checkpoint_early_stop(not self.to_the_end):
+            results, written = checkpoint(run, *kept, use_reentrant=False, context_fn=contexts)
         with torch.no_grad():
             for buffer, value in zip(buffers.values(), written, strict=True):
                 buffer.copy_(value)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.core.mesh import Mesh
+from autopar.core.recompute import Recompute
 from autopar.errors import InfeasibleError, InputError
 from autopar.ilp.space import Parallelism
 from autopar.planning import Request
@@ -58,6 +59,15 @@ def test_dropout_equals_its_serial_mask_and_casts_are_named() -> None:
 @pytest.mark.parametrize("name", ["frozen", "mlp"])
 def test_a_named_loss_and_no_loss_at_all(name: str) -> None:
     assert checked(name, 3).passed
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_random_slopes_are_computed_again_to_the_end(processes: bool) -> None:
+    """What an operator keeps before it fills it must be filled again before backward reads it."""
+    request = Request(force=Parallelism("batch"), measure=False, recompute=Recompute.ALL)
+    report = check(target("leaky"), ClusterSpec.local(2), request, steps=2, processes=processes)
+    assert report.plan.program.recompute
+    assert report.passed, report
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
