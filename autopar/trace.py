@@ -54,7 +54,25 @@ _HIDDEN_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (
 USABLE_RESULTS = {aten.embedding_bag.default: 1, aten.embedding_bag.padding_idx: 1}
 # Views through which a write can be told: what puts a tensor where the view looks.
 _SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
-_NO_GRADIENT = {"detach", "detach_", "argmax", "argmin", "sign", "zeros_like", "ones_like", "full_like"}
+_NO_GRADIENT = set(
+    [
+        "detach",
+        "detach_",
+        "argmax",
+        "argmin",
+        "sign",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +337,9 @@ class _Builder:
         args, kwargs = self.value(node.args), self.value(node.kwargs)
         written = self.written(node, target, args, kwargs)
         if written is not None:
-            target = self.functional(node, target)
+            mutable, target = target, self.functional(node, target)
             kwargs = {key: value for key, value in kwargs.items() if key not in ("inplace", "out")}
+            kwargs |= _left_open(mutable, target, args, kwargs)
             if target is aten.copy.default:
                 target, args, kwargs = self.copied(node, args[1], self.specs[written])
         args, kwargs = _device_by_name(target, args, kwargs)
@@ -510,6 +529,18 @@ def _device_by_name(
         return args, kwargs
     place = names.index("device")
     return args[:place], {**dict(zip(names[place:], args[place:], strict=True)), **kwargs}
+
+
+def _left_open(
+    mutable: Any, functional: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Defaults that only the in-place overload of an operator has, for a call that leaves them open."""
+    wanted = [item.name for item in functional._schema.arguments if not item.has_default_value()]
+    defaults = {
+        item.name: item.default_value for item in mutable._schema.arguments if item.has_default_value()
+    }
+    given = {*kwargs, *(item.name for item in mutable._schema.arguments[: len(args)])}
+    return {name: defaults[name] for name in wanted if name in defaults and name not in given}
 
 
 def _of(view: Operator, base: str) -> Operator:

@@ -247,7 +247,10 @@ class Leaky(nn.Module):
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.rrelu(F.rrelu(torch.tanh(self.first(x)), training=True), training=True))  # type: ignore[no-any-return]
+        x = F.rrelu(F.rrelu(torch.tanh(self.first(x)), training=True), training=True)
+        kept = torch.empty_like(x).bernoulli_(0.5)  # the in-place overload's default, left out by export
+        out: Tensor = self.second(x * kept)
+        return out
 
 
 def leaky() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
