@@ -54,25 +54,11 @@ _HIDDEN_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (
 USABLE_RESULTS = {aten.embedding_bag.default: 1, aten.embedding_bag.padding_idx: 1}
 # Views through which a write can be told: what puts a tensor where the view looks.
 _SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
-_NO_GRADIENT = set(
-    [
-        "detach",
-        "detach_",
-        "argmax",
-        "argmin",
-        "sign",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-    ]
-)
+_NO_GRADIENT = {
+    *("detach", "detach_", "argmax", "argmin", "sign"),
+    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty"),
+}
 
 
 @dataclass(frozen=True, slots=True)
