@@ -265,7 +265,11 @@ def reverse_major_and_minor(patch: Patch) -> None:
 def write_statistics_twice(patch: Patch) -> None:
     """When a part is computed again it writes to the running statistics once more."""
     init = Recomputed.__init__
-    patch.setattr(Recomputed, "__init__", lambda self, body, *, mutated: init(self, body, mutated=()))
+
+    def forgetful(self: Recomputed, body: nn.Module, **more: Any) -> None:
+        init(self, body, **{**more, "mutated": ()})
+
+    patch.setattr(Recomputed, "__init__", forgetful)
 
 
 def drop_relayed_gradients(patch: Patch) -> None:
