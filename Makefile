@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: run test check test-long bench
 
@@ -11,13 +12,13 @@ run: $(STAMP)
 	$(BIN)/python examples/photographs.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long
