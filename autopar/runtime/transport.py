@@ -99,6 +99,8 @@ def transfer(sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, 
 def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:
     """Reduce the contiguous `x` over the ranks in place; all get the same bits."""
     size = group.size()
+    if not x.numel():  # the same on all: another axis left these ranks without rows
+        return
     if op not in _REDUCED or x.is_complex():
         dist.all_reduce(x, op, group=group)
     elif _can_meet(x, size):
