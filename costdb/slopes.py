@@ -59,7 +59,7 @@ def passes(call: Call, kind: str = "cpu") -> Passes:
 
 def _observe(call: Call, kind: str) -> Passes:
     with without_data(call, kind) as (run, inputs), torch.enable_grad():
-        forward = _NewBytes(map(storage_of, inputs))
+        forward = _NewBytes(item.untyped_storage() for item in inputs)
         with forward:
             results = [item for item in operands.tensors(run()) if item is not None]
         roots = [place for place, item in enumerate(results) if item.requires_grad]
@@ -67,7 +67,8 @@ def _observe(call: Call, kind: str) -> Passes:
         if not roots or not learning:
             return Passes(forward.most, 0, (None,) * len(inputs))
         seeds = [torch.empty_like(results[place]) for place in roots]
-        backward = _NewBytes((*map(storage_of, (*inputs, *seeds)), *forward.living()))
+        before = (item.untyped_storage() for item in (*inputs, *seeds))
+        backward = _NewBytes((*before, *forward.living()))
         with backward:
             found = torch.autograd.grad(
                 [results[place] for place in roots], learning, seeds, allow_unused=True
@@ -86,12 +87,15 @@ def _slope(gradient: torch.Tensor | None, given: dict[int, int]) -> Slope | None
 
 
 class _NewBytes(TorchDispatchMode):
-    """While entered, the most bytes of living storages that operators made; `old` ones don't count."""
+    """While entered, the most bytes of living storages that operators made; `old` ones don't count.
 
-    def __init__(self, old: Iterable[int]) -> None:
+    They are held, not only known by address: what backward lets go of would leave its address to a new one.
+    """
+
+    def __init__(self, old: Iterable[torch.UntypedStorage]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
-        self.old = set(old)
+        self.old = {storage._cdata: storage for storage in old}
         self.alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(
@@ -104,12 +108,12 @@ class _NewBytes(TorchDispatchMode):
         self.most = max(self.most, self.now)
         return result
 
-    def living(self) -> Iterator[int]:
+    def living(self) -> Iterator[torch.UntypedStorage]:
         """The storages that are there now: results, and what is kept for backward."""
         for known, _ in self.alive.values():
             storage = known()
             if storage is not None:
-                yield int(storage._cdata)
+                yield storage
 
     def note(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
