@@ -79,10 +79,10 @@ def _time(run: Callable[[], object], group: Group, device: torch.device, row: in
     """Seconds of one of `row` collectives, the slowest rank's: the same number on every rank."""
     dist.barrier(group)
     start = time.perf_counter()
-    for _ in range(row):
-        run()
+    results = [run() for _ in range(row)]
     synchronize(device)
     slowest = torch.tensor((time.perf_counter() - start) / row, dtype=torch.float64, device=device)
+    del results  # only now: a program keeps the weights that it gathers, one beside the other
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return slowest.item()
 

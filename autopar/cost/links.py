@@ -2,7 +2,8 @@
 
 A price belongs to a move, and a move packs, sends and unpacks. So what is timed are the moves
 themselves, along the second dim of a tensor, where a part is not contiguous, and for a message to a
-neighbour a send and a receive at the same time, as in a halo exchange.
+neighbour a send and a receive at the same time, as in a halo exchange. Only a sum is timed without its
+copy, which gradients do not need.
 
 Groups smaller than the world are timed all at once, as the groups of one axis work in a step.
 """
@@ -96,7 +97,7 @@ def _move(kind: Collective, nbytes: int, key: str) -> Callable[[], object]:
     moves = torch.ops.autopar
     match kind:
         case Collective.ALL_REDUCE:
-            return lambda: moves.p_to_r(full, key)
+            return lambda: transport.all_reduce(full, groups.group(key))  # where it lies, as a gradient
         case Collective.ALL_GATHER:
             return lambda: moves.s_to_r(part, key, 1, 1, sizes)
         case Collective.REDUCE_SCATTER:

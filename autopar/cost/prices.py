@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from autopar.ops.dims import Dims
 from autopar.ops.equation import Option
 from autopar.ops.rule import GATHER, Site, Strategy, rule_of
 from autopar.rewrite.emit import GraphEmitter, Written
+from autopar.runtime.gradient_sync import ALONE_BYTES, BUCKET_BYTES
 
 _COLLECTIVE = {
     Action.ALL_REDUCE: Collective.ALL_REDUCE,
@@ -43,7 +45,6 @@ _COLLECTIVE = {
 }
 TIE = 1e-3  # of the time to write what is kept: too little to change which plan is fastest
 STRIP_LAUNCHES = 10  # of both strips of a convolution, each way: padding, convolution, cutting, adding
-BUCKET_BYTES = 25 << 20  # gradients summed together share one latency; DistributedDataParallel's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,7 @@ class Prices:
             return seconds, seconds if backward else 0.0
         axes = parse_key(args[0])[1]
         both = name == "p_to_b" and backward
-        seconds = self._collective(Collective.ALL_REDUCE, spec.nbytes, axes)
+        seconds = self._collective(Collective.ALL_REDUCE, spec.nbytes, axes) + self._copy(spec.nbytes)
         return seconds, seconds if both else 0.0
 
     def _halo(
@@ -292,16 +293,18 @@ class Prices:
     def move_parts(self, name: str, move: Move) -> tuple[float, float]:
         """Seconds of a conversion in the forward and in the backward pass."""
         nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
-        return self._change(Change(move.axis, *move.placements), nbytes, learns=self._learns(name))
+        change, weight = Change(move.axis, *move.placements), name in self._parameters
+        return self._change(change, nbytes, learns=self._learns(name), weight=weight)
 
-    def _change(self, change: Change, nbytes: int, *, learns: bool) -> tuple[float, float]:
+    def _change(self, change: Change, nbytes: int, *, learns: bool, weight: bool) -> tuple[float, float]:
         """Seconds of a change of placement of a tensor whose larger part, before or after, has `nbytes`."""
         what = change.effect
-        key = what.name, change.axis, nbytes, learns
+        key = what.name, change.axis, nbytes, learns, weight
         if key not in self._moves:
             full = nbytes * (self.dims.mesh.shape[change.axis] if what.name == "s_to_s" else 1)
-            back = self._action(what.backward, full, change.axis) if learns else 0.0
-            self._moves[key] = self._action(what.forward, full, change.axis), back
+            fresh = self._fresh(full) if weight and what.forward is Action.ALL_GATHER else 0.0
+            back = fresh + self._action(what.backward, full, change.axis) if learns else 0.0
+            self._moves[key] = fresh + self._action(what.forward, full, change.axis), back
         return self._moves[key]
 
     def _learns(self, name: str) -> bool:
@@ -339,7 +342,8 @@ class Prices:
 
         def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
             different, back = np.unique(np.maximum(sizes[source], sizes[target]), return_inverse=True)
-            parts = [self._change(change, nbytes, learns=learns) for nbytes in different.tolist()]
+            price = partial(self._change, change, learns=learns, weight=weight)
+            parts = [price(nbytes) for nbytes in different.tolist()]
             whole = [sum(each) for each in parts]
             if weight and change.effect.name == "r_to_b":
                 pairs = zip(whole, different.tolist(), strict=True)
@@ -354,9 +358,22 @@ class Prices:
             case Action.NOTHING:
                 return 0.0
             case Action.COPY:
-                return self.device.launch_seconds + 2 * nbytes / self.device.bandwidth
+                return self._copy(nbytes)
+            case Action.ALL_REDUCE:  # of a copy: others may read the terms
+                return self._copy(nbytes) + self._collective(Collective.ALL_REDUCE, nbytes, (axis,))
             case _:
                 return self._collective(_COLLECTIVE[action], nbytes, (axis,))
+
+    def _fresh(self, nbytes: int) -> float:
+        """What a weight costs that has no memory of its own, beside one that stays: its pages, each time.
+
+        With glibc's default settings fresh pages for 16.8 MB took 12 ms, and none with raised thresholds;
+        a copy takes 3. A GPU's memory is torch's, which keeps it.
+        """
+        return self._copy(nbytes) if self.device.kind == "cpu" else 0.0
+
+    def _copy(self, nbytes: int) -> float:
+        return self.device.launch_seconds + 2 * nbytes / self.device.bandwidth
 
     def _collective(self, kind: Collective, nbytes: int, axes: Sequence[int]) -> float:
         size = 1
@@ -376,17 +393,21 @@ class Prices:
         return self.once * seconds if leads else seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
-        """A weight's conversion: its all-reduce shares a bucket's latency with others."""
+        """A weight's conversion: its all-reduce is that of a bucket, or of a gradient where it lies."""
         seconds = self.move(name, move)
         if effect(move).name != "r_to_b":
             return seconds
         return self._in_buckets(seconds, self.local_bytes(name, move.source), move.axis)
 
     def _in_buckets(self, seconds: float, nbytes: int, axis: int) -> float:
-        share = min(1.0, nbytes / BUCKET_BYTES)
-        if share == 1.0 or seconds == 0.0:
-            return seconds
-        return min(seconds, self._collective(Collective.ALL_REDUCE, BUCKET_BYTES, (axis,)) * share)
+        """Seconds of a gradient's all-reduce, of which one by itself would take `seconds`."""
+        if seconds == 0.0:
+            return 0.0
+        if nbytes >= ALONE_BYTES:
+            return self._collective(Collective.ALL_REDUCE, nbytes, (axis,))
+        share = nbytes / BUCKET_BYTES
+        shared = self._collective(Collective.ALL_REDUCE, BUCKET_BYTES, (axis,)) * share + self._copy(nbytes)
+        return min(seconds, shared)
 
     # -- state ----------------------------------------------------------------------------------------
 

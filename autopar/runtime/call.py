@@ -26,6 +26,11 @@ def main(folder: Path) -> None:
     result = pickle.dumps(function(*arguments))
     (folder / RESULT.format(rank=os.environ["RANK"])).write_bytes(result)
 
+    from autopar.runtime import worker  # not before the caller's sys.path
+
+    worker.leave()
+    worker.end(0)
+
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

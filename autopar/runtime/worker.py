@@ -10,9 +10,10 @@ a rank that raised stays for a moment, so that the launcher always sees one fail
     rank 1   raise ── LINGER ──> exit      the launcher sees rank 1, ends rank 0
     rank 0   all-reduce ...          raise ── LINGER ──x
 
-Two habits of torch at the end of the interpreter are worked around. A gloo group that nobody
-destroyed aborts the process now and then, so a rank that succeeds leaves it first. With a
-collective under way that nobody joins the end waits for its timeout, so a rank that fails skips it.
+Two habits of torch at the end of the interpreter are worked around. A gloo thread that lets go of a
+tensor wants the interpreter's lock, and aborts the process if that is ending; so a rank that succeeds
+leaves its groups first, and gives the threads of those that something still holds time to settle. With
+a collective under way that nobody joins the end waits for its timeout, so a rank that fails skips it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from autopar.errors import InputError
 
 LAUNCHER = "AUTOPAR_LAUNCHER"  # the environment variable that holds the launcher's process id
 LINGER = 1.0  # seconds; ten polls of the launcher, so that a slow one still sees who came first
+SETTLE = 0.1  # seconds in which an idle thread gets a core, also on a busy machine
 PROCESS_GROUP_TIMEOUT = 600.0  # seconds; torch's own are 30 minutes for gloo and 10 for NCCL
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -91,6 +93,7 @@ def leave() -> None:
     """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(SETTLE)
 
 
 def end(code: int) -> NoReturn:
