@@ -19,7 +19,8 @@ import torch
 from torch import fx
 
 from autopar.convert.table import EFFECTS, Action
-from autopar.cost.kept import stand_ins, strip_bytes
+from autopar.cost.kept import stand_ins
+from autopar.cost.strips import strip_bytes
 from autopar.rewrite.emit import GraphEmitter, Written
 from costdb.footprint import footprint
 from costdb.slopes import passes

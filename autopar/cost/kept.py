@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autopar.core.graph import Call
+from autopar.cost.strips import own_convolution, strip_bytes
 from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.recompute import stays
 from costdb.footprint import footprint
@@ -39,43 +40,12 @@ def stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
             target = torch.ops.aten.batch_norm.default
             args = (*node.args[:3], None, None, True, 0.1, 1e-5, False)
         elif node.target is torch.ops.autopar.convolution.default:
-            target, args = _own_convolution(node.args)
+            target, args = own_convolution(node.args)
         else:
             continue
         operands = tuple(item for item in args if isinstance(item, fx.Node))
         found.append(Written(Call(target, emitter.described(args), {}), operands, (node,)))
     return tuple(found)
-
-
-def _own_convolution(args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The overload and arguments of the convolution of the own rows."""
-    *_, stride, padding, dilation, transposed, extra, groups = args
-    space = f"{len(stride)}d"
-    if not transposed:
-        target = getattr(torch.ops.aten, f"conv{space}").default
-        return target, (*args[:3], stride, padding, dilation, groups)
-    packet = getattr(torch.ops.aten, f"conv_transpose{space}")
-    target = packet.default if space == "1d" else packet.input
-    return target, (*args[:3], stride, padding, extra, groups, dilation)
-
-
-def strip_bytes(emitter: GraphEmitter) -> int:
-    """Bytes of the neighbours' rows that convolutions keep for backward."""
-    total = 0
-    for target, args, spec in emitter.collectives:
-        if "convolution" in target:
-            _, _, _, owned, starts, stops, dim, *_ = args
-            total += max(foreign(owned, starts, stops)) * (spec.nbytes // spec.shape[dim])
-    return total
-
-
-def foreign(owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> list[int]:
-    """How many rows of others each rank needs."""
-    found = []
-    for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        low, high = max(start, 0), min(stop, owned[-1])
-        found.append(max(0, min(high, owned[index]) - low) + max(0, high - max(low, owned[index + 1])))
-    return found
 
 
 def keep(

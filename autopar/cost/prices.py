@@ -28,8 +28,9 @@ from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.cost.calls import OperatorCalls, read_calls
 from autopar.cost.flops import flops
-from autopar.cost.kept import Kept, foreign, keep, stand_ins
+from autopar.cost.kept import Kept, keep, stand_ins
 from autopar.cost.model import CostModel
+from autopar.cost.strips import foreign, strip_calls
 from autopar.errors import AutoparError
 from autopar.ops.dims import Dims
 from autopar.ops.equation import Option
@@ -44,7 +45,7 @@ _COLLECTIVE = {
     Action.ALL_TO_ALL: Collective.ALL_TO_ALL,
 }
 TIE = 1e-3  # of the time to write what is kept: too little to change which plan is fastest
-STRIP_LAUNCHES = 10  # of both strips of a convolution, each way: padding, convolution, cutting, adding
+STRIP_LAUNCHES = 6  # of both strips of a convolution, each way, beside theirs: padding, cutting, adding
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +196,11 @@ class Prices:
         emitter, values, results = self._lower(operation, strategy)
         doubles = stand_ins(emitter)
         local = tuple(item.call for item in (*emitter.written, *doubles) if _is_local(item))
+        strips = tuple(strip_calls(emitter))
         costs = [self.call(item) for item in emitter.calls if item.target.namespace == "autopar"]
         again = sum(item.forward_seconds for item in costs)
         again += sum(self.call(item.call).forward_seconds for item in emitter.written if _is_local(item))
-        costs += [self.call(item) for item in local]
+        costs += [self.call(item) for item in (*local, *strips)]
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
         inner = [self._inner(target, args, spec) for target, args, spec in emitter.collectives]
@@ -208,8 +210,9 @@ class Prices:
         weights = (compute - ahead) * self._weights_share(operation, work)
         ahead += sum(before for before, _ in inner)
         kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
+        calls = local + strips
         if not self.training:
-            return Price(compute, talk, missing, work, local, Kept(aliases=kept.aliases), forward=ahead)
+            return Price(compute, talk, missing, work, calls, Kept(aliases=kept.aliases), forward=ahead)
         sizes = (
             emitter.meta[values[index]].numel() * emitter.meta[values[index]].element_size()
             for index in kept.operands
@@ -217,7 +220,7 @@ class Prices:
         )
         tie = TIE * (sum(sizes) + kept.extra_bytes) / self.device.bandwidth
         again *= self.model.contention
-        return Price(compute, talk, missing, work, local, kept, tie, ahead, weights, again)
+        return Price(compute, talk, missing, work, calls, kept, tie, ahead, weights, again)
 
     def _weights_share(self, operation: Operator, flops: int) -> float:
         """The part of the operator's backward pass that gives gradients of weights alone.

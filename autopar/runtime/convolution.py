@@ -45,7 +45,14 @@ class Side:
 
 def sides(group: str, owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> tuple[Side, Side]:
     """Before and after this rank, whose outputs need the global rows [start, stop)."""
-    me, length = groups.index(group), owned[-1]
+    return neighbours(groups.index(group), owned, starts, stops)
+
+
+def neighbours(
+    me: int, owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+) -> tuple[Side, Side]:
+    """The `sides` of the rank in place `me` of the group."""
+    length = owned[-1]
     before = [first - max(start, 0) for first, start in zip(owned, starts, strict=False)]
     after = [min(stop, length) - last for last, stop in zip(owned[1:], stops, strict=True)]
     before, after = [0, *(max(0, rows) for rows in before), 0], [0, *(max(0, rows) for rows in after), 0]
@@ -160,12 +167,10 @@ class Convolution:
         padding[self.dim - 2] = output_padding[self.dim - 2] = 0
         return self.stride, padding, self.dilation, self.transposed, output_padding, self.groups
 
-    def edges(self, both: Sequence[Side], weight: Tensor, length: int) -> Iterator[Edge | None]:
-        """Of each side; `length` is that of the output."""
+    def edges(self, both: Sequence[Side], kernel: int, length: int) -> Iterator[Edge | None]:
+        """Of each side; `kernel` and `length` are those of the weight and the output along the dim."""
         at = self.dim - 2
-        along = Along(
-            weight.shape[self.dim], self.stride[at], self.padding[at], self.dilation[at], self.transposed
-        )
+        along = Along(kernel, self.stride[at], self.padding[at], self.dilation[at], self.transposed)
         return (edge(side.held, length, along) for side in both)
 
 
@@ -195,7 +200,7 @@ def _forward(
     y: Tensor = aten.convolution(x, weight, bias, *call.arguments)
     under_way.wait()
     length = y.shape[dim]
-    for side, strip, at in zip(both, strips, call.edges(both, weight, length), strict=True):
+    for side, strip, at in zip(both, strips, call.edges(both, weight.shape[dim], length), strict=True):
         if at is not None:
             rows, taps = _placed(strip, dim, side.held, at.rows), _rows(weight, dim, at.taps)
             part = aten.convolution(rows, taps, None, *call.of_strips)
@@ -222,7 +227,9 @@ def _backward(
     call, both = Convolution(*how), sides(group, owned, starts, stops)
     dim, length = call.dim, gradient.shape[call.dim]
     slopes, of_taps = [], []
-    for side, strip, at in zip(both, (before, after), call.edges(both, weight, length), strict=True):
+    for side, strip, at in zip(
+        both, (before, after), call.edges(both, weight.shape[dim], length), strict=True
+    ):
         slope = torch.zeros_like(strip) if at is None else strip
         if at is not None and (wanted[0] or wanted[1]):
             inside = overlap(at.outputs, (0, length))

@@ -1,0 +1,80 @@
+"""What a convolution split along a dim costs: that of its own rows, and those of its neighbours' rows.
+
+`autopar.runtime.convolution` says how these add up. Rows that are few still take a convolution of their
+own in each pass, which costs more than their share of the flops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from autopar.core.graph import Call, TensorSpec
+from autopar.rewrite.emit import GraphEmitter
+from autopar.runtime.convolution import Convolution, Side, neighbours
+
+
+def strip_calls(emitter: GraphEmitter) -> Iterator[Call]:
+    """The convolutions of the neighbours' rows, of the rank that needs most of them."""
+    for node in emitter.graph.nodes:
+        if node.target is torch.ops.autopar.convolution.default:
+            x, weight = emitter.described(node.args[:2])
+            _, owned, starts, stops, *how = node.args[3:]
+            rows = foreign(owned, starts, stops)
+            both = neighbours(rows.index(max(rows)), owned, starts, stops)
+            length = emitter.shape(node)[how[0]]
+            yield from _convolutions(x, weight, both, Convolution(*how), length)
+
+
+def _convolutions(
+    x: TensorSpec, weight: TensorSpec, both: Sequence[Side], call: Convolution, length: int
+) -> Iterator[Call]:
+    stride, padding, dilation, transposed, output_padding, groups = call.of_strips
+    for at in call.edges(both, weight.shape[call.dim], length):
+        if at is not None:
+            operands = _resized(x, call.dim, at.rows), _resized(weight, call.dim, at.taps), None
+            how = stride, padding, dilation, transposed, output_padding, groups
+            yield Call(*_overload(operands, how), {})
+
+
+def _resized(spec: TensorSpec, dim: int, rows: tuple[int, int]) -> TensorSpec:
+    shape = (*spec.shape[:dim], rows[1] - rows[0], *spec.shape[dim + 1 :])
+    return dataclasses.replace(spec, shape=shape)
+
+
+def own_convolution(args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The overload and arguments of the convolution of the own rows, by those of `autopar.convolution`."""
+    return _overload(args[:3], args[-6:])
+
+
+def _overload(operands: Sequence[Any], how: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    stride, padding, dilation, transposed, extra, groups = how
+    space = f"{len(stride)}d"
+    if not transposed:
+        target = getattr(torch.ops.aten, f"conv{space}").default
+        return target, (*operands, stride, padding, dilation, groups)
+    packet = getattr(torch.ops.aten, f"conv_transpose{space}")
+    target = packet.default if space == "1d" else packet.input
+    return target, (*operands, stride, padding, extra, groups, dilation)
+
+
+def strip_bytes(emitter: GraphEmitter) -> int:
+    """Bytes of the neighbours' rows that convolutions keep for backward."""
+    total = 0
+    for target, args, spec in emitter.collectives:
+        if "convolution" in target:
+            _, _, _, owned, starts, stops, dim, *_ = args
+            total += max(foreign(owned, starts, stops)) * (spec.nbytes // spec.shape[dim])
+    return total
+
+
+def foreign(owned: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> list[int]:
+    """How many rows of others each rank needs."""
+    found = []
+    for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        low, high = max(start, 0), min(stop, owned[-1])
+        found.append(max(0, min(high, owned[index]) - low) + max(0, high - max(low, owned[index + 1])))
+    return found
