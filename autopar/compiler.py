@@ -28,7 +28,7 @@ from autopar.micro_batches import batch_length, is_sum, reducer_of, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.ops.independence import mixing_operator
-from autopar.planning import Request, search
+from autopar.planning import Request, decide, finish, search
 from autopar.rewrite.program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.samples import find_samples
@@ -189,6 +189,8 @@ class Compiler:
         samples = batch_length(flatten_arguments(args, kwargs).tensors)
         reason = together(whole, samples) if micro_batches is None else None
         kept = exactly and reason is not None
+        if stages == 1 and (plan := self.find_unhindered(whole, plain, company)):
+            return _noted(plan, reason, kept=kept)
 
         def graph_of(count: int) -> Graph:
             if count == 1:
@@ -214,10 +216,19 @@ class Compiler:
             raise
         if plan.pipeline.ranks == plan.pipeline.micro_batches == 1:
             plan = self.find(whole, replace(plain, mesh=plan.mesh), company)
-        if reason is None:
-            return plan
-        what = "one micro-batch, unless more are asked for" if kept else "of every micro-batch by itself"
-        return replace(plan, notes=(*plan.notes, f"{reason}: {what}"))
+        return _noted(plan, reason, kept=kept)
+
+    def find_unhindered(self, graph: Graph, request: Request, company: Company | None = None) -> Plan | None:
+        """The best plan if memory makes nothing slower: several micro-batches without stages would only
+        spare some."""
+        with Database.open(self.costdb) as database:
+            try:
+                decision = decide(
+                    graph, self.cluster, request, database=database, progress=self.progress, company=company
+                )
+            except InfeasibleError:
+                return None
+            return finish(decision).plan if decision.unhindered else None
 
     def device(self) -> torch.device:
         if self.cluster.device_type == "cuda":
@@ -252,6 +263,14 @@ class Compiler:
             return search(
                 graph, self.cluster, request, database=database, progress=self.progress, company=company
             ).plan
+
+
+def _noted(plan: Plan, reason: str | None, *, kept: bool) -> Plan:
+    """The plan with why its micro-batches are not the batch, if they aren't, and what was made of that."""
+    if reason is None:
+        return plan
+    what = "one micro-batch, unless more are asked for" if kept else "of every micro-batch by itself"
+    return replace(plan, notes=(*plan.notes, f"{reason}: {what}"))
 
 
 def together(graph: Graph, samples: int) -> str | None:

@@ -151,6 +151,13 @@ class Decision:
     request: Request
     deadline: float | None
 
+    @property
+    def unhindered(self) -> bool:
+        """Whether the fastest placement fits as it is, so that memory made nothing slower."""
+        problem, cap = self.problem, self.problem.cap
+        fastest = problem.solve(self.request.force, self.deadline, cap=None)
+        return cap is None or fastest.peak.nbytes <= cap
+
 
 def search(
     graph: Graph,
