@@ -25,12 +25,14 @@ from autopar.core.graph import Call, Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.placement import Layout
-from autopar.core.plan import Alternative, Layer, Plan, Stage
+from autopar.core.plan import Alternative, Layer, Plan, Program, Stage
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind, check_schedule
 from autopar.cost.gathering import regathers
+from autopar.cost.memory import peak_memory
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
+from autopar.cost.step import step_cost
 from autopar.cost.values import Values, find_values
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.checkpoints import notes as checkpoint_notes
@@ -38,7 +40,8 @@ from autopar.ilp.checkpoints import respect
 from autopar.ilp.choose import BeatenError, Solution
 from autopar.ilp.fold import Folding, Pins, fold
 from autopar.ilp.gathering import gathering_notes, when, whole_notes
-from autopar.ilp.placement import FREE, Dear, Space
+from autopar.ilp.near_cuts import is_worthwhile, near_step
+from autopar.ilp.placement import FREE, Dear, Problem, Space
 from autopar.ilp.space import (
     Force,
     Kinds,
@@ -326,6 +329,27 @@ class MeshProblem:
             return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
         fastest = self.solve(force, deadline, cap=None, bounded=bounded)
         try:
+            found = self.cut(fastest, force, deadline, cap, bounded=bounded)
+        except BeatenError:
+            raise
+        except InfeasibleError:
+            near = self.near(fastest, None, force, cap) if bounded else None
+            if near is None:
+                raise
+            return near
+        return (self.near(fastest, found, force, cap) if bounded else None) or found
+
+    def cut(
+        self,
+        fastest: Solution,
+        force: Force | None,
+        deadline: float | None,
+        cap: int | None,
+        *,
+        bounded: bool,
+    ) -> Step:
+        """The best step of the fastest placement, or under a cap of others for which memory has a price."""
+        try:
             found = self.stage(fastest, cap, beat=self.beat if bounded else math.inf)
         except BeatenError:
             raise
@@ -336,6 +360,25 @@ class MeshProblem:
             others = self.leaner(fastest, force, deadline, cap, known=found)
             return min([found, *others], key=lambda step: step.seconds)
         return found
+
+    def near(
+        self, fastest: Solution, found: Step | None, force: Force | None, cap: int | None
+    ) -> Step | None:
+        """What is better than `found` among placements that differ from it, or from the fastest, by few
+        choices; None if the graph is too large to look at many."""
+        scarce = found is None or bool(found.solution.program.recompute)
+        if not is_worthwhile(len(self.graph.operators), scarce=scarce):
+            return None
+        space, solution = self.spaces[force], found.solution if found else fastest
+
+        def cut(program: Program) -> Step:
+            seconds = step_cost(self.graph, self.prices, program).weighted(self.prices.once)
+            peak = peak_memory(self.graph, self.prices, program)
+            placed = dataclasses.replace(fastest, program=program, seconds=seconds, peak=peak)
+            return self.stage(placed, cap, fastest.bound)
+
+        problem = Problem(self.graph, self.prices, space, self.folding, cap=None)
+        return near_step(problem, solution.program, found, cut)
 
     def leaner(
         self,

@@ -103,10 +103,10 @@ class _Descent:
         """Plans one change away, and that itself, without parts that are computed again, with their seconds:
         those that could be better. Or two changes away, unless that takes too long."""
         start = choices_of(self.problem, self.found.program)
-        near = [start, *_changed(self.problem, start)]
+        near = [start, *changed(self.problem, start)]
         if twice:
             few = len(near) ** 2 * len(self.found.program.strategies) < self.left
-            near = [each for one in near for each in _changed(self.problem, one)] if few else []
+            near = [each for one in near for each in changed(self.problem, one)] if few else []
         for choices in near:
             for program in self.spelled(choices):
                 self.left -= len(program.strategies)
@@ -136,7 +136,8 @@ class _Descent:
         return step_cost(self.problem.graph, prices, program).weighted(prices.once)
 
 
-def _changed(problem: Problem, choices: Choices) -> Iterator[Choices]:
+def changed(problem: Problem, choices: Choices) -> Iterator[Choices]:
+    """The choices with one of them made another way."""
     for name, chosen in choices.strategies.items():
         for strategy in problem.space.strategies[name]:
             if strategy != chosen:

@@ -1,0 +1,97 @@
+"""Placements near one that is known, each cut into stages: the fastest as a whole may not be the fastest cut.
+
+    placement A    40 seconds    |------ 24 ------|--- 16 ---|      a step goes by the slower stage
+    placement B    41 seconds    |----- 21 -----|---- 20 ----|      faster
+
+A neighbour differs by a single choice (nearby.py). Cutting takes longer than replaying, so only small graphs
+are searched so, in which stages are uneven: of many operators some cut is even enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from autopar.core.plan import Program
+from autopar.errors import InfeasibleError, RuleError
+from autopar.ilp.nearby import FASTER, changed
+from autopar.ilp.placement import Problem
+from autopar.ilp.reading import Choices, choices_of, spelled
+from autopar.ilp.step import Step
+
+EFFORT = 4_000  # operators that are cut
+FEW = 100  # cuts that are not worth to begin
+MANY = 300  # that are worth it where memory is not scarce
+
+
+def cuts_left(operators: int) -> int:
+    """How many placements of so many operators `near_step` cuts at most."""
+    return EFFORT // operators
+
+
+def is_worthwhile(operators: int, *, scarce: bool) -> bool:
+    """Whether enough placements can be cut, where memory is scarce and the fastest may be far from the best,
+    or where it is not."""
+    return cuts_left(operators) >= (FEW if scarce else MANY)
+
+
+def near_step(
+    problem: Problem, start: Program, known: Step | None, cut: Callable[[Program], Step]
+) -> Step | None:
+    """The best step that changes lead to from a placement, of which `known` is the step if it has one; None
+    if there is none. `cut` gives a placement's step or raises InfeasibleError."""
+    descent = _Descent(problem, cut, choices_of(problem, start), known)
+    while descent.changed() or descent.changed(twice=True):
+        pass
+    best = descent.best
+    return replace(best, bound=min(best.seconds, known.bound)) if best and known else best
+
+
+@dataclass(slots=True)
+class _Descent:
+    problem: Problem
+    cut: Callable[[Program], Step]
+    choices: Choices
+    best: Step | None
+    missing: float = math.inf  # bytes, while there is no step that fits
+    left: int = field(init=False)
+    tried: set[object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        operators = sum(map(len, self.problem.members.values()))
+        self.left, self.tried = cuts_left(operators), {_key(self.choices)}
+
+    def changed(self, *, twice: bool = False) -> bool:
+        """Whether a change, or two at once if there are few, was better: then it is taken."""
+        better = False
+        near = list(changed(self.problem, self.choices))
+        if twice:
+            few = len(near) ** 2 < self.left
+            near = [each for one in near for each in changed(self.problem, one)] if few else []
+        for choices in near:
+            if self.left > 0 and _key(choices) not in self.tried:
+                self.tried.add(_key(choices))
+                better = self.takes(choices) or better
+        return better
+
+    def takes(self, choices: Choices) -> bool:
+        try:
+            program = spelled(self.problem, choices)
+            self.left -= 1
+            step = self.cut(program)
+        except RuleError:
+            return False
+        except InfeasibleError as error:
+            if self.best or error.least is None or error.least >= self.missing:
+                return False
+            self.choices, self.missing = choices, error.least
+            return True
+        if self.best and step.seconds >= self.best.seconds * (1 - FASTER):
+            return False
+        self.choices, self.best = choices, step
+        return True
+
+
+def _key(choices: Choices) -> object:
+    return tuple(tuple(each.values()) for each in (choices.strategies, choices.stored, choices.outputs))
