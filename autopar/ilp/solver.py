@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import highspy
@@ -19,6 +20,7 @@ from autopar.errors import SolverError
 from autopar.ilp.linear_program import Answer, LinearProgram
 
 DIGITS = 9  # of a variable's number: PuLP hands variables over sorted by name
+LARGEST = 1e3  # cost: HiGHS takes less than 1e-7 for nothing, and so may a plan of microseconds be
 LEAST_SECONDS = 0.1  # even past the time limit: a small program is solved all the same
 
 
@@ -31,8 +33,15 @@ def solve(
     """
     whole = any(program.integer) and not relaxed
     seconds = math.inf if time_limit is None else max(LEAST_SECONDS, time_limit)
-    model = _integer(program, gap=gap, seconds=seconds) if whole else _relaxed(program, seconds)
-    return _read(model, program, whole=whole)
+    scale = LARGEST / max((abs(cost) for cost in program.costs if cost), default=LARGEST)
+    scaled = replace(program, costs=[scale * cost for cost in program.costs])
+    model = _integer(scaled, gap=gap, seconds=seconds) if whole else _relaxed(scaled, seconds)
+    return _rescaled(_read(model, scaled, whole=whole), 1 / scale)
+
+
+def _rescaled(answer: Answer, unit: float) -> Answer:
+    reduced = tuple(unit * each for each in answer.reduced)
+    return replace(answer, cost=unit * answer.cost, bound=unit * answer.bound, reduced=reduced)
 
 
 def _relaxed(program: LinearProgram, seconds: float) -> highspy.Highs:

@@ -120,7 +120,7 @@ def test_where_branching_takes_too_long_the_plan_fits_all_the_same(
         return Answer(None, math.inf, -math.inf, "time_limit")
 
     graph = branches()
-    prices, folding = random_prices(graph, Mesh((2, 2)), Random(1)), unfolded(graph)
+    prices, folding = random_prices(graph, Mesh((2, 2)), Random(4)), unfolded(graph)
     space = build_space(graph, prices, folding)
     leanest, fastest = least(graph, prices, space, folding), choose(graph, prices, space, folding)
     assert leanest is not None

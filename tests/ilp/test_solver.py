@@ -49,3 +49,17 @@ def test_a_row_of_nothing_counts() -> None:
     assert solve(program).status == solve(program, relaxed=True).status == "optimal"
     program.at_least([], 1.0)
     assert solve(program).status == solve(program, relaxed=True).status == "infeasible"
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e-6, 1.0, 1e6])
+def test_costs_of_any_unit_give_the_same_answer(unit: float) -> None:
+    """Costs below the solver's tolerance would be nothing to it, and a program with a free ray unbounded."""
+    program = LinearProgram()
+    cheap, dear = (program.variable(cost * unit) for cost in (1.0, 3.0))
+    whole = program.variable(2.5 * unit, integer=True, upper=1.0)
+    program.at_least([(1.0, cheap), (1.0, dear), (1.0, whole)], 1.5)
+    program.at_least([(1.0, dear), (1.0, whole)], 1.0)
+    for relaxed in (True, False):
+        answer = solve(program, relaxed=relaxed)
+        assert answer.status == "optimal"
+        assert answer.cost == pytest.approx(3.0 * unit) and answer.bound == pytest.approx(3.0 * unit)
