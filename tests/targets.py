@@ -64,6 +64,13 @@ def mlp() -> tuple[nn.Module, Tensor]:
     return Mlp(), torch.randn(6, 6)
 
 
+def hooked() -> tuple[nn.Module, Tensor]:
+    """A hook that the traced program would not run as it does here."""
+    model, x = mlp()
+    model.register_forward_hook(lambda *_: None)
+    return model, x
+
+
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:
