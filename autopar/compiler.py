@@ -36,7 +36,7 @@ from autopar.rewrite.shorter import check_plan, check_programs
 from autopar.rewrite.stages import StageProgram, split
 from autopar.rewrite.sync import Deferred, defer
 from autopar.signature import Arguments, LossFunction, flatten_arguments
-from autopar.simplify import only_loss, without_gradients
+from autopar.simplify import only_loss, with_masks_by_dims, without_gradients
 from autopar.trace import Traced, trace
 from costdb.database import Database
 
@@ -55,7 +55,8 @@ class Compiler:
     """Makes the executables of one parallel module.
 
     With `plan` set, that plan is taken instead of a search for the first call, and with `traced` it is
-    one of that graph, whatever the model; `shorter` is then the graph of shorter micro-batches. `loss_only`
+    one of that graph, whatever the model; `shorter` is then the graph of shorter micro-batches, and exact
+    masks of any graph are drawn in the order of dims, as in proofs. `loss_only`
     says whether the model's own output leaves the program beside the loss of `loss_fn`.
     """
 
@@ -89,6 +90,8 @@ class Compiler:
             traced = self.trace_step(model, args, kwargs)
         else:
             traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        if self.traced is not None:
+            traced = replace(traced, graph=with_masks_by_dims(traced.graph))
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request)

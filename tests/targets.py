@@ -71,6 +71,22 @@ def hooked() -> tuple[nn.Module, Tensor]:
     return model, x
 
 
+class Turned(nn.Module):
+    """Dropout of a view whose memory order a trace and kernels tell differently for a batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.conv(x.transpose(1, 2).reshape(len(x), 4, 4, 4))
+        return self.head(F.dropout(image.flatten(2).transpose(1, 2), 0.5, self.training)).mean(1)
+
+
+def turned() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Turned(), (torch.randn(2, 16, 4), torch.tensor([0, 2])), nn.CrossEntropyLoss()
+
+
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:

@@ -56,6 +56,16 @@ def test_dropout_equals_its_serial_mask_and_casts_are_named() -> None:
     assert any("targets.py" in cast and ".float()" in cast for cast in report.verdict.raised_casts)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("processes", [False, True])
+def test_masks_are_the_serial_ones_however_operands_lie_in_memory(
+    micro_batches: int, processes: bool
+) -> None:
+    request = Request(measure=False, micro_batches=micro_batches)
+    report = check(target("turned"), ClusterSpec.local(2), request, steps=2, processes=processes)
+    assert report.passed, report
+
+
 @pytest.mark.parametrize("name", ["frozen", "mlp"])
 def test_a_named_loss_and_no_loss_at_all(name: str) -> None:
     assert checked(name, 3).passed
