@@ -87,6 +87,41 @@ def turned() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return Turned(), (torch.randn(2, 16, 4), torch.tensor([0, 2])), nn.CrossEntropyLoss()
 
 
+@torch.library.custom_op("tests::single", mutates_args=())
+def single(x: Tensor) -> Tensor:
+    if x.dtype == torch.float64:
+        raise RuntimeError("expected float32")
+    return 2 * x
+
+
+@single.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+single.register_autograd(lambda context, gradient: 2 * gradient)
+
+
+class Single(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(single(x))
+
+
+def low() -> tuple[nn.Module, Tensor]:
+    """An operator without a float64 kernel, in training."""
+    return Single(), torch.randn(6, 6)
+
+
+class Hidden(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if torch.compiler.is_compiling() else single(x) / 2)
+
+
+def hidden() -> tuple[nn.Module, Tensor]:
+    """The same, but of the eager model alone."""
+    return Hidden(), torch.randn(6, 6)
+
+
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:

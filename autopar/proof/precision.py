@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Graph, TensorSpec
+from autopar.errors import InputError
 from autopar.simplify import with_masks_by_dims
 from autopar.trace import is_library
 
@@ -141,7 +142,42 @@ class _RaiseBelow(TorchDispatchMode):
         if kwargs.get("dtype") in LOW:
             self.casts[str(function)] = None
             kwargs["dtype"] = torch.float64
+        return in_float64(function, args, kwargs)
+
+
+def in_float64(function: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives; InputError naming it if it fails but would not in a lower float."""
+    try:
         return function(*args, **kwargs)
+    except (RuntimeError, ValueError) as cause:
+        runs = next((dtype for dtype in LOW if _runs(function, args, kwargs, dtype)), None)
+        if runs is None:
+            raise
+        raise InputError(
+            where=f"{function}",
+            found=f"no float64, in which proofs run, but {str(runs).removeprefix('torch.')} ({cause})",
+            wanted="operators that compute in float64",
+            remedy="let the model compute the same by other operators while it is proved",
+        ) from cause
+
+
+def _runs(function: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> bool:
+    """Whether a call with float64 tensors runs with them in `dtype`."""
+
+    def lowered(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return dtype if item is torch.float64 else item
+        return item.detach().to(dtype if item.dtype == torch.float64 else item.dtype, copy=True)
+
+    args, kwargs = pytree.tree_map(lowered, (args, kwargs))
+    state = torch.get_rng_state()
+    try:
+        function(*args, **kwargs)
+    except (RuntimeError, ValueError):
+        return False
+    finally:
+        torch.set_rng_state(state)
+    return True
 
 
 def _rounds_to(exact: Tensor, constant: Tensor) -> bool:

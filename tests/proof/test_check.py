@@ -18,7 +18,7 @@ from autopar.errors import InfeasibleError, InputError
 from autopar.ilp.space import Parallelism
 from autopar.planning import Request
 from autopar.proof import check as check_module
-from autopar.proof import processes
+from autopar.proof import precision, processes
 from autopar.proof import verify as verify_module
 from autopar.proof.check import Report, check
 from autopar.target import Target, load_target
@@ -228,6 +228,15 @@ def test_models_without_values_and_with_hooks_are_refused(monkeypatch: pytest.Mo
         check(empty, ClusterSpec.local(2), Request(measure=False), steps=1)
     with pytest.raises(InputError, match="at least 1"):
         checked("mlp", 2, steps=0)
+
+
+@pytest.mark.parametrize("name", ["low", "hidden"])
+def test_an_operator_without_float64_is_refused_by_name(name: str) -> None:
+    """On either side; its own complaint about anything else stays."""
+    with pytest.raises(InputError, match=r"tests.single.default: found no float64.*but float32"):
+        checked(name, 2)
+    with pytest.raises(RuntimeError, match="shapes"):
+        precision.in_float64(torch.matmul, (torch.ones(2, 3).double(), torch.ones(2, 3).double()), {})
 
 
 def test_nan_is_an_error_and_null_in_json() -> None:
