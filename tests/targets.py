@@ -71,6 +71,12 @@ def hooked() -> tuple[nn.Module, Tensor]:
     return model, x
 
 
+def shuffled() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    """A convolution whose 12 channels are 3 x 2 x 2 to what follows: 3 are too few for four devices."""
+    model = nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), nn.PixelShuffle(2))
+    return model, (torch.randn(2, 3, 6, 6), torch.randn(2, 3, 12, 12)), nn.MSELoss()
+
+
 class Turned(nn.Module):
     """Dropout of a view whose memory order a trace and kernels tell differently for a batch of one."""
 
