@@ -48,7 +48,7 @@ from autopar.profile import Bar, Profile
 from autopar.profile import profile as measure_profile
 from autopar.proof.check import Report, check
 from autopar.rewrite.render import describe
-from autopar.runtime import worker
+from autopar.runtime import serial, worker
 from autopar.runtime.module import ParallelModule
 from autopar.schedules import build_schedule
 from autopar.signature import LossFunction, split_inputs
@@ -103,8 +103,9 @@ def plan(
     "optimizer" (and gradients, but for full copies of weights and gradients that last all step),
     "gradients" (full weights last from forward to backward), "weights", or as is best for each, "auto".
 
-    Raises InfeasibleError, SolverError, TraceError or InputError.
+    Raises InfeasibleError, SolverError, TraceError or InputError, also for what `parallelize` refuses.
     """
+    serial.check(model)
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure, shard_state=shard_state)
     request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
@@ -306,6 +307,7 @@ def compare(
     """
     request = make_request(None, None, memory, time_limit, gap, optimizer, measure, shard_state=shard_state)
     made = load_target(target) if isinstance(target, str) else target
+    serial.check(made.model)
     if run:
         return run_rows(Job(made.source, cluster, request, optimizer, costdb, bar), made)
     with Database.open(costdb) as database, bar.shown() if bar else nullcontext():

@@ -23,11 +23,11 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan, Program
 from autopar.cost.model import Company, Progress
-from autopar.errors import CheckError, InfeasibleError
-from autopar.micro_batches import batch_length, is_sum, reducer_of, split_batch
+from autopar.errors import CheckError, InfeasibleError, InputError
+from autopar.micro_batches import batch_length, cut_inputs, is_sum, reducer_of, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
-from autopar.ops.independence import mixing_operator
+from autopar.ops.independence import mixing_operator, rows_instead
 from autopar.planning import Request, decide, finish, search
 from autopar.rewrite.program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
@@ -35,8 +35,8 @@ from autopar.rewrite.samples import find_samples
 from autopar.rewrite.shorter import check_plan, check_programs
 from autopar.rewrite.stages import StageProgram, split
 from autopar.rewrite.sync import Deferred, defer
-from autopar.signature import LossFunction, flatten_arguments
-from autopar.simplify import only_loss, without_gradients
+from autopar.signature import Arguments, LossFunction, flatten_arguments
+from autopar.simplify import only_loss, with_masks_by_dims, without_gradients
 from autopar.trace import Traced, trace
 from costdb.database import Database
 
@@ -55,7 +55,8 @@ class Compiler:
     """Makes the executables of one parallel module.
 
     With `plan` set, that plan is taken instead of a search for the first call, and with `traced` it is
-    one of that graph, whatever the model; `shorter` is then the graph of shorter micro-batches. `loss_only`
+    one of that graph, whatever the model; `shorter` is then the graph of shorter micro-batches, and exact
+    masks of any graph are drawn in the order of dims, as in proofs. `loss_only`
     says whether the model's own output leaves the program beside the loss of `loss_fn`.
     """
 
@@ -89,6 +90,8 @@ class Compiler:
             traced = self.trace_step(model, args, kwargs)
         else:
             traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        if self.traced is not None:
+            traced = replace(traced, graph=with_masks_by_dims(traced.graph))
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request)
@@ -130,11 +133,16 @@ class Compiler:
         staged: bool,
         place: int = 0,
     ) -> Traced:
-        """The graph of the first of `count` micro-batches, or that at another `place`."""
+        """The graph of the first of `count` micro-batches, or that at another `place`.
+
+        Raises InputError where the loss is not over what micro-batches take in parts.
+        """
         call = flatten_arguments(args, kwargs)
         micro = split_batch(call.tensors, count)[place]
         args, kwargs = call.rebuild(micro.tensors)
         traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        if count > 1:
+            check_rows(traced.graph, call)
         if staged:
             traced = replace(traced, graph=only_loss(traced.graph))
         return traced
@@ -186,11 +194,17 @@ class Compiler:
         plain = replace(self.request, stages=1, micro_batches=1)
         if whole.loss is None and stages in (None, 1) and micro_batches in (None, 1):
             return self.find(whole, plain, company)
-        samples = batch_length(flatten_arguments(args, kwargs).tensors)
-        reason = together(whole, samples) if micro_batches is None else None
-        kept = exactly and reason is not None
+        call = flatten_arguments(args, kwargs)
+        samples = batch_length(call.tensors)
+        rows = other_rows(whole, call)
+        reason = rows or together(whole, samples) if micro_batches is None else None
+        kept = reason is not None and (exactly or rows is not None)
+        note = None
+        if reason is not None:
+            asked = "" if rows else ", unless more are asked for"
+            note = f"{reason}: " + (f"one micro-batch{asked}" if kept else "of every micro-batch by itself")
         if stages == 1 and (plan := self.find_unhindered(whole, plain, company)):
-            return _noted(plan, reason, kept=kept)
+            return _noted(plan, note)
 
         def graph_of(count: int) -> Graph:
             if count == 1:
@@ -211,12 +225,12 @@ class Compiler:
                     company=company,
                 ).plan
         except InfeasibleError as error:
-            if kept:
+            if kept and rows is None:
                 error.add_remedy(f"allow micro-batches (--micro-batches auto), although {reason}")
             raise
         if plan.pipeline.ranks == plan.pipeline.micro_batches == 1:
             plan = self.find(whole, replace(plain, mesh=plan.mesh), company)
-        return _noted(plan, reason, kept=kept)
+        return _noted(plan, note)
 
     def find_unhindered(self, graph: Graph, request: Request, company: Company | None = None) -> Plan | None:
         """The best plan if memory makes nothing slower: several micro-batches without stages would only
@@ -265,12 +279,8 @@ class Compiler:
             ).plan
 
 
-def _noted(plan: Plan, reason: str | None, *, kept: bool) -> Plan:
-    """The plan with why its micro-batches are not the batch, if they aren't, and what was made of that."""
-    if reason is None:
-        return plan
-    what = "one micro-batch, unless more are asked for" if kept else "of every micro-batch by itself"
-    return replace(plan, notes=(*plan.notes, f"{reason}: {what}"))
+def _noted(plan: Plan, note: str | None) -> Plan:
+    return plan if note is None else replace(plan, notes=(*plan.notes, note))
 
 
 def together(graph: Graph, samples: int) -> str | None:
@@ -282,6 +292,28 @@ def together(graph: Graph, samples: int) -> str | None:
     if mixing is None:
         return None
     return f"{mixing.module or mixing.name} ({mixing.target}) takes samples together"
+
+
+def other_rows(graph: Graph, call: Arguments) -> str | None:
+    """Which rows the loss is over, where not over those of the batch, or None."""
+    instead = rows_instead(graph, cut_inputs(call.paths, call.tensors))
+    if not instead:
+        return None
+    first = next(path for path, tensor in zip(call.paths, call.tensors, strict=True) if tensor.dim())
+    rows = ", ".join(f"{item.target} ({item.spec.shape[0]})" for item in instead)
+    return f"a loss over the rows of {rows}, not of the first input, {first} ({batch_length(call.tensors)})"
+
+
+def check_rows(graph: Graph, call: Arguments) -> None:
+    """Raise InputError where the loss of `graph`, a micro-batch's, is over rows that it takes whole."""
+    if found := other_rows(graph, call):
+        raise InputError(
+            where="micro-batches",
+            found=found,
+            wanted="samples in the rows of the first input, and as many in all that go with them",
+            remedy="pass inputs that hold a row for each sample, padded where samples differ in length, or "
+            "leave out --micro-batches",
+        )
 
 
 def graph_digest(graph: Graph) -> str:

@@ -37,7 +37,7 @@ from autopar.optimizer import KNOWN
 from autopar.planning import Request
 from autopar.profile import Bar
 from autopar.rewrite.render import describe
-from autopar.runtime import serial, worker
+from autopar.runtime import worker
 from autopar.runtime.laps import Runner, largest, time_in_turn
 from autopar.runtime.launch import run_function
 from autopar.runtime.module import ParallelModule
@@ -69,7 +69,6 @@ def run_rows(job: Job, target: Target) -> Comparison:
     a file; what planning raises; WorkerError.
     """
     job.cluster.check_local()
-    serial.check(target.model)
     if any(parameter.is_meta for parameter in target.model.parameters()):
         raise InputError(
             where="model",

@@ -69,6 +69,12 @@ def batch_length(tensors: Sequence[Tensor]) -> int:
     return next((len(tensor) for tensor in tensors if tensor.dim()), 1)
 
 
+def cut_inputs(paths: Sequence[str], tensors: Sequence[Tensor]) -> frozenset[str]:
+    """The paths of those tensors of a call that its micro-batches take in parts."""
+    length = batch_length(tensors)
+    return frozenset(path for path, tensor in zip(paths, tensors, strict=True) if _is_batched(tensor, length))
+
+
 def _is_batched(tensor: Tensor, length: int) -> bool:
     return tensor.dim() > 0 and len(tensor) == length
 

@@ -100,3 +100,8 @@ def no_loss() -> InputError:
         wanted="a scalar that is the output or its .loss: a step starts backward inside",
         remedy="pass loss_fn",
     )
+
+
+def with_masks_by_dims(graph: Graph) -> Graph:
+    """The graph whose exact random masks are drawn in the order of dims, however operands lie in memory."""
+    return replace(graph, operators=tuple(replace(item, order=()) for item in graph.operators))

@@ -7,6 +7,9 @@
 
 Beside what they give, calls that torch composes of several have storages of their own in between: the
 gradient of the log-probabilities inside a cross-entropy.
+
+An operator whose backward torch can't run without data (multi_margin_loss) is taken to make gradients of its
+operands' sizes there, and nothing else: an estimate.
 """
 
 from __future__ import annotations
@@ -69,14 +72,23 @@ def _observe(call: Call, kind: str) -> Passes:
         seeds = [torch.empty_like(results[place]) for place in roots]
         before = (item.untyped_storage() for item in (*inputs, *seeds))
         backward = _NewBytes((*before, *forward.living()))
-        with backward:
-            found = torch.autograd.grad(
-                [results[place] for place in roots], learning, seeds, allow_unused=True
-            )
+        try:
+            with backward:
+                found = torch.autograd.grad(
+                    [results[place] for place in roots], learning, seeds, allow_unused=True
+                )
+        except NotImplementedError:  # without a kernel for shapes
+            sizes = [_size(item) if item.requires_grad else None for item in inputs]
+            own = tuple(None if size is None else Slope(size) for size in sizes)
+            return Passes(forward.most, sum(size or 0 for size in sizes), own)
     given = {storage_of(seed): place for seed, place in zip(seeds, roots, strict=True)}
     left = iter(found)
     slopes = (_slope(next(left), given) if item.requires_grad else None for item in inputs)
     return Passes(forward.most, backward.most, tuple(slopes))
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _slope(gradient: torch.Tensor | None, given: dict[int, int]) -> Slope | None:

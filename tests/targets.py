@@ -64,6 +64,70 @@ def mlp() -> tuple[nn.Module, Tensor]:
     return Mlp(), torch.randn(6, 6)
 
 
+def hooked() -> tuple[nn.Module, Tensor]:
+    """A hook that the traced program would not run as it does here."""
+    model, x = mlp()
+    model.register_forward_hook(lambda *_: None)
+    return model, x
+
+
+def shuffled() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    """A convolution whose 12 channels are 3 x 2 x 2 to what follows: 3 are too few for four devices."""
+    model = nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), nn.PixelShuffle(2))
+    return model, (torch.randn(2, 3, 6, 6), torch.randn(2, 3, 12, 12)), nn.MSELoss()
+
+
+class Turned(nn.Module):
+    """Dropout of a view whose memory order a trace and kernels tell differently for a batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.conv(x.transpose(1, 2).reshape(len(x), 4, 4, 4))
+        return self.head(F.dropout(image.flatten(2).transpose(1, 2), 0.5, self.training)).mean(1)
+
+
+def turned() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Turned(), (torch.randn(2, 16, 4), torch.tensor([0, 2])), nn.CrossEntropyLoss()
+
+
+@torch.library.custom_op("tests::single", mutates_args=())
+def single(x: Tensor) -> Tensor:
+    if x.dtype == torch.float64:
+        raise RuntimeError("expected float32")
+    return 2 * x
+
+
+@single.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+single.register_autograd(lambda context, gradient: 2 * gradient)
+
+
+class Single(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(single(x))
+
+
+def low() -> tuple[nn.Module, Tensor]:
+    """An operator without a float64 kernel, in training."""
+    return Single(), torch.randn(6, 6)
+
+
+class Hidden(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if torch.compiler.is_compiling() else single(x) / 2)
+
+
+def hidden() -> tuple[nn.Module, Tensor]:
+    """The same, but of the eager model alone."""
+    return Hidden(), torch.randn(6, 6)
+
+
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar
+from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph
 from autopar.errors import InputError
 from autopar.micro_batches import is_sum, loss_notes, loss_weight, mask_seed, split_batch
@@ -101,6 +103,39 @@ def test_batches_that_are_too_short_are_refused() -> None:
         split_batch([torch.ones(3)], 4)
     with pytest.raises(InputError, match="found 0, wanted at least 1"):
         split_batch([torch.ones(10)], 0)
+
+
+class Bags(nn.Module):
+    """Bags of indices that lie in one tensor, one after the other, so that none of its rows is a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(30, 8, mode="sum"), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return self.head(self.table(x, offsets))
+
+
+def test_a_first_input_without_samples_in_its_rows_is_not_cut() -> None:
+    call = (torch.arange(10), torch.tensor([0, 2, 5, 7]), torch.arange(4))
+
+    def planned(micro_batches: int | str | None) -> autopar.Plan:
+        return autopar.plan(
+            Bags(),
+            ClusterSpec.local(2),
+            call,
+            loss_fn=nn.CrossEntropyLoss(),
+            micro_batches=micro_batches,
+            measure=False,
+        )
+
+    with pytest.raises(
+        InputError, match=r"the rows of input_2 \(4\), not of the first input, input_0 \(10\)"
+    ):
+        planned(2)
+    for choice in (None, "auto"):
+        plan = planned(choice)
+        assert plan.pipeline.micro_batches == 1 and any("input_2 (4)" in note for note in plan.notes)
 
 
 def test_every_micro_batch_of_every_step_has_masks_of_its_own() -> None:

@@ -117,7 +117,7 @@ class _Search:
         if self.recompute is Recompute.ALL:
             return known[0]
         starts = [Near(each.program, each.seconds, each.peak) for each in known]
-        best = near(self.problem(rows=cap), starts, cap, self.recompute)
+        best = near(self.problem(rows=cap), starts, cap, self.recompute, deadline=self.deadline)
         return replace(known[0], program=best.program, seconds=best.seconds, peak=best.peak)
 
     def tightened(self, solution: Solution, cap: int) -> list[Solution]:

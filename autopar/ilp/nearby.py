@@ -7,11 +7,12 @@ computed again only roughly. So the plan that it likes best may not be the best 
     what is computed again stays, or none is, or is fitted anew              recompute.py
 
 Every plan is replayed exactly; those that take longer than the best one before anything is computed again are
-left out. Changes go on from the best, until none helps or the effort is spent.
+left out. Changes go on from the best, until none helps, the effort is spent or the time is over.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -44,12 +45,20 @@ class Near:
         return max(0, self.peak.nbytes - cap)
 
 
-def near(problem: Problem, starts: Sequence[Near], cap: int, recompute: Recompute) -> Near:
+def near(
+    problem: Problem,
+    starts: Sequence[Near],
+    cap: int,
+    recompute: Recompute,
+    *,
+    deadline: float | None = None,
+) -> Near:
     """The best plan that changes lead to from any of `starts`, the most promising first, with effort left:
-    one that fits `cap`, or needs less, and is faster."""
-    descent, ends = _Descent(problem, cap, recompute, starts[0]), []
+    one that fits `cap`, or needs less, and is faster. After `deadline`, by the monotonic clock, no other is
+    tried."""
+    descent, ends = _Descent(problem, cap, recompute, starts[0], deadline), []
     for place, start in enumerate(starts):
-        if descent.left > 0 and all(start.program != each.program for each in starts[:place]):
+        if not descent.over() and all(start.program != each.program for each in starts[:place]):
             descent.found = start
             ends.append(descent.best())
     return min((*ends, *starts), key=lambda each: (each.excess(cap), each.seconds))
@@ -61,10 +70,17 @@ class _Descent:
     cap: int
     recompute: Recompute
     found: Near
+    deadline: float | None
     left: int = EFFORT
 
+    def over(self) -> bool:
+        return self.left <= 0 or self.late()
+
+    def late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
     def best(self) -> Near:
-        while self.left > 0 and (self.changed() or self.fitted_anew() or self.changed(twice=True)):
+        while not self.over() and (self.changed() or self.fitted_anew() or self.changed(twice=True)):
             pass
         return self.found
 
@@ -75,7 +91,7 @@ class _Descent:
         for plain, _ in self.changes(twice=twice):
             for parts in dict.fromkeys(((), self.found.program.recompute)):
                 better = self.takes(self.replayed(plain, parts)) or better
-            if self.left <= 0:
+            if self.over():
                 break
         return better
 
@@ -85,7 +101,7 @@ class _Descent:
             return False
         for plain, _ in sorted(self.changes(), key=lambda each: each[1]):
             self.left -= FITTING * len(plain.strategies)
-            if self.left <= 0:
+            if self.over():
                 break
             parts = fit(self.problem.graph, self.problem.prices, plain, self.cap).program.recompute
             if self.takes(self.replayed(plain, parts)):
@@ -108,6 +124,8 @@ class _Descent:
             few = len(near) ** 2 * len(self.found.program.strategies) < self.left
             near = [each for one in near for each in changed(self.problem, one)] if few else []
         for choices in near:
+            if self.late():
+                break
             for program in self.spelled(choices):
                 self.left -= len(program.strategies)
                 seconds = self.seconds(program)

@@ -309,23 +309,30 @@ def forced(
     operation: Operator, offered: Sequence[Strategy], force: Force, kinds: Kinds, prices: Prices
 ) -> list[Strategy]:
     """Strategies that shard each axis by the kind that is forced there or not at all; operators that
-    compute shard as many axes as they can."""
+    compute shard as many axes as they can, by strategies that aren't offered if no other do."""
     wanted = kind_by_axis(force, prices.dims.mesh)
 
     def count(strategy: Strategy) -> int:
         return sum(option.shards for option in strategy)
 
-    pure = [
-        strategy
-        for strategy in offered
-        if all(
-            kinds.of(operation, option) in (None, kind) for option, kind in zip(strategy, wanted, strict=True)
-        )
-    ]
-    most = max(map(count, pure))
+    def pure(strategies: Iterable[Strategy]) -> list[Strategy]:
+        return [
+            strategy
+            for strategy in strategies
+            if all(
+                kinds.of(operation, option) in (None, kind)
+                for option, kind in zip(strategy, wanted, strict=True)
+            )
+        ]
+
+    found = pure(offered)
+    every = pure(strategies_of(operation, prices.dims))
+    most = max(map(count, every))
     if most and is_heavy(operation, prices):
-        return [strategy for strategy in pure if count(strategy) == most]
-    return pure
+        return [each for each in found if count(each) == most] or [
+            each for each in every if count(each) == most
+        ]
+    return found
 
 
 def is_heavy(operation: Operator, prices: Prices) -> bool:

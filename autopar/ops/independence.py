@@ -6,9 +6,9 @@ an operator without a rule, or anything that has the sample factor but cannot be
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
-from autopar.core.graph import Graph, InputKind, Operator
+from autopar.core.graph import Graph, GraphInput, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import P, Shard
 from autopar.errors import RuleError
@@ -33,6 +33,49 @@ def mixing_operator(graph: Graph, samples: int, *, end: Operator | None) -> Oper
         if any(_has(name, dims, batch) for name in item.operands) and not _keeps_apart(item, dims, batch):
             return item
     return None
+
+
+def rows_instead(graph: Graph, cut: Collection[str]) -> tuple[GraphInput, ...]:
+    """The user inputs over whose rows the loss runs, where micro-batches take them whole, and other inputs
+    that the loss comes from, `cut` by path, in parts. None for a loss over samples.
+
+        input_0 [10] of `cut`, input_1 [4]  ->  embedding_bag [4, d]  ->  cross_entropy with input_2 [4]
+    """
+    users = [item for item in graph.inputs if item.kind is InputKind.USER and item.spec.shape]
+    whole = [item for item in users if item.target not in cut]
+    if not whole or graph.loss is None:
+        return ()
+    dims = Dims(graph, find_atoms(graph), Mesh((1,)))
+    parts = {item.name for item in users if item.target in cut}
+    batch = {atom for name in parts for atom in _rows(name, dims)}
+    for name in _reduced(graph, parts):
+        rows = _rows(name, dims)
+        instead = tuple(item for item in whole if _rows(item.name, dims) & rows)
+        if instead and not _has(name, dims, batch):
+            return instead
+    return ()
+
+
+def _reduced(graph: Graph, cut: Collection[str]) -> Iterator[str]:
+    """The tensors that come from the inputs `cut` and of which single numbers are made for the loss."""
+    makers = {name: item for item in graph.operators for name in item.results if name}
+    fed = set(cut)
+    for item in graph.operators:
+        if not fed.isdisjoint(item.operands):
+            fed.update(name for name in item.results if name)
+    ahead = [graph.loss] if graph.loss else []
+    for name in ahead:
+        for operand in makers[name].operands if name in makers else ():
+            if graph.specs[operand].shape:
+                if operand in fed:
+                    yield operand
+            elif operand not in ahead:
+                ahead.append(operand)
+
+
+def _rows(name: str, dims: Dims) -> frozenset[Atom]:
+    """What dim 0 runs through."""
+    return frozenset(dims.atoms.components[(name, 0, atom)] for atom in range(len(dims.atoms.of[name][0])))
 
 
 def _has(name: str, dims: Dims, batch: Collection[Atom]) -> bool:

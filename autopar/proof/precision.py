@@ -4,23 +4,30 @@ A model's own float32 cast (a normalisation that insists on it) moves float64 gr
 soon as sums are reordered, which would hide real faults. Tensors that only the code holds (the weights
 of a loss) are raised where they meet a call, and numbers that it writes out (`torch.tensor(0.1)`) are
 those of the graph, which have fewer digits.
+
+Random masks are drawn in the order of dims, on both sides. Eager code draws in the order of memory, which for
+an operand that is a transposed view is another one, and not known: where a dim is 1 long its stride means
+nothing, so that kernels and a trace may take the same view for different layouts.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Graph, TensorSpec
+from autopar.errors import InputError
+from autopar.simplify import with_masks_by_dims
 from autopar.trace import is_library
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,7 +58,8 @@ def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
         replace(item, spec=specs[item.name], value=None if item.value is None else raise_tensor(item.value))
         for item in graph.inputs
     )
-    return replace(graph, inputs=inputs, operators=tuple(operators), specs=specs), tuple(casts)
+    lifted = replace(graph, inputs=inputs, operators=tuple(operators), specs=specs)
+    return with_masks_by_dims(lifted), tuple(casts)
 
 
 def _lift_tree(tree: Any, lift: Any) -> Any:
@@ -83,7 +91,7 @@ class _RaiseCasts(TorchFunctionMode):
         if any(isinstance(item, torch.dtype) and item in LOW for item in (*args, *kwargs.values())):
             self.note(function)
         args, kwargs = pytree.tree_map(_raised_leaf, (args, kwargs))
-        return function(*args, **kwargs)
+        return _DROPOUTS.get(function, function)(*args, **kwargs)
 
     def note(self, function: Any) -> None:
         line = next(reversed([line for line in map(_user_frame, traceback.extract_stack()) if line]), "")
@@ -104,6 +112,19 @@ def _user_frame(frame: traceback.FrameSummary) -> str:
     return "" if is_library(frame.filename) else f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """F.dropout with a mask that is drawn in the order of dims."""
+    if not training or p == 0.0:
+        return input
+    mask = torch.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p, True)
+    return input.mul_(mask) if inplace else input * mask
+
+
+_DROPOUTS: dict[Any, Callable[..., Tensor]] = {
+    functional.dropout: _dropout,
+    torch.dropout: lambda input, p, train: _dropout(input, p, train),
+    torch.dropout_: lambda input, p, train: _dropout(input, p, train, inplace=True),
+}
 _NAMED_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
 
@@ -121,7 +142,42 @@ class _RaiseBelow(TorchDispatchMode):
         if kwargs.get("dtype") in LOW:
             self.casts[str(function)] = None
             kwargs["dtype"] = torch.float64
+        return in_float64(function, args, kwargs)
+
+
+def in_float64(function: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives; InputError naming it if it fails but would not in a lower float."""
+    try:
         return function(*args, **kwargs)
+    except (RuntimeError, ValueError) as cause:
+        runs = next((dtype for dtype in LOW if _runs(function, args, kwargs, dtype)), None)
+        if runs is None:
+            raise
+        raise InputError(
+            where=f"{function}",
+            found=f"no float64, in which proofs run, but {str(runs).removeprefix('torch.')} ({cause})",
+            wanted="operators that compute in float64",
+            remedy="let the model compute the same by other operators while it is proved",
+        ) from cause
+
+
+def _runs(function: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> bool:
+    """Whether a call with float64 tensors runs with them in `dtype`."""
+
+    def lowered(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return dtype if item is torch.float64 else item
+        return item.detach().to(dtype if item.dtype == torch.float64 else item.dtype, copy=True)
+
+    args, kwargs = pytree.tree_map(lowered, (args, kwargs))
+    state = torch.get_rng_state()
+    try:
+        function(*args, **kwargs)
+    except (RuntimeError, ValueError):
+        return False
+    finally:
+        torch.set_rng_state(state)
+    return True
 
 
 def _rounds_to(exact: Tensor, constant: Tensor) -> bool:

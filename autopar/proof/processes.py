@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
-from autopar.compiler import Compiler, graph_digest
+from autopar.compiler import Compiler, check_rows, graph_digest
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan
 from autopar.errors import CheckError
@@ -120,6 +120,8 @@ def trace_lengths(
     def of(micro: MicroBatch) -> Traced:
         args, kwargs = arguments.rebuild(micro.tensors)
         traced = trace(target.model, args, kwargs, loss_fn=target.loss_fn)
+        if len(batch) > 1:
+            check_rows(traced.graph, arguments)
         return replace(traced, graph=only_loss(traced.graph))
 
     return of(batch[0]), of(batch[-1]) if batch[-1].share < batch[0].share else None

@@ -21,6 +21,7 @@ from autopar.core.mesh import parse_key
 from autopar.core.placement import Layout
 from autopar.errors import CheckError
 from autopar.ops.dims import Dims
+from autopar.proof.precision import in_float64
 from autopar.proof.simulated import Call, simulate
 from autopar.runtime.recompute import Recomputed
 
@@ -152,7 +153,7 @@ def _is_random(target: Any) -> bool:
 def _each(target: Any, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     """Every rank draws from the generator as it stood before the operator."""
     if not _is_random(target):
-        return [target(*args, **kwargs) for args, kwargs in calls]
+        return [in_float64(target, args, kwargs) for args, kwargs in calls]
     state, results = torch.get_rng_state(), []
     for args, kwargs in calls:
         torch.set_rng_state(state)

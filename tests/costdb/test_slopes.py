@@ -41,6 +41,11 @@ CASES = {
         call(ATEN.cross_entropy_loss.default, x(4, 8), LABELS),
         Passes(N + 4 + 4, 2 * N, (Slope(N), None)),
     ),
+    # torch has no shapes of its backward: an estimate, here a true one
+    "multi_margin_loss": (
+        call(ATEN.multi_margin_loss.default, x(4, 8), LABELS),
+        Passes(4, N, (Slope(N), None)),
+    ),
 }
 
 

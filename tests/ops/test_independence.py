@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.micro_batches import reducer_of
-from autopar.ops.independence import mixing_operator
+from autopar.ops.independence import mixing_operator, rows_instead
 from autopar.trace import trace
 
 SAMPLES = 6
@@ -64,3 +64,50 @@ def mixing(forward: Callable[[nn.Module, Tensor], Tensor]) -> object:
     assert end is not None
     found = mixing_operator(graph, SAMPLES, end=end)
     return None if found is None else found.target
+
+
+# -- what micro-batches take in parts ------------------------------------------------------------------
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(30, 8, mode="sum"), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.table(x, offsets)), y)
+
+
+class With(nn.Module):
+    """A linear layer, and a loss of its result and another input."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(8, 8), loss
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.loss(self.linear(x), other)
+
+
+def test_a_loss_over_rows_that_are_not_cut_is_told() -> None:
+    call = (torch.arange(10), torch.tensor([0, 2, 5, 7]), torch.zeros(4, dtype=torch.long))
+    graph = trace(Bags(), call).graph
+    assert [item.target for item in rows_instead(graph, {"input_0"})] == ["input_2"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape"),
+    [
+        (lambda x, mask: (x * mask).mean(), (8,)),
+        (lambda x, table: F.cross_entropy(x @ table.t(), torch.zeros(SAMPLES, dtype=torch.long)), (5, 8)),
+        (lambda x, table: x.mean() + table.square().mean(), (5, 8)),
+        (lambda x, table: (x.t() @ x).square().mean() + table.mean(), (5, 8)),
+        (lambda x, target: F.mse_loss(x.t(), target[:, None].expand(8, SAMPLES)), (8,)),
+    ],
+    ids=["mask", "table", "regularized", "correlations", "samples last"],
+)
+def test_inputs_that_are_no_samples_may_stand_beside_them(
+    loss: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]
+) -> None:
+    graph = trace(With(loss), (torch.randn(SAMPLES, 8), torch.randn(shape))).graph
+    assert rows_instead(graph, {"input_0"}) == ()

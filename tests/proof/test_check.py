@@ -18,7 +18,7 @@ from autopar.errors import InfeasibleError, InputError
 from autopar.ilp.space import Parallelism
 from autopar.planning import Request
 from autopar.proof import check as check_module
-from autopar.proof import processes
+from autopar.proof import precision, processes
 from autopar.proof import verify as verify_module
 from autopar.proof.check import Report, check
 from autopar.target import Target, load_target
@@ -54,6 +54,16 @@ def test_dropout_equals_its_serial_mask_and_casts_are_named() -> None:
     assert report.passed
     assert report.verdict.max_error["outputs"] < 1e-12
     assert any("targets.py" in cast and ".float()" in cast for cast in report.verdict.raised_casts)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("processes", [False, True])
+def test_masks_are_the_serial_ones_however_operands_lie_in_memory(
+    micro_batches: int, processes: bool
+) -> None:
+    request = Request(measure=False, micro_batches=micro_batches)
+    report = check(target("turned"), ClusterSpec.local(2), request, steps=2, processes=processes)
+    assert report.passed, report
 
 
 @pytest.mark.parametrize("name", ["frozen", "mlp"])
@@ -218,6 +228,15 @@ def test_models_without_values_and_with_hooks_are_refused(monkeypatch: pytest.Mo
         check(empty, ClusterSpec.local(2), Request(measure=False), steps=1)
     with pytest.raises(InputError, match="at least 1"):
         checked("mlp", 2, steps=0)
+
+
+@pytest.mark.parametrize("name", ["low", "hidden"])
+def test_an_operator_without_float64_is_refused_by_name(name: str) -> None:
+    """On either side; its own complaint about anything else stays."""
+    with pytest.raises(InputError, match=r"tests.single.default: found no float64.*but float32"):
+        checked(name, 2)
+    with pytest.raises(RuntimeError, match="shapes"):
+        precision.in_float64(torch.matmul, (torch.ones(2, 3).double(), torch.ones(2, 3).double()), {})
 
 
 def test_nan_is_an_error_and_null_in_json() -> None:

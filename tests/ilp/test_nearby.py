@@ -1,0 +1,50 @@
+"""Plans one choice away from a known one are tried while there is time."""
+
+from __future__ import annotations
+
+import time
+from random import Random
+
+import pytest
+
+from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
+from autopar.core.recompute import Recompute
+from autopar.ilp import nearby
+from autopar.ilp.choose import choose
+from autopar.ilp.nearby import Near, near
+from autopar.ilp.placement import Problem
+from autopar.ilp.space import build_space
+from tests.ilp.brute_force import random_prices, scores, unfolded
+
+
+def scarce(graph: Graph) -> tuple[Problem, Near, int]:
+    """The fastest plan, and a cap that it doesn't meet."""
+    prices, folding = random_prices(graph, Mesh((2,)), Random(0)), unfolded(graph)
+    space = build_space(graph, prices, folding)
+    fastest = choose(graph, prices, space, folding)
+    cap = fastest.peak.nbytes - 1
+    problem = Problem(graph, prices, space, folding, cap=cap)
+    return problem, Near(fastest.program, fastest.seconds, fastest.peak), cap
+
+
+def test_a_plan_that_needs_less_is_found_nearby() -> None:
+    problem, start, cap = scarce(scores())
+    found = near(problem, [start], cap, Recompute.NONE, deadline=time.monotonic() + 60)
+    assert found == near(problem, [start], cap, Recompute.NONE)
+    assert found.excess(cap) < start.excess(cap)
+
+
+def test_nothing_is_tried_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may pass between two plans, of which there are many, and then the best so far stays."""
+    problem, start, cap = scarce(scores())
+    tried = []
+    replay = nearby.peak_memory
+    monkeypatch.setattr(nearby, "peak_memory", lambda *given: tried.append(given) or replay(*given))
+    assert near(problem, [start], cap, Recompute.NONE, deadline=time.monotonic()) == start and not tried
+    near(problem, [start], cap, Recompute.NONE)
+    many, ticks = len(tried), iter(range(10_000))
+    tried.clear()
+    monkeypatch.setattr(nearby.time, "monotonic", lambda: next(ticks))
+    near(problem, [start], cap, Recompute.NONE, deadline=5)
+    assert 0 < len(tried) <= 5 < many
