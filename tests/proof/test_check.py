@@ -102,6 +102,12 @@ def test_writes_to_slices_and_outs(force: str | None) -> None:
     assert report.passed, report
 
 
+@pytest.mark.parametrize("force", ["batch", "filter", "channel"])
+def test_a_tensor_without_elements_has_room_for_no_axis(force: str) -> None:
+    report = checked("turned", 2, force=force)
+    assert report.passed, report
+
+
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
     request = Request(measure=False, stages=2, micro_batches=2)
