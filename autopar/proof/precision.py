@@ -31,7 +31,7 @@ def raised(dtype: torch.dtype) -> torch.dtype:
 
 
 def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """The graph in float64, and the operators whose own cast was raised."""
+    """The graph in float64, and the operators whose own cast of a tensor was raised."""
 
     def lift(tree: Any) -> Any:
         return pytree.tree_map(lambda leaf: raised(leaf) if isinstance(leaf, torch.dtype) else leaf, tree)
@@ -40,7 +40,7 @@ def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
     operators = []
     for item in graph.operators:
         args, kwargs = _lift_tree(item.args, lift), _lift_tree(item.kwargs, lift)
-        if (args, kwargs) != (item.args, item.kwargs):
+        if item.operands and (args, kwargs) != (item.args, item.kwargs):
             casts.append(f"{item.name} ({item.target})")
         operators.append(replace(item, args=args, kwargs=kwargs))
     specs = {

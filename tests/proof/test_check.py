@@ -103,9 +103,10 @@ def test_writes_to_slices_and_outs(force: str | None) -> None:
 
 
 @pytest.mark.parametrize("force", ["batch", "filter", "channel"])
-def test_a_tensor_without_elements_has_room_for_no_axis(force: str) -> None:
+def test_a_tensor_without_elements_has_room_for_no_axis_and_factories_are_raised(force: str) -> None:
     report = checked("turned", 2, force=force)
     assert report.passed, report
+    assert not report.verdict.raised_casts
 
 
 @pytest.mark.parametrize("processes", [False, True])
