@@ -332,8 +332,6 @@ class _Builder:
         values = node.meta.get("val")
         single = isinstance(values, torch.Tensor)
         results = [values] if single else list(values if values is not None else ())
-        if isinstance(values, torch.Tensor) and not node.all_input_nodes:
-            kwargs = _dtype_by_name(target, kwargs, values.dtype)
         differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
         unusable = [None] * len(results[USABLE_RESULTS.get(target, len(results)) :])
@@ -517,12 +515,6 @@ def _device_by_name(
         return args, kwargs
     place = names.index("device")
     return args[:place], {**dict(zip(names[place:], args[place:], strict=True)), **kwargs}
-
-
-def _dtype_by_name(target: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A call that makes a tensor of numbers: a dtype left open is torch's default of now, not of each run."""
-    open_ = any(item.name == "dtype" for item in target._schema.arguments) and kwargs.get("dtype") is None
-    return {**kwargs, "dtype": dtype} if open_ and dtype.is_floating_point else kwargs
 
 
 def _left_open(

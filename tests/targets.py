@@ -265,7 +265,7 @@ class Turned(nn.Module):
         self.first, self.second, self.turned = nn.Linear(6, 8), nn.Linear(8, 6), 8
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x) * torch.linspace(0, 1, 8)  # whose sevenths have more digits in float64
+        x = self.first(x) * torch.linspace(0, 1, 8) + torch.arange(8) / 7  # more digits in float64
         turned, passed = x[..., : self.turned], x[..., self.turned :]
         out: Tensor = self.second(torch.cat([torch.roll(turned, 4, -1), passed], -1))
         return out

@@ -100,17 +100,6 @@ def test_a_device_is_an_argument_by_name_so_that_programs_can_put_in_their_own()
     assert cast.kwargs["device"] == torch.device("cpu") and cast.kwargs["dtype"] is torch.float64
 
 
-class Ramp(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.linspace(0, 1, 3) + torch.arange(3) + torch.ones(3, dtype=torch.float16)
-
-
-def test_a_dtype_that_is_left_open_is_the_default_of_the_trace() -> None:
-    graph = trace(Ramp(), (torch.randn(3),)).graph
-    made = {item.name: item.kwargs.get("dtype") for item in graph.operators if not item.operands}
-    assert made == {"linspace": torch.float32, "arange": None, "ones": torch.float16}
-
-
 class Balanced(nn.Module):
     """A loss that weighs itself."""
 

@@ -31,7 +31,7 @@ def raised(dtype: torch.dtype) -> torch.dtype:
 
 
 def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """The graph in float64, and the operators whose own cast of a tensor was raised."""
+    """The graph in float64, and the operators whose own cast was raised."""
 
     def lift(tree: Any) -> Any:
         return pytree.tree_map(lambda leaf: raised(leaf) if isinstance(leaf, torch.dtype) else leaf, tree)
@@ -40,7 +40,7 @@ def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
     operators = []
     for item in graph.operators:
         args, kwargs = _lift_tree(item.args, lift), _lift_tree(item.kwargs, lift)
-        if item.operands and (args, kwargs) != (item.args, item.kwargs):
+        if (args, kwargs) != (item.args, item.kwargs):
             casts.append(f"{item.name} ({item.target})")
         operators.append(replace(item, args=args, kwargs=kwargs))
     specs = {
@@ -139,18 +139,24 @@ def written_constants(graph: Graph) -> tuple[Tensor, ...]:
 
 
 @contextmanager
+def float64_by_default() -> Iterator[None]:
+    """What a forward makes of numbers (`torch.linspace(0, 1, n)`, a quotient of integers) is float64, too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def raised_eager(casts: dict[str, None], constants: Sequence[Tensor] = ()) -> Iterator[None]:
     """Run eager code with every cast to a lower float raised to float64, and noted in `casts`.
 
     A number that rounds to one of `constants`, those of the graph, is that one.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _RaiseCasts(casts), _RaiseBelow(casts, constants):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with float64_by_default(), _RaiseCasts(casts), _RaiseBelow(casts, constants):
+        yield
 
 
 def raise_tensor(tensor: Tensor) -> Tensor:

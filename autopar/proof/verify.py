@@ -27,7 +27,13 @@ from autopar.errors import CheckError
 from autopar.micro_batches import MicroBatch, mask_seed
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
-from autopar.proof.precision import raise_graph, raise_tensor, raised_eager, written_constants
+from autopar.proof.precision import (
+    float64_by_default,
+    raise_graph,
+    raise_tensor,
+    raised_eager,
+    written_constants,
+)
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.rewrite.program import rewrite
 from autopar.rewrite.recompute import recomputing
@@ -89,7 +95,8 @@ def verify_simulated(
     graph, casts = raise_graph(traced.graph)
     dims = Dims(graph, find_atoms(graph), program.mesh)
     serial_model = copy.deepcopy(model).double()
-    ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
+    with float64_by_default():
+        ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
     constants = written_constants(traced.graph)
     theirs = train_eagerly(serial_model, traced.arguments, loss_fn, steps=steps, constants=constants)
     return compare(ours, theirs, casts)

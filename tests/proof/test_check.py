@@ -103,8 +103,16 @@ def test_writes_to_slices_and_outs(force: str | None) -> None:
 
 
 @pytest.mark.parametrize("force", ["batch", "filter", "channel"])
-def test_a_tensor_without_elements_has_room_for_no_axis_and_factories_are_raised(force: str) -> None:
+def test_a_tensor_without_elements_has_room_for_no_axis(force: str) -> None:
     report = checked("turned", 2, force=force)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("processes", [False, True])
+def test_what_is_made_of_numbers_has_the_digits_of_the_proof(micro_batches: int, processes: bool) -> None:
+    request = Request(force=Parallelism("batch"), measure=False, micro_batches=micro_batches)
+    report = check(target("turned"), ClusterSpec.local(2), request, steps=2, processes=processes)
     assert report.passed, report
     assert not report.verdict.raised_casts
 
