@@ -12,7 +12,8 @@ taken tensor by tensor: some true gradients are 0 (a key's bias), and need the f
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,7 @@ from autopar.signature import (
     flatten_results,
     split_for_loss,
 )
-from autopar.trace import Traced
+from autopar.trace import Traced, user_line
 
 TOLERANCE = 1e-9
 FLOOR = 1e-3
@@ -121,7 +122,7 @@ def train_eagerly(
     for step in range(steps):
         torch.manual_seed(seed(step))
         model.zero_grad()
-        with raised_eager(record.casts, constants), inlined():
+        with raised_eager(record.casts, constants), inlined(), _running_in_float64():
             output = model(*args, **kwargs)
             loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
         leaves, _ = flatten_results(output)
@@ -154,7 +155,7 @@ def accumulate_eagerly(
         total = torch.zeros((), dtype=torch.float64)
         for number, (args, kwargs, loss_args, loss_kwargs) in enumerate(calls):
             torch.manual_seed(seed(step, number))
-            with raised_eager(record.casts, constants), inlined():
+            with raised_eager(record.casts, constants), inlined(), _running_in_float64():
                 output = model(*args, **kwargs)
                 loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
             assert loss is not None
@@ -166,6 +167,20 @@ def accumulate_eagerly(
             optimizer.step()
     note_state(record, model)
     return record
+
+
+@contextmanager
+def _running_in_float64() -> Iterator[None]:
+    """Raise CheckError for a model with an operator that knows no float64."""
+    try:
+        yield
+    except Exception as cause:  # a forward raises anything
+        raise CheckError(
+            where=user_line(cause),
+            found=f"{type(cause).__name__}: {cause}",
+            wanted="a model that runs in float64, in which proofs are made",
+            remedy="replace that operator for the proof: plans and training don't need it",
+        ) from cause
 
 
 def eager_call(

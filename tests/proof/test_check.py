@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar.cluster import ClusterSpec
 from autopar.core.mesh import Mesh
 from autopar.core.recompute import Recompute
-from autopar.errors import InfeasibleError, InputError
+from autopar.errors import CheckError, InfeasibleError, InputError
 from autopar.ilp.space import Parallelism
 from autopar.planning import Request
 from autopar.proof import check as check_module
@@ -128,6 +128,29 @@ def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
 def test_an_operator_of_another_library_is_gathered(force: str | None) -> None:
     report = checked("custom", 2, force=force)
     assert report.passed, report
+
+
+class Narrow(nn.Module):
+    """Has an operator that knows no float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected Float or BFloat16")
+        out: Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_model_that_knows_no_float64_cannot_be_proved_and_is_told_so(micro_batches: int) -> None:
+    batch = (torch.randn(4, 4), torch.randn(4, 4))
+    narrow = replace(target("net"), model=Narrow(), args=batch, kwargs={}, loss_fn=nn.MSELoss())
+    request = Request(measure=False, micro_batches=micro_batches)
+    with pytest.raises(CheckError, match=r"test_check\.py:\d+: .*found RuntimeError: expected Float"):
+        check(narrow, ClusterSpec.local(2), request, steps=1)
 
 
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
