@@ -458,7 +458,8 @@ class _Builder:
         root = self.root[written]
         stale = [key for key, value in self.env.items() if self._views(value, root, chain)]
         later = any(user is not node and user not in self.env for key in stale for user in key.users)
-        if chain[-1] != root or later:
+        kept = chain[-1] != root and (root in self.inputs or root in self.writes.values())
+        if kept or later:
             raise self.refuse(
                 node, f"an in-place write to {written} through a view", "writes to whole tensors or slices"
             )

@@ -212,3 +212,29 @@ class Averaged(nn.Module):
 def test_what_takes_the_place_of_a_set_data_can_be_traced() -> None:
     graph = trace(Averaged(), (torch.randn(4, 3),)).graph
     assert [buffer for buffer, _ in graph.writes] == ["average"]
+
+
+def test_a_write_that_nothing_else_would_see_may_go_through_any_view() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        y = x.clone().view(2, 2, 3).transpose(0, 1)
+        y[0].mul_(2)
+        return y
+
+    graph = trace(Function(doubled), (torch.randn(4, 3),)).graph
+    last = [item.target._schema.name for item in graph.operators][-3:]
+    assert last == ["aten::select", "aten::mul", "aten::select_scatter"]
+
+
+class Reshaped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.view(2, 2).add_(1)
+        return x + 1
+
+
+def test_a_buffer_is_not_written_through_a_reshaped_view() -> None:
+    with pytest.raises(TraceError, match="in-place write to view through a view"):
+        trace(Reshaped(), (torch.randn(4, 3),))
