@@ -219,7 +219,7 @@ class _Screen:
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
-        self.trace()
+        self.near()
         self.model = CostModel.of(self.cluster, self.database)
         cap = self.request.memory if self.request.memory is not None else self.cluster.memory
         self.cap = math.inf if cap is None else cap
@@ -236,25 +236,26 @@ class _Screen:
             best.setdefault((choice.ranks, choice.micro_batches), choice)
         return list(best.values())
 
-    def trace(self) -> None:
-        """Leave out counts for which the model can't be traced, and larger ones: a batch norm wants more than
-        one sample."""
+    def sample(self, ranks: int) -> _Sample:
+        """What is screened for stages on as many devices as `ranks` pipeline ranks leave to each."""
+        return self.near(self.cluster.stage(ranks).num_devices)
+
+    def near(self, samples: int = 1) -> _Sample:
+        """One of about SAMPLE micro-batches of `samples` or more, if there are such.
+
+        Counts for which the model can't be traced, and larger ones, are left out: a batch norm wants more
+        than one sample, and a tensor that is as long as the batch wants all of them.
+        """
         while True:
-            count = _nearest(self.counts, SAMPLE)
+            enough = [count for count in self.counts if self.batch // count >= samples]
+            count = _nearest(enough or self.counts[:1], SAMPLE)
             try:
-                self.traced(count)
-                return
+                return self.traced(count)
             except TraceError:
                 fewer = [each for each in self.counts if each < count]
                 if not fewer:
                     raise
                 self.counts = fewer
-
-    def sample(self, ranks: int) -> _Sample:
-        """What is screened for stages on as many devices as `ranks` pipeline ranks leave to each."""
-        devices = self.cluster.stage(ranks).num_devices
-        enough = [count for count in self.counts if self.batch // count >= devices]
-        return self.traced(_nearest(enough or self.counts[:1], SAMPLE))
 
     def traced(self, count: int) -> _Sample:
         if count not in self.samples:

@@ -23,7 +23,7 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan, Program
 from autopar.cost.model import Company, Progress
-from autopar.errors import CheckError, InfeasibleError, InputError
+from autopar.errors import CheckError, InfeasibleError, InputError, TraceError
 from autopar.micro_batches import batch_length, cut_inputs, is_sum, reducer_of, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
@@ -140,7 +140,12 @@ class Compiler:
         call = flatten_arguments(args, kwargs)
         micro = split_batch(call.tensors, count)[place]
         args, kwargs = call.rebuild(micro.tensors)
-        traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        try:
+            traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        except TraceError as error:
+            if count > 1:
+                error.add_remedy(f"choose fewer than {count} micro-batches, if the whole batch can be traced")
+            raise
         if count > 1:
             check_rows(traced.graph, call)
         if staged:

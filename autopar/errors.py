@@ -24,6 +24,11 @@ class AutoparError(Exception):
         fields = {name: value for name, value in vars(self).items() if not name.startswith("__")}
         return partial(type(self), **fields), ()
 
+    def add_remedy(self, remedy: str) -> None:
+        """One more way out."""
+        remedy = f"{self.remedy}; or {remedy}"
+        AutoparError.__init__(self, where=self.where, found=self.found, wanted=self.wanted, remedy=remedy)
+
     def as_dict(self) -> dict[str, str]:
         """The error as the command line's JSON shows it."""
         return {
@@ -56,12 +61,6 @@ class InfeasibleError(AutoparError):
     def __init__(self, *, where: str, found: str, wanted: str, remedy: str, least: int | None = None) -> None:
         super().__init__(where=where, found=found, wanted=wanted, remedy=remedy)
         self.least = least
-
-    def add_remedy(self, remedy: str) -> None:
-        """One more way out."""
-        super().__init__(
-            where=self.where, found=self.found, wanted=self.wanted, remedy=f"{self.remedy}; or {remedy}"
-        )
 
 
 class SolverError(AutoparError):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind as ExportedKind
+from torch.overrides import TorchFunctionMode
 
 from autopar.checkpoints import inlined, region_of
 from autopar.core.graph import (
@@ -46,6 +47,7 @@ from autopar.simplify import without_dead_code, without_identities
 
 aten = torch.ops.aten
 
+_DATA: Any = torch.Tensor.data  # the attribute of every tensor
 _DROPPED = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
 # Operators that write to an argument without saying so in their schema.
 _HIDDEN_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
@@ -122,8 +124,15 @@ def trace(
     seen: list[tuple[Results, int | None]] = []  # torch.export undoes what forward does to attributes
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=lambda *found: seen.append(found))
     try:
-        with inlined():
+        with inlined(), _DataDetached():
             exported = torch.export.export(flat, _distinct(arguments.tensors), strict=False)
+    except _DataSetError as cause:
+        raise TraceError(
+            where=user_line(cause),
+            found=str(cause),
+            wanted="writes that can be traced",
+            remedy="write tensor.copy_(...) under torch.no_grad()",
+        ) from cause
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise TraceError(
             where=user_line(cause),
@@ -134,6 +143,22 @@ def trace(
     results, loss_index = seen[-1]
     graph = _Builder(model, arguments, exported).build(loss_index=loss_index, dropped=results.dropped)
     return Traced(graph, arguments, results)
+
+
+class _DataDetached(TorchFunctionMode):
+    """Reads of `tensor.data` are traced as `tensor.detach()`, and `tensor.data = x` is refused: torch.export
+    knows neither, and leaves out the latter without a word."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == _DATA.__get__:
+            return args[0].detach()
+        if function == _DATA.__set__:
+            raise _DataSetError("tensor.data = ...")
+        return function(*args, **(kwargs or {}))
+
+
+class _DataSetError(RuntimeError):
+    """The forward puts other values under a tensor."""
 
 
 def _check_loss(model: nn.Module, loss_fn: LossFunction | None) -> None:
@@ -433,7 +458,8 @@ class _Builder:
         root = self.root[written]
         stale = [key for key, value in self.env.items() if self._views(value, root, chain)]
         later = any(user is not node and user not in self.env for key in stale for user in key.users)
-        if chain[-1] != root or later:
+        kept = chain[-1] != root and (root in self.inputs or root in self.writes.values())
+        if kept or later:
             raise self.refuse(
                 node, f"an in-place write to {written} through a view", "writes to whole tensors or slices"
             )

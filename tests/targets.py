@@ -319,3 +319,21 @@ class Leaky(nn.Module):
 
 def leaky() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return Leaky(), (torch.randn(8, 6), torch.randn(8, 6)), nn.MSELoss()
+
+
+class PassedBy(nn.Module):
+    """Features beyond the turned ones pass by: here there are none, as where all turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.turned = nn.Linear(6, 8), nn.Linear(8, 6), 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * torch.linspace(0, 1, 8) + torch.arange(8) / 7  # more digits in float64
+        turned, passed = x[..., : self.turned], x[..., self.turned :]
+        out: Tensor = self.second(torch.cat([torch.roll(turned, 4, -1), passed], -1))
+        return out
+
+
+def passed_by() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return PassedBy(), (torch.randn(8, 6), torch.randn(8, 6)), nn.MSELoss()

@@ -17,7 +17,7 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.plan import Alternative
 from autopar.core.schedule import ScheduleKind
-from autopar.errors import InfeasibleError, InputError
+from autopar.errors import InfeasibleError, InputError, TraceError
 from autopar.ilp import step
 from autopar.ilp.choose import BeatenError
 from autopar.planning import Request, _prefer_simpler, decide, search
@@ -169,3 +169,38 @@ def test_micro_batches_are_chosen_only_where_they_change_no_numbers() -> None:
     assert "of every micro-batch by itself" in str(ask(micro_batches="auto").notes)
     with pytest.raises(InfeasibleError, match="allow micro-batches .* takes samples together"):
         ask(memory=1000)
+
+
+class Started(nn.Module):
+    """A recurrent layer whose first state is as long as the batch, whatever comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(4, 4, batch_first=True)
+        self.register_buffer("state", torch.randn(1, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x, self.state)[0]
+        return out
+
+
+class Offset(nn.Module):
+    """A row for each sample; a single sample would get them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("rows", torch.randn(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) + self.rows)
+
+
+@pytest.mark.parametrize(("model", "shape"), [(Started(), (4, 3, 4)), (Offset(), (4, 4))])
+def test_a_model_that_takes_its_whole_batch_alone_has_one_micro_batch(
+    model: nn.Module, shape: tuple[int, ...]
+) -> None:
+    ask = partial(plan, model, ClusterSpec.local(4), torch.randn(shape), loss_fn=total, measure=False)
+    assert ask().pipeline.micro_batches == 1
+    with pytest.raises(TraceError, match="fewer than 2 micro-batches, if the whole batch can be traced"):
+        ask(micro_batches=2)

@@ -167,3 +167,74 @@ WRITES = [write_after_view, write_to_one_view_of_two, write_to_a_reshaped_tensor
 def test_a_write_that_others_would_see_is_refused_at_its_line(write: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(TraceError, match=r"test_trace\.py:\d+: .*in-place write"):
         trace(Function(write), (torch.randn(4, 3),))
+
+
+def write_through_data(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.data.mul_(2)
+    return y
+
+
+def set_data(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.data = x * 2
+    return y
+
+
+@pytest.mark.parametrize(
+    ("write", "found"), [(write_through_data, "in-place write"), (set_data, r"tensor\.data = .*copy_")]
+)
+def test_data_cannot_be_written_nor_set(write: Callable[[Tensor], Tensor], found: str) -> None:
+    with pytest.raises(TraceError, match=rf"test_trace\.py:\d+: .*{found}"):
+        trace(Function(write), (torch.randn(4, 3),))
+
+
+def test_data_is_read_without_gradient() -> None:
+    graph = trace(Function(lambda x: x * x.data), (torch.randn(4, 3),)).graph
+    assert [item.target._schema.name for item in graph.operators] == [
+        *("aten::linear", "aten::detach", "aten::mul")
+    ]
+
+
+class Averaged(nn.Module):
+    """Keeps an average as the message about `tensor.data = ...` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.copy_(self.average * 0.9 + x.mean(0) * 0.1)
+        return x - self.average
+
+
+def test_what_takes_the_place_of_a_set_data_can_be_traced() -> None:
+    graph = trace(Averaged(), (torch.randn(4, 3),)).graph
+    assert [buffer for buffer, _ in graph.writes] == ["average"]
+
+
+def test_a_write_that_nothing_else_would_see_may_go_through_any_view() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        y = x.clone().view(2, 2, 3).transpose(0, 1)
+        y[0].mul_(2)
+        return y
+
+    graph = trace(Function(doubled), (torch.randn(4, 3),)).graph
+    last = [item.target._schema.name for item in graph.operators][-3:]
+    assert last == ["aten::select", "aten::mul", "aten::select_scatter"]
+
+
+class Reshaped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.view(2, 2).add_(1)
+        return x + 1
+
+
+def test_a_buffer_is_not_written_through_a_reshaped_view() -> None:
+    with pytest.raises(TraceError, match="in-place write to view through a view"):
+        trace(Reshaped(), (torch.randn(4, 3),))

@@ -125,6 +125,7 @@ class Kinds:
                 <= length
                 for each in lengths.values()
                 for name, length in each.items()
+                if name in chosen
             )
         )
 

@@ -28,7 +28,7 @@ from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.planning import Request, search
 from autopar.proof.pipeline import simulate_pipeline
-from autopar.proof.precision import raise_graph, raise_tensor, written_constants
+from autopar.proof.precision import float64_by_default, raise_graph, raise_tensor, written_constants
 from autopar.proof.processes import Disagreement, Job, trace_lengths, train_on_processes
 from autopar.proof.verify import (
     TOLERANCE,
@@ -151,17 +151,18 @@ def _check_pipeline(
     else:
         dims = Dims(graph, find_atoms(graph), plan.mesh)
         paths = traced.arguments.paths
-        ours = simulate_pipeline(
-            model,
-            batch,
-            paths,
-            graph,
-            plan.program,
-            plan.pipeline,
-            dims,
-            steps=steps,
-            shorter=raise_graph(shorter.graph)[0] if shorter else None,
-        )
+        with float64_by_default():
+            ours = simulate_pipeline(
+                model,
+                batch,
+                paths,
+                graph,
+                plan.program,
+                plan.pipeline,
+                dims,
+                steps=steps,
+                shorter=raise_graph(shorter.graph)[0] if shorter else None,
+            )
     weights = [loss_weight(graph, micro.share) for micro in batch]
     constants = written_constants(traced.graph)
     theirs = accumulate_eagerly(

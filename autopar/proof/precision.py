@@ -195,18 +195,24 @@ def written_constants(graph: Graph) -> tuple[Tensor, ...]:
 
 
 @contextmanager
+def float64_by_default() -> Iterator[None]:
+    """What a forward makes of numbers (`torch.linspace(0, 1, n)`, a quotient of integers) is float64, too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def raised_eager(casts: dict[str, None], constants: Sequence[Tensor] = ()) -> Iterator[None]:
     """Run eager code with every cast to a lower float raised to float64, and noted in `casts`.
 
     A number that rounds to one of `constants`, those of the graph, is that one.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _RaiseCasts(casts), _RaiseBelow(casts, constants):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with float64_by_default(), _RaiseCasts(casts), _RaiseBelow(casts, constants):
+        yield
 
 
 def raise_tensor(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from autopar.core.plan import Plan
 from autopar.errors import CheckError
 from autopar.micro_batches import MicroBatch, split_batch
 from autopar.planning import Request
-from autopar.proof.precision import raise_graph, raise_tensor
+from autopar.proof.precision import float64_by_default, raise_graph, raise_tensor
 from autopar.proof.verify import (
     KINDS,
     MOMENTUM,
@@ -101,7 +101,8 @@ def train_rank(job: Job) -> tuple[Record | None, Disagreement]:
         by_steps=job.by_steps,
         exact_random=True,
     )
-    record = train(parallel, traced, job)
+    with float64_by_default():
+        record = train(parallel, traced, job)
     found = disagreement(record, compiler.device())
     return (record if dist.get_rank() == 0 else None), found
 

@@ -12,7 +12,8 @@ taken tensor by tensor: some true gradients are 0 (a key's bias), and need the f
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +24,17 @@ from autopar.checkpoints import inlined
 from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Layout
 from autopar.core.plan import Program
-from autopar.errors import CheckError
+from autopar.errors import CheckError, InputError
 from autopar.micro_batches import MicroBatch, mask_seed
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
-from autopar.proof.precision import raise_graph, raise_tensor, raised_eager, written_constants
+from autopar.proof.precision import (
+    float64_by_default,
+    raise_graph,
+    raise_tensor,
+    raised_eager,
+    written_constants,
+)
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.rewrite.program import rewrite
 from autopar.rewrite.recompute import recomputing
@@ -38,7 +45,7 @@ from autopar.signature import (
     flatten_results,
     split_for_loss,
 )
-from autopar.trace import Traced
+from autopar.trace import Traced, user_line
 
 TOLERANCE = 1e-9
 FLOOR = 1e-3
@@ -89,7 +96,8 @@ def verify_simulated(
     graph, casts = raise_graph(traced.graph)
     dims = Dims(graph, find_atoms(graph), program.mesh)
     serial_model = copy.deepcopy(model).double()
-    ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
+    with float64_by_default():
+        ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
     constants = written_constants(traced.graph)
     theirs = train_eagerly(serial_model, traced.arguments, loss_fn, steps=steps, constants=constants)
     return compare(ours, theirs, casts)
@@ -114,7 +122,7 @@ def train_eagerly(
     for step in range(steps):
         torch.manual_seed(seed(step))
         model.zero_grad()
-        with raised_eager(record.casts, constants), inlined():
+        with raised_eager(record.casts, constants), inlined(), _running_in_float64():
             output = model(*args, **kwargs)
             loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
         leaves, _ = flatten_results(output)
@@ -147,7 +155,7 @@ def accumulate_eagerly(
         total = torch.zeros((), dtype=torch.float64)
         for number, (args, kwargs, loss_args, loss_kwargs) in enumerate(calls):
             torch.manual_seed(seed(step, number))
-            with raised_eager(record.casts, constants), inlined():
+            with raised_eager(record.casts, constants), inlined(), _running_in_float64():
                 output = model(*args, **kwargs)
                 loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
             assert loss is not None
@@ -159,6 +167,20 @@ def accumulate_eagerly(
             optimizer.step()
     note_state(record, model)
     return record
+
+
+@contextmanager
+def _running_in_float64() -> Iterator[None]:
+    """Raise InputError for a model with an operator that knows no float64."""
+    try:
+        yield
+    except Exception as cause:  # a forward raises anything
+        raise InputError(
+            where=user_line(cause),
+            found=f"{type(cause).__name__}: {cause}",
+            wanted="a model that runs in float64, in which proofs are made",
+            remedy="replace that operator for the proof: plans and training don't need it",
+        ) from cause
 
 
 def eager_call(

@@ -112,6 +112,21 @@ def test_writes_to_slices_and_outs(force: str | None) -> None:
     assert report.passed, report
 
 
+@pytest.mark.parametrize("force", ["batch", "filter", "channel"])
+def test_a_tensor_without_elements_has_room_for_no_axis(force: str) -> None:
+    report = checked("passed_by", 2, force=force)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("processes", [False, True])
+def test_what_is_made_of_numbers_has_the_digits_of_the_proof(micro_batches: int, processes: bool) -> None:
+    request = Request(force=Parallelism("batch"), measure=False, micro_batches=micro_batches)
+    report = check(target("passed_by"), ClusterSpec.local(2), request, steps=2, processes=processes)
+    assert report.passed, report
+    assert not report.verdict.raised_casts
+
+
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
     request = Request(measure=False, stages=2, micro_batches=2)
@@ -123,6 +138,29 @@ def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
 def test_an_operator_of_another_library_is_gathered(force: str | None) -> None:
     report = checked("custom", 2, force=force)
     assert report.passed, report
+
+
+class Narrow(nn.Module):
+    """Has an operator that knows no float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected Float or BFloat16")
+        out: Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_model_that_knows_no_float64_cannot_be_proved_and_is_told_so(micro_batches: int) -> None:
+    batch = (torch.randn(4, 4), torch.randn(4, 4))
+    narrow = replace(target("net"), model=Narrow(), args=batch, kwargs={}, loss_fn=nn.MSELoss())
+    request = Request(measure=False, micro_batches=micro_batches)
+    with pytest.raises(InputError, match=r"test_check\.py:\d+: .*found RuntimeError: expected Float"):
+        check(narrow, ClusterSpec.local(2), request, steps=1)
 
 
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
