@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,13 @@ import torch
 from tests.pool import Pool
 
 torch.set_num_threads(1)  # many small tensors: threads only get in each other's way
+
+
+@pytest.fixture(scope="session", autouse=True)
+def data_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A cost database of this session's own: not the user's, nor that of tests that run beside these, whose
+    measurements would come between two plans that are compared."""
+    os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
