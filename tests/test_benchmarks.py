@@ -77,7 +77,7 @@ def test_what_is_decided_together_is_faster_than_the_same_placement_under_a_cut_
     assert joint.program == cut_first.program == by_layers.program
     assert by_layers.pipeline.starts == (0, len(by_layers.layers) // 2)
     assert cut_first.pipeline.starts < joint.pipeline.starts  # the first layers gain more from the split
-    assert 1.05 * joint.step_seconds < cut_first.step_seconds
+    assert 1.04 * joint.step_seconds < cut_first.step_seconds
     assert joint.step_seconds <= by_layers.step_seconds
 
 

@@ -37,9 +37,12 @@ FIGURES = {"accuracy", "rank_correlation", "regret"}
 
 @pytest.fixture(autouse=True, scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A data folder of its own, so that nobody's measurements are read or written."""
+    """A data folder of its own, so that nobody's measurements are read or written: always the same one, as
+    comparisons are remembered."""
+    home = tmp_path_factory.getbasetemp() / "compare"
+    home.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        patch.setenv("XDG_DATA_HOME", str(home))
         yield
 
 
