@@ -333,11 +333,11 @@ class MeshProblem:
         except BeatenError:
             raise
         except InfeasibleError:
-            near = self.near(fastest, None, force, cap) if bounded else None
+            near = self.near(fastest, None, force, deadline, cap) if bounded else None
             if near is None:
                 raise
             return near
-        return (self.near(fastest, found, force, cap) if bounded else None) or found
+        return (self.near(fastest, found, force, deadline, cap) if bounded else None) or found
 
     def cut(
         self,
@@ -362,7 +362,12 @@ class MeshProblem:
         return found
 
     def near(
-        self, fastest: Solution, found: Step | None, force: Force | None, cap: int | None
+        self,
+        fastest: Solution,
+        found: Step | None,
+        force: Force | None,
+        deadline: float | None,
+        cap: int | None,
     ) -> Step | None:
         """What is better than `found` among placements that differ from it, or from the fastest, by few
         choices; None if the graph is too large to look at many."""
@@ -378,7 +383,7 @@ class MeshProblem:
             return self.stage(placed, cap, fastest.bound)
 
         problem = Problem(self.graph, self.prices, space, self.folding, cap=None)
-        return near_step(problem, solution.program, found, cut)
+        return near_step(problem, solution.program, found, cut, deadline=deadline)
 
     def leaner(
         self,

@@ -3,13 +3,14 @@
     placement A    40 seconds    |------ 24 ------|--- 16 ---|      a step goes by the slower stage
     placement B    41 seconds    |----- 21 -----|---- 20 ----|      faster
 
-A neighbour differs by a single choice (nearby.py). Cutting takes longer than replaying, so only small graphs
+A neighbour differs by one choice, or two where there are few (nearby.py). Cutting takes longer than replaying, so only small graphs
 are searched so, in which stages are uneven: of many operators some cut is even enough.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -37,11 +38,17 @@ def is_worthwhile(operators: int, *, scarce: bool) -> bool:
 
 
 def near_step(
-    problem: Problem, start: Program, known: Step | None, cut: Callable[[Program], Step]
+    problem: Problem,
+    start: Program,
+    known: Step | None,
+    cut: Callable[[Program], Step],
+    *,
+    deadline: float | None = None,
 ) -> Step | None:
     """The best step that changes lead to from a placement, of which `known` is the step if it has one; None
-    if there is none. `cut` gives a placement's step or raises InfeasibleError."""
-    descent = _Descent(problem, cut, choices_of(problem, start), known)
+    if there is none. `cut` gives a placement's step or raises InfeasibleError. After `deadline`, by the
+    monotonic clock, nothing is cut any more."""
+    descent = _Descent(problem, cut, choices_of(problem, start), known, deadline)
     while descent.changed() or descent.changed(twice=True):
         pass
     best = descent.best
@@ -54,6 +61,7 @@ class _Descent:
     cut: Callable[[Program], Step]
     choices: Choices
     best: Step | None
+    deadline: float | None
     missing: float = math.inf  # bytes, while there is no step that fits
     left: int = field(init=False)
     tried: set[object] = field(init=False)
@@ -70,7 +78,9 @@ class _Descent:
             few = len(near) ** 2 < self.left
             near = [each for one in near for each in changed(self.problem, one)] if few else []
         for choices in near:
-            if self.left > 0 and _key(choices) not in self.tried:
+            if self.left <= 0 or self.deadline is not None and time.monotonic() >= self.deadline:
+                return False
+            if _key(choices) not in self.tried:
                 self.tried.add(_key(choices))
                 better = self.takes(choices) or better
         return better

@@ -20,11 +20,14 @@ from autopar.cost.intervals import intervals
 from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
+from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, choose, total_seconds
 from autopar.ilp.recompute import everything, fit, ladder
 from autopar.ilp.space import build_space
-from autopar.ilp.stages import best_cut, bound_again, least_bytes, scheduled
+from autopar.ilp.stages import best_cut, bound_again, keep, least_bytes, scheduled
 from autopar.ilp.step import once, staged
+from autopar.ops.analysis import find_atoms
+from autopar.planning import MeshProblem, Request
 from tests.ilp.brute_force import (
     BruteForce,
     blocks,
@@ -132,6 +135,45 @@ def test_placement_and_cut_together_are_about_the_best(make: Callable[[], Graph]
     programs = (program for _, program in BruteForce(graph, prices, space).programs())
     best = min(cut(replace(solution, program=program)) for program in programs)
     assert best * (1 - CLOSE) <= cut(solution) <= best * (1 + WITHIN)
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.ONE_F_ONE_B, pytest.param(ScheduleKind.GPIPE, marks=LATER)])
+@pytest.mark.parametrize("make", [chain, pytest.param(scores, marks=LATER)])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=LATER) for seed in (0, 2, 3))])
+def test_placement_cut_and_parts_together_are_about_the_best_and_the_gap_is_true(
+    make: Callable[[], Graph], kind: ScheduleKind, seed: int
+) -> None:
+    """Of two stages, without a cap and under caps down to the least, or about that."""
+    graph, random, mesh = make(), Random(seed), Mesh((2,))
+    request = Request(stages=2, micro_batches=4, schedule=kind, gap=1e-9)
+    known = random_prices(graph, mesh, random)
+    hop = Link(1e-5, 1e8)
+    problem = MeshProblem(graph, find_atoms(graph), mesh, known.cluster, known.model, request, None, hop)
+    problem.folding = unfolded(graph)
+    space = small_space(graph, problem.prices, random, most=2, layouts=1)
+    problem.spaces[None] = space
+    count = len(graph.operators)
+    steps = []
+    for _, program in BruteForce(graph, problem.prices, space).programs():
+        for parts in partings(count):
+            each = replace(program, recompute=parts)
+            table = intervals(graph, problem.prices, each, hop, places=range(count + 1))
+            cuts = (keep(table, problem.schedules[0], (0, start)) for start in range(1, count))
+            steps += [(cut.seconds, max(cut.rank_bytes)) for cut in cuts]
+    peaks = sorted({nbytes for _, nbytes in steps})
+    slower = []
+    for cap in (None, *peaks[:2], *peaks[2 :: max(1, len(peaks) // 6)]):
+        best = min(seconds for seconds, nbytes in steps if cap is None or nbytes <= cap)
+        try:
+            found = problem.plan(None, None, cap=cap)
+        except InfeasibleError:
+            assert cap and cap < 1.1 * peaks[0], "levels of recomputing are few"
+            continue
+        assert cap is None or found.peak_bytes <= cap
+        slower.append(found.seconds / best - 1)
+        assert found.seconds * (1 - found.gap) <= best * (1 + CLOSE)
+    assert max(slower) <= SELDOM
+    assert sum(slower) / len(slower) <= WITHIN
 
 
 def test_each_rung_keeps_less_than_the_one_before() -> None:
