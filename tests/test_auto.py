@@ -204,3 +204,9 @@ def test_a_model_that_takes_its_whole_batch_alone_has_one_micro_batch(
     assert ask().pipeline.micro_batches == 1
     with pytest.raises(TraceError, match="fewer than 2 micro-batches, if the whole batch can be traced"):
         ask(micro_batches=2)
+
+
+def test_rows_for_each_sample_that_stay_when_fewer_come_keep_the_batch_whole() -> None:
+    """A single sample would be added to all of them, without an error."""
+    found = plan(Offset(), ClusterSpec.local(2), torch.randn(4, 4), loss_fn=total, measure=False)
+    assert any("add (aten.add.Tensor) takes samples together" in note for note in found.notes)

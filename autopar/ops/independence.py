@@ -19,15 +19,20 @@ from autopar.ops.rule import Instance, rule_of
 
 
 def mixing_operator(graph: Graph, samples: int, *, end: Operator | None) -> Operator | None:
-    """The first operator that mixes samples before `end`, which makes one number of them all; None if
-    there is none. User inputs whose dim 0 is `samples` long hold a row for each."""
+    """The first operator that mixes samples before `end`, which makes one number of them all, or takes a row
+    for each from what is no user's input, whose rows stay when fewer samples come; None if there is none.
+    User inputs whose dim 0 is `samples` long hold a row for each."""
     dims = Dims(graph, find_atoms(graph), Mesh((1,)))
     batch = {
         dims.atoms.components[(item.name, 0, 0)]
         for item in graph.inputs
         if item.kind is InputKind.USER and item.spec.shape and item.spec.shape[0] == samples
     }
+    fixed = {item.name for item in graph.inputs if item.kind is not InputKind.USER}
+    rows = {name for name in fixed if _has(name, dims, batch)}
     for item in graph.operators:
+        if not rows.isdisjoint(item.operands):
+            return item
         if item is end:
             return None
         if any(_has(name, dims, batch) for name in item.operands) and not _keeps_apart(item, dims, batch):
