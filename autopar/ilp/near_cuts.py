@@ -3,8 +3,9 @@
     placement A    40 seconds    |------ 24 ------|--- 16 ---|      a step goes by the slower stage
     placement B    41 seconds    |----- 21 -----|---- 20 ----|      faster
 
-A neighbour differs by one choice, or two where there are few (nearby.py). Cutting takes longer than replaying,
-so only small graphs are searched so, in which stages are uneven: of many operators some cut is even enough.
+A neighbour differs by one choice, or by two where there are few (nearby.py). Cutting takes longer than
+replaying, so only small graphs are searched so, in which stages are uneven: of many operators some cut is
+even enough.
 """
 
 from __future__ import annotations

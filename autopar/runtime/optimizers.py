@@ -15,7 +15,7 @@ pass over memory. Where the user leaves the choice to torch, a step takes the fa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
 from autopar.runtime.parameters import local
@@ -47,8 +48,7 @@ def refuse_whole_tensor(owner: object, mesh: DeviceMesh) -> None:
                 remedy='use an element-wise optimizer, or plan with force="batch"',
             )
 
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(owner, handle.remove)
+    _at_steps(register_optimizer_step_pre_hook, owner, check)
 
 
 def step_fast(owner: object, mesh: DeviceMesh) -> None:
@@ -72,11 +72,20 @@ def step_fast(owner: object, mesh: DeviceMesh) -> None:
             group[way] = None
 
     chosen: list[tuple[dict[str, Any], str]] = []
-    for register, hook in (
-        (register_optimizer_step_pre_hook, choose),
-        (register_optimizer_step_post_hook, restore),
-    ):
-        weakref.finalize(owner, register(hook).remove)
+    _at_steps(register_optimizer_step_pre_hook, owner, choose)
+    _at_steps(register_optimizer_step_post_hook, owner, restore)
+
+
+_hooks: list[tuple[weakref.ref[object], RemovableHandle]] = []
+
+
+def _at_steps(register: Callable[[Any], RemovableHandle], owner: object, hook: Callable[..., None]) -> None:
+    """Call `hook` at every optimizer's steps while `owner` lives, and then until the next one comes: where an
+    owner dies, torch may just be walking through its hooks."""
+    for known in [each for each in _hooks if each[0]() is None]:
+        _hooks.remove(known)
+        known[1].remove()
+    _hooks.append((weakref.ref(owner), register(hook)))
 
 
 def _is_open(group: Mapping[str, Any]) -> bool:

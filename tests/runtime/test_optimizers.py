@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.core.mesh import Mesh
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.optimizers import _at_steps, _hooks
 from tests.planning import forced
 from tests.pool import Pool
 
@@ -144,3 +146,25 @@ def _odd_gradient() -> None:
 
 def test_a_gradient_that_lies_otherwise_is_not_fused(pools: Pools) -> None:
     pools(2).run(_odd_gradient)
+
+
+def test_an_owner_that_dies_during_a_step_leaves_torch_s_hooks_alone() -> None:
+    """Garbage is collected at any moment, also while torch walks through its hooks."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    owners = [nn.Identity(), nn.Identity()]
+    seen = []
+
+    def die(*_: object) -> None:
+        owners.clear()
+        seen.append(len(_hooks))
+
+    for owner in owners:
+        _at_steps(register_optimizer_step_pre_hook, owner, die)
+    del owner
+    optimizer.step()
+    assert not owners and len(seen) == 2
+    _at_steps(register_optimizer_step_pre_hook, weight, die)
+    optimizer.step()
+    assert len(seen) == 3 and seen[-1] < seen[0]
+    _hooks.pop()[1].remove()
