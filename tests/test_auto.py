@@ -50,6 +50,7 @@ def test_what_is_chosen_is_no_slower_than_what_could_have_been_asked_for() -> No
         assert chosen.step_seconds <= search(graph_of(count), CLUSTER, asked).plan.step_seconds
 
 
+@pytest.mark.long
 def test_without_stages_no_micro_batch_has_fewer_samples_than_there_are_devices() -> None:
     """Else batch parallelism, the best plan over such links, would not be among what is screened."""
     fast = ClusterSpec(devices_per_node=4, device="h100", intra=Link(2e-6, 450e9))

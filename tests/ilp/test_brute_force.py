@@ -105,7 +105,7 @@ def test_under_a_cap_the_plan_fits_and_the_gap_to_the_best_that_fits_is_true(
         choose(graph, prices, space, unfolded(graph), cap=peaks[0] - 1, gap=1e-9)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize("share", [0.3, pytest.param(0.6, marks=pytest.mark.long)])
 def test_where_branching_takes_too_long_the_plan_fits_all_the_same(
     monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
