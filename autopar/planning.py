@@ -376,14 +376,14 @@ class MeshProblem:
             return None
         space, solution = self.spaces[force], found.solution if found else fastest
 
-        def cut(program: Program) -> Step:
+        def step_of(program: Program) -> Step:
             seconds = step_cost(self.graph, self.prices, program).weighted(self.prices.once)
             peak = peak_memory(self.graph, self.prices, program)
             placed = dataclasses.replace(fastest, program=program, seconds=seconds, peak=peak)
             return self.stage(placed, cap, fastest.bound)
 
         problem = Problem(self.graph, self.prices, space, self.folding, cap=None)
-        return near_step(problem, solution.program, found, cut, deadline=deadline)
+        return near_step(problem, solution.program, found, step_of, deadline=deadline)
 
     def leaner(
         self,

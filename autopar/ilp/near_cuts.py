@@ -23,8 +23,8 @@ from autopar.ilp.reading import Choices, choices_of, spelled
 from autopar.ilp.step import Step
 
 EFFORT = 4_000  # operators that are cut
-FEW = 100  # cuts that are not worth to begin
-MANY = 300  # that are worth it where memory is not scarce
+FEW = 100  # cuts: fewer are not worth to begin where memory is scarce
+MANY = 300  # nor are fewer than these where it is not
 
 
 def cuts_left(operators: int) -> int:

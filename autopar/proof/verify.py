@@ -24,7 +24,7 @@ from autopar.checkpoints import inlined
 from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Layout
 from autopar.core.plan import Program
-from autopar.errors import CheckError, InputError
+from autopar.errors import AutoparError, CheckError, InputError
 from autopar.micro_batches import MicroBatch, mask_seed
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
@@ -174,6 +174,8 @@ def _running_in_float64() -> Iterator[None]:
     """Raise InputError for a model with an operator that knows no float64."""
     try:
         yield
+    except AutoparError:
+        raise
     except Exception as cause:  # a forward raises anything
         raise InputError(
             where=user_line(cause),
