@@ -67,6 +67,7 @@ PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its 
 MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
 TOLD_APART = 0.03  # of measured seconds: less is noise
 NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
+FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 PRICE_STEPS = 4  # of the bisection between them
 KNOWN_STEPS = 2
 
@@ -332,8 +333,9 @@ class MeshProblem:
             found = self.cut(fastest, force, deadline, cap, bounded=bounded)
         except BeatenError:
             raise
-        except InfeasibleError:
-            near = self.near(fastest, None, force, deadline, cap) if bounded else None
+        except InfeasibleError as error:
+            hopeless = cap is not None and error.least is not None and error.least > FAR * cap
+            near = self.near(fastest, None, force, deadline, cap) if bounded and not hopeless else None
             if near is None:
                 raise
             return near

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -29,8 +30,13 @@ ATEN = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
 CHOOSES_BY_DEVICE = {ATEN.scaled_dot_product_attention.default}  # fused on CPUs and GPUs, not on meta
 
-_FAKE = FakeTensorMode()  # one for all calls: it remembers what it has seen
 _KNOWN: dict[tuple[str, str], Footprint] = {}
+
+
+@cache
+def _fake() -> FakeTensorMode:
+    """One for all calls: it remembers what it has seen, and takes a second to make."""
+    return FakeTensorMode()
 
 
 def footprint(call: Call, kind: str = "cpu") -> Footprint:
@@ -96,7 +102,7 @@ def without_data(call: Call, kind: str) -> Iterator[tuple[Callable[[], Any], tup
     run = call.target if kind == "cpu" else _ON_GPU.get(call.target, call.target)
     fake = call.target in CHOOSES_BY_DEVICE
     device = CPU if fake else META
-    with _FAKE if fake else nullcontext(), operands.refused(call):
+    with _fake() if fake else nullcontext(), operands.refused(call):
         args, kwargs, inputs = operands.fill(call, device, operands.empty(device))
         yield lambda: run(*args, **kwargs), inputs
 

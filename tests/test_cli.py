@@ -486,7 +486,7 @@ def test_a_branch_on_values_names_the_users_line(capsys: pytest.CaptureFixture[s
 
 
 def test_a_cap_that_nothing_meets_says_the_least_that_would_do(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("plan", f"{TARGETS}:net", "--cluster", "local:4", "--no-measure", "--memory")
+    words = ("plan", f"{TARGETS}:net", "--cluster", "local:4", "--no-measure", "--stages", "1", "--memory")
     error = error_of(capsys, *words, "2kB")
     assert error["kind"] == "InfeasibleError" and error["found"] == "2 kB per device"
     assert "hidden.weight" in error["remedy"]

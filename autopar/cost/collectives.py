@@ -15,6 +15,8 @@
 | send, receive  | alpha + n beta, one message of n     |
 
 Source: Thakur, Rabenseifner and Gropp, 2005.
+
+Processes of one machine also pack, unpack and add, which takes them as long as sending: `copied`.
 """
 
 from __future__ import annotations
@@ -82,6 +84,22 @@ def send_recv(nbytes: int, link: LinkLike) -> float:
     return link.latency + nbytes / link.bandwidth
 
 
+def copied(kind: Collective, nbytes: int, size: int) -> float:
+    """Bytes that a rank reads and writes beside what it sends, `nbytes` as in `seconds`.
+
+    Parts of a tensor lie apart in it: they are packed, and what arrives is laid in its place.
+    """
+    match kind:
+        case Collective.ALL_REDUCE | Collective.ALL_GATHER | Collective.REDUCE_SCATTER:
+            return 2 * nbytes
+        case Collective.ALL_TO_ALL:
+            return 4 * nbytes / size
+        case Collective.SEND_RECV:
+            return 0
+        case _:
+            assert_never(kind)
+
+
 @dataclass(frozen=True, slots=True)
 class CollectiveTable:
     """Measured points, sorted by size, for each kind, group size and number of nodes spanned."""
@@ -106,16 +124,27 @@ class CollectiveTable:
         )
 
     def cost(
-        self, kind: Collective, nbytes: int, size: int, link: LinkLike, *, nodes: int = 1
+        self,
+        kind: Collective,
+        nbytes: int,
+        size: int,
+        link: LinkLike,
+        *,
+        nodes: int = 1,
+        copy_rate: float = math.inf,
     ) -> CollectiveCost:
-        """The measured cost where there are points on both sides, else the closed form, marked.
+        """The measured cost where there are points on both sides, else the closed form, marked, in which
+        a rank copies `copy_rate` bytes per second.
 
         Below the smallest point the latency rules, so its time is an estimate from above; beyond the
         largest the bandwidth rules, so its time grows in proportion. Both count as estimates.
         """
         points = self.points.get((kind, size, nodes), ())
-        if size == 1 or not points:
-            return CollectiveCost(seconds(kind, nbytes, size, link), measured=False)
+        if size == 1:
+            return CollectiveCost(0.0, measured=False)
+        if not points:
+            copying = copied(kind, nbytes, size) / copy_rate
+            return CollectiveCost(seconds(kind, nbytes, size, link) + copying, measured=False)
         (least, fastest), (most, slowest) = points[0], points[-1]
         if nbytes < least:
             return CollectiveCost(fastest, measured=False)

@@ -164,6 +164,7 @@ class Problem:
         self.coming: Terms = []  # of that the gradients, which aren't there when backward begins
         self.paid: Terms = []  # what the price of memory adds to the costs
         self.again: dict[str, list[int]] = {}  # r, by operator class
+        self.paths: dict[object, tuple[Move, ...]] = {}  # those found so far between the ends of a tensor
         self.add_operators()
         if again and (cap is not None or dear.kept):
             self.add_again()

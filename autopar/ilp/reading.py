@@ -137,14 +137,17 @@ def _moves_of(
                 return math.inf
             return problem.move_seconds(tensor.name, move, leads=leads and can_lead(move, gathering))
 
-        return tree(
-            source,
-            needs,
-            price,
-            legal=lambda layout: prices.dims.legal(tensor.name, layout),
-            differentiable=prices.training and problem.graph.specs[tensor.name].requires_grad,
-            through=tensor.network.layouts if around else (),
-        )
+        key = tensor.name, source, tuple(needs), gathering, leads, around
+        if key not in problem.paths:
+            problem.paths[key] = tree(
+                source,
+                needs,
+                price,
+                legal=lambda layout: prices.dims.legal(tensor.name, layout),
+                differentiable=prices.training and problem.graph.specs[tensor.name].requires_grad,
+                through=tensor.network.layouts if around else (),
+            )
+        return problem.paths[key]
 
     candidates = [flowing] if flowing is not None else []
     if problem.is_fixed(tensor.name) and values is None:

@@ -5,23 +5,15 @@ from __future__ import annotations
 import copy
 import mmap
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autopar.errors import InputError
 
-_WRAPPERS: dict[type, str] = {
-    torch._dynamo.OptimizedModule: "torch.compile",
-    torch.jit.ScriptModule: "torch.jit",
-    DistributedDataParallel: "DistributedDataParallel",
-    DataParallel: "DataParallel",
-    FullyShardedDataParallel: "FullyShardedDataParallel",
-    FSDPModule: "fully_shard",
-}
 _MODULE_HOOKS = {
     "_forward_hooks": "forward hook",
     "_forward_pre_hooks": "forward pre-hook",
@@ -43,12 +35,27 @@ _PARAMETER_HOOKS = {
 }
 
 
+@cache
+def _wrappers() -> dict[type, str]:
+    """Found when a model is checked: the compiler takes a second to import."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return {
+        torch._dynamo.OptimizedModule: "torch.compile",
+        torch.jit.ScriptModule: "torch.jit",
+        DistributedDataParallel: "DistributedDataParallel",
+        DataParallel: "DataParallel",
+        FullyShardedDataParallel: "FullyShardedDataParallel",
+        FSDPModule: "fully_shard",
+    }
+
+
 def check(model: nn.Module) -> None:
     """Raise InputError naming everything on the model that a traced program would silently drop."""
     wrapped = [
         f"{_name(path)} wrapped by {name}"
         for path, module in model.named_modules()
-        for kind, name in _WRAPPERS.items()
+        for kind, name in _wrappers().items()
         if isinstance(module, kind)
     ]
     if wrapped:

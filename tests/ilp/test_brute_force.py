@@ -218,7 +218,10 @@ LEVELS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param(level, marks=[pytest.mark.long] if level == "auto" else []) for level in LEVELS],
+)
 @pytest.mark.parametrize("once", [pytest.param(1.0, marks=pytest.mark.long), 0.2])
 @pytest.mark.parametrize(
     "make", [chain, pytest.param(twice, marks=pytest.mark.long)], ids=lambda make: make.__name__

@@ -24,6 +24,7 @@ from autopar.proof.check import Report, check
 from autopar.target import Target, load_target
 
 TARGETS = Path(__file__).parents[1] / "targets.py"
+SIMULATED_AND_REAL = [(False, 1), (False, 2), (True, 2), pytest.param(True, 1, marks=pytest.mark.long)]
 
 
 def target(name: str) -> Target:
@@ -56,8 +57,7 @@ def test_dropout_equals_its_serial_mask_and_casts_are_named() -> None:
     assert any("targets.py" in cast and ".float()" in cast for cast in report.verdict.raised_casts)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("processes, micro_batches", SIMULATED_AND_REAL)
 def test_masks_are_the_serial_ones_however_operands_lie_in_memory(
     micro_batches: int, processes: bool
 ) -> None:
@@ -80,8 +80,7 @@ def test_random_slopes_are_computed_again_to_the_end(processes: bool) -> None:
     assert report.passed, report
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("processes, micro_batches", SIMULATED_AND_REAL)
 def test_numbers_in_the_code_and_tensors_of_the_loss(micro_batches: int, processes: bool) -> None:
     request = Request(force=Parallelism("batch"), measure=False, micro_batches=micro_batches)
     report = check(target("weighted"), ClusterSpec.local(2), request, steps=2, processes=processes)
@@ -118,8 +117,7 @@ def test_a_tensor_without_elements_has_room_for_no_axis(force: str) -> None:
     assert report.passed, report
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("processes, micro_batches", SIMULATED_AND_REAL)
 def test_what_is_made_of_numbers_has_the_digits_of_the_proof(micro_batches: int, processes: bool) -> None:
     request = Request(force=Parallelism("batch"), measure=False, micro_batches=micro_batches)
     report = check(target("passed_by"), ClusterSpec.local(2), request, steps=2, processes=processes)

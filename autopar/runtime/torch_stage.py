@@ -1,0 +1,171 @@
+"""Stages as torch.distributed.pipelining runs them, under its schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from autopar.core.executable import StagedExecutable
+from autopar.core.graph import TensorSpec
+from autopar.core.schedule import ScheduleKind
+from autopar.runtime.stage import Stage, splits_cleanly
+
+SINGLE: dict[ScheduleKind, Any] = {ScheduleKind.GPIPE: ScheduleGPipe, ScheduleKind.ONE_F_ONE_B: Schedule1F1B}
+MULTIPLE: dict[ScheduleKind, Any] = {
+    ScheduleKind.INTERLEAVED: ScheduleInterleaved1F1B,
+    ScheduleKind.ZB1P: ScheduleInterleavedZeroBubble,
+    ScheduleKind.ZBV: ScheduleZBVZeroBubble,
+    ScheduleKind.DUALPIPEV: ScheduleDualPipeV,
+}
+
+
+def schedule_of(
+    made: StagedExecutable,
+    stages: Sequence[Stage],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Any:
+    """Torch's schedule of a rank's stages; `loss_fn` takes the last stage's output and the micro-batch's
+    number, `group` are the ranks of the pipeline."""
+    pipeline = made.pipeline
+    wrapped = [_torch_stage(stage, made, group, device) for stage in stages]
+    options = {"loss_fn": loss_fn, "scale_grads": False}
+    if pipeline.schedule in SINGLE:
+        return SINGLE[pipeline.schedule](wrapped[0], pipeline.micro_batches, **options)
+    return MULTIPLE[pipeline.schedule](wrapped, pipeline.micro_batches, **options)
+
+
+def _torch_stage(
+    stage: Stage, whole: StagedExecutable, group: dist.ProcessGroup, device: torch.device
+) -> _TorchStage:
+    made = stage.executable
+    last = made.stage == whole.pipeline.num_stages - 1
+    sent = whole.outputs if last else made.sent
+    return _TorchStage(
+        stage,
+        made.stage,
+        whole.pipeline.num_stages,
+        device,
+        input_args=tuple(map(_example, made.received)),
+        output_args=tuple(map(_example, sent)),
+        group=group,
+        dw_builder=None if splits_cleanly(made) else _nothing_left,
+    )
+
+
+def _example(spec: TensorSpec) -> Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
+
+
+def _nothing_left() -> Callable[[], None]:
+    """For stages whose backward isn't split: that of the inputs does all, that of the weights nothing."""
+    return lambda: None
+
+
+class _TorchStage(PipelineStage):
+    """A stage that holds no more than it needs, whose micro-batches may differ in size.
+
+    Receive buffers last from the receive to what uses them, each in the shape of its own micro-batch:
+    torch makes those of all micro-batches, like the first, before the first step, and keeps them. Losses,
+    which torch collects, let go of their micro-batch, whose received tensors the leaves of its graph are.
+
+    In `eval` torch asks for the gradient of a neighbour on the same rank too, and finds none.
+    """
+
+    submod: Stage
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_forward_infra(*args, **kwargs)
+        for chunk in self.args_recv_info.values():
+            self._empty(chunk)
+        return made
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_backward_infra(*args, **kwargs)
+        for chunk in self.grad_recv_info.values():
+            self._empty(chunk)
+        return made
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        if not self.is_first:
+            self._fill(self.args_recv_info[fwd_chunk_id], self.submod.received(fwd_chunk_id))
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if self.has_backward and not self.is_last:
+            self._fill(self.grad_recv_info[bwd_chunk_id], self.submod.sent(bwd_chunk_id))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        found = super()._retrieve_recv_activations(fwd_chunk_id)
+        self._empty(self.args_recv_info[fwd_chunk_id])
+        return found
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        found = super()._retrieve_recv_grads(bwd_chunk_id)
+        self._empty(self.grad_recv_info[bwd_chunk_id])
+        return found
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None and (full_backward or self.dw_builder):
+            loss.detach_()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        state = self.backward_state.get(bwd_chunk_id)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if state is not None and self.is_last:
+            for loss in state[2] if isinstance(state[2], tuple) else (state[2],):
+                loss.detach_()
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_first:
+            gradients, specs = self.bwd_cache[bwd_chunk_id], self.submod.received(bwd_chunk_id)
+            self.bwd_cache[bwd_chunk_id] = tuple(map(self._sent_back, gradients, specs))
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def _sent_back(self, gradient: Tensor | None, spec: TensorSpec) -> Tensor | None:
+        """The gradient of a received value; zeros if it got none, as the stage before waits for it."""
+        if gradient is not None or not spec.requires_grad:
+            return gradient
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        """Older torch compares every micro-batch's with the first one's."""
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            # Where there is no gradient, torch writes zeros.
+            self._fill(self.grad_recv_info[mb_index], self.submod.sent(mb_index))
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _fill(self, infos: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+        """Give those that receive a tensor a buffer."""
+        for info, spec in zip(infos, specs, strict=False):  # the first stage has arguments
+            if info.buffer is not None:
+                info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def _empty(self, infos: Sequence[Any]) -> None:
+        """Let go of the buffers; one without memory stands for those to come."""
+        for info in infos:
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = torch.empty(0, device=self.device)
