@@ -8,10 +8,15 @@ GPU is not waited for between runs:
 On a CPU with one thread that is the thread's own clock, which stands still while other processes
 have the core: on a busy machine it gives the same numbers, where a wall clock gave half a batch
 2.3 x the time of the whole one.
+
+The first runs take new memory, and a page that is touched for the first time may cost more than the
+work on it; glibc's heap needed six runs of a large ReLU until it gave the same pages again, as it does
+step after step in training. So only runs that met no new pages count, where there are enough of them.
 """
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +26,8 @@ from typing import TypeAlias
 import torch
 
 WARM_UPS = 2  # the first run allocates and selects kernels, the second settles caches
+SETTLING = 5  # budgets that all runs may take to meet no new pages; once one did, the next will soon
+FEW_PAGES = 16  # are always new somewhere
 MIN_RUNS, MAX_RUNS = 3, 200
 BUDGET_SECONDS = 0.2  # per call; the median of a small operator is steady well before
 
@@ -50,15 +57,37 @@ def repeat(
     start = time.perf_counter()
     run(mark)
     synchronize(device)
-    runs = num_runs(time.perf_counter() - start, budget)
-    marked = [run(mark) for _ in range(runs)]
+    wanted = num_runs(time.perf_counter() - start, budget)
+    enough = min(wanted, MIN_RUNS)
+    marked: list[Sequence[Mark]] = []
+    settled: list[Sequence[Mark]] = []
+    end = time.perf_counter() + SETTLING * budget
+
+    def goes_on() -> bool:
+        if len(marked) < wanted:
+            return True
+        if settled and len(settled) < enough:
+            return len(marked) < MAX_RUNS
+        return len(settled) < wanted and time.perf_counter() < end
+
+    while goes_on():
+        before = _new_pages()
+        marked.append(run(mark))
+        if _new_pages() - before <= FEW_PAGES:
+            settled.append(marked[-1])
     synchronize(device)
-    laps = [[_between(a, b) for a, b in zip(marks, marks[1:], strict=False)] for marks in marked]
+    counted = settled if len(settled) >= enough else marked
+    laps = [[_between(a, b) for a, b in zip(marks, marks[1:], strict=False)] for marks in counted]
     return Times(
         parts=tuple(statistics.median(part) for part in zip(*laps, strict=True)),
-        runs=runs,
+        runs=len(counted),
         spread=spread([sum(lap) for lap in laps]),
     )
+
+
+def _new_pages() -> int:
+    """Pages of memory that this process has met so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def num_runs(seconds: float, budget: float) -> int:
