@@ -43,10 +43,10 @@ from autopar.ilp.fold import Pins
 from autopar.ilp.space import Force, Parallelism
 from autopar.optimizer import OptimizerLike, state_of
 from autopar.options import AUTO, DEFAULT_OPTIMIZER, Options, settle
-from autopar.planning import DEFAULT_GAP, Request
 from autopar.profile import Bar, Profile
 from autopar.profile import profile as measure_profile
 from autopar.proof.check import Report, check
+from autopar.request import DEFAULT_GAP, Request
 from autopar.rewrite.render import describe
 from autopar.runtime import serial, worker
 from autopar.runtime.module import ParallelModule

@@ -38,7 +38,8 @@ from autopar.ilp.placement import FREE, Dear
 from autopar.ilp.recompute import sparing
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
-from autopar.planning import Decision, Found, MeshProblem, Request, decide, finish
+from autopar.planning import Decision, Found, MeshProblem, decide, finish
+from autopar.request import Request
 from costdb.database import Database
 
 SAMPLE = 16  # micro-batches of the graph that is screened, about

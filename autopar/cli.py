@@ -28,8 +28,8 @@ from autopar.cluster import ClusterSpec
 from autopar.draw import timeline_text, write_trace
 from autopar.errors import AutoparError, InputError, WorkerError
 from autopar.options import AUTO, settle, write
-from autopar.planning import DEFAULT_GAP
 from autopar.progress import ProgressBar
+from autopar.request import DEFAULT_GAP
 from autopar.runtime.launch import INTERRUPTED, start_script
 from autopar.show import WIDTH, render
 from autopar.table import render_comparison

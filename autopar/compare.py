@@ -31,7 +31,8 @@ from autopar.cost.model import Company, Progress, setting_of, using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
 from autopar.ilp.space import Force, Kinds, Parallelism, is_heavy
 from autopar.micro_batches import batch_length
-from autopar.planning import Found, Request, search
+from autopar.planning import Found, search
+from autopar.request import Request
 from autopar.signature import flatten_arguments
 from autopar.target import Target
 from autopar.trace import Traced

@@ -28,7 +28,8 @@ from autopar.micro_batches import batch_length, cut_inputs, is_sum, reducer_of, 
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.ops.independence import mixing_operator, rows_instead
-from autopar.planning import Request, decide, finish, search
+from autopar.planning import decide, finish, search
+from autopar.request import Request
 from autopar.rewrite.program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.samples import find_samples

@@ -34,8 +34,8 @@ from autopar.core.plan import Plan
 from autopar.cost.model import Company
 from autopar.errors import AutoparError, InputError
 from autopar.optimizer import KNOWN
-from autopar.planning import Request
 from autopar.profile import Bar
+from autopar.request import Request
 from autopar.rewrite.render import describe
 from autopar.runtime import worker
 from autopar.runtime.laps import Runner, largest, time_in_turn

@@ -1,4 +1,4 @@
-"""From a traced graph and a cluster to the best plan over all meshes, with its report.
+"""From a traced graph and a cluster to the best plan over all meshes.
 
 For every mesh that fits the links: cut the dims, price the strategies, solve, and with pipeline stages
 cut the answer into them. The graph is that of one micro-batch; all stages have the same mesh and share
@@ -8,38 +8,29 @@ is solved again, until it uses nothing that is not measured or the rounds are ov
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.convert.table import effect
-from autopar.core.costs import ADAM, OptimizerState
-from autopar.core.gathering import ShardState
-from autopar.core.graph import Call, Graph, InputKind
+from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
-from autopar.core.pipeline import Pipeline, stages_per_rank
-from autopar.core.placement import Layout
-from autopar.core.plan import Alternative, Layer, Plan, Program, Stage
+from autopar.core.pipeline import kept_starts, stages_per_rank
+from autopar.core.plan import Alternative, Plan, Program
 from autopar.core.recompute import Recompute
-from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind, check_schedule
-from autopar.cost.gathering import regathers
+from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.memory import peak_memory
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
-from autopar.cost.values import Values, find_values
 from autopar.errors import InfeasibleError, InputError, SolverError
-from autopar.ilp.checkpoints import notes as checkpoint_notes
 from autopar.ilp.checkpoints import respect
 from autopar.ilp.choose import BeatenError, Solution
-from autopar.ilp.fold import Folding, Pins, fold
-from autopar.ilp.gathering import gathering_notes, when, whole_notes
+from autopar.ilp.fold import Folding, fold
 from autopar.ilp.near_cuts import is_worthwhile, near_step
 from autopar.ilp.placement import FREE, Dear, Problem, Space
 from autopar.ilp.space import (
@@ -54,84 +45,20 @@ from autopar.ilp.space import (
 from autopar.ilp.stages import mean_flight, scheduled
 from autopar.ilp.step import Step, once, recut, staged, unstaged
 from autopar.ilp.symmetry import choose_named
-from autopar.micro_batches import loss_notes
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
-from autopar.ops.equation import Option
+from autopar.report import report
+from autopar.request import Request
 from costdb.database import Database
 
 MEASURING_ROUNDS = 6
 RIVALS = 2  # pure strategies whose operators are measured beside the winner's
-DEFAULT_GAP = 1e-3
 PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
-MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
 TOLD_APART = 0.03  # of measured seconds: less is noise
 NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 PRICE_STEPS = 4  # of the bisection between them
 KNOWN_STEPS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asks of the search; every field has the command line's default.
-
-    `memory` is bytes per device, `stored` fixes parameters that lie on the devices already. With
-    `local_inputs` user inputs may be passed in parts, as `user_layouts` (by path) says where it can;
-    with `local_outputs` all outputs but the loss may leave in parts. `schedule`
-    None is the fastest of all that torch can run with so many stages and micro-batches.
-    """
-
-    mesh: Mesh | None = None
-    force: Force | None = None
-    pins: Pins | None = None
-    memory: int | None = None
-    time_limit: float | None = None
-    gap: float = DEFAULT_GAP
-    training: bool = True
-    measure: bool = True
-    alternatives: bool = True
-    optimizer: OptimizerState = ADAM
-    stored: Mapping[str, Layout] | None = None
-    local_inputs: bool = False
-    local_outputs: bool = False
-    user_layouts: Mapping[str, Layout] | None = None
-    stages: int = 1  # pipeline ranks
-    micro_batches: int = 1
-    schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
-    recompute: Recompute = Recompute.AUTO
-    shard_state: ShardState = ShardState.AUTO
-    homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
-    relay: bool = False  # the stages run one after the other: a call without gradients, no step
-
-    def kinds(self) -> list[ScheduleKind]:
-        """The schedule that is asked for, or all that can be run and timed; none without stages. Raises
-        InputError, naming the rule, if there is none."""
-        if self.stages == 1 or self.relay:
-            return []
-        found, refused = [], []
-        whole = self.recompute is Recompute.ALL  # torch recomputes only for a backward that isn't split
-        for kind in [self.schedule] if self.schedule else ScheduleKind:
-            if whole and kind in SPLIT_BACKWARD:
-                continue
-            try:
-                check_schedule(
-                    kind,
-                    ranks=self.stages,
-                    stages_per_rank=stages_per_rank(kind),
-                    micro_batches=self.micro_batches,
-                )
-                found.append(kind)
-            except InputError as error:
-                refused.append(error)
-        if not found:
-            raise refused[0]
-        small = [kind for kind in found if self.actions(kind) <= MOST_ACTIONS]
-        return small or [min(found, key=lambda kind: (self.actions(kind), kind is ScheduleKind.GPIPE))]
-
-    def actions(self, kind: ScheduleKind) -> int:
-        """Forwards and backwards in a step."""
-        return 2 * self.stages * stages_per_rank(kind) * self.micro_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +161,8 @@ def finish(decision: Decision) -> Found:
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [item for item, _ in alternatives]
-    return _report(problem, step, decision.cluster, rows, problem.cap, request)
+    plan = report(problem.graph, problem.prices, step, decision.cluster, rows, problem.cap, request)
+    return Found(plan, problem.dims, problem.prices, step.solution, step)
 
 
 def measure_operators(
@@ -615,231 +543,6 @@ def _prefer_simpler(
     winner = min(faster, key=lambda item: item.seconds)
     solution = dataclasses.replace(winner.solution, status=step.solution.status)
     return problem, dataclasses.replace(winner, bound=min(step.bound, winner.seconds), solution=solution)
-
-
-# -- the report --------------------------------------------------------------------------------------------
-
-
-def _report(
-    problem: MeshProblem,
-    step: Step,
-    cluster: ClusterSpec,
-    alternatives: Sequence[Alternative],
-    cap: int | None,
-    request: Request,
-) -> Found:
-    graph, prices, solution = problem.graph, problem.prices, step.solution
-    program = solution.program
-    kinds = Kinds(graph, prices.dims)
-    weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
-    paid: set[tuple[str, object]] = set()
-    values = find_values(graph, program, training=prices.training)
-    again = [0.0] * len(graph.operators)
-    for each in regathers(graph, prices, program, values):
-        again[each.place] += each.seconds
-    layers = []
-    for place, item in enumerate(graph.operators):
-        strategy: tuple[Option, ...] = program.strategies[item.name]
-        price = prices.operator(item, strategy)
-        moved = again[place]
-        for name in dict.fromkeys(item.operands):
-            for move in program.moves.get(name, ()):
-                if (name, move) not in paid:
-                    paid.add((name, move))
-                    moved += (prices.gradient_sync if name in weights else prices.move)(name, move)
-        layers.append(
-            Layer(
-                name=item.name,
-                op=str(item.target),
-                module=item.module,
-                strategy=tuple(option.factor if option.shards else None for option in strategy),
-                kinds=tuple(kind.value if (kind := kinds.of(item, option)) else None for option in strategy),
-                compute=price.compute,
-                communication=price.communication + moved,
-                nbytes=solution.peak.by_operator[item.name],
-                flops=price.flops
-                * math.prod(
-                    size for size, option in zip(program.mesh.shape, strategy, strict=True) if option.shards
-                ),
-            )
-        )
-    compute = sum(layer.compute for layer in layers)
-    estimated = sum(
-        prices.operator(item, program.strategies[item.name]).missing_seconds for item in graph.operators
-    )
-    plan = Plan(
-        program=program,
-        cluster=str(cluster),
-        layers=tuple(layers),
-        conversions=tuple(
-            f"{name}: {move} ({effect(move).name}{when(program, name, move)})"
-            for name, moves in program.moves.items()
-            for move in moves
-        ),
-        status="gap_limit"
-        if solution.status == "optimal" and (step.cut or step.gap > max(request.gap, 1e-6))
-        else solution.status,
-        gap=step.gap,
-        step_seconds=step.seconds,
-        compute_seconds=request.micro_batches * compute / request.stages,
-        communication_seconds=_communication(step, compute, request),
-        peak_bytes=step.peak_bytes,
-        state_bytes=step.state_bytes,
-        memory_cap=cap,
-        measured_share=1.0 - estimated / compute if compute else 1.0,
-        sharded_flops_share=sharded_share(graph, kinds, layers, request.force),
-        gathered_ops=tuple(
-            f"{item.name} ({item.target})" for item in graph.operators if prices.is_gathered(item)
-        ),
-        alternatives=tuple(alternatives),
-        parameter_bytes=_parameter_bytes(problem, step, values),
-        notes=(
-            *graph.notes,
-            *gathering_notes(graph, program),
-            *whole_notes(graph, problem.dims, program, request.shard_state),
-            *_notes(graph, step, request),
-        ),
-        pipeline=_pipeline(graph, step, request),
-        stages=_stages(graph, step),
-        stage_costs=step.cut.stages if step.cut else (),
-        bubble=_bubble(step, request),
-    )
-    return Found(plan, problem.dims, prices, solution, step)
-
-
-def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
-    if request.relay:
-        assert request.schedule is not None and request.homes is not None
-        stages = request.stages * stages_per_rank(request.schedule)
-        return Pipeline(request.stages, 1, request.schedule, kept_starts(graph, request.homes, stages))
-    if step.cut is None or step.schedule is None:
-        return Pipeline(micro_batches=request.micro_batches)
-    return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts)
-
-
-def _communication(step: Step, compute: float, request: Request) -> float:
-    """Seconds that a rank spends on communication in a step; with stages that of the average rank."""
-    hops = sum(stage.send_output + stage.send_gradient for stage in step.cut.stages) if step.cut else 0.0
-    sync = sum(stage.sync for stage in step.cut.stages) if step.cut else step.cost.sync
-    repeated = max(0.0, step.cost.micro_batch - compute) + hops
-    return (request.micro_batches * repeated + sync) / request.stages
-
-
-def _bubble(step: Step, request: Request) -> float:
-    """The share of the step in which the average rank does nothing for its stages."""
-    if step.cut is None:
-        return 0.0
-    stages = step.cut.stages
-    work = sum(stage.forward + stage.input_gradient + stage.weight_gradient for stage in stages)
-    busy = request.micro_batches * work + sum(stage.update for stage in stages)
-    return max(0.0, 1.0 - busy / (request.stages * step.seconds))
-
-
-def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
-    if step.cut is None or step.schedule is None:
-        return ()
-    operators, starts = graph.operators, step.cut.starts
-    found = []
-    for number, cost in enumerate(step.cut.stages):
-        stop = starts[number + 1] if number + 1 < len(starts) else len(operators)
-        own = operators[starts[number] : stop]
-        names = [item.module or item.name for item in own]
-        found.append(
-            Stage(
-                rank=step.schedule.rank_of(number),
-                first=names[0] if names else "",
-                last=names[-1] if names else "",
-                operators=len(own),
-                forward=cost.forward,
-                backward=cost.input_gradient + cost.weight_gradient,
-                send_output=cost.send_output,
-                send_gradient=cost.send_gradient,
-                sync=cost.sync,
-                nbytes=step.cut.stage_bytes[number],
-            )
-        )
-    return tuple(found)
-
-
-def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
-    """How micro-batches count in the loss, and what the gap of a plan with stages covers."""
-    counted = loss_notes(graph) if request.micro_batches > 1 else ()
-    if request.relay:
-        return ("the stages run one after the other; bytes are those of all of them together",)
-    if request.training:
-        counted += checkpoint_notes(graph, step, request.recompute)
-    if step.cut is None:
-        return counted
-    everywhere = step.cut.places == len(graph.operators)
-    places = "" if everywhere else f" at {step.cut.places} of {len(graph.operators)} places"
-    return (
-        *counted,
-        f"the gap is to all cuts of this placement{places}, and to all placements by the sum of their "
-        "stages' seconds",
-    )
-
-
-def kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
-    """The cut that leaves every parameter and buffer on its stage: before the first operator that uses
-    one of a later stage."""
-    targets = {item.name: item.target for item in graph.inputs}
-    starts = [0]
-    for stage in range(1, stages):
-        starts.append(
-            next(
-                (
-                    index
-                    for index, item in enumerate(graph.operators)
-                    if any(homes.get(targets.get(name, ""), 0) >= stage for name in item.operands)
-                ),
-                len(graph.operators),
-            )
-        )
-    return tuple(starts)
-
-
-def _parameter_bytes(problem: MeshProblem, step: Step, values: Values) -> tuple[int, ...]:
-    """Of each rank of the world: of all weights, or of those of its stages."""
-    mesh, layouts = problem.mesh, step.solution.program.inputs
-    found = [[0] * mesh.num_devices for _ in range(step.schedule.ranks if step.cut and step.schedule else 1)]
-    for item in problem.graph.inputs:
-        if item.kind is not InputKind.PARAMETER:
-            continue
-        layout, size = layouts[item.name], item.spec.dtype.itemsize
-        own = [
-            math.prod(problem.dims.local_shape(item.name, layout, mesh.coordinate(place))) * size
-            for place in range(mesh.num_devices)
-        ]
-        for rank in _ranks_with(values.source(item.name).carriers, step):
-            found[rank] = [one + other for one, other in zip(found[rank], own, strict=True)]
-    return tuple(itertools.chain.from_iterable(found))
-
-
-def _ranks_with(operators: Sequence[int], step: Step) -> set[int]:
-    """The pipeline ranks whose stages have one of the operators."""
-    if step.cut is None or step.schedule is None:
-        return {0}
-    return {step.schedule.rank_of(bisect.bisect(step.cut.starts, place) - 1) for place in operators or (0,)}
-
-
-def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Force | None) -> float:
-    """The part of all flops that operators do which are sharded.
-
-    With `force`, only of operators that have a factor of the kind that is forced on an axis, as long as
-    the axis, and only those count as sharded that are so on as many axes as their factors are long
-    enough for.
-    """
-    wanted = [kind.value for kind in kind_by_axis(force, kinds.dims.mesh)] if force else []
-    total = sharded = 0
-    for item, layer in zip(graph.operators, layers, strict=True):
-        axes = 1 if force is None else kinds.room(item, force)
-        done = sum(
-            kind is not None and kind == want
-            for kind, want in zip(layer.kinds, wanted or layer.kinds, strict=True)
-        )
-        total += layer.flops if axes else 0
-        sharded += layer.flops if axes and done >= axes else 0
-    return sharded / total if total else 0.0
 
 
 def check_force(graph: Graph, prices: Prices, force: Force) -> None:

@@ -23,7 +23,8 @@ from autopar.core.plan import Plan
 from autopar.cost import links
 from autopar.cost.model import Company, setting_of
 from autopar.errors import AutoparError, InputError
-from autopar.planning import Request, measure_operators, search
+from autopar.planning import measure_operators, search
+from autopar.request import Request
 from autopar.runtime import worker
 from autopar.runtime.launch import run_function
 from autopar.target import Target, load_target

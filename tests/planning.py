@@ -22,7 +22,7 @@ from autopar.core.executable import Executable
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.mesh import Mesh
-from autopar.core.pipeline import Pipeline
+from autopar.core.pipeline import Pipeline, kept_starts
 from autopar.core.placement import B, Layout, P, Partial, R, Shard
 from autopar.core.plan import Plan, Program
 from autopar.ilp.space import storable
@@ -30,7 +30,7 @@ from autopar.ops.analysis import find_atoms, strategies_of
 from autopar.ops.dims import Dims
 from autopar.ops.equation import GATHERED, Option
 from autopar.ops.rule import Strategy
-from autopar.planning import Request, kept_starts
+from autopar.request import Request
 from autopar.signature import LossFunction
 from autopar.trace import Traced
 

@@ -1,6 +1,6 @@
 """Dependencies point one way.
 
-    errors, units  <-  core  <-  convert, ops, emit  <-  cost  <-  ilp  <-  planning
+    errors, units  <-  core  <-  convert, ops, emit  <-  cost  <-  ilp  <-  request  <-  planning
                         core  <-  runtime             rewrite  <-  compiler  <-  proof  <-  api  <-  cli
 
 - `core` is data: no graphs of torch.fx, no solver, no process group.
@@ -49,6 +49,8 @@ ABOVE = {
     "optimizer",
     "options",
     "target",
+    "request",
+    "report",
     "planning",
     "compiler",
     "proof",
@@ -81,20 +83,23 @@ ALLOWED: dict[str, set[str]] = {
     "cost": BASE | {"cluster", "convert", "costdb", "ops", "emit", "runtime"},
     "ilp": BASE | {"clock", "convert", "cost", "ops", "schedules"},
     "target": BASE | {"signature", "trace"},
-    "planning": BASE | {"cluster", "convert", "cost", "costdb", "ilp", "micro_batches", "ops"},
-    "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning"},
+    "request": BASE | {"ilp"},
+    "report": BASE | {"cluster", "convert", "cost", "ilp", "micro_batches", "ops", "request"},
+    "planning": BASE
+    | {"cluster", "convert", "cost", "costdb", "ilp", "micro_batches", "ops", "report", "request"},
+    "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning", "request"},
     "checkpoints": set(),
     "optimizer": BASE,
-    "options": BASE | {"planning"},
+    "options": BASE | {"request"},
     "agree": BASE | {"cluster", "cost", "costdb"},
-    "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "auto", "planning"},
-    "profile": BASE | PASSES | {"agree", "planning", "target"},
-    "proof": BASE | PASSES | {"compiler", "planning", "target"},
-    "compare": BASE | PASSES | {"compiler", "planning", "target"},
-    "contest": BASE | PASSES | {"agree", "compare", "compiler", "optimizer", "planning", "profile", "target"},
+    "compiler": BASE | PASSES - {"ilp", "convert", "runtime"} | {"agree", "auto", "planning", "request"},
+    "profile": BASE | PASSES | {"agree", "planning", "request", "target"},
+    "proof": BASE | PASSES | {"compiler", "planning", "request", "target"},
+    "compare": BASE | PASSES | {"compiler", "planning", "request", "target"},
+    "contest": BASE | PASSES | {"agree", "compare", "compiler", "optimizer", "profile", "request", "target"},
     "api": BASE | PASSES | ABOVE | {"schedules", "simulate"},
     "cli": BASE
-    | {"api", "draw", "show", "table", "progress", "target", "cluster", "options", "planning", "runtime"},
+    | {"api", "draw", "show", "table", "progress", "target", "cluster", "options", "request", "runtime"},
     "autopar": BASE | {"api", "cluster", "runtime"},
     "__main__": {"cli"},
 }

@@ -20,7 +20,8 @@ from autopar.core.schedule import ScheduleKind
 from autopar.errors import InfeasibleError, InputError, TraceError
 from autopar.ilp import step
 from autopar.ilp.choose import BeatenError
-from autopar.planning import Request, _prefer_simpler, decide, search
+from autopar.planning import _prefer_simpler, decide, search
+from autopar.request import Request
 from autopar.simplify import only_loss
 from autopar.trace import trace
 from examples.characters import gpt

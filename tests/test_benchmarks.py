@@ -12,7 +12,7 @@ from autopar.compiler import Compiler
 from autopar.core.mesh import Mesh
 from autopar.errors import CheckError
 from autopar.planning import Found as Planned
-from autopar.planning import Request
+from autopar.request import Request
 from tests.benchmarks.__main__ import measure
 from tests.benchmarks.cases import BENCHMARKS
 from tests.benchmarks.contest import Timed

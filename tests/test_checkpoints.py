@@ -17,9 +17,10 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.core.plan import Plan
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
-from autopar.planning import Request, search
+from autopar.planning import search
 from autopar.proof.check import check
 from autopar.proof.verify import verify_simulated
+from autopar.request import Request
 from autopar.target import Target
 from autopar.trace import trace
 

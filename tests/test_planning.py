@@ -16,7 +16,7 @@ from autopar.core.plan import Plan
 from autopar.ilp.fold import fold
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
-from autopar.planning import Request
+from autopar.request import Request
 from autopar.trace import Traced, trace
 from examples.characters import gpt
 from tests.planning import weight_bytes

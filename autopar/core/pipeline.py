@@ -6,8 +6,10 @@ stages        0    |  1   |  2          loop placement, one stage each
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.core.graph import Graph
 from autopar.core.schedule import ScheduleKind, rank_of_stage
 
 VIRTUAL = (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
@@ -43,3 +45,22 @@ class Pipeline:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, in order."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+
+
+def kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
+    """The cut that leaves every parameter and buffer on its stage: before the first operator that uses
+    one of a later stage."""
+    targets = {item.name: item.target for item in graph.inputs}
+    starts = [0]
+    for stage in range(1, stages):
+        starts.append(
+            next(
+                (
+                    index
+                    for index, item in enumerate(graph.operators)
+                    if any(homes.get(targets.get(name, ""), 0) >= stage for name in item.operands)
+                ),
+                len(graph.operators),
+            )
+        )
+    return tuple(starts)

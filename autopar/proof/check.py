@@ -26,7 +26,7 @@ from autopar.ilp.space import Force, name_of
 from autopar.micro_batches import loss_weight, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
-from autopar.planning import Request, search
+from autopar.planning import search
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import float64_by_default, raise_graph, raise_tensor, written_constants
 from autopar.proof.processes import Disagreement, Job, trace_lengths, train_on_processes
@@ -38,6 +38,7 @@ from autopar.proof.verify import (
     train_eagerly,
     verify_simulated,
 )
+from autopar.request import Request
 from autopar.rewrite.shorter import check_plan
 from autopar.runtime import serial
 from autopar.signature import flatten_arguments

@@ -20,7 +20,6 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan
 from autopar.errors import CheckError
 from autopar.micro_batches import MicroBatch, split_batch
-from autopar.planning import Request
 from autopar.proof.precision import float64_by_default, raise_graph, raise_tensor
 from autopar.proof.verify import (
     KINDS,
@@ -34,6 +33,7 @@ from autopar.proof.verify import (
     note_outputs,
     seed,
 )
+from autopar.request import Request
 from autopar.rewrite.render import describe
 from autopar.runtime import worker
 from autopar.runtime.launch import run_function

@@ -12,7 +12,7 @@ from autopar.core.comparison import Row
 from autopar.core.plan import Plan
 from autopar.cost.model import Company
 from autopar.errors import InfeasibleError
-from autopar.planning import Request
+from autopar.request import Request
 from autopar.runtime import worker
 from autopar.target import Target, load_target
 

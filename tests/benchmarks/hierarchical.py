@@ -22,7 +22,8 @@ from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.model import Company
 from autopar.errors import InfeasibleError
-from autopar.planning import MEASURING_ROUNDS, Decision, Found, MeshProblem, Request, decide, finish
+from autopar.planning import MEASURING_ROUNDS, Decision, Found, MeshProblem, decide, finish
+from autopar.request import Request
 from costdb.database import Database
 
 

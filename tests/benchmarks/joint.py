@@ -34,7 +34,7 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.core.mesh import Mesh
 from autopar.core.plan import Plan
 from autopar.core.schedule import ScheduleKind
-from autopar.planning import Request
+from autopar.request import Request
 from autopar.runtime.launch import run_function
 from autopar.target import load_target
 from autopar.units import show_bytes, show_seconds

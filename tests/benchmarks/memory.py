@@ -33,7 +33,7 @@ from autopar.core.placement import Layout, R, Shard
 from autopar.core.plan import Plan
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
-from autopar.planning import Request
+from autopar.request import Request
 from autopar.runtime.peak import peak_bytes
 from autopar.target import load_target
 from autopar.units import show_bytes

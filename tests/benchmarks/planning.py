@@ -30,7 +30,7 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.compiler import Compiler, build_stages
 from autopar.core.plan import Plan
 from autopar.errors import CheckError, InfeasibleError
-from autopar.planning import Request
+from autopar.request import Request
 from autopar.units import show_bytes, show_seconds
 from examples.characters import gpt
 from tests.benchmarks.wide_resnet import wide_resnet

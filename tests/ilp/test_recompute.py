@@ -27,7 +27,8 @@ from autopar.ilp.space import build_space
 from autopar.ilp.stages import best_cut, bound_again, keep, least_bytes, scheduled
 from autopar.ilp.step import once, staged
 from autopar.ops.analysis import find_atoms
-from autopar.planning import MeshProblem, Request
+from autopar.planning import MeshProblem
+from autopar.request import Request
 from tests.ilp.brute_force import (
     BruteForce,
     blocks,

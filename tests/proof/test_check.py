@@ -16,11 +16,11 @@ from autopar.core.mesh import Mesh
 from autopar.core.recompute import Recompute
 from autopar.errors import InfeasibleError, InputError
 from autopar.ilp.space import Parallelism
-from autopar.planning import Request
 from autopar.proof import check as check_module
 from autopar.proof import precision, processes
 from autopar.proof import verify as verify_module
 from autopar.proof.check import Report, check
+from autopar.request import Request
 from autopar.target import Target, load_target
 
 TARGETS = Path(__file__).parents[1] / "targets.py"

@@ -15,7 +15,8 @@ from autopar.compiler import build_stages
 from autopar.core.executable import Executable
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ScheduleKind
-from autopar.planning import Request, search
+from autopar.planning import search
+from autopar.request import Request
 from autopar.runtime.stage import splits_cleanly
 from autopar.simplify import only_loss
 from autopar.trace import Traced, trace

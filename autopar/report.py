@@ -1,0 +1,229 @@
+"""The plan as it is printed and carried: a row for each operator, totals, stages, notes."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+
+from autopar.cluster import ClusterSpec
+from autopar.convert.table import effect
+from autopar.core.graph import Graph, InputKind
+from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
+from autopar.core.plan import Alternative, Layer, Plan, Stage
+from autopar.cost.gathering import regathers
+from autopar.cost.prices import Prices
+from autopar.cost.values import Values, find_values
+from autopar.ilp.checkpoints import notes as checkpoint_notes
+from autopar.ilp.gathering import gathering_notes, when, whole_notes
+from autopar.ilp.space import Force, Kinds, kind_by_axis
+from autopar.ilp.step import Step
+from autopar.micro_batches import loss_notes
+from autopar.ops.dims import Dims
+from autopar.ops.equation import Option
+from autopar.request import Request
+
+
+def report(
+    graph: Graph,
+    prices: Prices,
+    step: Step,
+    cluster: ClusterSpec,
+    alternatives: Sequence[Alternative],
+    cap: int | None,
+    request: Request,
+) -> Plan:
+    """The plan that a step is, beside its alternatives; `cap` is bytes per device."""
+    solution = step.solution
+    program = solution.program
+    kinds = Kinds(graph, prices.dims)
+    weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
+    paid: set[tuple[str, object]] = set()
+    values = find_values(graph, program, training=prices.training)
+    again = [0.0] * len(graph.operators)
+    for each in regathers(graph, prices, program, values):
+        again[each.place] += each.seconds
+    layers = []
+    for place, item in enumerate(graph.operators):
+        strategy: tuple[Option, ...] = program.strategies[item.name]
+        price = prices.operator(item, strategy)
+        moved = again[place]
+        for name in dict.fromkeys(item.operands):
+            for move in program.moves.get(name, ()):
+                if (name, move) not in paid:
+                    paid.add((name, move))
+                    moved += (prices.gradient_sync if name in weights else prices.move)(name, move)
+        layers.append(
+            Layer(
+                name=item.name,
+                op=str(item.target),
+                module=item.module,
+                strategy=tuple(option.factor if option.shards else None for option in strategy),
+                kinds=tuple(kind.value if (kind := kinds.of(item, option)) else None for option in strategy),
+                compute=price.compute,
+                communication=price.communication + moved,
+                nbytes=solution.peak.by_operator[item.name],
+                flops=price.flops
+                * math.prod(
+                    size for size, option in zip(program.mesh.shape, strategy, strict=True) if option.shards
+                ),
+            )
+        )
+    compute = sum(layer.compute for layer in layers)
+    estimated = sum(
+        prices.operator(item, program.strategies[item.name]).missing_seconds for item in graph.operators
+    )
+    return Plan(
+        program=program,
+        cluster=str(cluster),
+        layers=tuple(layers),
+        conversions=tuple(
+            f"{name}: {move} ({effect(move).name}{when(program, name, move)})"
+            for name, moves in program.moves.items()
+            for move in moves
+        ),
+        status="gap_limit"
+        if solution.status == "optimal" and (step.cut or step.gap > max(request.gap, 1e-6))
+        else solution.status,
+        gap=step.gap,
+        step_seconds=step.seconds,
+        compute_seconds=request.micro_batches * compute / request.stages,
+        communication_seconds=_communication(step, compute, request),
+        peak_bytes=step.peak_bytes,
+        state_bytes=step.state_bytes,
+        memory_cap=cap,
+        measured_share=1.0 - estimated / compute if compute else 1.0,
+        sharded_flops_share=sharded_share(graph, kinds, layers, request.force),
+        gathered_ops=tuple(
+            f"{item.name} ({item.target})" for item in graph.operators if prices.is_gathered(item)
+        ),
+        alternatives=tuple(alternatives),
+        parameter_bytes=_parameter_bytes(graph, prices.dims, step, values),
+        notes=(
+            *graph.notes,
+            *gathering_notes(graph, program),
+            *whole_notes(graph, prices.dims, program, request.shard_state),
+            *_notes(graph, step, request),
+        ),
+        pipeline=_pipeline(graph, step, request),
+        stages=_stages(graph, step),
+        stage_costs=step.cut.stages if step.cut else (),
+        bubble=_bubble(step, request),
+    )
+
+
+def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
+    if request.relay:
+        assert request.schedule is not None and request.homes is not None
+        stages = request.stages * stages_per_rank(request.schedule)
+        return Pipeline(request.stages, 1, request.schedule, kept_starts(graph, request.homes, stages))
+    if step.cut is None or step.schedule is None:
+        return Pipeline(micro_batches=request.micro_batches)
+    return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts)
+
+
+def _communication(step: Step, compute: float, request: Request) -> float:
+    """Seconds that a rank spends on communication in a step; with stages that of the average rank."""
+    hops = sum(stage.send_output + stage.send_gradient for stage in step.cut.stages) if step.cut else 0.0
+    sync = sum(stage.sync for stage in step.cut.stages) if step.cut else step.cost.sync
+    repeated = max(0.0, step.cost.micro_batch - compute) + hops
+    return (request.micro_batches * repeated + sync) / request.stages
+
+
+def _bubble(step: Step, request: Request) -> float:
+    """The share of the step in which the average rank does nothing for its stages."""
+    if step.cut is None:
+        return 0.0
+    stages = step.cut.stages
+    work = sum(stage.forward + stage.input_gradient + stage.weight_gradient for stage in stages)
+    busy = request.micro_batches * work + sum(stage.update for stage in stages)
+    return max(0.0, 1.0 - busy / (request.stages * step.seconds))
+
+
+def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
+    if step.cut is None or step.schedule is None:
+        return ()
+    operators, starts = graph.operators, step.cut.starts
+    found = []
+    for number, cost in enumerate(step.cut.stages):
+        stop = starts[number + 1] if number + 1 < len(starts) else len(operators)
+        own = operators[starts[number] : stop]
+        names = [item.module or item.name for item in own]
+        found.append(
+            Stage(
+                rank=step.schedule.rank_of(number),
+                first=names[0] if names else "",
+                last=names[-1] if names else "",
+                operators=len(own),
+                forward=cost.forward,
+                backward=cost.input_gradient + cost.weight_gradient,
+                send_output=cost.send_output,
+                send_gradient=cost.send_gradient,
+                sync=cost.sync,
+                nbytes=step.cut.stage_bytes[number],
+            )
+        )
+    return tuple(found)
+
+
+def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
+    """How micro-batches count in the loss, and what the gap of a plan with stages covers."""
+    counted = loss_notes(graph) if request.micro_batches > 1 else ()
+    if request.relay:
+        return ("the stages run one after the other; bytes are those of all of them together",)
+    if request.training:
+        counted += checkpoint_notes(graph, step, request.recompute)
+    if step.cut is None:
+        return counted
+    everywhere = step.cut.places == len(graph.operators)
+    places = "" if everywhere else f" at {step.cut.places} of {len(graph.operators)} places"
+    return (
+        *counted,
+        f"the gap is to all cuts of this placement{places}, and to all placements by the sum of their "
+        "stages' seconds",
+    )
+
+
+def _parameter_bytes(graph: Graph, dims: Dims, step: Step, values: Values) -> tuple[int, ...]:
+    """Of each rank of the world: of all weights, or of those of its stages."""
+    mesh, layouts = dims.mesh, step.solution.program.inputs
+    found = [[0] * mesh.num_devices for _ in range(step.schedule.ranks if step.cut and step.schedule else 1)]
+    for item in graph.inputs:
+        if item.kind is not InputKind.PARAMETER:
+            continue
+        layout, size = layouts[item.name], item.spec.dtype.itemsize
+        own = [
+            math.prod(dims.local_shape(item.name, layout, mesh.coordinate(place))) * size
+            for place in range(mesh.num_devices)
+        ]
+        for rank in _ranks_with(values.source(item.name).carriers, step):
+            found[rank] = [one + other for one, other in zip(found[rank], own, strict=True)]
+    return tuple(itertools.chain.from_iterable(found))
+
+
+def _ranks_with(operators: Sequence[int], step: Step) -> set[int]:
+    """The pipeline ranks whose stages have one of the operators."""
+    if step.cut is None or step.schedule is None:
+        return {0}
+    return {step.schedule.rank_of(bisect.bisect(step.cut.starts, place) - 1) for place in operators or (0,)}
+
+
+def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Force | None) -> float:
+    """The part of all flops that operators do which are sharded.
+
+    With `force`, only of operators that have a factor of the kind that is forced on an axis, as long as
+    the axis, and only those count as sharded that are so on as many axes as their factors are long
+    enough for.
+    """
+    wanted = [kind.value for kind in kind_by_axis(force, kinds.dims.mesh)] if force else []
+    total = sharded = 0
+    for item, layer in zip(graph.operators, layers, strict=True):
+        axes = 1 if force is None else kinds.room(item, force)
+        done = sum(
+            kind is not None and kind == want
+            for kind, want in zip(layer.kinds, wanted or layer.kinds, strict=True)
+        )
+        total += layer.flops if axes else 0
+        sharded += layer.flops if axes and done >= axes else 0
+    return sharded / total if total else 0.0
