@@ -54,11 +54,11 @@ from costdb.database import Database
 MEASURING_ROUNDS = 6
 RIVALS = 2  # pure strategies whose operators are measured beside the winner's
 PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
+PRICE_STEPS = 4  # of the bisection between them
+KNOWN_STEPS = 2  # the same, where a plan that fits is known
 TOLD_APART = 0.03  # of measured seconds: less is noise
 NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
-PRICE_STEPS = 4  # of the bisection between them
-KNOWN_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ import torch
 
 WARM_UPS = 2  # the first run allocates and selects kernels, the second settles caches
 SETTLING = 5  # budgets that all runs may take to meet no new pages; once one did, the next will soon
-FEW_PAGES = 16  # are always new somewhere
+FEW_PAGES = 16  # new ones in a run that counts all the same
 MIN_RUNS, MAX_RUNS = 3, 200
 BUDGET_SECONDS = 0.2  # per call; the median of a small operator is steady well before
 
@@ -58,7 +58,6 @@ def repeat(
     run(mark)
     synchronize(device)
     wanted = num_runs(time.perf_counter() - start, budget)
-    enough = min(wanted, MIN_RUNS)
     marked: list[Sequence[Mark]] = []
     settled: list[Sequence[Mark]] = []
     end = time.perf_counter() + SETTLING * budget
@@ -66,7 +65,7 @@ def repeat(
     def goes_on() -> bool:
         if len(marked) < wanted:
             return True
-        if settled and len(settled) < enough:
+        if settled and len(settled) < MIN_RUNS:
             return len(marked) < MAX_RUNS
         return len(settled) < wanted and time.perf_counter() < end
 
@@ -76,7 +75,7 @@ def repeat(
         if _new_pages() - before <= FEW_PAGES:
             settled.append(marked[-1])
     synchronize(device)
-    counted = settled if len(settled) >= enough else marked
+    counted = settled if len(settled) >= MIN_RUNS else marked
     laps = [[_between(a, b) for a, b in zip(marks, marks[1:], strict=False)] for marks in counted]
     return Times(
         parts=tuple(statistics.median(part) for part in zip(*laps, strict=True)),

@@ -16,7 +16,7 @@
 
 Source: Thakur, Rabenseifner and Gropp, 2005.
 
-Processes of one machine also pack, unpack and add, which takes them as long as sending: `copied`.
+Processes on CPUs also pack, unpack and add, which takes them as long as sending: `copied`.
 """
 
 from __future__ import annotations

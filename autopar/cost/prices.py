@@ -387,7 +387,7 @@ class Prices:
             mesh = self.dims.mesh
             self._links[key] = self.cluster.link(mesh, axes[0]), self.cluster.nodes_of(mesh, key)
         link, nodes = self._links[key]
-        # A GPU copies ten times as fast as any link.
+        # A GPU copies much faster than its links send.
         copy_rate = self.device.bandwidth if self.device.kind == "cpu" else math.inf
         table = self.model.collectives
         return table.cost(kind, nbytes, size, link, nodes=nodes, copy_rate=copy_rate).seconds
