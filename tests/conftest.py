@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from autopar.proof import processes
 from tests.pool import Pool
 
 torch.set_num_threads(1)  # many small tensors: threads only get in each other's way
@@ -27,3 +28,11 @@ def pools() -> Iterator[Callable[[int], Pool]]:
     yield lambda size: started.setdefault(size, Pool(size))
     for pool in started.values():
         pool.close()
+
+
+@pytest.fixture
+def warm_ranks(pools: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proofs on real processes take those of the pool: none is started for each."""
+    monkeypatch.setattr(
+        processes, "run_function", lambda function, size, *arguments: pools(size).run(function, *arguments)
+    )

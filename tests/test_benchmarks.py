@@ -15,7 +15,7 @@ from autopar.planning import Found as Planned
 from autopar.request import Request
 from tests.benchmarks.__main__ import measure
 from tests.benchmarks.cases import BENCHMARKS
-from tests.benchmarks.contest import Timed
+from tests.benchmarks.contest import Contestant, Timed, shared
 from tests.benchmarks.hierarchical import Way, decide_all
 from tests.benchmarks.host_contest import Found, check_losses
 from tests.benchmarks.hosts import evaluate, table
@@ -34,6 +34,12 @@ def test_order_statistics_that_enclose_the_median(count: int, rank: int) -> None
 def test_ratios_are_paired() -> None:
     found = ratio([2.0 * drift for drift in range(1, 21)], [1.0 * drift for drift in range(1, 21)])
     assert (found.median, found.low, found.high) == (2.0, 2.0, 2.0)
+
+
+def test_the_same_program_is_timed_once() -> None:
+    programs = {"auto": "p", "eager": None, "batch": "q", "domain": "p", "ddp": None}
+    contestants = {name: Contestant(lambda: None, program=program) for name, program in programs.items()}
+    assert shared(contestants) == {"domain": "auto"}
 
 
 def test_hosts_compare_the_own_plan_with_the_faster_data_parallel() -> None:

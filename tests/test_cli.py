@@ -246,9 +246,6 @@ def test_run_starts_the_script_and_maps_exit_codes(tmp_path: Path) -> None:
     script.write_text(
         f"""
 import sys
-if "--fail" in sys.argv:
-    raise ValueError("not today")
-
 import autopar
 from autopar.target import load_target
 
@@ -264,12 +261,14 @@ print("modes", parallel.training, parallel.norm.training, sys.argv[1:])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"script": str(script), "processes": 2, "exit_code": 0}
     assert "modes True False ['--rate', '0.1']" in done.stderr, "a frozen batch norm stays in eval mode"
-    failed = started("run", str(script), *LOCAL, "--json", "--", "--fail")
-    assert failed.returncode == 4
-    error = json.loads(failed.stdout)["error"]
-    assert error["kind"] == "WorkerError" and "ValueError: not today" in error["found"]
-    assert "rank 0" in error["where"] or "rank 1" in error["where"]
-    assert "train.py" in failed.stderr
+
+
+def test_a_script_that_raises_exits_with_4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('not today')\n")
+    code, found = command(capsys, "run", str(script), *LOCAL)
+    assert code == 4 and found["error"]["kind"] == "WorkerError" and "rank 1" in found["error"]["where"]
+    assert "ValueError: not today" in found["error"]["found"]
 
 
 STEPS = """
@@ -486,7 +485,7 @@ def test_a_branch_on_values_names_the_users_line(capsys: pytest.CaptureFixture[s
 
 
 def test_a_cap_that_nothing_meets_says_the_least_that_would_do(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("plan", f"{TARGETS}:net", "--cluster", "local:4", "--no-measure", "--stages", "1", "--memory")
+    words = ("plan", f"{TARGETS}:net", *LOCAL, "--no-measure", "--stages", "1", "--memory")
     error = error_of(capsys, *words, "2kB")
     assert error["kind"] == "InfeasibleError" and error["found"] == "2 kB per device"
     assert "hidden.weight" in error["remedy"]

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from autopar.convert.path import tree
 from autopar.convert.table import canonical, gathers
 from autopar.core.gathering import Gathering
-from autopar.core.graph import Graph
 from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.core.plan import Program
-from autopar.cost.prices import Prices
 from autopar.cost.values import can_lead, leading
 from autopar.errors import RuleError
 from autopar.ilp.linear_program import Answer
@@ -93,7 +91,7 @@ def spelled(
             gatherings |= dict.fromkeys(tensor.members, gathering)
     outputs = {name: layouts[0] for name, layouts in problem.space.outputs.items()} | dict(choices.outputs)
     for name, open_to in problem.output_layouts.items():  # as it lies is as good as any other way
-        made, _ = ends(graph, problem.prices, name, strategies, inputs, outputs)
+        made, _ = ends(problem, name, strategies, inputs, outputs)
         outputs[name] = made if made in open_to else outputs[name]
     moves: dict[str, tuple[Move, ...]] = {}
     for tensor in problem.tensors:
@@ -122,7 +120,7 @@ def _moves_of(
 ) -> tuple[Move, ...]:
     """The cheaper of: what the flows use, and paths found anew between the chosen layouts."""
     prices = problem.prices
-    source, needs = ends(problem.graph, prices, tensor.name, strategies, inputs, outputs)
+    source, needs = ends(problem, tensor.name, strategies, inputs, outputs)
     if all(need == source for need in needs):
         return ()
     flowing = None if values is None else _reach(source, needs, tensor.used(values, INTEGRAL))
@@ -194,33 +192,31 @@ def _again_seconds(
 
 
 def ends(
-    graph: Graph,
-    prices: Prices,
+    problem: Problem,
     name: str,
-    strategies: Mapping[str, object],
+    strategies: Mapping[str, Strategy],
     inputs: Mapping[str, Layout],
     outputs: Mapping[str, Layout],
 ) -> tuple[Layout, list[Layout]]:
     """The layout in which a tensor is made, and those in which it is used."""
-    differentiable = prices.training and graph.specs[name].requires_grad
+    graph = problem.graph
+    differentiable = problem.prices.training and graph.specs[name].requires_grad
 
     def tidy(layout: Layout) -> Layout:
         return canonical(layout, differentiable=differentiable)
 
-    source = inputs.get(name)
-    needs: list[Layout] = []
-    for item in graph.operators:
-        strategy: tuple[object, ...] = strategies[item.name]  # type: ignore[assignment]
-        for index, result in enumerate(item.results):
-            if result == name:
-                source = tuple(option.results[index] for option in strategy)  # type: ignore[attr-defined]
-        for index, operand in enumerate(item.operands):
-            if operand == name:
-                needs.append(tidy(tuple(option.operands[index] for option in strategy)))  # type: ignore[attr-defined]
+    if name in problem.makers:
+        maker, result = problem.makers[name]
+        source = tuple(option.results[result] for option in strategies[maker.name])
+    else:
+        source = inputs[name]
+    needs = [
+        tidy(tuple(option.operands[index] for option in strategies[item.name]))
+        for item, index in problem.uses[name]
+    ]
     if name in outputs and name in graph.outputs:
         needs.append(tidy(outputs[name]))
     needs += [tidy(inputs[buffer]) for buffer, value in graph.writes if value == name]
-    assert source is not None
     return tidy(source), needs
 
 

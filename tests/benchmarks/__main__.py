@@ -49,6 +49,7 @@ class Row:
     seconds: dict[str, float]
     predicted: dict[str, float | None]
     left_out: dict[str, float]
+    same: dict[str, str]  # which of them run the program of another, and were timed as that
 
 
 @contextmanager
@@ -86,6 +87,7 @@ def evaluate(benchmark: Benchmark, allocator: str, timed: Timed) -> Row:
         seconds=medians,
         predicted=timed.predicted,
         left_out=timed.left_out,
+        same=timed.same,
     )
 
 
@@ -117,12 +119,13 @@ def table(rows: list[Row]) -> Table:
 
 def _step(name: str, row: Row) -> str:
     predicted = row.predicted[name]
-    return f"{name} {1000 * row.seconds[name]:.1f} / " + (f"{1000 * predicted:.1f}" if predicted else "-")
+    figures = f"{name} {1000 * row.seconds[name]:.1f} / " + (f"{1000 * predicted:.1f}" if predicted else "-")
+    return figures + (f" (the program of {row.same[name]})" if name in row.same else "")
 
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="benchmarks whose names start so")] = None,
-    rounds: Annotated[int, typer.Option(min=5, help="paired runs of each")] = ROUNDS,
+    rounds: Annotated[int, typer.Option(min=5, help="paired runs of each, at least")] = ROUNDS,
     allocator: Annotated[str, typer.Option(help="default, tuned or both")] = "both",
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
     costdb: Annotated[str | None, typer.Option(help="folder of cost databases to go on with")] = None,

@@ -7,7 +7,8 @@
 Each step starts at a barrier and its time is the slowest rank's, so that neither side profits from
 what the machine does elsewhere. As in training, the step before it is the same contestant's, which is
 not timed: caches and the allocator are as that left them. The processor time beside it leaves out
-waiting: on a busy machine it says what the step itself costs.
+waiting: on a busy machine it says what the step itself costs. Contestants that run the same program
+are timed once: what would set them apart is noise.
 """
 
 from __future__ import annotations
@@ -15,52 +16,80 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 WARM_UPS = 3  # memory is mapped, gradients and momentum are made
+MOST = 3  # times the rounds asked for: short steps are cheap to time and noisy
 HOPELESS = 1.5  # a contestant that warms up this much slower than the fastest is not timed on
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """`step` takes one training step; `predicted` is its plan's seconds; `alone` runs it on rank 0 only."""
+    """`step` takes one training step; `predicted` is its plan's seconds; `alone` runs it on rank 0 only.
+    Those whose `program` is equal, and not None, run the same."""
 
     step: Callable[[], object]
     predicted: float | None = None
     alone: bool = False
+    program: object = None
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of every step, by contestant, all of one length; predictions; who was left out."""
+    """Seconds of every step, by contestant, all of one length; predictions; who was left out; and who
+    runs the program of whom, so that their seconds are the same."""
 
     seconds: dict[str, list[float]]
     cpu_seconds: dict[str, list[float]]
     predicted: dict[str, float | None]
     left_out: dict[str, float]
+    same: dict[str, str] = field(default_factory=dict)
 
 
-def compete(contestants: dict[str, Contestant], *, rounds: int, keep: tuple[str, ...]) -> Timed:
-    """Time all in turn for `rounds` rounds; those in `keep` are never left out."""
-    warm = {name: _warm_up(each) for name, each in contestants.items()}
+def compete(
+    contestants: dict[str, Contestant], *, rounds: int, keep: tuple[str, ...], budget: float = 0.0
+) -> Timed:
+    """Time all in turn for `rounds` rounds, and for up to `MOST` times as many while they fit into
+    `budget` seconds; those in `keep` are never left out."""
+    same = shared(contestants)
+    warm = {name: _warm_up(each) for name, each in contestants.items() if name not in same}
     limit = HOPELESS * min(warm.values())
     hopeless = {name: seconds for name, seconds in warm.items() if seconds > limit and name not in keep}
-    timed: dict[str, list[float]] = {name: [] for name in contestants if name not in hopeless}
+    timed: dict[str, list[float]] = {name: [] for name in warm if name not in hopeless}
     worked: dict[str, list[float]] = {name: [] for name in timed}
+    round_seconds = 2 * sum(warm[name] for name in timed)  # the same on every rank
     gc.collect()
     gc.disable()
-    for _ in range(rounds):
+    for _ in range(max(rounds, min(MOST * rounds, int(budget / round_seconds)))):
         for name in timed:
             _time(contestants[name])
             wall, cpu = _time(contestants[name])
             timed[name].append(wall)
             worked[name].append(cpu)
     gc.enable()
-    return Timed(timed, worked, {name: each.predicted for name, each in contestants.items()}, hopeless)
+    for name, first in same.items():
+        if first in hopeless:
+            hopeless[name] = hopeless[first]
+        else:
+            timed[name], worked[name] = timed[first], worked[first]
+    return Timed(timed, worked, {name: each.predicted for name, each in contestants.items()}, hopeless, same)
+
+
+def shared(contestants: dict[str, Contestant]) -> dict[str, str]:
+    """Whose program an earlier contestant runs as well, and which."""
+    same: dict[str, str] = {}
+    firsts: list[str] = []
+    for name, each in contestants.items():
+        equal = [first for first in firsts if contestants[first].program == each.program]
+        if each.program is not None and equal:
+            same[name] = equal[0]
+        else:
+            firsts.append(name)
+    return same
 
 
 def _warm_up(contestant: Contestant) -> float:

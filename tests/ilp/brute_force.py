@@ -31,7 +31,6 @@ from autopar.cost.model import CostModel
 from autopar.cost.prices import Prices
 from autopar.ilp.fold import Folding
 from autopar.ilp.placement import Space
-from autopar.ilp.reading import ends
 from autopar.ilp.space import build_space
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
@@ -142,13 +141,23 @@ class BruteForce:
     def _ends(
         self, name: str, layout: Layout | None, output: Layout | None, chosen: tuple[Any, ...]
     ) -> tuple[Layout, list[Layout]]:
-        inputs = {item.name: self.space.inputs[item.name][0] for item in self.graph.inputs}
-        if layout is not None:
-            inputs[name] = layout
-        strategies = {item: offered[0] for item, offered in self.space.strategies.items()}
-        strategies |= dict(zip(self.touching(name), chosen, strict=True))
-        outputs = {} if output is None else {name: output}
-        return ends(self.graph, self.prices, name, strategies, inputs, outputs)
+        """The layout in which a tensor is made, and those in which it is used."""
+        strategies = dict(zip(self.touching(name), chosen, strict=True))
+        source, needs = layout, []
+        for item in self.graph.operators:
+            for index, result in enumerate(item.results):
+                if result == name:
+                    source = tuple(option.results[index] for option in strategies[item.name])
+            for index, operand in enumerate(item.operands):
+                if operand == name:
+                    needs.append(tuple(option.operands[index] for option in strategies[item.name]))
+        if output is not None:
+            needs.append(output)
+        needs += [self.space.inputs[buffer][0] for buffer, value in self.graph.writes if value == name]
+        assert source is not None
+        differentiable = self.prices.training and self.graph.specs[name].requires_grad
+        source, *needs = (canonical(each, differentiable=differentiable) for each in (source, *needs))
+        return source, needs
 
     def touching(self, name: str) -> list[str]:
         """The operators that make or take a tensor."""

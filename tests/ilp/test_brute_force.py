@@ -47,9 +47,7 @@ CLOSE = 1e-6  # relative
 
 @pytest.mark.parametrize("mesh", [Mesh((3,)), Mesh((2, 2))], ids=str)
 @pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
 def test_the_optimum_is_the_best_of_all_plans(make: Callable[[], Graph], mesh: Mesh, seed: int) -> None:
     graph, random = make(), Random(seed)
     prices = random_prices(graph, mesh, random)
@@ -78,9 +76,7 @@ def test_outputs_that_may_leave_in_parts_leave_as_is_best(
 
 
 @pytest.mark.parametrize("make", [chain, twice, scores, parts], ids=lambda make: make.__name__)
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_under_a_cap_the_plan_fits_and_the_gap_to_the_best_that_fits_is_true(
     make: Callable[[], Graph], seed: int
 ) -> None:

@@ -23,8 +23,9 @@ from autopar.ops.rule import RULES, Sample
 from autopar.proof.operators import error, strategies
 
 aten = torch.ops.aten
-MESHES = {Mesh((2,)): 8, Mesh((2, 2)): 3}  # and how many strategies of a sample are tried, evenly chosen
-MOST_SAMPLES = 8
+# How many samples of an operator, and how many strategies of each on a mesh, are tried, evenly chosen.
+FEW = 5, {Mesh((2,)): 6, Mesh((2, 2)): 2}
+MANY = 40, {Mesh((2,)): 8, Mesh((3,)): 3, Mesh((2, 2)): 6}
 MOST_ELEMENTS = 4096
 NAMES = """
     nn.functional.linear addmm matmul bmm mm mv nn.functional.conv1d nn.functional.conv2d
@@ -89,7 +90,7 @@ def constant_operands(target: Any, args: Sequence[Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def samples(name: str) -> Iterator[Sample]:
+def samples(name: str, most: int) -> Iterator[Sample]:
     found = []
     for entry in entries(name):
         for sample in entry.sample_inputs("cpu", torch.float64, requires_grad=False):
@@ -97,17 +98,18 @@ def samples(name: str) -> Iterator[Sample]:
             sparse = name == "nn.functional.embedding" and sample.kwargs.get("sparse")
             if call is not None and not sparse:
                 found.append(call)
-    step = max(1, len(found) // MOST_SAMPLES)
-    yield from found[::step][:MOST_SAMPLES]
+    yield from found[:: max(1, len(found) // most)][:most]
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tried", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few", "many"])
 @pytest.mark.parametrize("name", NAMES.split())
-def test_pytorchs_own_samples_are_sharded_rightly(name: str) -> None:
+def test_pytorchs_own_samples_are_sharded_rightly(name: str, tried: tuple[int, dict[Mesh, int]]) -> None:
     torch.manual_seed(0)
+    most_samples, meshes = tried
     sharded = 0
-    for sample in samples(name):
-        for mesh, most in MESHES.items():
+    for sample in samples(name, most_samples):
+        for mesh, most in meshes.items():
             offered = list(strategies(sample, mesh))
             for one, dims, strategy in offered[:: max(1, -(-len(offered) // most))]:
                 sharded += any(option.factor not in UNSHARDED for option in strategy)

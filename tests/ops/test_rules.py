@@ -11,8 +11,9 @@ from autopar.core.mesh import Mesh
 from autopar.ops.rule import RULES, Sample
 from autopar.proof.operators import error, strategies
 
-MESHES = [Mesh((2,)), Mesh((3,)), Mesh((2, 2))]
-MOST = 10  # strategies of one sample on one mesh, evenly chosen: two axes repeat what one axis shows
+# How many strategies of a sample are tried, evenly chosen: three shards and two axes repeat what two show.
+FEW = {Mesh((2,)): 10, Mesh((3,)): 4, Mesh((2, 2)): 4}
+MANY = dict.fromkeys(FEW, 40)
 
 
 def samples() -> list[pytest.param]:
@@ -24,12 +25,12 @@ def samples() -> list[pytest.param]:
     ]
 
 
+@pytest.mark.parametrize("meshes", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few", "many"])
 @pytest.mark.parametrize("sample", samples())
-def test_every_strategy_equals_the_unsplit_operator(sample: Sample) -> None:
-    for mesh in MESHES:
+def test_every_strategy_equals_the_unsplit_operator(sample: Sample, meshes: dict[Mesh, int]) -> None:
+    for mesh, most in meshes.items():
         offered = list(strategies(sample, mesh))
         assert offered
-        step = max(1, len(offered) // MOST)
-        for one, dims, strategy in offered[::step]:
+        for one, dims, strategy in offered[:: max(1, len(offered) // most)]:
             names = [str(option) for option in strategy]
             assert error(one, dims, strategy) < 1e-9, (str(sample.target), str(mesh), names)

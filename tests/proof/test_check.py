@@ -57,6 +57,7 @@ def test_dropout_equals_its_serial_mask_and_casts_are_named() -> None:
     assert any("targets.py" in cast and ".float()" in cast for cast in report.verdict.raised_casts)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("processes, micro_batches", SIMULATED_AND_REAL)
 def test_masks_are_the_serial_ones_however_operands_lie_in_memory(
     micro_batches: int, processes: bool
@@ -71,6 +72,7 @@ def test_a_named_loss_and_no_loss_at_all(name: str) -> None:
     assert checked(name, 3).passed
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("processes", [False, True])
 def test_random_slopes_are_computed_again_to_the_end(processes: bool) -> None:
     """What an operator keeps before it fills it must be filled again before backward reads it."""
@@ -80,6 +82,7 @@ def test_random_slopes_are_computed_again_to_the_end(processes: bool) -> None:
     assert report.passed, report
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("processes, micro_batches", SIMULATED_AND_REAL)
 def test_numbers_in_the_code_and_tensors_of_the_loss(micro_batches: int, processes: bool) -> None:
     request = Request(force=Parallelism("batch"), measure=False, micro_batches=micro_batches)
@@ -117,6 +120,7 @@ def test_a_tensor_without_elements_has_room_for_no_axis(force: str) -> None:
     assert report.passed, report
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("processes, micro_batches", SIMULATED_AND_REAL)
 def test_what_is_made_of_numbers_has_the_digits_of_the_proof(micro_batches: int, processes: bool) -> None:
     request = Request(force=Parallelism("batch"), measure=False, micro_batches=micro_batches)
@@ -125,6 +129,7 @@ def test_what_is_made_of_numbers_has_the_digits_of_the_proof(micro_batches: int,
     assert not report.verdict.raised_casts
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
     request = Request(measure=False, stages=2, micro_batches=2)

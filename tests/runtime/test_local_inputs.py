@@ -111,9 +111,18 @@ def _train(mesh: str, force: str | None, size: int, costs: str) -> range:
     return ours.samples
 
 
-@pytest.mark.parametrize("mesh", ["2", "4", "2x2"])
-@pytest.mark.parametrize("force", [None, "batch", "samples", "domain", "filter"])
-@pytest.mark.parametrize("size", [6, 7])
+FORCED = [None, "batch", "samples", "domain", "filter"]
+FEW = {*(("2x2", force, 7) for force in FORCED), ("2", None, 7), ("2", "samples", 6), ("4", "samples", 7)}
+MANY = {(mesh, force, size) for mesh in ("2", "4", "2x2") for force in FORCED for size in (6, 7)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "force", "size"),
+    [
+        *sorted(FEW, key=str),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in sorted(MANY - FEW, key=str)),
+    ],
+)
 def test_training_with_local_inputs_equals_serial_training(
     mesh: str, force: str | None, size: int, pools: Pools, costs: str
 ) -> None:
