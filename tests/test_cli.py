@@ -263,6 +263,7 @@ print("modes", parallel.training, parallel.norm.training, sys.argv[1:])
     assert "modes True False ['--rate', '0.1']" in done.stderr, "a frozen batch norm stays in eval mode"
 
 
+@pytest.mark.long
 def test_a_script_that_raises_exits_with_4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('not today')\n")

@@ -24,8 +24,8 @@ from autopar.proof.operators import error, strategies
 
 aten = torch.ops.aten
 # How many samples of an operator, and how many strategies of each on a mesh, are tried, evenly chosen.
-FEW = 5, {Mesh((2,)): 6, Mesh((2, 2)): 2}
-MANY = 40, {Mesh((2,)): 8, Mesh((3,)): 3, Mesh((2, 2)): 6}
+FEW = 4, {Mesh((2,)): 6, Mesh((2, 2)): 1}
+MANY = 8, {Mesh((2,)): 8, Mesh((2, 2)): 3}
 MOST_ELEMENTS = 4096
 NAMES = """
     nn.functional.linear addmm matmul bmm mm mv nn.functional.conv1d nn.functional.conv2d

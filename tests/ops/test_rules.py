@@ -12,8 +12,8 @@ from autopar.ops.rule import RULES, Sample
 from autopar.proof.operators import error, strategies
 
 # How many strategies of a sample are tried, evenly chosen: three shards and two axes repeat what two show.
-FEW = {Mesh((2,)): 10, Mesh((3,)): 4, Mesh((2, 2)): 4}
-MANY = dict.fromkeys(FEW, 40)
+FEW = {Mesh((2,)): 10, Mesh((3,)): 2, Mesh((2, 2)): 3}
+MANY = dict.fromkeys(FEW, 10)
 
 
 def samples() -> list[pytest.param]:

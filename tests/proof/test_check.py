@@ -225,7 +225,7 @@ def test_the_full_photographs_are_restored_in_parallel_as_serially(force: str | 
 
 
 def test_real_processes_agree_with_serial_training() -> None:
-    report = checked("net", 4, force="channel", mesh="2x2", processes=True)
+    report = checked("net", 2, force="channel", processes=True)
     assert report.passed, report
 
 
