@@ -24,7 +24,7 @@ from autopar.proof.operators import error, strategies
 
 aten = torch.ops.aten
 # How many samples of an operator, and how many strategies of each on a mesh, are tried, evenly chosen.
-FEW = 4, {Mesh((2,)): 6, Mesh((2, 2)): 1}
+FEW = 5, {Mesh((2,)): 6, Mesh((2, 2)): 1}
 MANY = 8, {Mesh((2,)): 8, Mesh((2, 2)): 3}
 MOST_ELEMENTS = 4096
 NAMES = """
