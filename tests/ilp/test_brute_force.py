@@ -14,6 +14,7 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R
+from autopar.cost.memory import peak_memory
 from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError, SolverError
 from autopar.ilp.choose import _Search, choose, least
@@ -80,25 +81,28 @@ def test_outputs_that_may_leave_in_parts_leave_as_is_best(
 def test_under_a_cap_the_plan_fits_and_the_gap_to_the_best_that_fits_is_true(
     make: Callable[[], Graph], seed: int
 ) -> None:
+    """Every placement is tried with its fastest conversions: slower ones that hold less may do better."""
     graph, random = make(), Random(seed)
     prices = random_prices(graph, Mesh((2,)), random)
     space = small_space(graph, prices, random, most=4, layouts=2)
-    plans = sorted(BruteForce(graph, prices, space).plans())
+    every = BruteForce(graph, prices, space)
+    plans = sorted(every.plans())
     peaks = sorted({peak for _, peak in plans})
     leanest = least(graph, prices, space, unfolded(graph))
-    assert leanest is not None and leanest.peak.nbytes in peaks
+    assert leanest is not None
+    assert leanest.peak == peak_memory(graph, prices, leanest.program)
     for cap in (leanest.peak.nbytes, *peaks[:: max(1, len(peaks) // 5)], peaks[-1]):
         if cap < leanest.peak.nbytes:
             continue
-        best = min(seconds for seconds, peak in plans if peak <= cap)
+        best = min((seconds for seconds, peak in plans if peak <= cap), default=math.inf)
         found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9)
-        assert found.peak.nbytes <= cap
-        assert found.seconds >= best * (1 - CLOSE)
+        assert found.peak.nbytes <= cap and found.peak == peak_memory(graph, prices, found.program)
+        assert found.seconds >= every.seconds(found.program.strategies) * (1 - CLOSE)
         assert found.seconds * (1 - found.gap) <= best * (1 + CLOSE)
         if found.status == "optimal":
-            assert found.seconds == pytest.approx(best, rel=CLOSE)
+            assert found.seconds <= best * (1 + CLOSE)
     with pytest.raises(InfeasibleError):
-        choose(graph, prices, space, unfolded(graph), cap=peaks[0] - 1, gap=1e-9)
+        choose(graph, prices, space, unfolded(graph), cap=min(peaks[0], leanest.peak.nbytes) // 2, gap=1e-9)
 
 
 @pytest.mark.parametrize("share", [0.3, pytest.param(0.6, marks=pytest.mark.long)])
