@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.core.graph import Graph, Operator
+from autopar.core.graph import Graph, Operator, may_learn
 from autopar.errors import InputError
 
 aten = torch.ops.aten
@@ -159,4 +159,4 @@ def _dims(item: Operator, graph: Graph) -> set[int]:
 
 
 def _takes_integers(item: Operator, graph: Graph) -> bool:
-    return any(not graph.specs[name].dtype.is_floating_point for name in item.operands)
+    return any(not may_learn(graph.specs[name].dtype) for name in item.operands)

@@ -30,6 +30,7 @@ from autopar.core.graph import (
     Operator,
     Ref,
     TensorSpec,
+    may_learn,
     memory_order,
     refs,
 )
@@ -364,9 +365,8 @@ class _Builder:
         title, names = self.names_for(node.name, None if single else len(results))
         for name, value in zip(names, results, strict=True):
             assert isinstance(value, torch.Tensor)
-            self.specs[name] = TensorSpec(
-                tuple(value.shape), value.dtype, differentiable and value.dtype.is_floating_point
-            )
+            learns = differentiable and may_learn(value.dtype)
+            self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, learns)
         operation = Operator(
             title,
             target,

@@ -337,3 +337,23 @@ class PassedBy(nn.Module):
 
 def passed_by() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return PassedBy(), (torch.randn(8, 6), torch.randn(8, 6)), nn.MSELoss()
+
+
+class Spectral(nn.Module):
+    """A complex weight acts on the lowest frequencies, which are found by a real Fourier transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.mix = nn.Conv1d(1, 6, 1), nn.Linear(6, 4, dtype=torch.complex64)
+        self.turn = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = torch.fft.rfft(self.lift(x))[..., :4]
+        low = torch.tanh(self.mix((low * self.turn).transpose(1, 2))).transpose(1, 2)
+        out: Tensor = self.last(torch.fft.irfft(low, n=x.shape[-1]).transpose(1, 2))
+        return out
+
+
+def spectral() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Spectral(), (torch.randn(4, 1, 12), torch.randn(4, 12, 1)), nn.MSELoss()

@@ -17,6 +17,11 @@ from typing import Any
 import torch
 
 
+def may_learn(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can have a gradient: real or complex floats."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape (elements), dtype and whether a gradient flows through the tensor."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import torch
 
 from autopar.core.costs import DeviceModel, Footprint, OperatorCost
-from autopar.core.graph import Call, TensorSpec
+from autopar.core.graph import Call, TensorSpec, may_learn
 from autopar.cost.flops import Flops, training_flops
 from costdb import operands
 from costdb.footprint import footprint, saved_bytes
@@ -72,7 +72,7 @@ def _backward(call: Call, found: Footprint, work: Flops, device: DeviceModel) ->
 def _roof(call: Call, work: int, moved: int, device: DeviceModel) -> float:
     if not work:
         return moved / device.bandwidth
-    dtype = next(spec.dtype for spec in operands.specs(call) if spec.dtype.is_floating_point)
+    dtype = next(spec.dtype.to_real() for spec in operands.specs(call) if may_learn(spec.dtype))
     return max(work / device.rate(dtype), moved / device.bandwidth)
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from autopar.core.graph import Call, TensorSpec
+from autopar.core.graph import Call, TensorSpec, may_learn
 from costdb import operands
 from costdb.footprint import footprint
 
@@ -122,7 +122,7 @@ _FORMS: dict[Any, Form] = {
 def _may_hold_products(call: Call) -> bool:
     """Whether two floating operands have a dim to contract and the operator is made of others, or
     is one that torch's counter knows."""
-    matrices = [spec for spec in operands.specs(call) if spec.dtype.is_floating_point and len(spec.shape) > 1]
+    matrices = [spec for spec in operands.specs(call) if may_learn(spec.dtype) and len(spec.shape) > 1]
     if len(matrices) < 2:
         return False
     name = call.target.name()

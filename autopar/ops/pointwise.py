@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autopar.core.graph import may_learn
 from autopar.ops.equation import Equation
 from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
 
@@ -72,7 +73,7 @@ class Pointwise(Rule):
     def linear(self, op: Instance) -> tuple[frozenset[int], ...]:
         """Sets of operands in which the call is linear without a constant term."""
         name = op.operator.target._schema.name.split("::")[1]
-        floating = [index for index, item in enumerate(op.operands) if op.specs[item].dtype.is_floating_point]
+        floating = [index for index, item in enumerate(op.operands) if may_learn(op.specs[item].dtype)]
         if name in {"add", "sub"} and len(op.operands) == 2 and len(floating) == 2:
             return (frozenset({0, 1}),)
         if name == "where" and len(op.operands) == 3 and floating == [1, 2]:

@@ -28,7 +28,13 @@ from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.planning import search
 from autopar.proof.pipeline import simulate_pipeline
-from autopar.proof.precision import float64_by_default, raise_graph, raise_tensor, written_constants
+from autopar.proof.precision import (
+    float64_by_default,
+    raise_graph,
+    raise_model,
+    raise_tensor,
+    written_constants,
+)
 from autopar.proof.processes import Disagreement, Job, trace_lengths, train_on_processes
 from autopar.proof.verify import (
     TOLERANCE,
@@ -144,7 +150,7 @@ def _check_pipeline(
     if shorter and (plan.pipeline.is_staged or not processes):
         check_plan(plan.program, traced.graph, shorter.graph)
     graph, casts = raise_graph(traced.graph)
-    model = copy.deepcopy(target.model).double()
+    model = raise_model(copy.deepcopy(target.model))
     batch = [replace(micro, tensors=tuple(map(raise_tensor, micro.tensors))) for micro in batch]
     disagreement: Disagreement = {}
     if processes:
@@ -193,7 +199,7 @@ def _verify_processes(
     _, casts = raise_graph(traced.graph)
     job = _job(target, traced, plan, cluster, traced.arguments.tensors, steps)
     ours, disagreement = train_on_processes(job)
-    model = copy.deepcopy(target.model).double()
+    model = raise_model(copy.deepcopy(target.model))
     constants = written_constants(traced.graph)
     theirs = train_eagerly(model, traced.arguments, target.loss_fn, steps=steps, constants=constants)
     return _worse(compare(ours, theirs, casts), disagreement)

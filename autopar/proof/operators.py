@@ -17,13 +17,14 @@ from torch.utils import _pytree as pytree
 import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (registers the operators that programs call)
 from autopar.convert.path import tree
-from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec
+from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, may_learn
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, R
 from autopar.core.plan import Program
 from autopar.ops.analysis import find_atoms, strategies_of
 from autopar.ops.dims import Dims
 from autopar.ops.rule import Sample, Strategy
+from autopar.proof.precision import raise_tensor, widest
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.proof.simulated import simulate_typed
 from autopar.rewrite.program import RankProgram, rewrite
@@ -41,8 +42,7 @@ class OneOperator:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 name = f"operand_{len(self.tensors)}"
-                floating = leaf.is_floating_point()
-                self.tensors[name] = leaf.detach().to(torch.float64 if floating else leaf.dtype).clone()
+                self.tensors[name] = raise_tensor(leaf.detach())
                 replaced.append(Ref(name))
             else:
                 replaced.append(torch.float64 if leaf is torch.float32 else leaf)
@@ -52,7 +52,7 @@ class OneOperator:
         self.buffers = [args[place].name for place in written if isinstance(args[place], Ref)]
         for name, tensor in self.tensors.items():
             fixed = name in self.buffers or name in sample.constant
-            tensor.requires_grad_(tensor.is_floating_point() and not fixed)
+            tensor.requires_grad_(may_learn(tensor.dtype) and not fixed)
         self.graph = self._graph(tuple(args), dict(kwargs))
 
     def serial(self) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -180,7 +180,7 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
         return float("inf")
     if not theirs.numel():
         return 0.0
-    difference = (ours.detach().to(torch.float64) - theirs.detach().to(torch.float64)).abs()
+    difference = (widest(ours) - widest(theirs)).abs()
     alike = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    largest = float(theirs.detach().to(torch.float64).nan_to_num(0.0, 0.0, 0.0).abs().max())
+    largest = float(widest(theirs).nan_to_num(0.0, 0.0, 0.0).abs().max())
     return float(difference.masked_fill(alike, 0.0).max()) / max(1.0, largest)

@@ -201,7 +201,8 @@ def _write_buffers(stage: _Stage, results: Sequence[tuple[Tensor, ...]]) -> None
 
 def _gradient(name: str, stages: Sequence[_Stage], program: Program, dims: Dims) -> Tensor:
     """The sum over the copies; zeros if no stage uses it."""
-    total = torch.zeros(dims.graph.specs[name].shape, dtype=torch.float64)
+    spec = dims.graph.specs[name]
+    total = torch.zeros(spec.shape, dtype=spec.dtype)
     for stage in stages:
         if name in stage.any.inputs:
             local = [state[name] for state in stage.locals_]

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -31,10 +31,24 @@ from autopar.simplify import with_masks_by_dims
 from autopar.trace import is_library
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
+LOW_COMPLEX = (torch.complex64, torch.complex32)
 
 
 def raised(dtype: torch.dtype) -> torch.dtype:
+    if dtype in LOW_COMPLEX:
+        return torch.complex128
     return torch.float64 if dtype in LOW else dtype
+
+
+def widest(tensor: Tensor) -> Tensor:
+    """Its values, without gradient, as float64, or complex128 with both of their parts."""
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def raise_model(model: nn.Module) -> nn.Module:
+    """The model, its parameters and buffers raised where they are: `double()` leaves complex ones alone."""
+    model._apply(lambda tensor: tensor.to(raised(tensor.dtype)))  # in place, as double() does it
+    return model
 
 
 def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
@@ -216,5 +230,5 @@ def raised_eager(casts: dict[str, None], constants: Sequence[Tensor] = ()) -> It
 
 
 def raise_tensor(tensor: Tensor) -> Tensor:
-    """A float tensor as float64, others as they are."""
+    """A float tensor as float64, a complex one as complex128, others as they are."""
     return tensor.detach().to(raised(tensor.dtype)).clone().requires_grad_(tensor.requires_grad)

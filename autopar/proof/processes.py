@@ -20,7 +20,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan
 from autopar.errors import CheckError
 from autopar.micro_batches import MicroBatch, split_batch
-from autopar.proof.precision import float64_by_default, raise_graph, raise_tensor
+from autopar.proof.precision import float64_by_default, raise_graph, raise_model, raise_tensor
 from autopar.proof.verify import (
     KINDS,
     MOMENTUM,
@@ -94,7 +94,7 @@ def train_rank(job: Job) -> tuple[Record | None, Disagreement]:
         shorter=shorter,
     )
     parallel = ParallelModule(
-        target.model.double(),
+        raise_model(target.model),
         compiler,
         describe=describe,
         device=compiler.device(),

@@ -31,8 +31,10 @@ from autopar.ops.dims import Dims
 from autopar.proof.precision import (
     float64_by_default,
     raise_graph,
+    raise_model,
     raise_tensor,
     raised_eager,
+    widest,
     written_constants,
 )
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
@@ -95,7 +97,7 @@ def verify_simulated(
     """Prove `program` for `traced` on simulated ranks."""
     graph, casts = raise_graph(traced.graph)
     dims = Dims(graph, find_atoms(graph), program.mesh)
-    serial_model = copy.deepcopy(model).double()
+    serial_model = raise_model(copy.deepcopy(model))
     with float64_by_default():
         ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
     constants = written_constants(traced.graph)
@@ -394,13 +396,13 @@ def difference(mine: Tensor | None, wanted: Tensor | None, floor: float) -> floa
         return float("inf")
     if not wanted.numel():
         return 0.0
-    a, b = mine.to(torch.float64), wanted.to(torch.float64)
+    a, b = widest(mine), widest(wanted)
     gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
     largest = float(gap.max())
     return float("inf") if largest != largest else largest / max(_magnitude(b), floor, 1e-300)
 
 
 def _magnitude(tensor: Tensor) -> float:
-    finite = tensor.detach().to(torch.float64).abs()
+    finite = widest(tensor).abs()
     finite = finite[finite.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0

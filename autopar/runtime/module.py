@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.core.executable import Executable, InputPart, Pinned, StagedExecutable
-from autopar.core.graph import InputKind
+from autopar.core.graph import InputKind, may_learn
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
@@ -481,7 +481,7 @@ class ParallelModule(Container):
         """A copy of the tensor's values, rank 0's if asked for."""
         if full.is_meta:
             values = torch.zeros(full.shape, dtype=full.dtype)
-            return values.fill_(float("nan")) if full.is_floating_point() else values
+            return values.fill_(float("nan")) if may_learn(full.dtype) else values
         values = full.detach().clone(memory_format=torch.contiguous_format)
         if self._broadcast:
             values = values.to(self._device)

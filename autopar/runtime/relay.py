@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.core.executable import StagedExecutable
-from autopar.core.graph import TensorSpec
+from autopar.core.graph import TensorSpec, may_learn
 from autopar.errors import InputError
 from autopar.micro_batches import MicroBatch
 from autopar.runtime.pipeline import pipeline_group
@@ -118,7 +118,7 @@ class _Refuse(torch.autograd.Function):
 
 def _refusing(value: Tensor) -> Tensor:
     """The value, from which no backward may start; one without a gradient as it is."""
-    if not value.is_floating_point():
+    if not may_learn(value.dtype):
         return value
     refused: Tensor = _Refuse.apply(value, torch.ones((), requires_grad=True))  # type: ignore[no-untyped-call]
     return refused

@@ -143,6 +143,21 @@ def test_an_operator_of_another_library_is_gathered(force: str | None) -> None:
     assert report.passed, report
 
 
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize(
+    ("force", "processes"), [("batch", False), ("filter", True), ("channel", True), ("channel", False)]
+)
+def test_complex_weights_learn_by_both_their_parts(force: str, processes: bool) -> None:
+    report = checked("spectral", 2, force=force, processes=processes)
+    assert report.passed, report
+    assert report.plan.sharded_flops_share == 1.0
+
+
+def test_both_parts_of_a_complex_tensor_are_compared() -> None:
+    found = verify_module.difference(torch.tensor([1 + 2j]), torch.tensor([1 + 1j]), floor=0.0)
+    assert found == pytest.approx(1 / abs(1 + 1j))
+
+
 class Narrow(nn.Module):
     """Has an operator that knows no float64."""
 
