@@ -37,7 +37,8 @@ NAMES = """
     nn.functional.binary_cross_entropy_with_logits sum mean amax amin argmax var std cumsum sort topk
     nn.functional.gelu nn.functional.relu nn.functional.silu add sub mul div where masked_fill clamp pow
     transpose permute t view reshape expand split chunk unbind cat stack narrow select nn.functional.pad
-    unsqueeze squeeze flatten unflatten
+    unsqueeze squeeze flatten unflatten einsum fft.fft fft.rfft fft.irfft fft.rfft2 fft.irfft2 fft.fftn
+    view_as_complex
 """
 VARIANTS = {"cumsum": ("",), "nn.functional.pad": ("constant", "reflect")}
 BROADCASTS = (aten.expand.default, aten.broadcast_tensors.default)  # a loss makes its operands alike first
