@@ -100,5 +100,5 @@ def test_a_benchmark_reports_both_sides(tmp_path: object) -> None:
     row = measure(
         next(item for item in BENCHMARKS if item.name == "one-device digits"), "tuned", 5, str(tmp_path)
     )
-    assert row.rounds == 5 and set(row.seconds) == {"auto", "eager"}
+    assert row.rounds >= 5 and set(row.seconds) == {"auto", "eager"}
     assert row.predicted["auto"] and row.ratio.low <= row.ratio.median <= row.ratio.high
