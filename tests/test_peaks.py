@@ -15,7 +15,7 @@ LATE = {"interleaved", "zbv"}
 SMALL = (
     Case("tiny", 2, {"mesh": "2", "force": "batch", "recompute": "all"}),
     Case("tiny", 2, {"stages": 2, "micro_batches": 2}, "sgd-momentum"),
-    Case("small_unet", 2, {"mesh": "2", "force": "domain"}, "sgd"),
+    Case("small_unet", 4, {"mesh": "4", "force": "domain"}, "sgd"),
 )
 
 

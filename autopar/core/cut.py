@@ -56,6 +56,12 @@ def longest(cut: Cut) -> int:
     return max(high - low for low, high in _pairs(cut))
 
 
+def longest_place(cut: Cut) -> int:
+    """The number of a longest part: the first with neighbours on both sides, if there is one."""
+    places = [place for place, (low, high) in enumerate(_pairs(cut)) if high - low == longest(cut)]
+    return next((place for place in places if 0 < place < len(cut) - 2), places[0])
+
+
 def _longer_last(length: int, parts: int) -> Cut:
     return tuple(length - bound for bound in reversed(balanced(length, parts)))
 

@@ -134,9 +134,9 @@ class Prices:
         return self._operators[key]
 
     def _key(self, operation: Operator, strategy: Strategy) -> Any:
-        specs = self.graph.specs
+        specs, place = self.graph.specs, self._place(operation, strategy)
         shapes = tuple(
-            self.dims.local_shape(name, tuple(o.operands[i] for o in strategy), self._place)
+            self.dims.local_shape(name, tuple(o.operands[i] for o in strategy), place)
             for i, name in enumerate(operation.operands)
         )
         if operation.name not in self._texts:
@@ -152,10 +152,21 @@ class Prices:
             self._equal_axes = len(signs) == 1 and len(mesh.axes) > 1
         return tuple(sorted(strategy, key=_factor)) if self._equal_axes else strategy
 
-    @property
-    def _place(self) -> tuple[int, ...]:
-        """The rank that is priced: the first, whose shards are the longest."""
-        return (0,) * len(self.dims.mesh.shape)
+    def _place(self, operation: Operator, strategy: Strategy) -> tuple[int, ...]:
+        """The rank that is priced: the one whose operands and results have the most elements."""
+        taken = [(name, tuple(o.operands[i] for o in strategy)) for i, name in enumerate(operation.operands)]
+        made = [
+            (name, tuple(o.results[i] for o in strategy)) for i, name in enumerate(operation.results) if name
+        ]
+        ends = [*taken, *made]
+        places = dict.fromkeys(self.dims.largest(*end) for end in ends)
+
+        def elements(place: tuple[int, ...]) -> int:
+            return sum(math.prod(self.dims.local_shape(*end, place)) for end in ends)
+
+        if len(places) > 1:
+            return max(places, key=elements)
+        return next(iter(places), (0,) * len(self.dims.mesh.shape))
 
     def calls(self, operation: Operator, strategy: Strategy) -> OperatorCalls:
         """The operator's calls on the largest rank: what each takes, gives and keeps in memory."""
@@ -167,19 +178,19 @@ class Prices:
 
     def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
         """What the operator's rule writes for the rank that is priced, its operands and results."""
-        emitter = GraphEmitter()
+        emitter, place = GraphEmitter(), self._place(operation, strategy)
         values = []
         for index, name in enumerate(operation.operands):
             layout = tuple(option.operands[index] for option in strategy)
             spec = self.graph.specs[name]
-            shape = self.dims.local_shape(name, layout, self._place)
+            shape = self.dims.local_shape(name, layout, place)
             grad = spec.requires_grad and self.training
             values.append(emitter.placeholder(f"operand_{index}", TensorSpec(shape, spec.dtype, grad)))
         site = Site(
             operation,
             dims=self.dims,
             strategy=strategy,
-            coordinate=self._place,
+            coordinate=place,
             emitter=emitter,
             values=values,
             exact_random=False,
@@ -421,7 +432,7 @@ class Prices:
         """Bytes of the largest rank's part of a tensor."""
         key = name, layout
         if key not in self._bytes:
-            shape = self.dims.local_shape(name, layout, self._place)
+            shape = self.dims.local_shape(name, layout, self.dims.largest(name, layout))
             self._bytes[key] = math.prod(shape) * self.graph.specs[name].dtype.itemsize
         return self._bytes[key]
 

@@ -32,7 +32,7 @@ from fractions import Fraction
 
 import networkx as nx
 
-from autopar.core.cut import Cut, aligned, balanced, chunked, has_empty, longest, nested, part
+from autopar.core.cut import Cut, aligned, balanced, chunked, has_empty, longest, longest_place, nested, part
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
@@ -173,6 +173,7 @@ class Dims:
         self._weights = weights
         self._cuts: dict[tuple[Atom, tuple[int, ...]], Cut] = {}
         self._shapes: dict[tuple[str, Layout, tuple[int, ...]], tuple[int, ...]] = {}
+        self._largest: dict[tuple[str, Layout], tuple[int, ...]] = {}
         self._legal: dict[tuple[str, Layout], bool] = {}
         self._anchors: dict[Atom, tuple[Atom, Fraction, int]] = {}
         self._anchor()
@@ -309,6 +310,19 @@ class Dims:
                 for dim in range(len(self.atoms.of[name]))
             )
         return self._shapes[key]
+
+    def largest(self, name: str, layout: Layout) -> tuple[int, ...]:
+        """The coordinate of a rank with the largest part; 0 on axes that don't split the tensor."""
+        key = (name, layout)
+        if key not in self._largest:
+            coordinate = [0] * len(layout)
+            for shard in {placement for placement in layout if isinstance(placement, Shard)}:
+                sizes = self._sizes(shard, layout)
+                place = longest_place(self.cut(self.component(name, shard), sizes))
+                for axis, size in zip(reversed(self._axes(shard, layout)), reversed(sizes), strict=True):
+                    place, coordinate[axis] = divmod(place, size)
+            self._largest[key] = tuple(coordinate)
+        return self._largest[key]
 
     def part(self, name: str, layout: Layout, coordinate: Sequence[int]) -> Part:
         """The rank's part of the full tensor."""

@@ -162,6 +162,7 @@ def cases() -> Iterator[Case]:
             yield Case(target, 2, two | {"force": kind})
         yield Case(target, 4, four | {"force": "batch+filter"}, "sgd")
         yield Case(target, 4, four | {"force": "batch+domain"}, "sgd-momentum")
+        yield Case(target, 4, {"mesh": "4", "force": "domain"})
         yield Case(target, 4, {}, "adam")
         yield Case(target, 2, two | {"force": "batch", "micro_batches": 4})
         yield Case(target, 2, two | {"force": "batch", "recompute": "all"})

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.core.cut import aligned, balanced, chunked, has_empty, longest, nested, part
+from autopar.core.cut import aligned, balanced, chunked, has_empty, longest, longest_place, nested, part
 
 LENGTHS = st.integers(0, 60)
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
@@ -19,6 +19,13 @@ def test_the_drawing_in_the_docstring() -> None:
     assert balanced(10, 4) == (0, 3, 6, 8, 10)
     assert chunked(10, 4) == (0, 3, 6, 9, 10)
     assert aligned(10, (2,), 4) == (0, 4, 10)
+
+
+def test_of_the_longest_parts_an_inner_one_stands_for_all() -> None:
+    assert longest_place(balanced(10, 4)) == 1
+    assert longest_place(balanced(9, 4)) == 0
+    assert longest_place(balanced(8, 2)) == 0
+    assert longest_place(aligned(107, (4,), 4)) == 1  # 24, 28, 28 and 27 rows
 
 
 @given(LENGTHS, st.integers(1, 8))
