@@ -12,7 +12,7 @@ from autopar.ops.rule import RULES, Sample
 from autopar.proof.operators import error, strategies
 
 # How many strategies of a sample are tried, evenly chosen: three shards and two axes repeat what two show.
-FEW = {Mesh((2,)): 10, Mesh((3,)): 2, Mesh((2, 2)): 3}
+FEW = {Mesh((2,)): 10, Mesh((3,)): 1, Mesh((2, 2)): 2}
 MANY = dict.fromkeys(FEW, 10)
 
 
@@ -31,6 +31,7 @@ def test_every_strategy_equals_the_unsplit_operator(sample: Sample, meshes: dict
     for mesh, most in meshes.items():
         offered = list(strategies(sample, mesh))
         assert offered
-        for one, dims, strategy in offered[:: max(1, len(offered) // most)]:
+        step = max(1, len(offered) // most)
+        for one, dims, strategy in offered[step // 2 :: step]:
             names = [str(option) for option in strategy]
             assert error(one, dims, strategy) < 1e-9, (str(sample.target), str(mesh), names)
