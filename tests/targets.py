@@ -357,3 +357,23 @@ class Spectral(nn.Module):
 
 def spectral() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return Spectral(), (torch.randn(4, 1, 12), torch.randn(4, 12, 1)), nn.MSELoss()
+
+
+class Conjugates(nn.Module):
+    """Torch only notes conjugates, and negatives of imaginary parts, here of values and of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8, dtype=torch.complex64)
+        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.second = nn.Linear(8, 4, dtype=torch.complex64)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.first(x).conj()
+        out = self.last(self.second(hidden * self.turn.conj()).conj().imag)
+        return F.mse_loss(out, y)
+
+
+def conjugates() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return Conjugates(), (torch.randn(8, 6, dtype=torch.complex64), torch.randn(8, 2))

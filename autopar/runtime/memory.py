@@ -1,4 +1,4 @@
-"""The memory format of activations: NCHW, or channels-last where the user's images are.
+"""How tensors lie in memory: in NCHW, or channels-last where the user's images are.
 
 contiguous       n, c, h, w     strides  chw, hw, w, 1
 channels last    n, h, w, c     strides  hwc, 1, wc, c
@@ -24,3 +24,12 @@ def memory_format(x: Tensor) -> torch.memory_format:
 def dense(x: Tensor, format: torch.memory_format | None = None) -> Tensor:
     """`x` without gaps, in its own memory format or in `format`; itself if it lies so."""
     return x.contiguous(memory_format=format or memory_format(x))
+
+
+def settled(x: Tensor) -> Tensor:
+    """`x` with its own values in memory, not their conjugates or negatives, which torch may only have noted.
+
+    A process group reads memory and knows nothing of such notes. Itself, but for complex numbers or
+    imaginary parts of them.
+    """
+    return x.resolve_conj().resolve_neg()

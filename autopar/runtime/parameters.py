@@ -32,6 +32,7 @@ from autopar.core.mesh import AXIS_NAMES, Mesh
 from autopar.core.placement import Broadcast, Layout, Partial, Shard, show
 from autopar.errors import CheckError, InputError
 from autopar.runtime import groups, registry
+from autopar.runtime.memory import settled
 
 _BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient
 
@@ -201,7 +202,7 @@ class Leaves:
     def _accumulated(self, index: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None and self._receive is not None
-        self._receive(index, gradient.detach() if gradient.requires_grad else gradient)
+        self._receive(index, settled(gradient.detach() if gradient.requires_grad else gradient))
 
     def take(self) -> dict[int, Tensor]:
         """The gradients that have added up in the leaves, which no longer hold them then; those of full
@@ -210,7 +211,7 @@ class Leaves:
         for index, (part, tied) in enumerate(zip(self._parts, self._tied, strict=True)):
             leaf = self._full.get(index, None if tied is None else tied[2])
             if leaf is not None and leaf.grad is not None:
-                gradient, leaf.grad = leaf.grad.detach(), None
+                gradient, leaf.grad = settled(leaf.grad.detach()), None
                 taken[index] = scatter_once(part, gradient)
         return taken
 

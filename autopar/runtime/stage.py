@@ -20,6 +20,7 @@ from autopar.core.executable import Executable, InputPart
 from autopar.core.graph import InputKind, TensorSpec
 from autopar.micro_batches import MicroBatch, mask_seed
 from autopar.runtime.bound import by_first_use, cut_input
+from autopar.runtime.memory import settled
 from autopar.runtime.parameters import Leaves, local
 from autopar.runtime.regather import freeing
 
@@ -105,7 +106,7 @@ class Stage(nn.Module):
         with torch.no_grad():
             for name, value in zip(executable.writes, results[count:], strict=True):
                 values[name].copy_(value)
-        return tuple(results[:count])
+        return tuple(map(settled, results[:count]))
 
     def received(self, number: int) -> tuple[TensorSpec, ...]:
         """What the stage receives of micro-batch `number`."""
@@ -171,5 +172,5 @@ def _guarded(value: Tensor) -> Tensor:
     if not value.requires_grad:
         return value
     guarded = value.view_as(value)
-    guarded.register_hook(lambda gradient: gradient.contiguous())
+    guarded.register_hook(lambda gradient: settled(gradient).contiguous())
     return guarded

@@ -153,6 +153,13 @@ def test_complex_weights_learn_by_both_their_parts(force: str, processes: bool) 
     assert report.plan.sharded_flops_share == 1.0
 
 
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize("force", ["batch", "filter", "channel"])
+def test_conjugates_and_negatives_that_are_only_noted_travel_as_values(force: str) -> None:
+    report = checked("conjugates", 2, force=force, processes=True)
+    assert report.passed, report
+
+
 def test_both_parts_of_a_complex_tensor_are_compared() -> None:
     found = verify_module.difference(torch.tensor([1 + 2j]), torch.tensor([1 + 1j]), floor=0.0)
     assert found == pytest.approx(1 / abs(1 + 1j))

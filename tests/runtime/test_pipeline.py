@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import time
 import warnings
@@ -27,6 +28,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError, WorkerError
 from autopar.micro_batches import mask_seed
+from autopar.proof.precision import raise_model
 from autopar.rewrite.render import describe
 from autopar.runtime import worker
 from autopar.runtime.launch import run_function
@@ -35,6 +37,7 @@ from autopar.runtime.pipeline import StagedProgram
 from autopar.runtime.stage import Stage
 from tests.planning import forced
 from tests.pool import Pool
+from tests.targets import conjugates
 
 Pools = Callable[[int], Pool]
 CPU = torch.device("cpu")
@@ -180,6 +183,24 @@ def _train(case: str) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case != "no stages"])
 def test_training_equals_serial_accumulation(case: str, pools: Pools) -> None:
     on_ranks(pools, case, _train)
+
+
+def _noted(case: str) -> None:
+    for start in range(1, 9):
+        torch.manual_seed(0)
+        serial, (x, y) = conjugates()
+        raise_model(serial)
+        data = x.to(torch.complex128), y.double()
+        ours = parallel(case, copy.deepcopy(serial), (0, start))
+        ours.prepare(*data)
+        with torch.no_grad():
+            assert gap(ours(*data), serial(*data)) < EXACT
+        assert gap(step(ours, *data, seed=0), accumulate(serial, *data, seed=0)) < EXACT
+        check_gradients(ours, serial)
+
+
+def test_conjugates_and_negatives_that_are_only_noted_cross_every_cut(pools: Pools) -> None:
+    on_ranks(pools, "1f1b", _noted)
 
 
 def _accumulate(case: str) -> None:
