@@ -15,7 +15,7 @@ from autopar.planning import Found as Planned
 from autopar.request import Request
 from tests.benchmarks.__main__ import measure
 from tests.benchmarks.cases import BENCHMARKS
-from tests.benchmarks.contest import Contestant, Timed, shared
+from tests.benchmarks.contest import Contestant, Timed, shared, too_slow
 from tests.benchmarks.hierarchical import Way, decide_all
 from tests.benchmarks.host_contest import Found, check_losses
 from tests.benchmarks.hosts import evaluate, table
@@ -40,6 +40,12 @@ def test_the_same_program_is_timed_once() -> None:
     programs = {"auto": "p", "eager": None, "batch": "q", "domain": "p", "ddp": None}
     contestants = {name: Contestant(lambda: None, program=program) for name, program in programs.items()}
     assert shared(contestants) == {"domain": "auto"}
+
+
+def test_the_fastest_of_the_others_is_timed_however_slow() -> None:
+    warm = {"auto": 1.0, "batch": 2.0, "domain": 2.9, "filter": 3.1}
+    assert too_slow(warm, keep=("auto",)) == {"filter": 3.1}
+    assert too_slow(warm, keep=tuple(warm)) == {}
 
 
 def test_hosts_compare_the_own_plan_with_the_faster_data_parallel() -> None:

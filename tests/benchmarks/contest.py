@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 WARM_UPS = 3  # memory is mapped, gradients and momentum are made
 MOST = 3  # times the rounds asked for: short steps are cheap to time and noisy
-HOPELESS = 1.5  # a contestant that warms up this much slower than the fastest is not timed on
+HOPELESS = 1.5  # who warms up this much slower than the fastest that may be left out is not timed on
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ def compete(
     `budget` seconds; those in `keep` are never left out."""
     same = shared(contestants)
     warm = {name: _warm_up(each) for name, each in contestants.items() if name not in same}
-    limit = HOPELESS * min(warm.values())
-    hopeless = {name: seconds for name, seconds in warm.items() if seconds > limit and name not in keep}
-    timed: dict[str, list[float]] = {name: [] for name in warm if name not in hopeless}
+    warm |= {name: warm[first] for name, first in same.items()}
+    hopeless = too_slow(warm, keep)
+    timed: dict[str, list[float]] = {name: [] for name in warm if name not in same and name not in hopeless}
     worked: dict[str, list[float]] = {name: [] for name in timed}
     round_seconds = 2 * sum(warm[name] for name in timed)  # the same on every rank
     gc.collect()
@@ -72,11 +72,16 @@ def compete(
             worked[name].append(cpu)
     gc.enable()
     for name, first in same.items():
-        if first in hopeless:
-            hopeless[name] = hopeless[first]
-        else:
+        if first in timed:
             timed[name], worked[name] = timed[first], worked[first]
     return Timed(timed, worked, {name: each.predicted for name, each in contestants.items()}, hopeless, same)
+
+
+def too_slow(warm: dict[str, float], keep: tuple[str, ...]) -> dict[str, float]:
+    """Who is not timed on, with the seconds it took: never one of `keep`, nor the fastest of the others."""
+    others = {name: seconds for name, seconds in warm.items() if name not in keep}
+    limit = HOPELESS * min(others.values(), default=0.0)
+    return {name: seconds for name, seconds in others.items() if seconds > limit}
 
 
 def shared(contestants: dict[str, Contestant]) -> dict[str, str]:
