@@ -112,3 +112,25 @@ def test_eval_mode_plans_anew_with_and_without_gradients(pools: Pools) -> None:
     for losses, gaps in pools(2).run(modes):
         assert losses[0] == pytest.approx(losses[1], rel=EXACT)
         assert gaps[1] < EXACT
+
+
+def masked() -> list[Tensor]:
+    """Losses of a step and of a call after it, serial and parallel, from one seed and with ordinary masks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Dropout(0.5), nn.Linear(40, 1)).double()
+    serial, x = copy.deepcopy(model), torch.randn(16, 6, dtype=torch.float64)
+    parallel = autopar.parallelize(model, autopar.ClusterSpec.local(1), (x,), measure=False)
+    losses = []
+    for side in (serial, parallel):
+        optimizer = torch.optim.SGD(side.parameters(), lr=0.1)
+        torch.manual_seed(1)
+        loss = side(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses += [loss.detach(), side(x).square().mean().detach()]
+    return losses
+
+
+def test_one_process_draws_the_serial_masks(pools: Pools) -> None:
+    for first, second, ours, again in pools(1).run(masked):
+        assert torch.equal(first, ours) and second.item() == pytest.approx(again.item(), rel=EXACT)

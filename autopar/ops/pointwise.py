@@ -122,7 +122,8 @@ class Dropout(Rule):
     """x · mask / (1 - p).
 
     Exact mode draws the serial mask, whole, on every rank (all generators must stand alike) and
-    slices it. Otherwise each shard draws its own from a seed that replicas share.
+    slices it. Otherwise each shard draws its own from a seed that replicas share; one device has its
+    generator to itself.
     """
 
     targets = (aten.dropout.default,)
@@ -138,6 +139,8 @@ class Dropout(Rule):
             return (site.values[0],)
         spec = site.spec()
         if not site.exact_random:
+            if site.mesh.num_devices == 1:
+                return (site.local_call(),)
             shards = [axis for axis, option in enumerate(site.strategy) if option.shards]
             index = 0
             for axis in shards:

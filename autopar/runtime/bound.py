@@ -109,16 +109,24 @@ class Bound:
     def _receive(self, index: int, gradient: Tensor) -> None:
         part = self._parameters[index]
         if index in self._unsynced and not part.gathers:
-            self._leaves.deliver(index, gradient)
+            self._hand_over(index, gradient)
             return
         if index in self._held:
             gradient = self._held.pop(index) + gradient  # no in-place sum: gradients may share memory
         if self._adding:
             self._held[index] = gradient
         elif index in self._unsynced:
-            self._leaves.deliver(index, scatter_once(part, gradient))
+            self._hand_over(index, scatter_once(part, gradient))
         else:
             self._sync.add(index, scatter_once(part, gradient))
+
+    def _hand_over(self, index: int, gradient: Tensor) -> None:
+        """A gradient that is not summed over ranks: added at once to one that is there, so that not both stay
+        till the end of backward, else delivered then."""
+        if self._leaves.has_gradient(index):
+            self._leaves.deliver(index, gradient)
+        else:
+            self._sync.keep(index, gradient)
 
     def _take(self, item: InputPart, tensors: Sequence[Tensor]) -> Tensor:
         given = tensors[item.position]

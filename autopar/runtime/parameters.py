@@ -170,6 +170,10 @@ class Leaves:
         self._tied = [None] * len(self._parts)
         self.release()
 
+    def has_gradient(self, index: int) -> bool:
+        """Whether the outer parameter of a leaf has a `.grad`."""
+        return self._find[index]().grad is not None
+
     def deliver(self, index: int, total: Tensor) -> None:
         """Add the final local gradient of a leaf to its outer parameter's `.grad`."""
         outer: Any = self._find[index]()
