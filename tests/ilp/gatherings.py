@@ -29,6 +29,11 @@ class EveryGathering(BruteForce):
 
     def gathered_plans(self) -> Iterator[tuple[float, int]]:
         """(seconds, peak bytes) of every plan, with each way of gathering every weight."""
+        for seconds, program in self.gathered_programs():
+            yield seconds, peak_memory(self.graph, self.prices, program).nbytes
+
+    def gathered_programs(self) -> Iterator[tuple[float, Program]]:
+        """Every plan with its seconds, with each way of gathering every weight."""
         inputs = list(self.space.inputs)
         outputs = {name: offered[0] for name, offered in self.space.outputs.items()}
         for strategies in self.strategies():
@@ -47,8 +52,7 @@ class EveryGathering(BruteForce):
                     gatherings = {name: way[1] for name, way in zip(weights, ways, strict=True)}
                     mesh = self.prices.dims.mesh
                     program = Program(mesh, kept, strategies, moves, outputs, gatherings=gatherings)
-                    peak = peak_memory(self.graph, self.prices, program).nbytes
-                    yield seconds + sum(way[0] for way in ways), peak
+                    yield seconds + sum(way[0] for way in ways), program
 
     def ways(
         self, name: str, strategies: Mapping[str, Any], layout: Layout

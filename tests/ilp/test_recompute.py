@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from random import Random
@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from autopar.cluster import Link
+from autopar.core.gathering import Gathering, ShardState
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.plan import Program
@@ -40,10 +41,12 @@ from tests.ilp.brute_force import (
     small_space,
     unfolded,
 )
+from tests.ilp.gatherings import EveryGathering
 
 CLOSE = 1e-6  # relative
 WITHIN = 0.02  # of the best there is
 SELDOM = 0.1  # for a single cap
+HOP = Link(1e-5, 1e8)
 LATER = pytest.mark.long
 GRAPHS = (
     chain,
@@ -130,7 +133,7 @@ def test_placement_and_cut_together_are_about_the_best(make: Callable[[], Graph]
     schedule = scheduled(ScheduleKind.ONE_F_ONE_B, ranks, 1, count)
 
     def cut(solution: Solution) -> float:
-        return staged(graph, prices, solution, schedules=[schedule], hop=Link(1e-5, 1e8), cap=None).seconds
+        return staged(graph, prices, solution, schedules=[schedule], hop=HOP, cap=None).seconds
 
     solution = choose(graph, prices, space, unfolded(graph), gap=1e-9)
     programs = (program for _, program in BruteForce(graph, prices, space).programs())
@@ -138,27 +141,25 @@ def test_placement_and_cut_together_are_about_the_best(make: Callable[[], Graph]
     assert best * (1 - CLOSE) <= cut(solution) <= best * (1 + WITHIN)
 
 
-@pytest.mark.parametrize("kind", [ScheduleKind.ONE_F_ONE_B, pytest.param(ScheduleKind.GPIPE, marks=LATER)])
-@pytest.mark.parametrize("make", [chain, pytest.param(scores, marks=LATER)])
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=LATER) for seed in (0, 2, 3))])
-def test_placement_cut_and_parts_together_are_about_the_best_and_the_gap_is_true(
-    make: Callable[[], Graph], kind: ScheduleKind, seed: int
-) -> None:
-    """Of two stages, without a cap and under caps down to the least, or about that."""
-    graph, random, mesh = make(), Random(seed), Mesh((2,))
+def two_stages(graph: Graph, kind: ScheduleKind, random: Random) -> MeshProblem:
+    """Each of two devices, with four micro-batches."""
     request = Request(stages=2, micro_batches=4, schedule=kind, gap=1e-9)
-    known = random_prices(graph, mesh, random)
-    hop = Link(1e-5, 1e8)
-    problem = MeshProblem(graph, find_atoms(graph), mesh, known.cluster, known.model, request, None, hop)
+    known = random_prices(graph, Mesh((2,)), random)
+    problem = MeshProblem(
+        graph, find_atoms(graph), Mesh((2,)), known.cluster, known.model, request, None, HOP
+    )
     problem.folding = unfolded(graph)
-    space = small_space(graph, problem.prices, random, most=2, layouts=1)
-    problem.spaces[None] = space
-    count = len(graph.operators)
-    steps = []
-    for _, program in BruteForce(graph, problem.prices, space).programs():
-        for parts in partings(count):
+    return problem
+
+
+def compare(problem: MeshProblem, programs: Sequence[Program], ways: Sequence[tuple[Segment, ...]]) -> None:
+    """The plan with the best of all programs, cuts and `ways` of computing again: without a cap, and under
+    caps down to the least, or about that."""
+    count, steps = len(problem.graph.operators), []
+    for program in programs:
+        for parts in ways:
             each = replace(program, recompute=parts)
-            table = intervals(graph, problem.prices, each, hop, places=range(count + 1))
+            table = intervals(problem.graph, problem.prices, each, HOP, places=range(count + 1))
             cuts = (keep(table, problem.schedules[0], (0, start)) for start in range(1, count))
             steps += [(cut.seconds, max(cut.rank_bytes)) for cut in cuts]
     peaks = sorted({nbytes for _, nbytes in steps})
@@ -175,6 +176,36 @@ def test_placement_cut_and_parts_together_are_about_the_best_and_the_gap_is_true
         assert found.seconds * (1 - found.gap) <= best * (1 + CLOSE)
     assert max(slower) <= SELDOM
     assert sum(slower) / len(slower) <= WITHIN
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.ONE_F_ONE_B, pytest.param(ScheduleKind.GPIPE, marks=LATER)])
+@pytest.mark.parametrize("make", [chain, pytest.param(scores, marks=LATER)])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=LATER) for seed in (0, 2, 3))])
+def test_placement_cut_and_parts_together_are_about_the_best_and_the_gap_is_true(
+    make: Callable[[], Graph], kind: ScheduleKind, seed: int
+) -> None:
+    graph, random = make(), Random(seed)
+    problem = two_stages(graph, kind, random)
+    space = problem.spaces[None] = small_space(graph, problem.prices, random, most=2, layouts=1)
+    programs = [program for _, program in BruteForce(graph, problem.prices, space).programs()]
+    compare(problem, programs, partings(len(graph.operators)))
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.ONE_F_ONE_B, pytest.param(ScheduleKind.GPIPE, marks=LATER)])
+@pytest.mark.parametrize(
+    ("seed", "apart"), [(0, False), *(pytest.param(seed, True, marks=LATER) for seed in range(4))]
+)
+def test_with_every_way_of_storing_weights_they_are_too(kind: ScheduleKind, seed: int, apart: bool) -> None:
+    """Placement, cut, parts and sharded weights together; all operators are computed again, or none, or any
+    parts `apart`."""
+    graph, random = chain(), Random(seed)
+    problem = two_stages(graph, kind, random)
+    space = small_space(graph, problem.prices, random, most=2, layouts=2)
+    space = problem.spaces[None] = replace(space, gatherings=ShardState.AUTO.gatherings)
+    programs = [program for _, program in EveryGathering(graph, problem.prices, space).gathered_programs()]
+    assert {way for program in programs for way in program.gatherings.values()} == set(Gathering)
+    count = len(graph.operators)
+    compare(problem, programs, partings(count) if apart else ((), ((0, count),)))
 
 
 def test_each_rung_keeps_less_than_the_one_before() -> None:
