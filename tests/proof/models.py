@@ -6,6 +6,7 @@ one operator takes twice, tensors with several consumers, tied and frozen weight
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -357,15 +358,20 @@ def _batch_norm(draft: Draft, x: str) -> str | None:
     return draft.call(aten.batch_norm.default, Ref(x), *affine, *running, training, 0.1, 1e-5, False)
 
 
-def _group_norm(draft: Draft, x: str) -> str:
-    channels = draft.shape(x)[1]
+def _group_norm(draft: Draft, x: str) -> str | None:
+    _, channels, *rest = draft.shape(x)
+    groups = _divisor(draft, channels)
+    if channels // groups * math.prod(rest) == 1:  # nothing is left, and gradients are rounding alone
+        return None
     affine = [Ref(draft.parameter(channels)) for _ in "wb"] if draft.chance(0.7) else [None, None]
-    return draft.call(aten.group_norm.default, Ref(x), _divisor(draft, channels), *affine)
+    return draft.call(aten.group_norm.default, Ref(x), groups, *affine)
 
 
-def _layer_norm(draft: Draft, x: str) -> str:
+def _layer_norm(draft: Draft, x: str) -> str | None:
     shape = draft.shape(x)
     normal = shape[-draft.random.randint(1, len(shape) - 1) :]
+    if math.prod(normal) == 1:
+        return None
     affine = [Ref(draft.parameter(*normal)) for _ in "wb"] if draft.chance(0.7) else [None, None]
     return draft.call(aten.layer_norm.default, Ref(x), list(normal), *affine)
 
