@@ -15,7 +15,7 @@ def now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Medians over `runs` runs of one local operator call.
+    """Seconds of one local operator call, of `runs` runs (`costdb.timing.Times`).
 
     `saved_bytes` counts every storage kept for backward once, operands and results included;
     `scratch_bytes` is the largest temporary memory beyond operands, results and saved tensors, None

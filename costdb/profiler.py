@@ -1,60 +1,113 @@
-"""The profiler: times an operator call forward and backward at its local shape."""
+"""The profiler: times operator calls forward and backward at their local shapes, in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from autopar.core.graph import Call
+from autopar.errors import CostMissingError
 from costdb import operands
 from costdb.footprint import observe, saved_bytes
 from costdb.measurement import Measurement
-from costdb.timing import BUDGET_SECONDS, Mark, repeat
+from costdb.timing import BUDGET_SECONDS, Mark, Times, take_turns
 
 SEED = 0  # of the operands' values: a measurement can be repeated
+TOGETHER_BYTES = 256 << 20  # of the operands of calls that take turns; results and gradients come on top
 
 
 def measure(call: Call, device: torch.device | str = "cpu", *, budget: float = BUDGET_SECONDS) -> Measurement:
-    """Run `call` on random operands for about `budget` seconds and report medians.
+    """Run `call` on random operands for about `budget` seconds and report its times.
 
     Backward is the gradient of all differentiable results with respect to all operands that
     require one. Raises CostMissingError if the operator refuses to run, also for lack of memory.
     """
-    device = torch.device(device)
-    with torch.random.fork_rng(), operands.refused(call), torch.enable_grad():
-        torch.manual_seed(SEED)
-        subject = _Subject(call, device)
-        found = observe(subject.forward, subject.inputs)
-        times = repeat(subject.run, device, budget)
-        scratch = subject.scratch_bytes()
-    forward, backward = times.parts
-    return Measurement(
-        key=call.key(),
-        forward_seconds=forward,
-        backward_seconds=backward if subject.trains else 0.0,
-        saved=found.saved,
-        saved_bytes=saved_bytes(call, found),
-        scratch_bytes=scratch,
-        runs=times.runs,
-        spread=times.spread,
-    )
+    with _measuring():
+        return _measure([_Subject(call, torch.device(device))], budget)[0]
+
+
+def measure_together(
+    calls: Sequence[Call], device: torch.device | str = "cpu", *, budget: float = BUDGET_SECONDS
+) -> list[Measurement]:
+    """As `measure`, calls that take turns; without those that refuse to run."""
+    device, subjects = torch.device(device), []
+    with _measuring():
+        for call in calls:
+            with suppress(CostMissingError):
+                subjects.append(_Subject(call, device))
+        try:
+            return _measure(subjects, budget)
+        except CostMissingError:  # too little memory for all of them
+            subjects.clear()
+    found = []
+    for call in calls:
+        with suppress(CostMissingError):
+            found.append(measure(call, device, budget=budget))
+    return found
+
+
+def portions(calls: Iterable[Call]) -> Iterator[list[Call]]:
+    """Neighbours whose operands take at most `TOGETHER_BYTES`, or one call that takes more."""
+    portion: list[Call] = []
+    nbytes = 0
+    for call in calls:
+        own = sum(spec.nbytes for spec in operands.specs(call))
+        if portion and nbytes + own > TOGETHER_BYTES:
+            yield portion
+            portion, nbytes = [], 0
+        portion.append(call)
+        nbytes += own
+    if portion:
+        yield portion
+
+
+def _measure(subjects: Sequence[_Subject], budget: float) -> list[Measurement]:
+    if not subjects:
+        return []
+    times = take_turns([each.run for each in subjects], subjects[0].device, budget)
+    return [each.measurement(found) for each, found in zip(subjects, times, strict=True)]
+
+
+@contextmanager
+def _measuring() -> Iterator[None]:
+    with torch.random.fork_rng(), torch.enable_grad():
+        yield
 
 
 class _Subject:
-    """A call on real tensors, ready to run forward and backward again and again."""
+    """A call on real tensors that has run once, ready to run forward and backward again and again."""
 
     def __init__(self, call: Call, device: torch.device) -> None:
-        self.target, self.device = call.target, device
+        self.call, self.device = call, device
+        torch.manual_seed(SEED)
         make = operands.random(call, device)
-        self.args, self.kwargs, self.inputs = operands.fill(call, device, make)
-        self.wanted = tuple(tensor for tensor in self.inputs if tensor.requires_grad)
-        self.seeds = tuple(torch.ones_like(result) for result in _differentiable(self.forward()))
+        with operands.refused(call):
+            self.args, self.kwargs, self.inputs = operands.fill(call, device, make)
+            self.found = observe(self.forward, self.inputs)
+            self.wanted = tuple(tensor for tensor in self.inputs if tensor.requires_grad)
+            self.seeds = tuple(torch.ones_like(result) for result in _differentiable(self.forward()))
         self.trains = bool(self.wanted and self.seeds)
 
+    def measurement(self, times: Times) -> Measurement:
+        forward, backward = times.parts
+        with operands.refused(self.call):
+            scratch = self.scratch_bytes()
+        return Measurement(
+            key=self.call.key(),
+            forward_seconds=forward,
+            backward_seconds=backward if self.trains else 0.0,
+            saved=self.found.saved,
+            saved_bytes=saved_bytes(self.call, self.found),
+            scratch_bytes=scratch,
+            runs=times.runs,
+            spread=times.spread,
+        )
+
     def forward(self) -> Any:
-        return self.target(*self.args, **self.kwargs)
+        return self.call.target(*self.args, **self.kwargs)
 
     def backward(self, results: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor | None]:
         if not self.trains:
@@ -63,11 +116,12 @@ class _Subject:
 
     def run(self, mark: Callable[[], Mark]) -> tuple[Mark, Mark, Mark]:
         """One forward and one backward; nothing is freed between the marks."""
-        start = mark()
-        results = self.forward()
-        middle = mark()
-        gradients = self.backward(_differentiable(results))
-        end = mark()
+        with operands.refused(self.call):
+            start = mark()
+            results = self.forward()
+            middle = mark()
+            gradients = self.backward(_differentiable(results))
+            end = mark()
         del results, gradients
         return start, middle, end
 

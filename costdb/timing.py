@@ -1,4 +1,4 @@
-"""Taking times: warm up, choose the number of runs by a budget, report the median.
+"""Taking times: warm up, choose the number of runs by a budget, visit each run several times.
 
 A run marks its moments; the time between two marks is taken on the device's own clock, so that a
 GPU is not waited for between runs:
@@ -8,6 +8,15 @@ GPU is not waited for between runs:
 On a CPU with one thread that is the thread's own clock, which stands still while other processes
 have the core: on a busy machine it gives the same numbers, where a wall clock gave half a batch
 2.3 x the time of the whole one.
+
+A machine that is shared has slow seconds, in which everything takes up to half as long again. So runs that
+will be compared take turns, and of each the visits that met slow seconds are left out:
+
+    visit 1   a a a  b  c c        visit 2   a a a  b  c c        ...
+                     |----- slow -----|
+
+On such a machine the ratio of two convolutions of the same flops scattered by 6 % (standard deviation)
+instead of 15 % for one visit of the same length.
 
 The first runs take new memory, and a page that is touched for the first time may cost more than the
 work on it; glibc's heap needed six runs of a large ReLU until it gave the same pages again, as it does
@@ -26,62 +35,92 @@ from typing import TypeAlias
 import torch
 
 WARM_UPS = 2  # the first run allocates and selects kernels, the second settles caches
+VISITS = 5
 SETTLING = 5  # budgets that all runs may take to meet no new pages; once one did, the next will soon
 FEW_PAGES = 16  # new ones in a run that counts all the same
 MIN_RUNS, MAX_RUNS = 3, 200
 BUDGET_SECONDS = 0.2  # per call; the median of a small operator is steady well before
 
 Mark: TypeAlias = "float | torch.cuda.Event"
+Run: TypeAlias = Callable[[Callable[[], Mark]], Sequence[Mark]]  # calls the marker; its marks in order
+Lap: TypeAlias = list[float]  # seconds of each part of one run
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Medians of the parts between marks, in seconds."""
+    """Seconds of the parts between marks: the lower quartile of the visits' medians."""
 
     parts: tuple[float, ...]
     runs: int
     spread: float  # interquartile range over median, of whole runs
 
 
-def repeat(
-    run: Callable[[Callable[[], Mark]], Sequence[Mark]], device: torch.device, budget: float = BUDGET_SECONDS
-) -> Times:
-    """Time `run`, which calls the marker it is given and returns its marks in order."""
+def repeat(run: Run, device: torch.device, budget: float = BUDGET_SECONDS) -> Times:
+    """Time one run for about `budget` seconds."""
+    return take_turns([run], device, budget)[0]
 
-    def mark() -> Mark:
-        return _mark(device)
 
-    for _ in range(WARM_UPS):
-        run(mark)
-    synchronize(device)
-    start = time.perf_counter()
-    run(mark)
-    synchronize(device)
-    wanted = num_runs(time.perf_counter() - start, budget)
-    marked: list[Sequence[Mark]] = []
-    settled: list[Sequence[Mark]] = []
-    end = time.perf_counter() + SETTLING * budget
+def take_turns(runs: Sequence[Run], device: torch.device, budget: float = BUDGET_SECONDS) -> list[Times]:
+    """Time `runs`, each for about `budget` seconds, in turns."""
+    timed = [_Timed(run, device, budget / VISITS) for run in runs]
+    for _ in range(VISITS):
+        for each in timed:
+            each.visit()
+    return [each.times() for each in timed]
 
-    def goes_on() -> bool:
-        if len(marked) < wanted:
-            return True
-        if settled and len(settled) < MIN_RUNS:
-            return len(marked) < MAX_RUNS
-        return len(settled) < wanted and time.perf_counter() < end
 
-    while goes_on():
-        before = _new_pages()
-        marked.append(run(mark))
-        if _new_pages() - before <= FEW_PAGES:
-            settled.append(marked[-1])
-    synchronize(device)
-    counted = settled if len(settled) >= MIN_RUNS else marked
-    laps = [[_between(a, b) for a, b in zip(marks, marks[1:], strict=False)] for marks in counted]
-    return Times(
-        parts=tuple(statistics.median(part) for part in zip(*laps, strict=True)),
-        runs=len(counted),
-        spread=spread([sum(lap) for lap in laps]),
-    )
+class _Timed:
+    """A run that is warm, and what its visits of `budget` seconds found."""
+
+    def __init__(self, run: Run, device: torch.device, budget: float) -> None:
+        self.run, self.device, self.budget = run, device, budget
+        self.visits: list[list[Lap]] = []
+        self.settled: list[list[Lap]] = []  # of each visit, the runs that met no new pages
+        for _ in range(WARM_UPS):
+            self._marks()
+        synchronize(device)
+        start = time.perf_counter()
+        self._marks()
+        synchronize(device)
+        self.wanted = max(1, min(MAX_RUNS, int(budget / max(time.perf_counter() - start, 1e-9))))
+
+    def visit(self) -> None:
+        marked: list[Sequence[Mark]] = []
+        settled: list[Sequence[Mark]] = []
+        end = time.perf_counter() + SETTLING * self.budget
+        while len(marked) < self.wanted or (
+            len(settled) < self.wanted and len(marked) < MAX_RUNS and time.perf_counter() < end
+        ):
+            before = _new_pages()
+            marked.append(self._marks())
+            if _new_pages() - before <= FEW_PAGES:
+                settled.append(marked[-1])
+        synchronize(self.device)
+        self.visits.append([_lap(marks) for marks in marked])
+        self.settled.append([_lap(marks) for marks in settled])
+
+    def times(self) -> Times:
+        enough = sum(map(len, self.settled)) >= MIN_RUNS
+        visits = [visit for visit in (self.settled if enough else self.visits) if visit]
+        medians = [[statistics.median(part) for part in zip(*visit, strict=True)] for visit in visits]
+        laps = [sum(lap) for visit in visits for lap in visit]
+        return Times(
+            parts=tuple(lower_quartile(part) for part in zip(*medians, strict=True)),
+            runs=len(laps),
+            spread=spread(laps),
+        )
+
+    def _marks(self) -> Sequence[Mark]:
+        return self.run(lambda: _mark(self.device))
+
+
+def _lap(marks: Sequence[Mark]) -> Lap:
+    return [_between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+
+
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """A quarter of `seconds`, at least one, are no longer."""
+    return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def _new_pages() -> int:

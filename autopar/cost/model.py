@@ -9,8 +9,8 @@ and are marked.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -22,10 +22,9 @@ from autopar.core.graph import Call
 from autopar.cost.collectives import CollectiveTable
 from autopar.cost.compute import cost, estimate
 from autopar.cost.devices import calibrate, device_model
-from autopar.errors import CostMissingError
 from costdb.database import Database
 from costdb.measurement import Measurement
-from costdb.profiler import measure
+from costdb.profiler import measure_together, portions
 from costdb.setting import Setting, fingerprint
 
 OPERATOR_BUDGET = 0.05  # seconds for one operator call, beside its warm-up
@@ -130,16 +129,21 @@ def measure_calls(
 ) -> dict[str, Measurement]:
     """Measurements by key, without those calls that cannot run."""
     found: dict[str, Measurement] = {}
-    calls = list(calls)
+    done, calls = 0, list(calls)
     with using_threads(threads):
-        for number, call in enumerate(calls):
+        for together in portions(calls):
             if progress:
-                progress(number, len(calls), str(call.target))
-            with suppress(CostMissingError):
-                found[call.key()] = measure(call, "cpu", budget=OPERATOR_BUDGET)
+                progress(done, len(calls), _named(together))
+            found |= {each.key: each for each in measure_together(together, "cpu", budget=OPERATOR_BUDGET)}
+            done += len(together)
     if progress:
         progress(len(calls), len(calls), "measured")
     return found
+
+
+def _named(calls: Sequence[Call]) -> str:
+    others = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
+    return f"{calls[0].target}{others}"
 
 
 def setting_of(cluster: ClusterSpec) -> Setting:

@@ -1,15 +1,16 @@
-"""Runs that meet new pages of memory take longer than those to come, and don't count."""
+"""Runs that meet new pages of memory, or a slow second of the machine, take longer than those to come, and
+don't count."""
 
 from __future__ import annotations
 
 import mmap
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import count, groupby
 
 import torch
 
-from costdb.timing import FEW_PAGES, MIN_RUNS, WARM_UPS, Mark, repeat
+from costdb.timing import FEW_PAGES, MIN_RUNS, VISITS, WARM_UPS, Mark, Run, repeat, take_turns
 
 SLOW, FAST = 0.02, 0.001
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ def work(seconds: float) -> None:
         pass
 
 
-def slow_on_new_pages(is_new: Callable[[int], bool]) -> Callable[[Callable[[], Mark]], Sequence[Mark]]:
+def slow_on_new_pages(is_new: Callable[[int], bool]) -> Run:
     numbers = count()
 
     def run(mark: Callable[[], Mark]) -> Sequence[Mark]:
@@ -49,3 +50,21 @@ def test_where_pages_are_always_new_all_runs_count() -> None:
     times = repeat(slow_on_new_pages(lambda number: True), CPU, budget=0.05)
     assert times.runs >= MIN_RUNS
     assert times.parts[0] >= SLOW / 2
+
+
+def test_runs_take_turns_and_visits_in_slow_seconds_do_not_count() -> None:
+    turns: list[str] = []
+
+    def named(name: str) -> Run:
+        def run(mark: Callable[[], Mark]) -> Sequence[Mark]:
+            turns.append(name)
+            visit = sum(key == "a" for key, _ in groupby(turns)) - 1  # the first turn warms up
+            start = mark()
+            work(SLOW if visit in (2, 3, 4) else FAST)
+            return start, mark()
+
+        return run
+
+    times = take_turns([named("a"), named("b")], CPU, budget=0.05)
+    assert "".join(key for key, _ in groupby(turns)) == "ab" * (1 + VISITS)
+    assert all(each.parts[0] < SLOW / 2 for each in times)
