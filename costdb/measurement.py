@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from autopar.core.costs import Collective, Saved, refuse_bad
@@ -41,6 +41,14 @@ class Measurement:
             saved_extra_bytes=self.saved.extra_bytes,
             scratch_bytes=self.scratch_bytes or 0,
             spread=self.spread,
+        )
+
+    def scaled(self, factor: float) -> Measurement:
+        """The same with `factor` times the seconds."""
+        return replace(
+            self,
+            forward_seconds=factor * self.forward_seconds,
+            backward_seconds=factor * self.backward_seconds,
         )
 
 

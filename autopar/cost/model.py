@@ -9,16 +9,16 @@ and are marked.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import geometric_mean, median
 
 import torch
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.costs import Collective, DeviceModel, OperatorCost
-from autopar.core.graph import Call
+from autopar.core.graph import Call, TensorSpec
 from autopar.cost.collectives import CollectiveTable
 from autopar.cost.compute import cost, estimate
 from autopar.cost.devices import calibrate, device_model
@@ -28,6 +28,11 @@ from costdb.profiler import measure_together, portions
 from costdb.setting import Setting, fingerprint
 
 OPERATOR_BUDGET = 0.05  # seconds for one operator call, beside its warm-up
+# Timed with all that is measured: a product, and memory that is read and written.
+YARDSTICKS = (
+    Call(torch.ops.aten.mm.default, (TensorSpec((512, 512), torch.float32),) * 2, {}),
+    Call(torch.ops.aten.neg.default, (TensorSpec((1 << 22,), torch.float32),), {}),
+)
 Progress = Callable[[int, int, str], None]  # done, all, what
 Company = Callable[[list[Call]], None]  # starts the measuring of these calls elsewhere
 
@@ -101,12 +106,12 @@ class CostModel:
             return self
         if company:
             company(list(missing.values()))
-        found = measure_calls(missing.values(), self.setting.threads, progress)
+        found = measure_calls(missing.values(), self.setting.threads, progress, self.measured)
         if database:
             database.write_operators(self.setting, found.values())
         ratios: dict[str, list[tuple[float, float]]] = {}
-        for key, each in found.items():
-            guess = estimate(missing[key], self.device)
+        for key in missing.keys() & found.keys():
+            each, guess = found[key], estimate(missing[key], self.device)
             pair = (
                 _ratio(each.forward_seconds, guess.forward_seconds),
                 _ratio(each.backward_seconds, guess.backward_seconds),
@@ -125,20 +130,36 @@ class CostModel:
 
 
 def measure_calls(
-    calls: Iterable[Call], threads: int, progress: Progress | None = None
+    calls: Iterable[Call],
+    threads: int,
+    progress: Progress | None = None,
+    known: Mapping[str, Measurement] | None = None,
 ) -> dict[str, Measurement]:
-    """Measurements by key, without those calls that cannot run."""
+    """Measurements by key, without those calls that cannot run.
+
+    A machine that is shared, or grows warm, is faster at one time than at another. So that what is measured
+    at different times can be compared, seconds are those of the time when `YARDSTICKS` took what is `known`
+    of them, or else what they take first.
+    """
     found: dict[str, Measurement] = {}
-    done, calls = 0, list(calls)
+    done, calls, known = 0, list(calls), known or {}
+    first = {key: known[key] for key in (each.key() for each in YARDSTICKS) if key in known}
     with using_threads(threads):
         for together in portions(calls):
             if progress:
                 progress(done, len(calls), _named(together))
-            found |= {each.key: each for each in measure_together(together, "cpu", budget=OPERATOR_BUDGET)}
+            timed = measure_together([*YARDSTICKS, *together], "cpu", budget=OPERATOR_BUDGET)
+            now = {each.key: each for each in timed}
+            yardsticks = {each.key(): now[each.key()] for each in YARDSTICKS}
+            first = {**yardsticks, **first}
+            pace = geometric_mean(
+                first[key].forward_seconds / each.forward_seconds for key, each in yardsticks.items()
+            )
+            found |= {key: each.scaled(pace) for key, each in now.items() if key not in yardsticks}
             done += len(together)
     if progress:
         progress(len(calls), len(calls), "measured")
-    return found
+    return found | {key: each for key, each in first.items() if key not in known}
 
 
 def _named(calls: Sequence[Call]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.costs import Collective, DeviceModel
+from autopar.core.costs import Collective, DeviceModel, Saved
+from autopar.core.graph import Call, TensorSpec
+from autopar.cost import model
 from autopar.cost.model import CostModel, network_of, setting_of, using_threads
 from costdb.database import Database
-from costdb.measurement import CollectiveMeasurement
+from costdb.measurement import CollectiveMeasurement, Measurement
 
 TOY = DeviceModel("cpu", "cpu", ((torch.float32, 1.0),), bandwidth=1.0, launch_seconds=1.0)
 NEAR, FAR = Link(1.0, 1.0), Link(7.0, 1.0)
@@ -73,3 +76,24 @@ def test_hops_are_as_measured_or_else_as_described(database: Database) -> None:
     found = CostModel.of(cluster, database).hop(cluster, 4)
     assert (found.latency, found.bandwidth) == (3.0, 20.0)  # 100 bytes more take 5 s more
     assert not found.estimated
+
+
+def test_what_is_measured_while_the_machine_is_slow_counts_as_on_other_days(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine's pace is made up, as no machine is slow when a test wants it."""
+    pace = 1.0
+
+    def measured(calls: Sequence[Call], device: str, *, budget: float) -> list[Measurement]:
+        return [Measurement(call.key(), 2 * pace, 3 * pace, Saved(), 0, None, 5, 0.0) for call in calls]
+
+    def relu(length: int) -> Call:
+        return Call(torch.ops.aten.relu.default, (TensorSpec((length,), torch.float32),), {})
+
+    monkeypatch.setattr(model, "measure_together", measured)
+    CostModel.of(hosts(), database).measure([relu(1)], database)
+    pace = 1.5
+    again = CostModel.of(hosts(), database).measure([relu(2)], database)
+    for known in (again, CostModel.of(hosts(), database)):
+        assert [known.cost(relu(length)).forward_seconds for length in (1, 2)] == pytest.approx([2.0, 2.0])
+    assert {each.key() for each in model.YARDSTICKS} <= again.measured.keys()
