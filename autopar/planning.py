@@ -23,6 +23,7 @@ from autopar.core.pipeline import kept_starts, stages_per_rank
 from autopar.core.plan import Alternative, Plan, Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind
+from autopar.cost.intervals import choose_places, crossing_bytes, intervals
 from autopar.cost.memory import peak_memory
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
@@ -30,6 +31,7 @@ from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.checkpoints import respect
 from autopar.ilp.choose import BeatenError, Solution
+from autopar.ilp.exchange import MOST_OPERATORS, Exchange
 from autopar.ilp.fold import Folding, fold
 from autopar.ilp.near_cuts import is_worthwhile, near_step
 from autopar.ilp.placement import FREE, Dear, Problem, Space
@@ -42,7 +44,7 @@ from autopar.ilp.space import (
     kind_by_axis,
     name_of,
 )
-from autopar.ilp.stages import mean_flight, scheduled
+from autopar.ilp.stages import MOST_PLACES, mean_flight, scheduled
 from autopar.ilp.step import Step, once, recut, staged, unstaged
 from autopar.ilp.symmetry import choose_named
 from autopar.ops.analysis import find_atoms
@@ -242,10 +244,21 @@ class MeshProblem:
         """The best step; in it the model's own checkpoints, if no others are asked for. Its bound is none if
         it need not be `bounded`."""
         found = self.fastest(force, deadline, cap=cap, bounded=bounded)
-        if not self.request.training or self.request.recompute is not Recompute.AUTO:
-            return found
-        count = self.request.micro_batches
-        return respect(self.graph, self.prices, found, micro_batches=count, hop=self.hop, cap=cap)
+        if self.request.training and self.request.recompute is Recompute.AUTO:
+            count = self.request.micro_batches
+            found = respect(self.graph, self.prices, found, micro_batches=count, hop=self.hop, cap=cap)
+        if bounded and found.cut is not None and len(self.graph.operators) <= MOST_OPERATORS:
+            found = dataclasses.replace(found, bound=min(found.seconds, self.least(force, deadline)))
+        return found
+
+    def least(self, force: Force | None, deadline: float | None) -> float:
+        """Seconds that no step with stages takes less than, whatever the placement and the cut."""
+        fastest = self.solve(force, deadline, cap=None)
+        program = fastest.program
+        places = self.places or choose_places(crossing_bytes(self.graph, self.prices, program), MOST_PLACES)
+        table = intervals(self.graph, self.prices, program, self.hop, places=places)
+        space = self.spaces[force]
+        return Exchange(self.graph, self.prices, space, self.folding, fastest, table).bound(self.schedules)
 
     def fastest(
         self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
@@ -312,7 +325,8 @@ class MeshProblem:
             placed = dataclasses.replace(fastest, program=program, seconds=seconds, peak=peak)
             return self.stage(placed, cap, fastest.bound)
 
-        problem = Problem(self.graph, self.prices, space, self.folding, cap=None)
+        scarce_cap = None if cap is None else math.inf  # under which weights may be gathered again
+        problem = Problem(self.graph, self.prices, space, self.folding, cap=scarce_cap)
         return near_step(problem, solution.program, found, step_of, deadline=deadline)
 
     def leaner(

@@ -16,6 +16,7 @@ from autopar.cost.gathering import regathers
 from autopar.cost.prices import Prices
 from autopar.cost.values import Values, find_values
 from autopar.ilp.checkpoints import notes as checkpoint_notes
+from autopar.ilp.exchange import MOST_OPERATORS
 from autopar.ilp.gathering import gathering_notes, when, whole_notes
 from autopar.ilp.space import Force, Kinds, kind_by_axis
 from autopar.ilp.step import Step
@@ -178,6 +179,8 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
         return counted
     everywhere = step.cut.places == len(graph.operators)
     places = "" if everywhere else f" at {step.cut.places} of {len(graph.operators)} places"
+    if len(graph.operators) <= MOST_OPERATORS:
+        return (*counted, "the gap is to all placements and all their cuts")
     return (
         *counted,
         f"the gap is to all cuts of this placement{places}, and to all placements by the sum of their "

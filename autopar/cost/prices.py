@@ -329,7 +329,7 @@ class Prices:
     ) -> Network:
         """The tensor's moves between all layouts of `placements` that are legal, or `fixed`, with seconds;
         a weight's as of every micro-batch. Made once for all tensors that are cut alike."""
-        key = self._kind(name), placements, alike, fixed
+        key = self.kind(name), placements, alike, fixed
         if key not in self._networks:
             self._networks[key] = network(
                 placements,
@@ -339,7 +339,7 @@ class Prices:
             )
         return self._networks[key]
 
-    def _kind(self, name: str) -> Any:
+    def kind(self, name: str) -> Any:
         """Equal for tensors whose layouts have the same parts and whose moves cost the same."""
         spec, atoms = self.graph.specs[name], self.dims.atoms
         cuts = tuple(

@@ -198,6 +198,14 @@ def flights(schedule: Schedule) -> tuple[tuple[Counts, tuple[Counts, ...]], ...]
     return tuple(found)
 
 
+def forwards_before(schedule: Schedule, rank: int) -> int:
+    """How many forwards a rank begins with; all of GPipe's are on the way to its first gradient."""
+    if schedule.kind is ScheduleKind.GPIPE:
+        return 1
+    actions = schedule.actions(rank)
+    return next(index for index, action in enumerate(actions) if action.kind is not ActionKind.FORWARD)
+
+
 def mean_flight(schedule: Schedule) -> float:
     """How many micro-batches a stage keeps at once, on the average stage."""
     kept = schedule.stages_per_rank
@@ -369,7 +377,7 @@ class _Problem:
             home = behind[stage][:, None] if behind is not None else 0.0
             bounds.append(begun + home)
             if self.schedule.stages_per_rank == 1:
-                waiting, away = self.forwards_before(stage) - 1, after[stage + 1][None, :]
+                waiting, away = forwards_before(self.schedule, stage) - 1, after[stage + 1][None, :]
                 bounds.append(begun - waiting * forward + away + home)
                 bounds.append(
                     ahead[stage][:, None] + self.twice_away(stage, forward, backs[stage], away) + home
@@ -381,13 +389,6 @@ class _Problem:
         """Seconds of hops at cuts where they hold up a chain of stages beside what `busy` has; none
         where stages may lie on one rank."""
         return np.zeros_like(row) if self.late or self.schedule.kind.is_v else row
-
-    def forwards_before(self, rank: int) -> int:
-        """How many forwards a rank begins with; all of GPipe's are on the way to its first gradient."""
-        if self.schedule.kind is ScheduleKind.GPIPE:
-            return 1
-        actions = self.schedule.actions(rank)
-        return next(index for index, action in enumerate(actions) if action.kind is not ActionKind.FORWARD)
 
     def twice_away(self, rank: int, forward: Table, back: Table, away: Row) -> Table:
         """Seconds from a rank's first action to its last backward along the first micro-batch to the last

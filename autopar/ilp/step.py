@@ -34,9 +34,11 @@ WORTHWHILE = 2e-3  # of a step's seconds
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of `seconds` with a lower bound: on all placements and cuts by the seconds of all stages
-    together, and on all cuts for this placement. Of these alone the bound is larger by 1 / `share`; if memory
-    had no end the placement would take `free` seconds. Bytes are those of the fullest rank."""
+    """A step of `seconds` with a lower bound: on all cuts for this placement, and on all placements by the
+    seconds of all stages together. Of these alone the bound is larger by 1 / `share`; if memory had no end
+    the placement would take `free` seconds. Bytes are those of the fullest rank.
+
+    Where operators are few another placement may be cut more evenly: there exchange.py bounds the plan."""
 
     solution: Solution
     cost: StepCost

@@ -1,0 +1,73 @@
+"""No placement, wherever it is cut, takes less than the bound, and where blocks are alike it is near."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from autopar.cluster import Link
+from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
+from autopar.core.schedule import Schedule, ScheduleKind
+from autopar.cost.intervals import intervals
+from autopar.ilp.choose import choose
+from autopar.ilp.exchange import Exchange
+from autopar.ilp.stages import cut, scheduled
+from autopar.ilp.step import once
+from tests.ilp.brute_force import (
+    BruteForce,
+    blocks,
+    branches,
+    chain,
+    normalised,
+    random_prices,
+    scores,
+    small_space,
+    twice,
+    unfolded,
+)
+
+CLOSE = 1e-9  # relative
+HOP = Link(1e-5, 1e8)
+COUNT, RANKS = 4, 2
+KINDS = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB1P)
+LATER = pytest.mark.long
+
+
+def two_stages(kind: ScheduleKind, count: int = COUNT) -> Schedule:
+    return scheduled(kind, RANKS, 1, count)
+
+
+@pytest.mark.parametrize(
+    "make", [chain, twice, normalised, *(pytest.param(make, marks=LATER) for make in (branches, scores))]
+)
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=LATER) for seed in range(2, 6))])
+def test_no_placement_and_cut_takes_less(make: Callable[[], Graph], seed: int) -> None:
+    graph, random = make(), Random(seed)
+    prices = random_prices(graph, Mesh((2,)), random)
+    prices.once, prices.micro_batches, prices.accumulates = once(RANKS, COUNT), COUNT, True
+    space = small_space(graph, prices, random, most=3, layouts=2)
+    fastest = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    places = range(len(graph.operators) + 1)
+    table = intervals(graph, prices, fastest.program, HOP, places=places)
+    exchange = Exchange(graph, prices, space, unfolded(graph), fastest, table)
+    programs = [program for _, program in BruteForce(graph, prices, space).programs()]
+    tables = [intervals(graph, prices, program, HOP, places=places) for program in programs]
+    for kind in KINDS:
+        best = min(cut(each, two_stages(kind)).seconds for each in tables)
+        assert 0 < exchange.bound([two_stages(kind)]) <= best * (1 + CLOSE)
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B])
+def test_it_is_near_where_many_blocks_are_alike(kind: ScheduleKind) -> None:
+    graph = blocks(24)
+    count = 16
+    prices = random_prices(graph, Mesh((2,)), Random(0))
+    prices.once, prices.micro_batches, prices.accumulates = once(RANKS, count), count, True
+    space = small_space(graph, prices, Random(0), most=1, layouts=1)
+    fastest = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    table = intervals(graph, prices, fastest.program, HOP, places=range(len(graph.operators) + 1))
+    bound = Exchange(graph, prices, space, unfolded(graph), fastest, table).bound([two_stages(kind, count)])
+    assert bound >= 0.95 * cut(table, two_stages(kind, count)).seconds
