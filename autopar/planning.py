@@ -133,17 +133,20 @@ def decide(
     hop = model.hop(whole, request.stages)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
-    for _ in range(MEASURING_ROUNDS if request.measure and model.here else 1):
+    compares = request.measure and model.here and not request.force
+    for number in range(MEASURING_ROUNDS if request.measure and model.here else 1):
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         best = _best(problems, deadline, beat)
         known = model
         if request.measure:
-            model = model.measure(_calls(best[0], best[1].solution), database, progress, company)
-        if model is known and request.measure and model.here and not request.force:
-            rivals = itertools.chain.from_iterable(
-                _calls(best[0], each.solution) for each in _rivals(best[0], deadline)
+            # The first ones of rivals are timed with the winner's: what slows one then slows all.
+            rivals = _rivals(best[0], deadline) if compares and number == 0 else []
+            model = model.measure(
+                _calls(best[0], *(each.solution for each in (best[1], *rivals))), database, progress, company
             )
-            model = model.measure(rivals, database, progress, company)
+        if model is known and compares:
+            calls = _calls(best[0], *(each.solution for each in _rivals(best[0], deadline)))
+            model = model.measure(calls, database, progress, company)
         if model is known:
             break
     else:
@@ -515,9 +518,13 @@ def _worst(failures: Sequence[InfeasibleError | SolverError]) -> InfeasibleError
     return min(infeasible, key=lambda error: math.inf if error.least is None else error.least)
 
 
-def _calls(problem: MeshProblem, solution: Solution) -> list[Call]:
-    strategies = solution.program.strategies
-    prices = (problem.prices.operator(item, strategies[item.name]) for item in problem.graph.operators)
+def _calls(problem: MeshProblem, *solutions: Solution) -> list[Call]:
+    programs = [solution.program for solution in solutions]
+    prices = (
+        problem.prices.operator(item, program.strategies[item.name])
+        for program in programs
+        for item in problem.graph.operators
+    )
     return list(itertools.chain.from_iterable(price.calls for price in prices))
 
 

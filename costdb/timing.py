@@ -10,7 +10,7 @@ have the core: on a busy machine it gives the same numbers, where a wall clock g
 2.3 x the time of the whole one.
 
 A machine that is shared has slow seconds, in which everything takes up to half as long again. So runs that
-will be compared take turns, and of each the visits that met slow seconds are left out:
+will be compared take turns, and the median of several visits leaves out those that met slow seconds:
 
     visit 1   a a a  b  c c        visit 2   a a a  b  c c        ...
                      |----- slow -----|
@@ -48,7 +48,7 @@ Lap: TypeAlias = list[float]  # seconds of each part of one run
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of the parts between marks: the lower quartile of the visits' medians."""
+    """Seconds of the parts between marks: the median of the visits' medians."""
 
     parts: tuple[float, ...]
     runs: int
@@ -105,7 +105,7 @@ class _Timed:
         medians = [[statistics.median(part) for part in zip(*visit, strict=True)] for visit in visits]
         laps = [sum(lap) for visit in visits for lap in visit]
         return Times(
-            parts=tuple(lower_quartile(part) for part in zip(*medians, strict=True)),
+            parts=tuple(statistics.median(part) for part in zip(*medians, strict=True)),
             runs=len(laps),
             spread=spread(laps),
         )
@@ -116,11 +116,6 @@ class _Timed:
 
 def _lap(marks: Sequence[Mark]) -> Lap:
     return [_between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
-
-
-def lower_quartile(seconds: Sequence[float]) -> float:
-    """A quarter of `seconds`, at least one, are no longer."""
-    return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def _new_pages() -> int:

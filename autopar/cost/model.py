@@ -104,6 +104,7 @@ class CostModel:
         }
         if not (self.here and missing and self.setting):
             return self
+        missing = dict(sorted(missing.items()))  # so that what is alike is timed together
         if company:
             company(list(missing.values()))
         found = measure_calls(missing.values(), self.setting.threads, progress, self.measured)
