@@ -139,7 +139,7 @@ def decide(
         best = _best(problems, deadline, beat)
         known = model
         if request.measure:
-            # The first ones of rivals are timed with the winner's: what slows one then slows all.
+            # What the first winner and its rivals use is timed together: what slows one then slows all.
             rivals = _rivals(best[0], deadline) if compares and number == 0 else []
             model = model.measure(
                 _calls(best[0], *(each.solution for each in (best[1], *rivals))), database, progress, company

@@ -40,7 +40,7 @@ def measure_together(
                 subjects.append(_Subject(call, device))
         try:
             return _measure(subjects, budget)
-        except CostMissingError:  # too little memory for all of them
+        except CostMissingError:  # a backward refuses, or memory is too little for all of them
             subjects.clear()
     found = []
     for call in calls:
@@ -78,7 +78,7 @@ def _measuring() -> Iterator[None]:
 
 
 class _Subject:
-    """A call on real tensors that has run once, ready to run forward and backward again and again."""
+    """A call on real tensors whose forward has run, ready to run forward and backward again and again."""
 
     def __init__(self, call: Call, device: torch.device) -> None:
         self.call, self.device = call, device

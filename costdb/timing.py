@@ -15,8 +15,8 @@ will be compared take turns, and the median of several visits leaves out those t
     visit 1   a a a  b  c c        visit 2   a a a  b  c c        ...
                      |----- slow -----|
 
-On such a machine the ratio of two convolutions of the same flops scattered by 6 % (standard deviation)
-instead of 15 % for one visit of the same length.
+On such a machine the ratio of two convolutions of the same flops scattered by 5 to 8 % (standard deviation)
+with the median of four visits, by 9 to 15 % with one visit as long.
 
 The first runs take new memory, and a page that is touched for the first time may cost more than the
 work on it; glibc's heap needed six runs of a large ReLU until it gave the same pages again, as it does
