@@ -10,6 +10,7 @@ import torch
 
 from autopar.core.graph import Call
 from autopar.errors import CostMissingError
+from autopar.heap import keep_freed_memory
 from costdb import operands
 from costdb.footprint import observe, saved_bytes
 from costdb.measurement import Measurement
@@ -73,6 +74,7 @@ def _measure(subjects: Sequence[_Subject], budget: float) -> list[Measurement]:
 
 @contextmanager
 def _measuring() -> Iterator[None]:
+    keep_freed_memory()
     with torch.random.fork_rng(), torch.enable_grad():
         yield
 

@@ -26,7 +26,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-BASE = {"errors", "units", "core"}
+BASE = {"errors", "units", "core", "heap"}
 PASSES = {
     "checkpoints",
     "cluster",
@@ -61,6 +61,7 @@ ABOVE = {
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
+    "heap": set(),
     "core": {"errors", "units", "show", "table"},
     "show": BASE,
     "table": BASE,

@@ -73,6 +73,8 @@ def _empty(x: Tensor, dim: int, rows: Rows) -> Tensor:
 
 def _placed(x: Tensor, dim: int, rows: Rows, wanted: Rows) -> Tensor:
     """`x`, which lies in `rows`, cut or padded with zeros to the rows that are wanted."""
+    if rows == wanted:
+        return x
     pads = [0, 0] * (x.dim() - 1 - dim) + [rows[0] - wanted[0], wanted[1] - rows[1]]
     padded: Tensor = aten.constant_pad_nd(x, pads)
     return padded

@@ -28,6 +28,7 @@ from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
+from autopar.heap import keep_freed_memory
 from autopar.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.runtime import groups, serial
 from autopar.runtime.bound import Bound, find_in, gradient_key
@@ -100,6 +101,7 @@ class ParallelModule(Container):
     ) -> None:
         super().__init__()
         serial.check(model)
+        keep_freed_memory()
         self.mirror(model)
         self._compile, self._describe = compile, describe
         self._device, self._timeout = device, timeout
