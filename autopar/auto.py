@@ -38,7 +38,7 @@ from autopar.ilp.placement import FREE, Dear
 from autopar.ilp.recompute import sparing
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
-from autopar.planning import Decision, Found, MeshProblem, decide, finish
+from autopar.planning import Decision, MeshProblem, decide
 from autopar.request import Request
 from costdb.database import Database
 
@@ -121,7 +121,7 @@ class Choice:
     nbytes: float
 
 
-def search_all(
+def decide_all(
     graph_of: GraphOf,
     batch: int,
     cluster: ClusterSpec,
@@ -132,8 +132,8 @@ def search_all(
     database: Database | None = None,
     progress: Progress | None = None,
     company: Company | None = None,
-) -> Found:
-    """The best plan for a global batch of `batch` samples; `stages` (pipeline ranks), `micro_batches` and
+) -> Decision:
+    """The best step for a global batch of `batch` samples; `stages` (pipeline ranks), `micro_batches` and
     `request.schedule` are chosen where they are None. `request.stages` and its micro-batches don't count.
 
     `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at.
@@ -169,9 +169,8 @@ def search_all(
             failures.append(error)
     if not found:
         raise min(failures, key=lambda error: getattr(error, "least", None) or math.inf)
-    best = finish(min(found, key=lambda each: each.step.seconds))
     note = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
-    return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, note)))
+    return replace(min(found, key=lambda each: each.step.seconds), notes=(note,))
 
 
 def _few(choices: Sequence[Choice]) -> list[Choice]:

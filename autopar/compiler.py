@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from autopar.agree import agree, measure_links
-from autopar.auto import search_all
+from autopar.auto import decide_all
 from autopar.cluster import ClusterSpec
 from autopar.core.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.core.gathering import Gathering
@@ -219,7 +219,7 @@ class Compiler:
 
         try:
             with Database.open(self.costdb) as database:
-                plan = search_all(
+                decision = decide_all(
                     graph_of,
                     samples,
                     self.cluster,
@@ -229,13 +229,15 @@ class Compiler:
                     database=database,
                     progress=self.progress,
                     company=company,
-                ).plan
+                )
         except InfeasibleError as error:
             if kept and rows is None:
                 error.add_remedy(f"allow micro-batches (--micro-batches auto), although {reason}")
             raise
-        if plan.pipeline.ranks == plan.pipeline.micro_batches == 1:
-            plan = self.find(whole, replace(plain, mesh=plan.mesh), company)
+        if decision.request.stages == decision.request.micro_batches == 1:
+            plan = self.find(whole, replace(plain, mesh=decision.problem.mesh), company)
+        else:
+            plan = finish(decision).plan
         return _noted(plan, note)
 
     def find_unhindered(self, graph: Graph, request: Request, company: Company | None = None) -> Plan | None:

@@ -83,6 +83,7 @@ class Decision:
     cluster: ClusterSpec
     request: Request
     deadline: float | None
+    notes: tuple[str, ...] = ()
 
     @property
     def unhindered(self) -> bool:
@@ -167,6 +168,7 @@ def finish(decision: Decision) -> Found:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [item for item, _ in alternatives]
     plan = report(problem.graph, problem.prices, step, decision.cluster, rows, problem.cap, request)
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *decision.notes))
     return Found(plan, problem.dims, problem.prices, step.solution, step)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import plan
-from autopar.auto import ROUGH, search_all
+from autopar.auto import ROUGH, decide_all
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
@@ -20,7 +20,7 @@ from autopar.core.schedule import ScheduleKind
 from autopar.errors import InfeasibleError, InputError, TraceError
 from autopar.ilp import step
 from autopar.ilp.choose import BeatenError
-from autopar.planning import _prefer_simpler, decide, search
+from autopar.planning import _prefer_simpler, decide, finish, search
 from autopar.request import Request
 from autopar.simplify import only_loss
 from autopar.trace import trace
@@ -44,7 +44,7 @@ def graph_of(micro_batches: int) -> Graph:
 
 def test_what_is_chosen_is_no_slower_than_what_could_have_been_asked_for() -> None:
     """Over slow links stages pay, and splitting every layer doesn't."""
-    chosen = search_all(graph_of, BATCH, CLUSTER, OPEN).plan
+    chosen = finish(decide_all(graph_of, BATCH, CLUSTER, OPEN)).plan
     assert chosen.pipeline.is_staged
     for stages, count, kind in ((1, 1, None), (2, 4, ScheduleKind.ONE_F_ONE_B), (4, 8, ScheduleKind.GPIPE)):
         asked = Request(measure=False, alternatives=False, stages=stages, micro_batches=count, schedule=kind)
@@ -55,7 +55,7 @@ def test_what_is_chosen_is_no_slower_than_what_could_have_been_asked_for() -> No
 def test_without_stages_no_micro_batch_has_fewer_samples_than_there_are_devices() -> None:
     """Else batch parallelism, the best plan over such links, would not be among what is screened."""
     fast = ClusterSpec(devices_per_node=4, device="h100", intra=Link(2e-6, 450e9))
-    found = search_all(graph_of, BATCH, fast, OPEN).plan
+    found = finish(decide_all(graph_of, BATCH, fast, OPEN)).plan
     alone = search(graph_of(1), fast, Request(measure=False, alternatives=False)).plan
     assert found.step_seconds <= alone.step_seconds * (1 + ROUGH)  # meshes are compared by estimates
 
@@ -70,7 +70,7 @@ def test_micro_batches_without_stages_are_sought_only_where_memory_is_scarce(
     def seek(*args: Any, **kwargs: Any) -> Any:
         raise SoughtError
 
-    monkeypatch.setattr("autopar.compiler.search_all", seek)
+    monkeypatch.setattr("autopar.compiler.decide_all", seek)
     tokens = torch.zeros(8, 32, dtype=torch.long)
     model, cluster = gpt(1, 32, 2, 32, 32), ClusterSpec(devices_per_node=2, device="h100")
     options: dict[str, Any] = {"mesh": "2", "measure": False}
@@ -116,21 +116,21 @@ def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_asked_for_is_kept() -> None:
     request = Request(measure=False, alternatives=False, schedule=ScheduleKind.GPIPE)
-    plan = search_all(graph_of, BATCH, CLUSTER, request, stages=2).plan
+    plan = finish(decide_all(graph_of, BATCH, CLUSTER, request, stages=2)).plan
     assert (plan.pipeline.ranks, plan.pipeline.schedule) == (2, ScheduleKind.GPIPE)
-    plan = search_all(graph_of, BATCH, CLUSTER, OPEN, micro_batches=4).plan
+    plan = finish(decide_all(graph_of, BATCH, CLUSTER, OPEN, micro_batches=4)).plan
     assert plan.pipeline.micro_batches == 4
 
 
 @pytest.mark.long
 def test_a_plan_meets_the_cap_or_the_least_is_told() -> None:
-    fastest = search_all(graph_of, BATCH, CLUSTER, OPEN).plan
+    fastest = finish(decide_all(graph_of, BATCH, CLUSTER, OPEN)).plan
     cap = fastest.peak_bytes * 9 // 10
-    tight = search_all(graph_of, BATCH, CLUSTER, Request(**AUTO, memory=cap)).plan
+    tight = finish(decide_all(graph_of, BATCH, CLUSTER, Request(**AUTO, memory=cap))).plan
     assert tight.peak_bytes <= cap
     assert tight.step_seconds >= fastest.step_seconds
     with pytest.raises(InfeasibleError) as caught:
-        search_all(graph_of, BATCH, CLUSTER, Request(**AUTO, memory=1 << 20))
+        decide_all(graph_of, BATCH, CLUSTER, Request(**AUTO, memory=1 << 20))
     assert caught.value.least is not None and caught.value.least > 1 << 20
     assert "micro-batches" in str(caught.value)
 
@@ -143,7 +143,7 @@ def test_numbers_that_do_not_fit_are_refused_by_name() -> None:
             Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, stages=4, micro_batches=2),
         )
     with pytest.raises(InputError, match="equal parts"):
-        search_all(graph_of, BATCH, CLUSTER, OPEN, stages=3)
+        decide_all(graph_of, BATCH, CLUSTER, OPEN, stages=3)
 
 
 @pytest.mark.parametrize("count", [2, 4])

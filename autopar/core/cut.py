@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 Cut = tuple[int, ...]
 Rule = Callable[[int, int], Cut]
@@ -56,9 +57,11 @@ def longest(cut: Cut) -> int:
     return max(high - low for low, high in _pairs(cut))
 
 
+@lru_cache(maxsize=4096)
 def longest_place(cut: Cut) -> int:
     """The number of a longest part: the first with neighbours on both sides, if there is one."""
-    places = [place for place, (low, high) in enumerate(_pairs(cut)) if high - low == longest(cut)]
+    rows = longest(cut)
+    places = [place for place, (low, high) in enumerate(_pairs(cut)) if high - low == rows]
     return next((place for place in places if 0 < place < len(cut) - 2), places[0])
 
 
