@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.ilp.space import Parallelism
 from autopar.runtime import worker
+from autopar.runtime.memory import dense
 from examples import characters, digits, photographs
 from tests.benchmarks.contest import Contestant, Timed, compete
 
@@ -38,7 +39,8 @@ class Subject:
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     """`ours` against `theirs` (the fastest of several) on `make()`; the ratio of their times should be
-    at most `target`. Names of contestants: eager, ddp, auto, or a pure kind of parallelism."""
+    at most `target`, and those `beside` are timed with them. Names of contestants: eager, ddp, apart, auto,
+    or a pure kind of parallelism."""
 
     name: str
     make: Callable[[], Subject]
@@ -46,6 +48,7 @@ class Benchmark:
     theirs: tuple[str, ...]
     target: float
     processes: int = 2
+    beside: tuple[str, ...] = ()
 
 
 def small_digits() -> Subject:
@@ -82,7 +85,7 @@ BENCHMARKS = (
     Benchmark("one-device photographs", partial(crops, 2), "auto", ("eager",), 1.03, processes=1),
     Benchmark("one-device characters", characters_16, "auto", ("eager",), 1.03, processes=1),
     Benchmark("data-parallel", digits_256, "batch", ("ddp",), 1.05),
-    Benchmark("photographs", photograph, "domain", ("eager",), 1 / 1.6),
+    Benchmark("photographs", photograph, "domain", ("eager",), 1 / 1.6, beside=("apart",)),
     Benchmark("own-plan digits", digits_256, "auto", PURE, 1.05),
     Benchmark("own-plan photographs", crops, "auto", PURE, 1.05),
     Benchmark("own-plan characters", characters_16, "auto", PURE, 1.05),
@@ -95,11 +98,11 @@ def run(name: str, rounds: int, costdb: str) -> Timed:
     benchmark = next(item for item in BENCHMARKS if item.name == name)
     worker.init("cpu")
     contestants = {}
-    for who in (benchmark.ours, *benchmark.theirs):
+    for who in (benchmark.ours, *benchmark.theirs, *benchmark.beside):
         made = _contestant(who, benchmark, costdb)
         if made is not None:
             contestants[who] = made
-    keep = (benchmark.ours, *benchmark.theirs) if len(benchmark.theirs) == 1 else (benchmark.ours,)
+    keep = (benchmark.ours, *benchmark.beside, *(benchmark.theirs if len(benchmark.theirs) == 1 else ()))
     return compete(contestants, rounds=rounds, keep=keep, budget=BUDGET)
 
 
@@ -112,6 +115,8 @@ def _contestant(who: str, benchmark: Benchmark, costdb: str) -> Contestant | Non
         case "ddp":
             parallel = DistributedDataParallel(subject.model)
             return Contestant(_step(parallel, _share(subject)))
+        case "apart":  # on its own rows, without their neighbours: what a split in space could gain at most
+            return Contestant(_step(subject.model, _share(subject, dim=2)))
         case _:
             return _planned(who, subject, benchmark.processes, costdb)
 
@@ -140,12 +145,12 @@ def _split(inputs: tuple[Tensor, ...] | dict[str, Tensor]) -> tuple[tuple[Tensor
     return (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
 
 
-def _share(subject: Subject) -> Subject:
-    """This rank's samples, for DistributedDataParallel."""
+def _share(subject: Subject, dim: int = 0) -> Subject:
+    """This rank's samples, or its part of another dim of all inputs."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def mine(items: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(item.tensor_split(size)[rank].contiguous() for item in items)
+        return tuple(dense(item.tensor_split(size, dim)[rank]) for item in items)
 
     inputs: Any = subject.inputs
     cut = mine(inputs) if isinstance(inputs, tuple) else dict(zip(inputs, mine(inputs.values()), strict=True))
