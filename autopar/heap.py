@@ -5,7 +5,7 @@ end of its heap when that is longer than twice as much:
 
     heap   | x | y | buffers |        free   | x | y |        the next call takes new pages for its buffers
 
-A new page costs as much as some thousand flops: a convolution whose buffers lay at the end of the heap took
+A new page costs a microsecond or so: a convolution whose buffers lay at the end of the heap took
 7.8 ms instead of 5.3, and whose lie there is chance. The thresholds rise with the largest block that was
 freed, to `MOST_BYTES` at most; who has set them keeps them.
 """
