@@ -22,16 +22,17 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autopar.cluster import ClusterSpec
-from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
+from autopar.core.placement import Shard
+from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.collectives import send_recv
 from autopar.cost.intervals import crossing_bytes
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.step import StepCost, step_cost
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
+from autopar.estimates import Choice, Screened, bottleneck
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import fold
 from autopar.ilp.placement import FREE, Dear
@@ -44,6 +45,7 @@ from costdb.database import Database
 
 SAMPLE = 16  # micro-batches of the graph that is screened, about
 TIMES = (1, 2, 4, 8)  # micro-batches per pipeline rank, about
+MOST_TIMES = 16  # with stages, where all between are looked at
 MESHES = 2  # screened for each K
 PLANNED = 3  # pairs of K and M that are planned
 PER_RANKS = 2  # of them with one K
@@ -51,74 +53,6 @@ ROUGH = 0.02  # gap of the placements that are screened
 SCREEN_SECONDS = 6.0  # that one of them may take
 SCARCE = 0.5  # of the cap: more state than that, and a leaner placement is screened too
 GraphOf = Callable[[int], Graph]  # micro-batches -> the graph of one
-
-
-@dataclass(frozen=True, slots=True)
-class Screened:
-    """What one of `count` micro-batches costs on one mesh, all `ranks` stages together; `weights` are the
-    seconds that gradients of weights alone take, `fixed` those that don't shrink with the samples,
-    `largest` those of the operator that takes longest, which no cut can divide. Of `hop_bytes` are the
-    values that cross a good cut. If everything is computed again in backward, that takes `again` seconds
-    and `lean_bytes` are kept."""
-
-    ranks: int
-    mesh: Mesh
-    count: int
-    cost: StepCost
-    weights: float
-    fixed: float
-    largest: float
-    hop_bytes: int
-    hop: LinkLike
-    state_bytes: int
-    kept_bytes: int
-    again: float
-    lean_bytes: int
-
-    def scaled(self, seconds: float, micro_batches: int) -> float:
-        """Seconds of the screened micro-batch as those of one of `micro_batches`."""
-        share = seconds / self.cost.micro_batch if self.cost.micro_batch else 0.0
-        fixed = min(share * self.fixed, seconds)
-        return fixed + (seconds - fixed) * self.count / micro_batches
-
-    def seconds(self, micro_batches: int) -> float:
-        """Estimated seconds of a step: a balanced pipeline with the shortest bubble that a schedule has, no
-        faster than its largest operator and its links."""
-        cost, others = self.cost, self.ranks - 1
-        hop = send_recv(self.hop_bytes * self.count // micro_batches, self.hop) if others else 0.0
-        work = micro_batches * self.scaled(cost.micro_batch, micro_batches)
-        filling = [cost.micro_batch / (2 if micro_batches % self.ranks == 0 else 1)]
-        filling.append(cost.micro_batch - 2 * self.weights)
-        bubble = others * max(0.0, self.scaled(min(filling), micro_batches))
-        balanced = (work + cost.sync + cost.update + bubble) / self.ranks
-        slowest = max(self.scaled(self.largest, micro_batches), hop)
-        return max(balanced + 2 * others * hop, micro_batches * slowest)
-
-    def choice(self, micro_batches: int, cap: float) -> Choice:
-        """With as much computed again as it takes to meet the cap: in proportion."""
-        seconds, nbytes = self.seconds(micro_batches), self.nbytes(micro_batches, self.kept_bytes)
-        spared = nbytes - self.nbytes(micro_batches, self.lean_bytes)
-        if nbytes > cap and spared > 0:
-            share = min(1.0, (nbytes - cap) / spared)
-            again = micro_batches * self.scaled(self.again, micro_batches) / self.ranks
-            seconds, nbytes = seconds + share * again, nbytes - share * spared
-        return Choice(self.ranks, self.mesh, micro_batches, seconds, nbytes)
-
-    def nbytes(self, micro_batches: int, kept: int) -> float:
-        """Estimated bytes of the fullest rank under 1F1B."""
-        flight = min(micro_batches, self.ranks) / self.ranks
-        return self.state_bytes / self.ranks + kept * self.count / micro_batches * flight
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """K and M on a mesh, with estimated seconds and bytes."""
-
-    ranks: int
-    mesh: Mesh
-    micro_batches: int
-    seconds: float
-    nbytes: float
 
 
 def decide_all(
@@ -316,14 +250,14 @@ class _Screen:
         for mesh in self.meshes(ranks):
             problem = MeshProblem(sample.graph, sample.atoms, mesh, stage, self.model, request, None, hop)
             solution = self.placed(problem, FREE)
-            found.append(self.screened(problem, solution, ranks, sample.count))
+            found.append(self.screened(problem, solution, ranks, sample))
             if any(_is_slower(found[-1].cost, each.cost) for each in found[:-1]):
                 continue
             if solution.peak.state / ranks > SCARCE * self.cap:
                 price = solution.seconds / max(1, solution.peak.nbytes)
                 dear = Dear(state=price, kept=price)
                 solution = self.placed(problem, dear)
-                found.append(self.screened(problem, solution, ranks, sample.count))
+                found.append(self.screened(problem, solution, ranks, sample))
         return found
 
     def placed(self, problem: MeshProblem, dear: Dear) -> Solution:
@@ -333,21 +267,26 @@ class _Screen:
             return problem.solve(force, deadline, cap=None, dear=dear, bounded=False)
         return problem.solve(force, None, cap=None, dear=dear, bounded=False)
 
-    def screened(self, problem: MeshProblem, solution: Solution, ranks: int, count: int) -> Screened:
+    def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
         graph, program, again, spared = problem.graph, solution.program, 0.0, 0
         prices = [problem.prices.operator(item, program.strategies[item.name]) for item in graph.operators]
-        largest = solution.peak.kept * count / ranks  # of the fewest micro-batches
+        largest = solution.peak.kept * sample.count / ranks  # of the fewest micro-batches
         if self.request.recompute is Recompute.AUTO and solution.peak.state / ranks + largest > self.cap:
             again, spared = sparing(graph, problem.prices, program)
         launches = 2 * sum(len(price.calls) for price in prices)
+        seconds, samples = [price.seconds for price in prices], self.batch // sample.count
+        cost = step_cost(graph, problem.prices, program)
+        evenness = bottleneck(seconds, ranks) / sum(seconds) if sum(seconds) else 1 / ranks
         return Screened(
             ranks=ranks,
             mesh=problem.mesh,
-            count=count,
-            cost=step_cost(graph, problem.prices, solution.program),
+            count=sample.count,
+            samples=samples,
+            cost=cost,
+            slowest=evenness * cost.micro_batch,
             weights=sum(price.weights for price in prices),
-            largest=max(price.seconds for price in prices),
+            shards=_shards(graph, program, samples, seconds),
             fixed=launches * self.model.device.launch_seconds,
             hop_bytes=self.least_crossing(problem, solution),
             hop=self.model.hop(self.cluster, ranks),
@@ -366,18 +305,33 @@ class _Screen:
     def rated(self, screened: Sequence[Screened]) -> Iterator[Choice]:
         for each in screened:
             for count in self.micro_batches(each.ranks):
-                yield each.choice(count, self.cap)
+                kinds = self.kinds(each.ranks, count)
+                if kinds or each.ranks == 1:
+                    yield each.choice(count, kinds, self.cap)
 
     def micro_batches(self, ranks: int) -> list[int]:
-        """Few numbers that a schedule can run; 1 without stages, or as many as memory asks."""
-        wanted = sorted({_nearest(self.counts, ranks * times) for times in TIMES})
-        if ranks == 1:
-            return wanted
-        return [count for count in wanted if self.runs(ranks, count)]
+        """Without stages 1, or as many as memory asks; with stages some for each."""
+        wanted = {_nearest(self.counts, ranks * times) for times in TIMES}
+        if ranks > 1:
+            wanted.update(count for count in self.counts if ranks <= count <= ranks * MOST_TIMES)
+        return sorted(wanted)
 
-    def runs(self, ranks: int, count: int) -> bool:
+    def kinds(self, ranks: int, count: int) -> list[ScheduleKind]:
+        """The schedules that can be run."""
         try:
-            replace(self.request, stages=ranks, micro_batches=count).kinds()
+            return replace(self.request, stages=ranks, micro_batches=count).kinds()
         except InputError:
-            return False
-        return True
+            return []
+
+
+def _shards(graph: Graph, program: Program, samples: int, seconds: Sequence[float]) -> dict[int, float]:
+    """Among how many devices the samples are split, and for which part of the operators' seconds."""
+    found: dict[int, float] = {}
+    for item, each in zip(graph.operators, seconds, strict=True):
+        result, devices = item.results[0], 1
+        if result is not None and graph.specs[result].shape[:1] == (samples,):
+            for option, size in zip(program.strategies[item.name], program.mesh.shape, strict=True):
+                devices *= size if option.results[0] == Shard(0) else 1
+        found[devices] = found.get(devices, 0.0) + each
+    total = sum(found.values())
+    return {devices: each / total for devices, each in found.items()} if total else {1: 1.0}

@@ -30,7 +30,7 @@ from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.checkpoints import respect
-from autopar.ilp.choose import BeatenError, Solution
+from autopar.ilp.choose import BeatenError, Solution, refuse_beaten
 from autopar.ilp.exchange import MOST_OPERATORS, Exchange
 from autopar.ilp.fold import Folding, fold
 from autopar.ilp.near_cuts import is_worthwhile, near_step
@@ -160,7 +160,7 @@ def finish(decision: Decision) -> Found:
     """The report of a decision, its cut refined, beside the pure strategies; one of these that is faster
     replaces it."""
     problem, request = decision.problem, decision.request
-    step = problem.refined(decision.step)
+    problem.rival = step = problem.refined(decision.step)
     asked = request.alternatives and not request.force
     alternatives = _alternatives(problem, decision.deadline) if asked else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
@@ -239,6 +239,7 @@ class MeshProblem:
     folding: Folding = dataclasses.field(init=False)
     schedules: list[Schedule] = dataclasses.field(init=False)
     beat: float = math.inf  # seconds of a step; no placement is sought that can't take less
+    rival: Step | None = None  # what can't be faster under any schedule is timed under its schedule alone
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[object, Solution] = dataclasses.field(default_factory=dict)
@@ -297,6 +298,10 @@ class MeshProblem:
         bounded: bool,
     ) -> Step:
         """The best step of the fastest placement, or under a cap of others for which memory has a price."""
+        if bounded:
+            refuse_beaten(self.even_seconds(fastest.bound), self.beat)
+        if not self.has_room(fastest, cap):
+            return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
         try:
             found = self.stage(fastest, cap, beat=self.beat if bounded else math.inf)
         except BeatenError:
@@ -353,21 +358,36 @@ class MeshProblem:
             return self.solve(force, deadline, cap=None, dear=dear)
 
         low, high = map(math.log, PRICES)
-        found = [] if known else [self.stage(at(math.exp(high)), cap, fastest.bound)]
+        found: dict[float, Step] = {}
         for _ in range(KNOWN_STEPS if known else PRICE_STEPS):
             middle = (low + high) / 2
             placed = at(math.exp(middle))
+            best = min(found, key=lambda price: found[price].seconds, default=None)
             if known and known.free * placed.seconds >= known.seconds * fastest.seconds:
                 high = middle  # slower even if it computed nothing again
-                continue
-            try:
-                found.append(self.stage(placed, cap, fastest.bound))
-            except InfeasibleError:
+            elif not self.has_room(placed, cap):
                 low = middle
-                continue
-            plain = self.request.recompute is Recompute.ALL or not found[-1].solution.program.recompute
-            low, high = (low, middle) if plain else (middle, high)
-        return found
+            elif best is not None and self.even_seconds(placed.seconds) >= found[best].seconds:
+                low, high = (low, middle) if best < middle else (middle, high)
+            else:
+                try:
+                    found[middle] = step = self.stage(placed, cap, fastest.bound)
+                except InfeasibleError:
+                    low = middle
+                    continue
+                plain = self.request.recompute is Recompute.ALL or not step.solution.program.recompute
+                low, high = (low, middle) if plain else (middle, high)
+        if not found and not known:
+            return [self.stage(at(PRICES[1]), cap, fastest.bound)]
+        return list(found.values())
+
+    def even_seconds(self, seconds: float) -> float:
+        """Of a step in which all stages of a placement took the same part of `seconds`, and none waited."""
+        return self.request.micro_batches * seconds / self.request.stages
+
+    def has_room(self, solution: Solution, cap: int | None) -> bool:
+        """Whether the cap holds a rank's part of all state; no cut meets it else."""
+        return cap is None or solution.peak.state <= cap * self.request.stages
 
     def refined(self, step: Step) -> Step:
         """The step with its stages cut at any operator around where they are cut now."""
@@ -382,14 +402,16 @@ class MeshProblem:
         self, solution: Solution, cap: int | None, relaxed: float | None = None, beat: float = math.inf
     ) -> Step:
         """The placement's best step under any of the schedules."""
-        starts = None
+        starts, schedules = None, self.schedules
+        if self.rival and self.rival.schedule and self.even_seconds(solution.seconds) >= self.rival.seconds:
+            schedules = [self.rival.schedule]
         if self.request.homes is not None:
             starts = kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
         return staged(
             self.graph,
             self.prices,
             solution,
-            schedules=self.schedules,
+            schedules=schedules,
             hop=self.hop,
             cap=cap,
             relaxed=relaxed,

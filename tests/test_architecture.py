@@ -46,6 +46,7 @@ PASSES = {
 ABOVE = {
     "agree",
     "auto",
+    "estimates",
     "optimizer",
     "options",
     "target",
@@ -88,7 +89,8 @@ ALLOWED: dict[str, set[str]] = {
     "report": BASE | {"cluster", "convert", "cost", "ilp", "micro_batches", "ops", "request"},
     "planning": BASE
     | {"cluster", "convert", "cost", "costdb", "ilp", "micro_batches", "ops", "report", "request"},
-    "auto": BASE | {"cluster", "cost", "costdb", "ilp", "ops", "planning", "request"},
+    "estimates": BASE | {"cost"},
+    "auto": BASE | {"cluster", "cost", "costdb", "estimates", "ilp", "ops", "planning", "request"},
     "checkpoints": set(),
     "optimizer": BASE,
     "options": BASE | {"request"},

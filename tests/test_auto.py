@@ -104,7 +104,7 @@ def test_of_seconds_that_can_not_be_told_apart_the_pure_strategy_s_win() -> None
 
 
 def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request(**AUTO, stages=2, micro_batches=4)
+    request = Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, stages=2, micro_batches=4)
     best = decide(graph_of(4), CLUSTER, request).step
     monkeypatch.setattr(step, "MOST_PLACES", 3)
     decision = decide(graph_of(4), CLUSTER, request)

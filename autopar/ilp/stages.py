@@ -10,7 +10,8 @@ and what micro-batches in flight keep, and the most that an operator needs besid
 
 Where parts may be computed again, a table stands for each level of that (recompute.py). Each stage takes the
 fastest level that fits, which depends on how many micro-batches it keeps, and for as large a share as still
-fits a faster one: levels are few, but blocks in a stage are several, so what lies between two is near.
+fits a faster one: levels are few, but blocks in a stage are several, so what lies between two is near. Stages
+of one rank part its memory by what they keep.
 
 **Bound.** Some paths through the actions are known in advance. With t the seconds for which a stage keeps
 its rank busy for one micro-batch, h_k[p] the least that stages before it can take forward, b_k[p] backward,
@@ -54,6 +55,7 @@ from autopar.units import show_bytes
 
 MOST_PLACES = 240  # of cuts; tables and paths grow with the square
 THRESHOLDS = (1.0, 1.003, 1.01, 1.03, 1.1)  # of the bound, for paths to start from
+STARTS = 2  # of them, the fastest, where ranks have several stages
 STRIDES = (1, 2, 4, 8, 16)  # places by which one cut moves
 GROUP = 8  # neighbouring cuts that move together by one place
 ROUNDS = 40  # of the descent
@@ -105,15 +107,11 @@ def best_cut(
 ) -> tuple[Cut, Schedule]:
     """The best cut under any of the schedules, with a bound for all of them.
 
-    `tables` are the levels of recomputing, from none on; a rank with several stages has one level, and
-    none if backward is split in two. Schedules that cannot beat what was found, by their lower bounds, are
-    not cut. Raises the InfeasibleError that asks for least if no schedule meets the cap.
+    `tables` are the levels of recomputing, from none on; there is none but that if backward is split in
+    two. Schedules that cannot beat what was found, by their lower bounds, are not cut. Raises the
+    InfeasibleError that asks for least if no schedule meets the cap.
     """
-    problems = [
-        _Problem(levels, schedule, cap, first)
-        for schedule in schedules
-        for first, levels in _choices(tables, schedule)
-    ]
+    problems = [_Problem(_levels(tables, schedule), schedule, cap) for schedule in schedules]
     found: list[tuple[Cut, Schedule]] = []
     failures: list[InfeasibleError] = []
     for problem in sorted(problems, key=lambda problem: problem.bound):
@@ -145,13 +143,9 @@ def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule],
     )
 
 
-def _choices(tables: Sequence[Intervals], schedule: Schedule) -> list[tuple[int, Sequence[Intervals]]]:
-    """The levels among which stages choose, and the number of the first one."""
-    if schedule.kind in SPLIT_BACKWARD:
-        return [(0, tables[:1])]
-    if schedule.stages_per_rank == 1:
-        return [(0, tables)]
-    return [(level, [table]) for level, table in enumerate(tables)]
+def _levels(tables: Sequence[Intervals], schedule: Schedule) -> Sequence[Intervals]:
+    """Those among which its stages choose."""
+    return tables[:1] if schedule.kind in SPLIT_BACKWARD else tables
 
 
 def keep(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
@@ -226,7 +220,7 @@ class _Mixes:
     share: Table
 
     @staticmethod
-    def under(cap: int, nbytes: NDArray[np.float64], seconds: NDArray[np.float64]) -> _Mixes:
+    def under(cap: float, nbytes: NDArray[np.float64], seconds: NDArray[np.float64]) -> _Mixes:
         """From bytes and seconds [level, p, q]; the smallest level where none fits."""
         fits = nbytes <= cap
         fastest = np.where(fits, seconds, np.inf).argmin(axis=0)
@@ -245,9 +239,9 @@ class _Mixes:
         lean = _at(tables, self.lean)
         return lean + self.share * (_at(tables, self.rich) - lean)
 
-    def at(self, p: int, q: int, first: int) -> Mix:
-        """That of one stage, whose levels are numbered from `first` on."""
-        return Mix(first + int(self.lean[p, q]), first + int(self.rich[p, q]), float(self.share[p, q]))
+    def at(self, p: int, q: int) -> Mix:
+        """That of one stage."""
+        return Mix(int(self.lean[p, q]), int(self.rich[p, q]), float(self.share[p, q]))
 
 
 def _at(tables: NDArray[np.float64], level: NDArray[np.intp]) -> Table:
@@ -262,7 +256,6 @@ class _Problem:
     levels: Sequence[Intervals]
     schedule: Schedule
     cap: int | None
-    first: int = 0  # number of the first level
     shares: Shares | None = None  # to bound what is computed again, instead of choosing it
     table: Intervals = field(init=False)  # what all levels have in common
     mixes: list[_Mixes] = field(init=False)
@@ -294,14 +287,12 @@ class _Problem:
             both = both + table.send[:, None] + table.send_back[None, :]
         self.busy = [both + self.backward[stage] for stage in range(stages)]
         self.least = self.undercut()
-        self.onward = [np.full(len(table.places), np.inf) for _ in range(stages + 1)]
-        self.onward[stages][-1] = 0.0
-        for stage in reversed(range(stages)):
-            self.onward[stage] = np.maximum(self.least[stage], self.onward[stage + 1][None, :]).min(axis=1)
+        self.onward = _bottleneck(self.least)
         self.bound = max(float(self.onward[0][0]), self.share())
 
     def choose_levels(self) -> None:
-        """For every stage that could be, the fastest levels that fit, or the smallest."""
+        """For every stage that could be, the fastest levels that fit, or the smallest; of a rank's memory
+        each of its stages has its part."""
         stages = range(self.schedule.stages)
         if len(self.levels) == 1 or self.cap is None:
             zeros = np.zeros_like(self.table.forward)
@@ -320,7 +311,7 @@ class _Problem:
             nbytes = np.stack(
                 [self.bytes_of(stage, *each) for each in zip(kept, working, early, strict=True)]
             )
-            mixes = _Mixes.under(self.cap, nbytes, backward)
+            mixes = _Mixes.under(self.cap * self.part(stage), nbytes, backward)
             self.mixes.append(mixes)
             for chosen, tables in (
                 (self.backward, backward),
@@ -465,6 +456,14 @@ class _Problem:
             peak = np.maximum(peak, counts[place] * kept + counts[count + place] * table.held + working)
         return np.triu(self.lasting(stage) + peak, 1)
 
+    def part(self, stage: int) -> float:
+        """Of what its rank keeps when that is most."""
+        rank = self.schedule.rank_of(stage)
+        own = [each for each in range(self.schedule.stages) if self.schedule.rank_of(each) == rank]
+        first, later = flights(self.schedule)[rank]
+        most = max((counts[: len(own)] for counts in (first, *later)), key=sum)
+        return most[own.index(stage)] / sum(most)
+
     def flight(self, stage: int) -> int:
         """How many micro-batches the stage keeps at once."""
         rank = self.schedule.rank_of(stage)
@@ -547,9 +546,7 @@ class _Problem:
             seconds=seconds,
             bound=bound,
             places=len(self.table.places) - 1,
-            mixes=tuple(
-                mixes.at(path[stage], path[stage + 1], self.first) for stage, mixes in enumerate(self.mixes)
-            ),
+            mixes=tuple(mixes.at(path[stage], path[stage + 1]) for stage, mixes in enumerate(self.mixes)),
             stages=self.stage_costs(path),
             stage_bytes=tuple(
                 int(self.stage_bytes(stage)[path[stage], path[stage + 1]]) for stage in range(len(path) - 1)
@@ -569,12 +566,12 @@ class _Problem:
                 wanted="at most one for each operator",
                 remedy="use fewer stages",
             )
-        best = self.start()
-        if best is None:
+        starts = self.starts()
+        if not starts:
             raise _infeasible(self.levels, self.schedule, self.cap or 0)
-        proven = False
+        best, proven = starts[0], False
         if best[1] <= beat * HOPELESS:
-            best, proven = self.prove(self.descend(best))
+            best, proven = self.prove(min(map(self.descend, starts), key=lambda each: each[1]))
         path, seconds = best
         return self.cut(path, seconds, seconds if proven else min(seconds, self.bound))
 
@@ -583,19 +580,31 @@ class _Problem:
         """About so many does the schedule have."""
         return 2 * self.schedule.stages * self.schedule.micro_batches
 
-    def start(self) -> tuple[NDArray[np.intp], float] | None:
-        """The fastest of the paths with the least sum of seconds under some thresholds on Q."""
+    def starts(self) -> list[tuple[NDArray[np.intp], float]]:
+        """The fastest of the paths with the least sum of seconds under some thresholds on Q; where ranks have
+        several stages, which Q looks at one by one, also of those under some on a stage's seconds."""
         if not math.isfinite(self.onward[0][0]):
-            return None
-        found = [self.shortest(limit * self.onward[0][0]) for limit in THRESHOLDS]
-        if self.cap is not None and self.schedule.stages_per_rank > 1:
-            found += [self.shortest(math.inf, nbytes=self.cap * part // 100) for part in (60, 50, 45)]
+            return []
+        found = [self.shortest(self.least, limit * self.onward[0][0]) for limit in THRESHOLDS]
+        if self.schedule.stages_per_rank > 1:
+            table = self.table
+            alike = table.forward + table.input_gradient + table.weight_gradient
+            even = [alike + np.tril(np.full_like(alike, np.inf))] * self.schedule.stages
+            longest = float(_bottleneck(even)[0][0])
+            found += [self.shortest(even, limit * longest) for limit in THRESHOLDS]
+            if self.cap is not None:
+                parts = (self.cap * part // 100 for part in (60, 50, 45))
+                found += [self.shortest(self.least, math.inf, nbytes=part) for part in parts]
         paths = np.unique(np.stack([path for path in found if path is not None]), axis=0)
-        return _fastest(paths, self.seconds(paths))
+        seconds = self.seconds(paths)
+        few = np.argsort(seconds, kind="stable")[: STARTS if self.schedule.stages_per_rank > 1 else 1]
+        return [(paths[index], float(seconds[index])) for index in few if math.isfinite(seconds[index])]
 
-    def shortest(self, limit: float, *, nbytes: float | None = None) -> NDArray[np.intp] | None:
-        """The path with the least sum of seconds whose Q are at most `limit`, and the stages' own bytes
-        at most `nbytes`; None if there is none."""
+    def shortest(
+        self, seconds: Sequence[Table], limit: float, *, nbytes: float | None = None
+    ) -> NDArray[np.intp] | None:
+        """The path with the least sum of seconds whose stages take at most `limit` by their tables of
+        `seconds`, and at most `nbytes` by themselves; None if there is none."""
         stages, size = self.schedule.stages, len(self.table.places)
         count, ends = self.schedule.micro_batches, self.table.sync + self.table.update
         best = np.full(size, np.inf)
@@ -603,7 +612,7 @@ class _Problem:
         following = []
         for stage in reversed(range(stages)):
             weighed = count * self.busy[stage] + ends
-            step = np.where(self.least[stage] <= limit * (1 + 1e-12), weighed, np.inf)
+            step = np.where(seconds[stage] <= limit * (1 + 1e-12), weighed, np.inf)
             if nbytes is not None:
                 step = np.where(self.stage_bytes(stage) <= nbytes, step, np.inf)
             step = step + best[None, :]
@@ -672,6 +681,16 @@ class _Problem:
             reach = np.maximum(self.least[stage][path[-1]], self.onward[stage + 1])
             good = np.flatnonzero(reach < limit)
             waiting += [[*path, int(place)] for place in good[np.argsort(-reach[good], kind="stable")]]
+
+
+def _bottleneck(seconds: Sequence[Table]) -> list[Row]:
+    """For each stage and place the least that the longest stage from there on can take."""
+    last = np.full(seconds[0].shape[0], np.inf)
+    last[-1] = 0.0
+    found = [last]
+    for table in reversed(seconds):
+        found.append(np.maximum(table, found[-1][None, :]).min(axis=1))
+    return found[::-1]
 
 
 def _fastest(paths: Paths, seconds: NDArray[np.float64]) -> tuple[NDArray[np.intp], float] | None:

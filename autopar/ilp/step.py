@@ -234,7 +234,7 @@ class _Parting:
             _, found = self.replayed(cut, turns)
             for stage in mixed:
                 by = max(1, spans[stage] >> (probe + 3))
-                if found.stage_bytes[stage] <= self.cap:
+                if found.rank_bytes[self.schedule.rank_of(stage)] <= self.cap:
                     fitting[stage] = min(fitting[stage], turns[stage])
                     by = -by
                 turns[stage] = min(max(turns[stage] + by, cut.starts[stage]), fitting[stage])

@@ -1,0 +1,141 @@
+"""What a step with K stages and M micro-batches would take, told from one placement of another micro-batch.
+
+    t(M)     seconds of a micro-batch: what its launches cost stays, the rest shrinks with its samples, as
+             far as the devices that share them get equally many
+    slowest  of t(M), on the slowest of K stages; t(M)/K where ranks have several stages, which even out
+    bubble   (K - 1) t/K, or less where ranks have several stages or can do the weights' gradients meanwhile
+
+    seconds = M slowest + (sync + update)/K + bubble + hops
+
+No cut is sought and no schedule run through, so these are hardly above what the best cut comes to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.core.costs import LinkLike
+from autopar.core.mesh import Mesh
+from autopar.core.pipeline import stages_per_rank
+from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind
+from autopar.cost.collectives import send_recv
+from autopar.cost.step import StepCost
+
+HALVINGS = 40  # of the interval in which a bottleneck is sought
+OTHERWISE = 1.05  # times as slow at most: what samples don't divide among devices evenly is split otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """K and M on a mesh, with estimated seconds and bytes."""
+
+    ranks: int
+    mesh: Mesh
+    micro_batches: int
+    seconds: float
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """What one of `count` micro-batches costs on one mesh, all `ranks` stages together; `slowest` are the
+    seconds of the slowest stage of the most even cut, `weights` those that gradients of weights alone take,
+    `fixed` those that don't shrink with the samples. `shards` says for which part of the seconds the
+    `samples` are shared by how many devices. Of `hop_bytes` are the values that cross a good cut. If
+    everything is computed again in backward, that takes `again` seconds and `lean_bytes` are kept."""
+
+    ranks: int
+    mesh: Mesh
+    count: int
+    samples: int
+    cost: StepCost
+    slowest: float
+    weights: float
+    fixed: float
+    shards: Mapping[int, float]
+    hop_bytes: int
+    hop: LinkLike
+    state_bytes: int
+    kept_bytes: int
+    again: float
+    lean_bytes: int
+
+    def choice(self, micro_batches: int, kinds: Sequence[ScheduleKind], cap: float) -> Choice:
+        """That of the best schedule; without stages there are no `kinds`."""
+        found = [self.under(kind, micro_batches, cap) for kind in kinds or (None,)]
+        return min(found, key=lambda each: (each.nbytes > cap, each.seconds))
+
+    def under(self, kind: ScheduleKind | None, micro_batches: int, cap: float) -> Choice:
+        """With as much computed again as it takes to meet the cap: in proportion."""
+        seconds = self.seconds(kind, micro_batches)
+        nbytes = self.nbytes(kind, micro_batches, self.kept_bytes)
+        spared = nbytes - self.nbytes(kind, micro_batches, self.lean_bytes)
+        if nbytes > cap and spared > 0 and kind not in SPLIT_BACKWARD:
+            share = min(1.0, (nbytes - cap) / spared)
+            again = micro_batches * self.scaled(self.again, micro_batches) / self.ranks
+            seconds, nbytes = seconds + share * again, nbytes - share * spared
+        return Choice(self.ranks, self.mesh, micro_batches, seconds, nbytes)
+
+    def seconds(self, kind: ScheduleKind | None, micro_batches: int) -> float:
+        """Estimated seconds of a step if memory had no end."""
+        cost, others = self.cost, self.ranks - 1
+        hop = send_recv(self.hop_bytes * self.count // micro_batches, self.hop) if others else 0.0
+        several = 1 if kind is None else stages_per_rank(kind)
+        split = 2 * self.weights if kind in SPLIT_BACKWARD else 0.0
+        bubble = others * max(0.0, self.scaled(cost.micro_batch - split, micro_batches)) / several
+        slowest = cost.micro_batch / self.ranks if several > 1 else self.slowest
+        busy = micro_batches * max(self.scaled(slowest, micro_batches), hop)
+        return busy + (cost.sync + cost.update + bubble) / self.ranks + 2 * others * hop
+
+    def nbytes(self, kind: ScheduleKind | None, micro_batches: int, kept: int) -> float:
+        """Estimated bytes of the fullest rank."""
+        flight = min(micro_batches, _flight(kind, self.ranks)) / self.ranks
+        return self.state_bytes / self.ranks + kept * self.count / micro_batches * flight
+
+    def scaled(self, seconds: float, micro_batches: int) -> float:
+        """Seconds of the screened micro-batch as those of one of `micro_batches`."""
+        share = seconds / self.cost.micro_batch if self.cost.micro_batch else 0.0
+        fixed = min(share * self.fixed, seconds)
+        uneven = self.unevenness(micro_batches) / self.unevenness(self.count)
+        return fixed + (seconds - fixed) * self.count / micro_batches * min(uneven, OTHERWISE)
+
+    def unevenness(self, micro_batches: int) -> float:
+        """By how much the device with most samples has more than the average one."""
+        samples = self.samples * self.count / micro_batches
+        return sum(share * math.ceil(samples / by) * by / samples for by, share in self.shards.items())
+
+
+def _flight(kind: ScheduleKind | None, ranks: int) -> float:
+    """How many micro-batches the fullest rank keeps at once, in units of what all its stages keep of one.
+
+    Source: REFERENCE's table of pipelines; where backward is split, what waits for the weights' gradients
+    counts as much again."""
+    match kind:
+        case None:
+            return 1.0
+        case ScheduleKind.GPIPE:
+            return math.inf
+        case ScheduleKind.ONE_F_ONE_B:
+            return ranks
+        case ScheduleKind.INTERLEAVED:
+            several = stages_per_rank(kind)
+            return ((several + 1) * ranks - 1) / several
+        case _:
+            return 2.0 * ranks
+
+
+def bottleneck(seconds: Sequence[float], parts: int) -> float:
+    """Seconds of the slowest of `parts` neighbouring parts where that is least."""
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    low, high = max(float(sums[-1]) / parts, max(seconds, default=0.0)), float(sums[-1])
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        place = 0
+        for _ in range(parts):
+            place = int(np.searchsorted(sums, sums[place] + middle, side="right")) - 1
+        low, high = (low, middle) if place == len(sums) - 1 else (middle, high)
+    return high
