@@ -30,7 +30,7 @@ from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.intervals import crossing_bytes
 from autopar.cost.model import Company, CostModel, Progress
-from autopar.cost.step import StepCost, step_cost
+from autopar.cost.step import step_cost
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.estimates import Choice, Screened, bottleneck
 from autopar.ilp.choose import Solution
@@ -117,11 +117,6 @@ def _few(choices: Sequence[Choice]) -> list[Choice]:
     return taken
 
 
-def _is_slower(cost: StepCost, other: StepCost) -> bool:
-    """Whether in every micro-batch and once a step."""
-    return cost.micro_batch >= other.micro_batch and cost.sync + cost.update >= other.sync + other.update
-
-
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
@@ -198,8 +193,9 @@ class _Screen:
         return self.samples[count]
 
     def rank(self, choice: Choice) -> tuple[float, float]:
+        """Its place in the order; stages are hardly ever as fast as their estimate, a step without is."""
         over = choice.nbytes if choice.nbytes > self.cap else 0.0
-        return over, choice.seconds
+        return over, choice.seconds * (1.0 if choice.ranks == 1 else 1.0 + ROUGH)
 
     def climb(self, ranks: int | None) -> Iterator[list[Screened]]:
         """The screened meshes of `ranks` pipeline ranks, or of as many as pay."""
@@ -215,7 +211,7 @@ class _Screen:
                 screened = self.screen(each)
                 seen.add(each)
                 yield screened
-                mine = min(map(self.rank, self.rated(screened)), default=None)
+                mine = self.best(screened)
                 if mine is None or (best is not None and mine > best):
                     break
                 best = mine
@@ -246,19 +242,22 @@ class _Screen:
             gap=max(self.request.gap, ROUGH),
         )
         stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
-        sample, found = self.sample(ranks), []
+        sample = self.sample(ranks)
+        found: list[tuple[Screened, MeshProblem, Solution]] = []
         for mesh in self.meshes(ranks):
             problem = MeshProblem(sample.graph, sample.atoms, mesh, stage, self.model, request, None, hop)
             solution = self.placed(problem, FREE)
-            found.append(self.screened(problem, solution, ranks, sample))
-            if any(_is_slower(found[-1].cost, each.cost) for each in found[:-1]):
-                continue
-            if solution.peak.state / ranks > SCARCE * self.cap:
-                price = solution.seconds / max(1, solution.peak.nbytes)
-                dear = Dear(state=price, kept=price)
-                solution = self.placed(problem, dear)
-                found.append(self.screened(problem, solution, ranks, sample))
-        return found
+            found.append((self.screened(problem, solution, ranks, sample), problem, solution))
+        _, problem, solution = min(found, key=lambda each: self.best([each[0]]) or (math.inf, math.inf))
+        if solution.peak.state / ranks > SCARCE * self.cap:
+            price = solution.seconds / max(1, solution.peak.nbytes)
+            solution = self.placed(problem, Dear(state=price, kept=price))
+            return [*(each for each, _, _ in found), self.screened(problem, solution, ranks, sample)]
+        return [each for each, _, _ in found]
+
+    def best(self, screened: Sequence[Screened]) -> tuple[float, float] | None:
+        """The place in the order of the best choice among them, if there is any."""
+        return min(map(self.rank, self.rated(screened)), default=None)
 
     def placed(self, problem: MeshProblem, dear: Dear) -> Solution:
         """A placement of about the least seconds; what can't be had in time is waited for."""

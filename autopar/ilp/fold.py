@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from autopar.core.graph import Graph, Operator, map_refs
@@ -32,10 +33,10 @@ def fold(graph: Graph, dims: Dims, pins: Pins | None = None) -> Folding:
     """Find the run of equal blocks that covers most operators; equal ones are pinned alike."""
     operators = graph.operators
     numbers: dict[Any, int] = {}
-    signs = [
+    signs = tuple(
         numbers.setdefault((_sign(item, graph, dims), pin_of(item, pins or {})), len(numbers))
         for item in operators
-    ]
+    )
     start, period, count = _longest_run(signs)
     while count > 2 and not _same_wiring(graph, start, period, count):
         count -= 1
@@ -62,7 +63,8 @@ def _sign(operation: Operator, graph: Graph, dims: Dims) -> Any:
     return operation.target, str(args), results
 
 
-def _longest_run(signs: list[int]) -> tuple[int, int, int]:
+@lru_cache(maxsize=16)  # meshes and sizes of micro-batches mostly don't change what repeats
+def _longest_run(signs: tuple[int, ...]) -> tuple[int, int, int]:
     """(start, period, count) of the repetition that leaves fewest distinct operators."""
     best, found = 0, (0, max(1, len(signs)), 1)
     for period in range(1, len(signs) // 2 + 1):
