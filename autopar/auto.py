@@ -99,8 +99,8 @@ def decide_all(
                     beat=fastest,
                 )
             )
-        except (InfeasibleError, SolverError, TraceError) as error:
-            failures.append(error)
+        except (InfeasibleError, InputError, SolverError, TraceError) as error:
+            failures.append(error)  # InputError: so few samples that a pin can't be had
     if not found:
         raise min(failures, key=lambda error: getattr(error, "least", None) or math.inf)
     note = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
@@ -286,6 +286,7 @@ class _Screen:
             slowest=evenness * cost.micro_batch,
             weights=sum(price.weights for price in prices),
             shards=_shards(graph, program, samples, seconds),
+            free=self.request.force is None,
             fixed=launches * self.model.device.launch_seconds,
             hop_bytes=self.least_crossing(problem, solution),
             hop=self.model.hop(self.cluster, ranks),

@@ -45,7 +45,8 @@ class Screened:
     """What one of `count` micro-batches costs on one mesh, all `ranks` stages together; `slowest` are the
     seconds of the slowest stage of the most even cut, `weights` those that gradients of weights alone take,
     `fixed` those that don't shrink with the samples. `shards` says for which part of the seconds the
-    `samples` are shared by how many devices. Of `hop_bytes` are the values that cross a good cut. If
+    `samples` are shared by how many devices; only where placements are free can uneven ones be split
+    otherwise. Of `hop_bytes` are the values that cross a good cut. If
     everything is computed again in backward, that takes `again` seconds and `lean_bytes` are kept."""
 
     ranks: int
@@ -57,6 +58,7 @@ class Screened:
     weights: float
     fixed: float
     shards: Mapping[int, float]
+    free: bool
     hop_bytes: int
     hop: LinkLike
     state_bytes: int
@@ -101,7 +103,8 @@ class Screened:
         share = seconds / self.cost.micro_batch if self.cost.micro_batch else 0.0
         fixed = min(share * self.fixed, seconds)
         uneven = self.unevenness(micro_batches) / self.unevenness(self.count)
-        return fixed + (seconds - fixed) * self.count / micro_batches * min(uneven, OTHERWISE)
+        uneven = min(uneven, OTHERWISE) if self.free else uneven
+        return fixed + (seconds - fixed) * self.count / micro_batches * uneven
 
     def unevenness(self, micro_batches: int) -> float:
         """By how much the device with most samples has more than the average one."""

@@ -1,0 +1,79 @@
+"""Estimates by which stages and micro-batches are ordered, beside what planning comes to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from autopar.auto import _Screen
+from autopar.core.mesh import Mesh
+from autopar.core.schedule import ScheduleKind
+from autopar.cost.step import StepCost
+from autopar.estimates import OTHERWISE, Screened, bottleneck
+from autopar.planning import decide
+from tests.test_auto import BATCH, CLUSTER, OPEN, graph_of
+
+EVEN = Screened(
+    ranks=2,
+    mesh=Mesh((4,)),
+    count=4,
+    samples=8,
+    cost=StepCost(forward=1.0, backward=2.0, sync=0.0, update=0.0),
+    slowest=1.5,
+    weights=1.0,
+    fixed=0.0,
+    shards={4: 1.0},
+    free=True,
+    hop_bytes=0,
+    hop=CLUSTER.intra,
+    state_bytes=100,
+    kept_bytes=40,
+    again=1.0,
+    lean_bytes=0,
+)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_no_cut_has_a_faster_slowest_part(parts: int) -> None:
+    draw = random.Random(parts)
+    for _ in range(20):
+        seconds = [draw.random() for _ in range(9)]
+        cuts = combinations(range(1, len(seconds)), parts - 1)
+        least = min(
+            max(sum(seconds[a:b]) for a, b in zip((0, *cut), (*cut, len(seconds)), strict=True))
+            for cut in cuts
+        )
+        assert bottleneck(seconds, parts) == pytest.approx(least)
+
+
+def test_an_estimate_is_near_to_what_planning_comes_to() -> None:
+    screen = _Screen(graph_of, [1, 2, 4, 8, 16], BATCH, CLUSTER, OPEN, None)
+    choices = screen.choices(2)
+    assert choices
+    for choice in choices:
+        asked = replace(OPEN, stages=2, micro_batches=choice.micro_batches, mesh=choice.mesh)
+        found = decide(graph_of(choice.micro_batches), CLUSTER, asked).step
+        assert choice.seconds == pytest.approx(found.seconds, rel=0.15)
+
+
+def test_uneven_stages_and_uneven_samples_count() -> None:
+    kind = ScheduleKind.ONE_F_ONE_B
+    assert EVEN.seconds(kind, 4) == pytest.approx(4 * 1.5 + 1.5)
+    assert replace(EVEN, slowest=2.0).seconds(kind, 4) == pytest.approx(4 * 2.0 + 1.5)
+    # 16 micro-batches have two samples each for four devices
+    even = replace(EVEN, shards={1: 1.0})
+    assert EVEN.scaled(3.0, 16) == pytest.approx(OTHERWISE * even.scaled(3.0, 16))
+    assert replace(EVEN, free=False).scaled(3.0, 16) == pytest.approx(2 * even.scaled(3.0, 16))
+
+
+def test_a_schedule_that_keeps_too_much_is_not_counted_on() -> None:
+    kinds = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB1P)
+    roomy, tight = EVEN.choice(4, kinds, 1e9), EVEN.choice(4, kinds, 95)
+    assert roomy.seconds == pytest.approx(EVEN.seconds(ScheduleKind.ZB1P, 4))
+    assert tight.seconds == pytest.approx(EVEN.seconds(ScheduleKind.ONE_F_ONE_B, 4))
+    again = EVEN.choice(4, kinds, 70)  # half of what is kept has to be computed again
+    assert again.nbytes == pytest.approx(70)
+    assert again.seconds == pytest.approx(EVEN.seconds(ScheduleKind.ONE_F_ONE_B, 4) + 4 * 0.5 * 1.0 / 2)
