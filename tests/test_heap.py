@@ -23,6 +23,10 @@ print(pages)
 """
 
 
+BLOCKS_PAGES = 3 * (18 << 20) // os.sysconf("SC_PAGE_SIZE")
+TRIES = 5
+
+
 def new_pages(mode: str) -> int:
     """Of the fourth time that three blocks of 18 MiB are made and freed."""
     tuned = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
@@ -34,4 +38,7 @@ def new_pages(mode: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are glibc's")
 def test_what_is_freed_is_met_again() -> None:
-    assert 10 * new_pages("kept") < new_pages("as it is")
+    """Without, it depends on what lies above the blocks whether the heap's end is given back."""
+    few = BLOCKS_PAGES // 10
+    assert new_pages("kept") < few
+    assert any(new_pages("as it is") > few for _ in range(TRIES))
