@@ -82,7 +82,7 @@ def decide_all(
     for choice in _few(choices):
         fastest = min((each.step.seconds for each in found), default=math.inf)
         if choice.seconds >= fastest:
-            continue  # estimates are those of perfectly balanced stages
+            continue  # plans are hardly faster than their estimates
         asked = replace(request, stages=choice.ranks, micro_batches=choice.micro_batches)
         if asked.mesh is None:
             asked = replace(asked, mesh=choice.mesh)

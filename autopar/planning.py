@@ -559,8 +559,9 @@ def _rivals(problem: MeshProblem, deadline: float | None) -> list[Step]:
 
 
 def _alternatives(problem: MeshProblem, deadline: float | None) -> list[tuple[Alternative, Step | None]]:
-    """Every pure strategy of the chosen mesh, solved without the cap so that its need is known; none
-    on one device, which has nothing to share."""
+    """Every pure strategy of the chosen mesh, solved without the cap so that its need is known, and under
+    the plan's schedule alone if none could make it faster than the plan (`rival`); none on one device,
+    which has nothing to share."""
     found: list[tuple[Alternative, Step | None]] = []
     if problem.mesh.num_devices == 1:
         return found
