@@ -20,13 +20,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from autopar.core.deliveries import Message, leaves, needed_by, sent_by
 from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, Slot
 from autopar.simulate import Receives
 
 Seconds: TypeAlias = Any  # a float array [stage, cut], or [cut] of one stage
 Rows: TypeAlias = Any  # numbers of rows, [place]
-Result: TypeAlias = tuple[int, bool, int]  # stage, forward?, micro-batch
-Turn: TypeAlias = tuple[Action, tuple[Result, ...]]  # an action, and what leaves its rank after it
+Turn: TypeAlias = tuple[Action, tuple[Message, ...]]  # an action, and what it leaves for other stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class CutCosts:
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Results on their way to, or from, the actions at `places` in one wave."""
+    """Messages on their way to, or from, the actions at `places` in one wave."""
 
     places: Rows
     slots: Rows
@@ -96,7 +96,7 @@ def in_waves(schedule: Schedule) -> Waves:
 def _by_wave(schedule: Schedule) -> list[list[Turn]]:
     orders = [list(_turns(order)) for order in schedule.orders]
     place, wave = [0] * schedule.ranks, [-1] * schedule.ranks
-    ready: dict[Result, int] = {}  # the wave after which a result is there
+    ready: dict[Message, int] = {}  # the wave after which a result is there
     found: list[list[Turn]] = []
     moved = True
     while moved:
@@ -123,26 +123,23 @@ def _turns(order: Sequence[Slot]) -> Iterator[Turn]:
     for slot in order:
         if isinstance(slot, Overlap):
             yield slot.forward, ()
-            yield slot.backward, (_result(slot.forward), _result(slot.backward))
-        elif slot.kind is ActionKind.WEIGHT_GRADIENT:
-            yield slot, ()
+            yield slot.backward, _all_given(slot.forward, slot.backward)
         else:
-            yield slot, (_result(slot),)
+            yield slot, _all_given(slot)
 
 
-def _result(action: Action) -> Result:
-    return action.stage, action.kind is ActionKind.FORWARD, action.micro_batch
+def _all_given(*actions: Action) -> tuple[Message, ...]:
+    return tuple(message for action in actions if (message := sent_by(action)))
 
 
-def _needed(action: Action, schedule: Schedule) -> Result | None:
+def _needed(action: Action, schedule: Schedule) -> Message | None:
     """The result of another rank that an action waits for."""
-    forward = action.kind is ActionKind.FORWARD
-    maker = action.stage + (-1 if forward else 1)
-    if action.kind is ActionKind.WEIGHT_GRADIENT or not 0 <= maker < schedule.stages:
+    message = needed_by(action)
+    if message is None or not 0 <= message.stage < schedule.stages:
         return None
-    if schedule.rank_of(maker) == schedule.rank_of(action.stage):
+    if schedule.rank_of(message.stage) == schedule.rank_of(action.stage):
         return None  # it has run before on this very rank
-    return maker, forward, action.micro_batch
+    return message
 
 
 class _Writer:
@@ -151,7 +148,7 @@ class _Writer:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.links: dict[tuple[int, int], int] = {}
-        self.held: dict[Result, int] = {}
+        self.held: dict[Message, int] = {}
         self.free: list[int] = []
         self.slots = 0
 
@@ -162,7 +159,7 @@ class _Writer:
                 taken.append((place, self.held.pop(needed), *self.way(needed)))
         self.free += [slot for _, slot, _, _ in taken]
         for place, (_, results) in enumerate(turns):
-            leaving = [result for result in results if self.leaves(result)]
+            leaving = [result for result in results if leaves(self.schedule, result)]
             for row, result in zip(sent, leaving, strict=False):
                 row.append((place, self.hold(result), *self.way(result)))
         done = [
@@ -182,7 +179,7 @@ class _Writer:
             sent=tuple(_transfers(row) for row in sent if row),
         )
 
-    def hold(self, result: Result) -> int:
+    def hold(self, result: Message) -> int:
         """A slot for a result."""
         if self.free:
             slot = self.free.pop()
@@ -191,21 +188,11 @@ class _Writer:
         self.held[result] = slot
         return slot
 
-    def leaves(self, result: Result) -> bool:
-        to = self.taker(result)
-        inside = 0 <= to < self.schedule.stages
-        return inside and self.schedule.rank_of(to) != self.schedule.rank_of(result[0])
-
-    def way(self, result: Result) -> tuple[int, int]:
+    def way(self, result: Message) -> tuple[int, int]:
         """The rows of a result's hop and link."""
-        stage, forward, _ = result
-        link = self.schedule.rank_of(stage), self.schedule.rank_of(self.taker(result))
-        hop = stage if forward else self.schedule.stages + stage
+        link = self.schedule.rank_of(result.stage), self.schedule.rank_of(result.taker)
+        hop = result.stage if result.forward else self.schedule.stages + result.stage
         return hop, self.links.setdefault(link, len(self.links))
-
-    def taker(self, result: Result) -> int:
-        """The stage that takes it."""
-        return result[0] + (1 if result[1] else -1)
 
 
 def _transfers(rows: Sequence[tuple[int, int, int, int]]) -> Transfers:

@@ -32,6 +32,7 @@ from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.checkpoints import respect
 from autopar.ilp.choose import BeatenError, Solution, refuse_beaten
 from autopar.ilp.exchange import MOST_OPERATORS, Exchange
+from autopar.ilp.flights import mean_flight, scheduled
 from autopar.ilp.fold import Folding, fold
 from autopar.ilp.near_cuts import is_worthwhile, near_step
 from autopar.ilp.placement import FREE, Dear, Problem, Space
@@ -44,7 +45,7 @@ from autopar.ilp.space import (
     kind_by_axis,
     name_of,
 )
-from autopar.ilp.stages import MOST_PLACES, mean_flight, scheduled
+from autopar.ilp.stages import MOST_PLACES
 from autopar.ilp.step import Step, once, recut, staged, unstaged
 from autopar.ilp.symmetry import choose_named
 from autopar.ops.analysis import find_atoms

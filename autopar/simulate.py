@@ -28,8 +28,9 @@ after the other, while the rank computes on. The optimizer runs when the rank's 
 syncs are done. There is no barrier: a rank may update while another computes.
 
 **Memory.** A rank always holds its stages' state and the batch; `kept` from the start of F to the end of
-B or I, `kept_for_weight` from the end of I to the end of W, `working` while an action runs. Of the state
-`gradients` come with a stage's first B or W, until whose end actions need `early` instead of `working`.
+B or I, `kept_for_weight` from the end of I to the end of W, `sent_back` from the end of B or I to the start
+of what needs the message that proves its arrival (core/deliveries.py), `working` while an action runs. Of the
+state `gradients` come with a stage's first B or W, until whose end actions need `early` instead of `working`.
 
 A fixed order makes all times maxima of sums, so they never fall when a cost rises. torch leaves the
 first stage's I empty and does all of its backward in W; every order of `autopar.schedules` puts the
@@ -41,6 +42,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
+from autopar.core.deliveries import leaves, needed_by, proved, sent_by
 from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, ScheduleKind, Slot
 from autopar.core.timeline import Beside, Event, Held, StageCost, Timeline
 from autopar.errors import CheckError, InputError
@@ -232,10 +234,14 @@ def _held(
     now = sum(cost.state - cost.gradients + cost.lasting for cost in own)
     yield Held(0.0, now)
     begun: set[int] = set()  # stages that have made gradients
+    arrived = proved(schedule, rank)
     for event in actions:
-        if event.rank != rank or event.kind is Beside.SEND:
+        if event.rank != rank or isinstance(event.kind, Beside):
             continue
-        cost = costs[event.stage]
+        assert event.micro_batch is not None
+        cost, action = costs[event.stage], Action(event.stage, event.kind, event.micro_batch)
+        if needed := needed_by(action):
+            now -= sum(costs[each.stage].sent_back for each in arrived.get(needed, ()) if not each.forward)
         if event.kind is FORWARD:
             now += cost.kept
         yield Held(event.start, now + (cost.working if event.stage in begun else cost.early))
@@ -246,6 +252,8 @@ def _held(
                 now += cost.kept_for_weight - cost.kept
             case ActionKind.WEIGHT_GRADIENT:
                 now -= cost.kept_for_weight
+        if (sent := sent_by(action)) and not sent.forward and leaves(schedule, sent):
+            now += cost.sent_back
         if event.kind in (BACKWARD, WEIGHT_GRADIENT) and event.stage not in begun:
             begun.add(event.stage)
             now += cost.gradients

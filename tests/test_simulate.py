@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, ScheduleKind, check_schedule
+from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, ScheduleKind
 from autopar.core.timeline import Beside, Event, Peak, StageCost, Timeline
 from autopar.errors import CheckError, InputError
 from autopar.schedules import build_schedule
 from autopar.simulate import Receives, simulate
 from tests.core.test_schedule import schedule as written
+from tests.random_schedules import schedules
 from tests.torch_schedules import multi_programs, rendezvous_seconds, single_programs
 
 K = ScheduleKind
@@ -313,21 +314,6 @@ def test_bad_costs_are_refused(bad: float) -> None:
 
 
 # -- laws, for any schedule and any costs --------------------------------------------------------------------
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    kind = draw(st.sampled_from(ScheduleKind))
-    p = draw(st.integers(1, 4))
-    v = {K.GPIPE: 1, K.ONE_F_ONE_B: 1, K.ZBV: 2, K.DUALPIPEV: 2}.get(kind) or draw(st.integers(1, 3))
-    allowed = []
-    for m in range(1, 13):
-        try:
-            check_schedule(kind, ranks=p, stages_per_rank=v, micro_batches=m)
-            allowed.append(m)
-        except InputError:
-            pass
-    return build(kind, p, v, draw(st.sampled_from(allowed)))
 
 
 @st.composite

@@ -27,9 +27,10 @@ class StageCost:
     sync: float = 0.0  # seconds per step to sum gradients, from the stage's last backward on
     update: float = 0.0  # seconds per step of the optimizer
     state: int = 0  # bytes of weights, gradients and optimizer state
-    lasting: int = 0  # bytes beside the state that are there all step: the batch, and what was sent
+    lasting: int = 0  # bytes beside the state that are there all step, such as the batch
     kept: int = 0  # bytes that each micro-batch in flight keeps from its F to its B or I
     kept_for_weight: int = 0  # bytes that it keeps from then to its W
+    sent_back: int = 0  # bytes of a gradient that it has sent, from its B or I until it is known to have come
     working: int = 0  # bytes that an action needs beside all that while it runs
     gradients: int = 0  # bytes of the state that are there from the stage's first B or W on
     early: int = 0  # as `working`, until then

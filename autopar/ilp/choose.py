@@ -27,7 +27,7 @@ from autopar.units import show_bytes
 
 MEMORY_ROUNDS = 8
 BRANCHING_SECONDS = 12.0  # in all, where memory is scarce and no time limit given; then answers are rounded
-PRICED_SECONDS = 2.5  # of them for one price of memory
+PRICED_SECONDS = 6.0  # of them for one price of memory
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
 TIE = 1e-6  # GiB that a second is worth where only memory counts

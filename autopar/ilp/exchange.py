@@ -46,9 +46,9 @@ from autopar.cost.prices import Price, Prices
 from autopar.cost.rectangles import Rectangles, Row, Table
 from autopar.cost.values import Values, find_values
 from autopar.ilp.choose import Solution
+from autopar.ilp.flights import forwards_before
 from autopar.ilp.fold import Folding
 from autopar.ilp.placement import Space
-from autopar.ilp.stages import forwards_before
 
 MOST_OPERATORS = 40
 WHOLE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)  # one stage for each rank, backward in one

@@ -22,7 +22,7 @@ from autopar.cost.step import StepCost, step_cost
 from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, refuse_beaten
 from autopar.ilp.recompute import ladder
-from autopar.ilp.stages import MOST_PLACES, Cut, best_cut, bound_again, keep
+from autopar.ilp.stages import MOST_PLACES, Cut, best, bound_again, cuts, keep
 from autopar.units import show_bytes
 
 RUNGS = 5  # levels of recomputing, beside none, among which stages choose
@@ -89,11 +89,13 @@ def staged(
     relaxed: float | None = None,
     starts: Sequence[int] | None = None,
     places: Sequence[int] | None = None,
+    known: Sequence[int] | None = None,
     recompute: Recompute = Recompute.NONE,
     beat: float = math.inf,
 ) -> Step:
     """The step with the best cut under the best of `schedules`, or with the cut at `starts`. It lies at some
-    of `places`, which begin with 0 and end with the number of operators, if they are given.
+    of `places`, which begin with 0 and end with the number of operators, if they are given; `known` starts
+    of stages among them are where it is sought first.
 
     `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
     was found with memory to spare. Where parts may be computed again so that it fits, stages choose for
@@ -107,7 +109,8 @@ def staged(
     table = intervals(graph, prices, solution.program, hop, places=places)
     programs = [solution.program]
     if starts is None:
-        found, schedule = best_cut([table], schedules, cap=None)
+        unbounded = cuts([table], schedules, cap=None, known=known)
+        found, schedule = best(unbounded)
         free = found.seconds
         refuse_beaten(found.bound * _share(solution, relaxed), beat)
         if cap is not None and max(found.rank_bytes) > cap:
@@ -117,7 +120,7 @@ def staged(
                 spared = shares(graph, prices, solution.program)
                 bound = max(bound, bound_again(table, spared, schedules, cap=cap))
             tables = [table, *(intervals(graph, prices, each, hop, places=places) for each in programs[1:])]
-            found, schedule = best_cut(tables, schedules, cap=cap)
+            found, schedule = best(cuts(tables, schedules, cap=cap, known=known, free=unbounded))
             if len(tables) > 1:
                 program, exact = _Parting(graph, prices, programs, hop, schedule, cap).of(found)
                 solution = replace(solution, program=program)
@@ -178,6 +181,7 @@ def recut(
                 hop=hop,
                 cap=cap,
                 places=places,
+                known=starts,
                 recompute=recompute,
             )
         except InfeasibleError:  # by what tables and replays differ

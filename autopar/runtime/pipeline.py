@@ -57,7 +57,7 @@ class StagedProgram:
         self.group = pipeline_group(made, timeout)
         self._tied = _tied_groups(made, timeout)
         self._weights: Sequence[float] = ()
-        self._schedule = schedule_of(made, self._stages, self._weighted, self.group, device)
+        self._schedule, self._sends = schedule_of(made, self._stages, self._weighted, self.group, device)
 
     @property
     def _is_last(self) -> bool:
@@ -100,6 +100,7 @@ class StagedProgram:
         numbers, losses = torch.arange(len(batch)), []  # type: ignore[var-annotated]
         target = numbers if self._is_last else None
         step(micro_batch=numbers, target=target, losses=losses, return_outputs=False)
+        self._sends.end()
         return [loss.detach() for loss in losses]
 
     def _weighted(self, loss: Tensor, number: Tensor) -> Tensor:

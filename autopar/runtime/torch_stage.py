@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,15 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import _batch_p2p, _wait_batch_p2p
 
+from autopar.core.deliveries import Message, proved
 from autopar.core.executable import StagedExecutable
 from autopar.core.graph import TensorSpec
-from autopar.core.schedule import ScheduleKind
+from autopar.core.pipeline import Pipeline
+from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.runtime.stage import Stage, splits_cleanly
+from autopar.schedules import build_schedule
 
 SINGLE: dict[ScheduleKind, Any] = {ScheduleKind.GPIPE: ScheduleGPipe, ScheduleKind.ONE_F_ONE_B: Schedule1F1B}
 MULTIPLE: dict[ScheduleKind, Any] = {
@@ -38,19 +42,54 @@ def schedule_of(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     group: dist.ProcessGroup,
     device: torch.device,
-) -> Any:
-    """Torch's schedule of a rank's stages; `loss_fn` takes the last stage's output and the micro-batch's
-    number, `group` are the ranks of the pipeline."""
+) -> tuple[Any, Sends]:
+    """Torch's schedule of a rank's stages, and what of their sends to end after each of its steps; `loss_fn`
+    takes the last stage's output and the micro-batch's number, `group` are the ranks of the pipeline."""
     pipeline = made.pipeline
-    wrapped = [_torch_stage(stage, made, group, device) for stage in stages]
     options = {"loss_fn": loss_fn, "scale_grads": False}
     if pipeline.schedule in SINGLE:
-        return SINGLE[pipeline.schedule](wrapped[0], pipeline.micro_batches, **options)
-    return MULTIPLE[pipeline.schedule](wrapped, pipeline.micro_batches, **options)
+        sends = Sends({})
+        (wrapped,) = (_torch_stage(stage, made, group, device, None) for stage in stages)
+        return SINGLE[pipeline.schedule](wrapped, pipeline.micro_batches, **options), sends
+    sends = Sends(proved(_order(pipeline), group.rank()))
+    several = [_torch_stage(stage, made, group, device, sends) for stage in stages]
+    return MULTIPLE[pipeline.schedule](several, pipeline.micro_batches, **options), sends
+
+
+def _order(pipeline: Pipeline) -> Schedule:
+    kind, ranks = pipeline.schedule, pipeline.ranks
+    several = pipeline.num_stages // ranks
+    return build_schedule(kind, ranks=ranks, stages_per_rank=several, micro_batches=pipeline.micro_batches)
+
+
+class Sends:
+    """What a rank has sent and may be on its way, until what comes back proves that it has arrived.
+
+    Torch's schedules of several stages wait for all that was sent when the step ends, and it all lies in
+    memory until then.
+    """
+
+    def __init__(self, proved: Mapping[Message, Sequence[Message]]) -> None:
+        self._proved = proved
+        self._works: dict[Message, list[dist.Work]] = {}
+
+    def start(self, message: Message, operations: list[dist.P2POp]) -> None:
+        """Send as torch's schedules do: on GPUs both ends must."""
+        self._works[message] = _batch_p2p(operations)
+
+    def end_proved(self, message: Message) -> None:
+        """Let go of what has arrived, now that `message` has come."""
+        for each in self._proved.get(message, ()):
+            _wait_batch_p2p(self._works.pop(each, []))
+
+    def end(self) -> None:
+        """Wait for what is left."""
+        while self._works:
+            _wait_batch_p2p(self._works.popitem()[1])
 
 
 def _torch_stage(
-    stage: Stage, whole: StagedExecutable, group: dist.ProcessGroup, device: torch.device
+    stage: Stage, whole: StagedExecutable, group: dist.ProcessGroup, device: torch.device, sends: Sends | None
 ) -> _TorchStage:
     made = stage.executable
     last = made.stage == whole.pipeline.num_stages - 1
@@ -64,6 +103,7 @@ def _torch_stage(
         output_args=tuple(map(_example, sent)),
         group=group,
         dw_builder=None if splits_cleanly(made) else _nothing_left,
+        sends=sends,
     )
 
 
@@ -82,11 +122,16 @@ class _TorchStage(PipelineStage):
     Receive buffers last from the receive to what uses them, each in the shape of its own micro-batch:
     torch makes those of all micro-batches, like the first, before the first step, and keeps them. Losses,
     which torch collects, let go of their micro-batch, whose received tensors the leaves of its graph are.
+    With `sends` a stage sends for itself and gives torch nothing to send.
 
     In `eval` torch asks for the gradient of a neighbour on the same rank too, and finds none.
     """
 
     submod: Stage
+
+    def __init__(self, *args: Any, sends: Sends | None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._sends = sends
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._prepare_forward_infra(*args, **kwargs)
@@ -112,12 +157,12 @@ class _TorchStage(PipelineStage):
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         found = super()._retrieve_recv_activations(fwd_chunk_id)
-        self._empty(self.args_recv_info[fwd_chunk_id])
+        self._came(Message(self.stage_index - 1, True, fwd_chunk_id), self.args_recv_info[fwd_chunk_id])
         return found
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         found = super()._retrieve_recv_grads(bwd_chunk_id)
-        self._empty(self.grad_recv_info[bwd_chunk_id])
+        self._came(Message(self.stage_index + 1, False, bwd_chunk_id), self.grad_recv_info[bwd_chunk_id])
         return found
 
     def backward_one_chunk(
@@ -134,11 +179,23 @@ class _TorchStage(PipelineStage):
             for loss in state[2] if isinstance(state[2], tuple) else (state[2],):
                 loss.detach_()
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        return self._started(Message(self.stage_index, True, fwd_chunk_id), operations)
+
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:
             gradients, specs = self.bwd_cache[bwd_chunk_id], self.submod.received(bwd_chunk_id)
             self.bwd_cache[bwd_chunk_id] = tuple(map(self._sent_back, gradients, specs))
-        return super().get_bwd_send_ops(bwd_chunk_id)
+        operations = super().get_bwd_send_ops(bwd_chunk_id)
+        return self._started(Message(self.stage_index, False, bwd_chunk_id), operations)
+
+    def _started(self, message: Message, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """The operations that are left to torch."""
+        if self._sends is None:
+            return operations
+        self._sends.start(message, operations)
+        return []
 
     def _sent_back(self, gradient: Tensor | None, spec: TensorSpec) -> Tensor | None:
         """The gradient of a received value; zeros if it got none, as the stage before waits for it."""
@@ -163,6 +220,12 @@ class _TorchStage(PipelineStage):
         for info, spec in zip(infos, specs, strict=False):  # the first stage has arguments
             if info.buffer is not None:
                 info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def _came(self, message: Message, infos: Sequence[Any]) -> None:
+        """Let go of its buffers, and of what it proves; if no tensor came, it proves nothing."""
+        if self._sends is not None and any(getattr(info, "buffer", None) is not None for info in infos):
+            self._sends.end_proved(message)
+        self._empty(infos)
 
     def _empty(self, infos: Sequence[Any]) -> None:
         """Let go of the buffers; one without memory stands for those to come."""

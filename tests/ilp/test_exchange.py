@@ -14,7 +14,8 @@ from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.intervals import intervals
 from autopar.ilp.choose import choose
 from autopar.ilp.exchange import Exchange
-from autopar.ilp.stages import cut, scheduled
+from autopar.ilp.flights import scheduled
+from autopar.ilp.stages import cut
 from autopar.ilp.step import once
 from tests.ilp.brute_force import (
     BruteForce,

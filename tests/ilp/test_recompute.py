@@ -23,9 +23,10 @@ from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, choose, total_seconds
+from autopar.ilp.flights import scheduled
 from autopar.ilp.recompute import everything, fit, ladder
 from autopar.ilp.space import build_space
-from autopar.ilp.stages import best_cut, bound_again, keep, least_bytes, scheduled
+from autopar.ilp.stages import best, bound_again, cuts, keep, least_bytes
 from autopar.ilp.step import once, staged
 from autopar.ops.analysis import find_atoms
 from autopar.planning import MeshProblem
@@ -228,11 +229,11 @@ def test_no_cut_that_computes_again_beats_its_bound(kind: ScheduleKind) -> None:
     rungs = ladder(graph, prices, program, 5)
     tables = [intervals(graph, prices, each, Link(1e-6, 1e9), places=places) for each in rungs]
     schedule, worth = scheduled(kind, 2, 1, 4), shares(graph, prices, program)
-    free, _ = best_cut(tables[:1], [schedule])
+    free, _ = best(cuts(tables[:1], [schedule]))
     most, least = max(free.rank_bytes), least_bytes(tables, schedule)
     assert least < most
     for part in (0.0, 0.2, 0.4, 0.6, 0.8):
         cap = int(least + part * (most - least))
-        found, _ = best_cut(tables, [schedule], cap=cap)
+        found, _ = best(cuts(tables, [schedule], cap=cap))
         assert max(found.rank_bytes) <= cap
         assert bound_again(tables[0], worth, [schedule], cap=cap) <= found.seconds * (1 + CLOSE)

@@ -30,7 +30,8 @@ from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.stages import cut, flights, scheduled
+from autopar.ilp.flights import flights, scheduled
+from autopar.ilp.stages import cut, cuts
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.rewrite.program import rewrite
@@ -91,14 +92,13 @@ def random_table(random: Random, count: int) -> Intervals:
 
 def stage_costs(table: Intervals, starts: tuple[int, ...], schedule: Schedule) -> list[StageCost]:
     found, stops, count = [], (*starts[1:], len(table.places) - 1), schedule.micro_batches
-    keeps_sent = schedule.kind not in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
+    goes_on = schedule.kind not in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
     for stage, (p, q) in enumerate(zip(starts, stops, strict=True)):
         rank = schedule.rank_of(stage)
-        onward = keeps_sent and stage < len(starts) - 1 and schedule.rank_of(stage + 1) != rank
-        back = keeps_sent and stage > 0 and schedule.rank_of(stage - 1) != rank
+        onward = goes_on and stage < len(starts) - 1 and schedule.rank_of(stage + 1) != rank
         lasting = table.batch * (stage < schedule.ranks)
-        lasting += onward * table.received[q] + back * table.received_back[p]
-        kept = int(table.kept[p, q] + (not onward) * table.received[q])
+        lasting += (onward and not table.received_back[q]) * table.received[q]
+        kept = int(table.kept[p, q] + table.received[q])
         found.append(
             StageCost(
                 forward=table.forward[p, q],
@@ -112,6 +112,7 @@ def stage_costs(table: Intervals, starts: tuple[int, ...], schedule: Schedule) -
                 lasting=int(count * lasting),
                 kept=kept,
                 kept_for_weight=kept + int(table.held[p, q]),
+                sent_back=goes_on * int(table.received_back[p]),
                 working=int(table.working[p, q]),
                 gradients=int(table.gradients[p, q]),
                 early=int(table.early[p, q]),
@@ -172,6 +173,37 @@ def test_under_a_cap_the_cut_is_the_best_that_fits(kind: ScheduleKind, seed: int
             assert found.bound <= best * (1 + CLOSE)
 
 
+@pytest.mark.parametrize("kind", VIRTUAL)
+def test_stages_of_one_rank_share_a_scarce_cap(kind: ScheduleKind) -> None:
+    """Alone each of them fits nearly everywhere; only a quarter of all cuts fit by ranks."""
+    schedule, slower = schedule_of(kind, 2, 4), []
+    for seed in range(6):
+        table = random_table(Random(seed), 8)
+        cuts = list(all_cuts(table, schedule))
+        cap = sorted(peak for _, peak, _ in cuts)[len(cuts) // 4]
+        best = min(seconds for seconds, peak, _ in cuts if peak <= cap)
+        slower.append(cut(table, schedule, cap=cap).seconds / best)
+    assert sum(slower) / len(slower) < 1.1
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+def test_a_search_that_begins_at_a_known_cut_is_not_slower(
+    kind: ScheduleKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = schedule_of(kind, 3, 6)
+    tables = [random_table(Random(seed), 20) for seed in range(4)]
+    best = [cut(table, schedule) for table in tables]
+    for limit in ("ROUNDS", "MOST_NODES"):
+        monkeypatch.setattr(f"autopar.ilp.stages.{limit}", 0)
+    monkeypatch.setattr("autopar.ilp.stages.THRESHOLDS", (1.5,))
+    hasty = [cut(table, schedule) for table in tables]
+    known = [
+        cuts([table], [schedule], known=each.starts)[0][0] for table, each in zip(tables, best, strict=True)
+    ]
+    assert [each.seconds for each in known] == pytest.approx([each.seconds for each in best])
+    assert max(slow.seconds / each.seconds for slow, each in zip(hasty, best, strict=True)) > 1.01
+
+
 def test_the_least_memory_that_would_do_is_told() -> None:
     schedule = schedule_of(ScheduleKind.ONE_F_ONE_B, 2, 4)
     table = random_table(Random(0), 8)
@@ -203,15 +235,15 @@ def test_more_stages_than_places_are_refused() -> None:
 def test_flights_are_those_of_the_literature() -> None:
     for ranks, count in ((4, 8), (4, 2)):
         found = flights(scheduled(ScheduleKind.GPIPE, ranks, 1, count))
-        assert found == (((count, 0), ((count - 1, 0),)),) * ranks
+        assert found == ((((count, 0, 0),), ((count - 1, 0, 0),)),) * ranks
     one = flights(scheduled(ScheduleKind.ONE_F_ONE_B, 4, 1, 8))
-    assert one == tuple(((4 - rank, 0), ((4 - rank, 0),)) for rank in range(4))
+    assert one == tuple((((4 - rank, 0, 0),), ((4 - rank, 0, 0),)) for rank in range(4))
     for rank, (_, later) in enumerate(flights(scheduled(ScheduleKind.INTERLEAVED, 4, 2, 8))):
-        assert max(map(sum, later)) == min(8 * 2, 4 + 2 * (3 - rank) + 1)
+        assert max(sum(each[:2]) for each in later) == min(8 * 2, 4 + 2 * (3 - rank) + 1)
     for _, later in flights(scheduled(ScheduleKind.ZBV, 4, 2, 8)):
         assert max(sum(each[:2]) for each in later) == 8
     halves = flights(scheduled(ScheduleKind.ZB1P, 2, 1, 4))
-    assert [later for _, later in halves] == [((2, 1),), ((2, 2),)]
+    assert [later for _, later in halves] == [((2, 1, 0),), ((2, 2, 2),)]
 
 
 def test_places_are_everywhere_or_where_least_crosses() -> None:

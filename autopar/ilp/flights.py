@@ -1,0 +1,86 @@
+"""What the ranks of a pipeline hold at once under a schedule, counted."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from autopar.core.deliveries import leaves, needed_by, proved, sent_by
+from autopar.core.schedule import ActionKind, Schedule, ScheduleKind
+from autopar.schedules import build_schedule
+from autopar.simulate import Receives
+
+Counts = tuple[int, ...]
+Moments = tuple[Counts, ...]
+
+
+@lru_cache(maxsize=64)
+def scheduled(kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
+    """The schedule, made once; raises InputError if torch can't run it."""
+    return build_schedule(kind, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
+
+
+@lru_cache(maxsize=64)
+def flights(schedule: Schedule) -> tuple[tuple[Moments, Moments], ...]:
+    """For each rank what its stages, in order, hold at once: micro-batches from F to B or W, then those of
+    them whose backward is half done, then gradients that were sent back and may not have arrived, which
+    GPipe and 1F1B wait for. At first, until the end of the rank's first B or W, and later; all
+    moments that no other one exceeds."""
+    waits = Receives.of_torch(schedule.kind) is Receives.LATE
+    found = []
+    for rank in range(schedule.ranks):
+        own, arrived = stages_of(schedule, rank), proved(schedule, rank)
+        now, half, back = ([0] * len(own) for _ in range(3))
+        first: set[Counts] = set()
+        later: set[Counts] = set()
+        seen = first
+        for action in schedule.actions(rank):
+            stage, needed, out = own.index(action.stage), needed_by(action), sent_by(action)
+            for each in arrived.get(needed, ()) if needed and not waits else ():
+                back[own.index(each.stage)] -= not each.forward
+            now[stage] += action.kind is ActionKind.FORWARD
+            seen.add((*now, *half, *back))
+            match action.kind:
+                case ActionKind.INPUT_GRADIENT:
+                    half[stage] += 1
+                case ActionKind.BACKWARD | ActionKind.WEIGHT_GRADIENT:
+                    seen = later
+                    now[stage] -= 1
+                    half[stage] -= action.kind is ActionKind.WEIGHT_GRADIENT
+            if out and not out.forward and not waits and leaves(schedule, out):
+                back[stage] += 1
+        found.append((_highest(first), _highest(later)))
+    return tuple(found)
+
+
+def _highest(moments: set[Counts]) -> Moments:
+    return tuple(sorted(each for each in moments if not any(_exceeds(other, each) for other in moments)))
+
+
+@lru_cache(maxsize=1024)
+def of_one(moments: Moments, place: int) -> Moments:
+    """What moments are for one of a rank's stages."""
+    return _highest({each[place :: len(each) // 3] for each in moments})
+
+
+def stages_of(schedule: Schedule, rank: int) -> list[int]:
+    """The stages of a rank, in order."""
+    return [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
+
+
+def forwards_before(schedule: Schedule, rank: int) -> int:
+    """How many forwards a rank begins with; all of GPipe's are on the way to its first gradient."""
+    if schedule.kind is ScheduleKind.GPIPE:
+        return 1
+    actions = schedule.actions(rank)
+    return next(index for index, action in enumerate(actions) if action.kind is not ActionKind.FORWARD)
+
+
+def mean_flight(schedule: Schedule) -> float:
+    """How many micro-batches a stage keeps at once, on the average stage."""
+    kept = schedule.stages_per_rank
+    most = (max(sum(each[:kept]) for each in (*first, *later)) for first, later in flights(schedule))
+    return sum(most) / schedule.stages
+
+
+def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return one != other and all(a >= b for a, b in zip(one, other, strict=True))
