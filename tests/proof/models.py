@@ -20,6 +20,7 @@ from autopar.simplify import only_loss
 
 aten = torch.ops.aten
 LARGEST = 600  # elements of a tensor
+ROUNDING = 1e-15  # relative: some roundings of float64
 IGNORED = -100  # cross-entropy's default label that counts for nothing
 
 
@@ -39,10 +40,10 @@ class Model:
         return "\n".join([*lines, f"outputs {self.graph.outputs}", f"writes {self.graph.writes}"])
 
 
-def serial(model: Model) -> dict[str, Tensor]:
+def serial(model: Model, *, noise: float = 0.0) -> dict[str, Tensor]:
     """Every tensor of the graph, computed by eager torch; the inputs are fresh leaves."""
     torch.manual_seed(model.seed)
-    return evaluate(model.graph.operators, leaves(model))
+    return evaluate(model.graph.operators, leaves(model), noise=noise)
 
 
 def leaves(model: Model) -> dict[str, Tensor]:
@@ -51,14 +52,22 @@ def leaves(model: Model) -> dict[str, Tensor]:
     return {name: item.detach().clone().requires_grad_(learns[name]) for name, item in model.tensors.items()}
 
 
-def evaluate(operators: Sequence[Operator], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`inputs` and every tensor that eager torch makes of them."""
-    values = dict(inputs)
+def evaluate(
+    operators: Sequence[Operator], inputs: Mapping[str, Tensor], *, noise: float = 0.0
+) -> dict[str, Tensor]:
+    """`inputs` and every tensor that eager torch makes of them; each differs relatively by about `noise`, as
+    if by rounding."""
+    values, generator = dict(inputs), torch.Generator().manual_seed(len(operators))
     for item in operators:
         args = map_refs(item.args, lambda ref: values[ref.name])
         results = item.target(*args, **item.kwargs)
         results = [results] if isinstance(results, Tensor) else results
-        values.update({name: value for name, value in zip(item.results, results, strict=True) if name})
+        for name, value in zip(item.results, results, strict=True):
+            if name and noise and value.is_floating_point():
+                draws = torch.randn(value.shape, dtype=torch.float64, generator=generator)
+                values[name] = value * (1 + noise * draws)
+            elif name:
+                values[name] = value
     return values
 
 

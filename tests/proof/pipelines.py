@@ -23,7 +23,7 @@ from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.verify import MOMENTUM, RATE, Record, difference, floor_of, seed
 from autopar.rewrite.program import rewrite
 from autopar.rewrite.stages import StageProgram, split
-from tests.proof.models import Model, aten, evaluate, leaves
+from tests.proof.models import ROUNDING, Model, aten, evaluate, leaves
 from tests.proof.plans import LEAST
 
 MOST_STAGES, MOST_MICRO_BATCHES = 4, 4
@@ -81,6 +81,12 @@ def prove_pipeline(
     return max(_errors(ours, theirs))
 
 
+def magnified(model: Model, batch: Sequence[MicroBatch]) -> float:
+    """The largest relative change of a serial step by rounding."""
+    found, wanted = (accumulate(model, batch, steps=1, noise=noise) for noise in (ROUNDING, 0.0))
+    return max(_errors(found, wanted))[0]
+
+
 def _errors(ours: Record, theirs: Record) -> Iterator[tuple[float, str]]:
     for kind in ("loss", "gradients", "parameters", "buffers"):
         mine, wanted = getattr(ours, kind), getattr(theirs, kind)
@@ -101,7 +107,7 @@ def holder(model: Model) -> nn.Module:
     return found
 
 
-def accumulate(model: Model, batch: Sequence[MicroBatch], *, steps: int) -> Record:
+def accumulate(model: Model, batch: Sequence[MicroBatch], *, steps: int, noise: float = 0.0) -> Record:
     """SGD by eager torch: gradients add up over the weighted micro-batches, then a step."""
     graph, record, state = model.graph, Record(), leaves(model)
     kinds = {kind: [item.name for item in graph.inputs if item.kind is kind] for kind in InputKind}
@@ -114,7 +120,7 @@ def accumulate(model: Model, batch: Sequence[MicroBatch], *, steps: int) -> Reco
         for number, micro in enumerate(batch):
             torch.manual_seed(seed(step, number))
             inputs = state | dict(zip(kinds[InputKind.USER], micro.tensors, strict=True))
-            values = evaluate(graph.operators, inputs)
+            values = evaluate(graph.operators, inputs, noise=noise)
             loss = values[graph.outputs[0]] * loss_weight(graph, micro.share)
             if loss.requires_grad:
                 loss.backward()

@@ -6,7 +6,7 @@ Then the proof: the rewritten programs on simulated ranks against the serial gra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -35,7 +35,7 @@ from autopar.proof.ranks import Meaning, distribute, run, total_gradient
 from autopar.proof.simulated import simulate, simulate_typed
 from autopar.rewrite.program import rewrite
 from autopar.rewrite.recompute import recomputing
-from tests.proof.models import Model, serial
+from tests.proof.models import ROUNDING, Model, serial
 
 MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
 RATES = (0.01, 0.1, 1.0, 3.0)  # of moves, drawn for each kind and axis
@@ -43,6 +43,9 @@ DEAR = (0.01, 1.0, 6.0, 6.0)  # of P -> B, so that P -> R -> B is met as well
 TRIES = 8  # illegal draws of a strategy, after which the operator is gathered
 FLOOR = 1e-3  # of the largest magnitude of the kind: true gradients can be 0
 LEAST = 1e-6  # and of all that is compared: inputs and weights are of order 1
+TOLERANCE = 1e-7  # of errors, nearly always
+ROUNDINGS = 100  # times as much as one of each tensor
+MOST = 0.1  # that rounding may excuse
 
 ROWS = [
     "p_to_r",
@@ -200,17 +203,47 @@ def prove(model: Model, program: Program, dims: Dims) -> tuple[float, str]:
     written = [rewrite(graph, program, dims, rank=rank) for rank in range(mesh.num_devices)]
     programs = [recomputing(each.graph, each, graph, program, name="Rank") for each in written]
     wanted = serial(model)
-    cotangents = {
-        name: torch.full_like(wanted[name], 1.0) if name == graph.loss else wanted[name].detach().cos()
-        for name in graph.outputs
-        if wanted[name].requires_grad
-    }
-    if cotangents:
-        torch.autograd.backward([wanted[name] for name in cotangents], list(cotangents.values()))
+    cotangents = _cotangents(graph, wanted)
+    _backward(wanted, cotangents)
     worst: tuple[float, str] = (0.0, "-")
     for meaning in (simulate, simulate_typed):
         worst = max(worst, _prove(model, program, dims, programs, wanted, cotangents, meaning))
     return worst
+
+
+def limit_of(error: float, magnified: Callable[[], float]) -> float:
+    """Below what an error is rounding's: more than usual only where a rounding of each tensor changes serial
+    results by `magnified`, as where what hardly varies is normalised. Faults are as large as values."""
+    return TOLERANCE if error < TOLERANCE else min(MOST, max(TOLERANCE, ROUNDINGS * magnified()))
+
+
+def magnified(model: Model, dims: Dims) -> float:
+    """The largest relative change of the serial outputs and gradients by rounding."""
+    wanted, found = serial(model), serial(model, noise=ROUNDING)
+    cotangents = _cotangents(model.graph, wanted)
+    errors = Errors(dims)
+    for each in (wanted, found):
+        _backward(each, cotangents)
+    for name in model.graph.outputs:
+        errors.add("output", name, found[name].detach(), wanted[name].detach())
+    for item in model.graph.inputs:
+        if (theirs := wanted[item.name].grad) is not None:
+            mine = found[item.name].grad
+            errors.add("gradient", item.name, torch.zeros_like(theirs) if mine is None else mine, theirs)
+    return errors.worst("serial")[0]
+
+
+def _cotangents(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: torch.full_like(values[name], 1.0) if name == graph.loss else values[name].detach().cos()
+        for name in graph.outputs
+        if values[name].requires_grad
+    }
+
+
+def _backward(values: Mapping[str, Tensor], cotangents: Mapping[str, Tensor]) -> None:
+    if cotangents:
+        torch.autograd.backward([values[name] for name in cotangents], list(cotangents.values()))
 
 
 def _prove(

@@ -9,7 +9,7 @@ import torch
 from autopar.core.graph import Ref
 from autopar.core.mesh import Mesh
 from tests.proof.models import Model, Script
-from tests.proof.plans import dims_of, forced, prove
+from tests.proof.plans import TOLERANCE, dims_of, forced, limit_of, magnified, prove
 
 aten = torch.ops.aten
 
@@ -33,3 +33,14 @@ def test_dropout_draws_its_exact_mask_in_the_order_of_memory() -> None:
     dropped = s.call(aten.dropout.default, Ref(turned), 0.5, True)
     for factor in ("-", "d0", "d1", "d2"):
         assert error(s.model(dropped), Mesh((2,)), {dropped: factor}) < 1e-9
+
+
+def test_rounding_excuses_errors_only_where_what_hardly_varies_is_normalised() -> None:
+    s = Script()
+    x = s.user(4, 6)
+    near = s.call(aten.add.Tensor, Ref(s.call(aten.mul.Tensor, Ref(x), 1e-7)), 1.0)
+    for source, hardly in ((x, False), (near, True)):
+        model = s.model(s.call(aten.layer_norm.default, Ref(source), [6], None, None, 1e-20))
+        found = magnified(model, dims_of(model, Mesh((2,))))
+        assert (found > 1e-10) == hardly
+        assert (limit_of(1e-6, lambda found=found: found) > TOLERANCE) == hardly  # type: ignore[misc]

@@ -17,11 +17,12 @@ from tests.proof.pipelines import (
     Histogram,
     draw_batch,
     draw_pipeline,
+    magnified,
     prove_pipeline,
 )
-from tests.proof.plans import dims_of, draw_program
+from tests.proof.plans import TOLERANCE, dims_of, draw_program, limit_of
 
-TOLERANCE = 1e-7  # normalising what hardly varies magnifies rounding; faults are as large as the values
+EXCUSED = 0.01  # of all examples, at most
 MESHES = [Mesh(shape) for shape in ((1,), (2,), (2,), (3,), (2, 2), (1, 2))]
 
 
@@ -31,7 +32,7 @@ def prove_random_pipelines(count: int, *, repeat: bool) -> Histogram:
     Drawn from a seed, not from Hypothesis's own random source, which prefers models too simple to have
     a trap; so nothing is shrunk.
     """
-    met = Histogram()
+    met, excused = Histogram(), []
 
     @settings(
         max_examples=count,
@@ -50,13 +51,16 @@ def prove_random_pipelines(count: int, *, repeat: bool) -> Histogram:
         pipeline = draw_pipeline(random, model)
         batch = draw_batch(random, model, pipeline.micro_batches)
         error, where = prove_pipeline(model, program, dims, pipeline, batch)
-        text = f"{where}: {error:.3g} on {mesh}, stages from {pipeline.starts}\n{model}\n"
-        assert error < TOLERANCE, text + "\n".join(
+        limit = limit_of(error, lambda: magnified(model, batch))
+        text = f"{where}: {error:.3g} on {mesh}, stages from {pipeline.starts}, above {limit:.3g}\n{model}\n"
+        assert error < limit, text + "\n".join(
             f"{name}: {[str(option) for option in strategy]}" for name, strategy in program.strategies.items()
         )
         met.add(model, program, dims, pipeline)
+        excused.append(limit > TOLERANCE)
 
     check()
+    assert sum(excused) <= EXCUSED * len(excused), "rounding is said to explain too much"
     return met
 
 

@@ -10,9 +10,19 @@ from hypothesis import strategies as st
 
 from autopar.core.mesh import Mesh
 from tests.proof.models import draw_model
-from tests.proof.plans import MESHES, ROWS, Histogram, dims_of, draw_program, prove
+from tests.proof.plans import (
+    MESHES,
+    ROWS,
+    TOLERANCE,
+    Histogram,
+    dims_of,
+    draw_program,
+    limit_of,
+    magnified,
+    prove,
+)
 
-TOLERANCE = 1e-7  # normalising what hardly varies magnifies rounding; faults are as large as the values
+EXCUSED = 0.01  # of all examples, at most
 WEIGHTED = [
     mesh for mesh, weight in zip(MESHES, (4, 3, 3, 5, 3, 2, 1, 1, 1), strict=True) for _ in range(weight)
 ]
@@ -20,7 +30,7 @@ WEIGHTED = [
 
 def prove_random_programs(count: int, *, repeat: bool) -> Histogram:
     """Draw and prove `count` programs; the same ones each time with `repeat`."""
-    met = Histogram()
+    met, excused = Histogram(), []
 
     @settings(
         max_examples=count,
@@ -35,13 +45,16 @@ def prove_random_programs(count: int, *, repeat: bool) -> Histogram:
         dims = dims_of(model, mesh)
         program = draw_program(random, model.graph, dims)
         error, where = prove(model, program, dims)
-        text = f"{where}: {error:.3g} on {mesh}\n{model}\n"
-        assert error < TOLERANCE, text + "\n".join(
+        limit = limit_of(error, lambda: magnified(model, dims))
+        text = f"{where}: {error:.3g} on {mesh}, above {limit:.3g}\n{model}\n"
+        assert error < limit, text + "\n".join(
             f"{name}: {[str(option) for option in strategy]}" for name, strategy in program.strategies.items()
         )
         met.add(model, program, dims)
+        excused.append(limit > TOLERANCE)
 
     check()
+    assert sum(excused) <= EXCUSED * len(excused), "rounding is said to explain too much"
     return met
 
 
