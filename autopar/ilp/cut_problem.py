@@ -25,7 +25,7 @@ does the least sum over ranks of the first of them, or of the second, divided by
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -92,6 +92,13 @@ def _at(tables: NDArray[np.float64], level: NDArray[np.intp]) -> Table:
     return found
 
 
+def _each(tables: Sequence[Table], function: Callable[[Table], Table]) -> list[Table]:
+    """Of every table what the function makes of it; what is the same table stays one."""
+    distinct = {id(table): table for table in tables}
+    made = {number: function(table) for number, table in distinct.items()}
+    return [made[id(table)] for table in tables]
+
+
 @dataclass(slots=True)
 class CutProblem:
     """The tables for one schedule, under a cap or without; `shares` bound what has to be computed again
@@ -102,6 +109,7 @@ class CutProblem:
     cap: int | None
     shares: Shares | None = None
     table: Intervals = field(init=False)  # what all levels have in common
+    lasting: list[Table] = field(init=False)  # bytes that are there all step
     mixes: list[_Mixes] = field(init=False)
     backward: list[Table] = field(init=False)  # the input gradients' part, with what is computed again
     kept: list[Table] = field(init=False)
@@ -118,6 +126,7 @@ class CutProblem:
         self.levels = [level.scheduled(split=split) for level in self.levels]
         self.table = table = self.levels[0]
         stages = self.schedule.stages
+        self.lasting = [self.always_there(stage) for stage in range(stages)]
         self.choose_levels()
         if self.shares is not None and self.cap is not None:
             self.backward = [self.at_least(stage, self.shares, self.cap) for stage in range(stages)]
@@ -129,7 +138,7 @@ class CutProblem:
         both = table.forward + table.weight_gradient
         if self.late:
             both = both + table.send[:, None] + table.send_back[None, :]
-        self.busy = [both + self.backward[stage] for stage in range(stages)]
+        self.busy = _each(self.backward, lambda back: both + back)
         self.least = self.undercut()
         self.onward = bottleneck(self.least)
         self.bound = max(float(self.onward[0][0]), self.share())
@@ -142,7 +151,7 @@ class CutProblem:
             zeros = np.zeros_like(self.table.forward)
             self.mixes = [_Mixes(zeros.astype(np.intp), zeros.astype(np.intp), zeros)] * len(stages)
             self.backward = [self.table.input_gradient] * len(stages)
-            self.kept = [self.with_output(self.table.kept) for stage in stages]
+            self.kept = [self.with_output(self.table.kept)] * len(stages)
             self.working, self.early = [self.table.working] * len(stages), [self.table.early] * len(stages)
             return
         backward, inside, working, early = (
@@ -168,7 +177,7 @@ class CutProblem:
     def at_least(self, stage: int, shares: Shares, cap: int) -> Table:
         """Of a stage the seconds for gradients of inputs with the least that has to be computed again."""
         places, worth = np.asarray(self.table.places), shares.spared > 0
-        always = self.lasting(stage) - self.table.gradients
+        always = self.lasting[stage] - self.table.gradients
         excess = self.with_output(self.table.kept) + (always - cap) / self.flight(stage)
         prices = shares.seconds[worth] / shares.spared[worth]
         found = np.zeros_like(excess)
@@ -274,7 +283,7 @@ class CutProblem:
 
     # -- memory ---------------------------------------------------------------------------------------
 
-    def lasting(self, stage: int) -> Table:
+    def always_there(self, stage: int) -> Table:
         """Of a stage: its state, on the first of a rank's stages the batch, and outputs that it sent where no
         gradient comes back to prove their arrival."""
         table, schedule = self.table, self.schedule
@@ -306,7 +315,7 @@ class CutProblem:
             for count, half, back in moments:
                 held = count * kept + half * table.held + back * table.received_back[:, None]
                 peak = np.maximum(peak, held + beside)
-        return np.triu(self.lasting(stage) + peak, 1)
+        return np.triu(self.lasting[stage] + peak, 1)
 
     def part(self, stage: int) -> float:
         """Of what its rank holds when that is most, if all stages were alike."""
@@ -326,9 +335,9 @@ class CutProblem:
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
         """Peaks [cut, rank], all stages of a rank together."""
         starts, stops = paths[:, :-1], paths[:, 1:]
-        stages = range(self.schedule.stages)
-        lasting = self.pick([self.lasting(stage) for stage in stages], paths)
-        kept, working, early = (self.pick(each, paths) for each in (self.kept, self.working, self.early))
+        lasting, kept, working, early = (
+            self.pick(each, paths) for each in (self.lasting, self.kept, self.working, self.early)
+        )
         gradients, held = self.table.gradients[starts, stops], self.table.held[starts, stops]
         back = self.table.received_back[starts]
         found = []
@@ -346,9 +355,10 @@ class CutProblem:
 
     def pick(self, tables: Sequence[Table], paths: Paths) -> NDArray[np.float64]:
         """Of each stage's own table its entry [cut, stage]."""
-        return np.stack(
-            [table[paths[:, stage], paths[:, stage + 1]] for stage, table in enumerate(tables)], axis=1
-        )
+        starts, stops = paths[:, :-1], paths[:, 1:]
+        if all(table is tables[0] for table in tables):
+            return tables[0][starts, stops]
+        return np.stack([table[starts[:, n], stops[:, n]] for n, table in enumerate(tables)], axis=1)
 
     # -- time -----------------------------------------------------------------------------------------
 
@@ -396,7 +406,7 @@ class CutProblem:
                 sync=float(costs.sync[stage, 0]),
                 update=float(costs.update[stage, 0]),
                 state=int(table.state[p, q]),
-                lasting=int(self.lasting(stage)[p, q] - table.state[p, q]),
+                lasting=int(self.lasting[stage][p, q] - table.state[p, q]),
                 kept=int(self.kept[stage][p, q]),
                 kept_for_weight=int(self.kept[stage][p, q] + table.held[p, q]),
                 sent_back=0 if self.late else int(table.received_back[p]),

@@ -18,7 +18,7 @@ from autopar.errors import InputError, WorkerError
 from autopar.runtime.launch import run_function, run_script
 from autopar.runtime.worker import init
 
-PROMPT = 20.0  # seconds within which a failure must end everything, process start included
+PROMPT = 60.0  # seconds within which a failure must end everything, process start on a busy machine included
 LAUNCH = "import sys; from autopar.runtime.launch import run_script; sys.exit(run_script(sys.argv[1], 2))"
 
 JOINED = """
