@@ -39,6 +39,7 @@ from tests.proof.models import ROUNDING, Model, serial
 
 MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
 RATES = (0.01, 0.1, 1.0, 3.0)  # of moves, drawn for each kind and axis
+GATHERINGS = (*Gathering, *[Gathering.AGAIN] * 3)  # drawn so often, as few weights can be gathered again
 DEAR = (0.01, 1.0, 6.0, 6.0)  # of P -> B, so that P -> R -> B is met as well
 TRIES = 8  # illegal draws of a strategy, after which the operator is gathered
 FLOOR = 1e-3  # of the largest magnitude of the kind: true gradients can be 0
@@ -151,7 +152,7 @@ def program_of(
         for name, wanted in needs.items()
     }
     gatherings = {
-        item.name: random.choice(list(Gathering))
+        item.name: random.choice(GATHERINGS)
         for item in graph.inputs
         if random is not None and item.kind is InputKind.PARAMETER
     }
