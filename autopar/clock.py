@@ -123,12 +123,12 @@ def _turns(order: Sequence[Slot]) -> Iterator[Turn]:
     for slot in order:
         if isinstance(slot, Overlap):
             yield slot.forward, ()
-            yield slot.backward, _all_given(slot.forward, slot.backward)
+            yield slot.backward, _messages(slot.forward, slot.backward)
         else:
-            yield slot, _all_given(slot)
+            yield slot, _messages(slot)
 
 
-def _all_given(*actions: Action) -> tuple[Message, ...]:
+def _messages(*actions: Action) -> tuple[Message, ...]:
     return tuple(message for action in actions if (message := sent_by(action)))
 
 

@@ -69,9 +69,7 @@ class _Mixes:
         fastest = np.where(fits, seconds, np.inf).argmin(axis=0)
         lean = np.where(fits.any(axis=0), fastest, nbytes.argmin(axis=0))
         room, base = cap - _at(nbytes, lean), _at(seconds, lean)
-        beyond = np.where(fits, np.inf, nbytes - cap + room).clip(
-            min=1.0
-        )  # bytes from the leaner level to it
+        beyond = np.where(fits, np.inf, nbytes - cap + room).clip(min=1.0)  # bytes from the leaner level
         share = (room / beyond).clip(min=0.0)
         rich = (share * (base - seconds)).argmax(axis=0)
         gains = _at(share * (base - seconds), rich) > 0

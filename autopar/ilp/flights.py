@@ -23,8 +23,8 @@ def scheduled(kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batche
 def flights(schedule: Schedule) -> tuple[tuple[Moments, Moments], ...]:
     """For each rank what its stages, in order, hold at once: micro-batches from F to B or W, then those of
     them whose backward is half done, then gradients that were sent back and may not have arrived, which
-    GPipe and 1F1B wait for. At first, until the end of the rank's first B or W, and later; all
-    moments that no other one exceeds."""
+    GPipe and 1F1B wait for. At first, until the end of the rank's first B or W, and later; all moments that
+    no other one exceeds."""
     waits = Receives.of_torch(schedule.kind) is Receives.LATE
     found = []
     for rank in range(schedule.ranks):

@@ -109,8 +109,8 @@ def staged(
     table = intervals(graph, prices, solution.program, hop, places=places)
     programs = [solution.program]
     if starts is None:
-        unbounded = cuts([table], schedules, cap=None, known=known)
-        found, schedule = best(unbounded)
+        uncapped = cuts([table], schedules, cap=None, known=known)
+        found, schedule = best(uncapped)
         free = found.seconds
         refuse_beaten(found.bound * _share(solution, relaxed), beat)
         if cap is not None and max(found.rank_bytes) > cap:
@@ -120,7 +120,7 @@ def staged(
                 spared = shares(graph, prices, solution.program)
                 bound = max(bound, bound_again(table, spared, schedules, cap=cap))
             tables = [table, *(intervals(graph, prices, each, hop, places=places) for each in programs[1:])]
-            found, schedule = best(cuts(tables, schedules, cap=cap, known=known, free=unbounded))
+            found, schedule = best(cuts(tables, schedules, cap=cap, known=known, free=uncapped))
             if len(tables) > 1:
                 program, exact = _Parting(graph, prices, programs, hop, schedule, cap).of(found)
                 solution = replace(solution, program=program)

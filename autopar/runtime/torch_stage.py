@@ -43,7 +43,7 @@ def schedule_of(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> tuple[Any, Sends]:
-    """Torch's schedule of a rank's stages, and what of their sends to end after each of its steps; `loss_fn`
+    """Torch's schedule of a rank's stages, and the rank's sends, to be ended after each step of it; `loss_fn`
     takes the last stage's output and the micro-batch's number, `group` are the ranks of the pipeline."""
     pipeline = made.pipeline
     options = {"loss_fn": loss_fn, "scale_grads": False}
