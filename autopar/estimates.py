@@ -115,20 +115,19 @@ class Screened:
 def _flight(kind: ScheduleKind | None, ranks: int) -> float:
     """How many micro-batches the fullest rank keeps at once, in units of what all its stages keep of one.
 
-    Source: REFERENCE's table of pipelines; where backward is split, what waits for the weights' gradients
-    counts as much again."""
+    Source: Qi et al., 2023 and 2024; what waits for gradients of weights counts as a whole one."""
     match kind:
         case None:
             return 1.0
         case ScheduleKind.GPIPE:
             return math.inf
-        case ScheduleKind.ONE_F_ONE_B:
-            return ranks
         case ScheduleKind.INTERLEAVED:
             several = stages_per_rank(kind)
             return ((several + 1) * ranks - 1) / several
+        case ScheduleKind.DUALPIPEV:
+            return ranks + 0.5
         case _:
-            return 2.0 * ranks
+            return ranks
 
 
 def bottleneck(seconds: Sequence[float], parts: int) -> float:

@@ -240,6 +240,7 @@ class MeshProblem:
     folding: Folding = dataclasses.field(init=False)
     schedules: list[Schedule] = dataclasses.field(init=False)
     beat: float = math.inf  # seconds of a step; no placement is sought that can't take less
+    others: float = math.inf  # seconds that no step on another mesh takes less than
     rival: Step | None = None  # what can't be faster under any schedule is timed under its schedule alone
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
@@ -391,13 +392,21 @@ class MeshProblem:
         return cap is None or solution.peak.state <= cap * self.request.stages
 
     def refined(self, step: Step) -> Step:
-        """The step with its stages cut at any operator around where they are cut now."""
+        """The step with its stages cut at any operator around where they are cut now, with a closer bound."""
         fixed = self.request.homes is not None or self.places is not None
-        if step.cut is None or fixed or self.graph.checkpoints:
+        few = len(self.graph.operators) <= MOST_OPERATORS  # with a bound of their own
+        if step.cut is None or few or fixed or self.graph.checkpoints:
             return step
-        return recut(
-            self.graph, self.prices, step, hop=self.hop, cap=self.cap, recompute=self.request.recompute
+        found = recut(
+            self.graph,
+            self.prices,
+            step,
+            schedules=self.schedules,
+            hop=self.hop,
+            cap=self.cap,
+            recompute=self.request.recompute,
         )
+        return dataclasses.replace(found, bound=min(found.bound, self.others))
 
     def stage(
         self, solution: Solution, cap: int | None, relaxed: float | None = None, beat: float = math.inf
@@ -529,8 +538,10 @@ def _best(problems: Sequence[MeshProblem], deadline: float | None, beat: float) 
     if not found:
         raise _worst(failures)
     fastest = min(found, key=lambda pair: pair[1].seconds)
-    bound = min(step.bound for _, step in found)  # a mesh not solved in time leaves the gap open
-    return fastest[0], dataclasses.replace(fastest[1], bound=min(fastest[1].bound, bound))
+    problem, step = fastest
+    # A mesh not solved in time leaves the gap open.
+    problem.others = min((each.bound for other, each in found if other is not problem), default=math.inf)
+    return problem, dataclasses.replace(step, bound=min(step.bound, problem.others))
 
 
 def _worst(failures: Sequence[InfeasibleError | SolverError]) -> InfeasibleError | SolverError:

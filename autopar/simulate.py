@@ -29,8 +29,9 @@ syncs are done. There is no barrier: a rank may update while another computes.
 
 **Memory.** A rank always holds its stages' state and the batch; `kept` from the start of F to the end of
 B or I, `kept_for_weight` from the end of I to the end of W, `sent_back` from the end of B or I to the start
-of what needs the message that proves its arrival (core/deliveries.py), `working` while an action runs. Of the
-state `gradients` come with a stage's first B or W, until whose end actions need `early` instead of `working`.
+of what needs the message that proves its arrival (core/deliveries.py), `working` while an action runs, or
+`halving` if that is I. Of the state `gradients` come with a stage's first B or W, until whose end actions
+need `early` and `halving_early` instead.
 
 A fixed order makes all times maxima of sums, so they never fall when a cost rises. torch leaves the
 first stage's I empty and does all of its backward in W; every order of `autopar.schedules` puts the
@@ -244,7 +245,9 @@ def _held(
             now -= sum(costs[each.stage].sent_back for each in arrived.get(needed, ()) if not each.forward)
         if event.kind is FORWARD:
             now += cost.kept
-        yield Held(event.start, now + (cost.working if event.stage in begun else cost.early))
+        halved, early = event.kind is INPUT_GRADIENT, event.stage not in begun
+        working = (cost.working, cost.early, cost.halving, cost.halving_early)[2 * halved + early]
+        yield Held(event.start, now + working)
         match event.kind:
             case ActionKind.BACKWARD:
                 now -= cost.kept

@@ -70,9 +70,9 @@ def test_uneven_stages_and_uneven_samples_count() -> None:
 
 
 def test_a_schedule_that_keeps_too_much_is_not_counted_on() -> None:
-    kinds = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB1P)
+    kinds = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.DUALPIPEV)
     roomy, tight = EVEN.choice(4, kinds, 1e9), EVEN.choice(4, kinds, 95)
-    assert roomy.seconds == pytest.approx(EVEN.seconds(ScheduleKind.ZB1P, 4))
+    assert roomy.seconds == pytest.approx(EVEN.seconds(ScheduleKind.DUALPIPEV, 4))
     assert tight.seconds == pytest.approx(EVEN.seconds(ScheduleKind.ONE_F_ONE_B, 4))
     again = EVEN.choice(4, kinds, 70)  # half of what is kept has to be computed again
     assert again.nbytes == pytest.approx(70)

@@ -217,20 +217,31 @@ def test_a_rank_updates_when_its_sends_are_through() -> None:
 
 
 def test_memory_is_followed_moment_by_moment() -> None:
-    """State 100, the batch 10; F keeps 8, of which 3 stay from I to W; 20 while something runs."""
+    """State 100, the batch 10; F keeps 8, of which 3 stay from I to W; 20 while anything runs, 24 for I."""
     timeline = simulate(
         written("0F0 0F1 0I0 0W0 0B1", micro_batches=2),
-        [StageCost(1, 1, 1, state=100, lasting=10, kept=8, kept_for_weight=3, working=20, early=20)],
+        [
+            StageCost(
+                *(1, 1, 1),
+                state=100,
+                lasting=10,
+                kept=8,
+                kept_for_weight=3,
+                working=20,
+                early=20,
+                halving_early=24,
+            )
+        ],
     )
     assert [(held.seconds, held.nbytes) for held in timeline.held[0]] == [
         (0, 110),
         *((0, 138), (1, 118)),  # 0F0
         *((1, 146), (2, 126)),  # 0F1
-        *((2, 146), (3, 121)),  # 0I0
+        *((2, 150), (3, 121)),  # 0I0
         *((3, 141), (4, 118)),  # 0W0
         *((4, 138), (6, 110)),  # 0B1
     ]
-    assert timeline.peak == timeline.peak_of(0) == Peak(rank=0, seconds=1, nbytes=146)
+    assert timeline.peak == timeline.peak_of(0) == Peak(rank=0, seconds=2, nbytes=150)
 
 
 def test_the_peak_names_its_rank() -> None:

@@ -34,6 +34,8 @@ class StageCost:
     working: int = 0  # bytes that an action needs beside all that while it runs
     gradients: int = 0  # bytes of the state that are there from the stage's first B or W on
     early: int = 0  # as `working`, until then
+    halving: int = 0  # as `working`, of the first half of a split backward
+    halving_early: int = 0  # as `early`, of that
 
     def __post_init__(self) -> None:
         refuse_bad("stage cost", **asdict(self))

@@ -23,6 +23,7 @@ from autopar.core.plan import Program
 from autopar.cost.again import repeated
 from autopar.cost.collectives import all_reduce, send_recv
 from autopar.cost.gathering import copies, copy_bytes, regathers
+from autopar.cost.halves import Halves, beside, halves
 from autopar.cost.memory import footing
 from autopar.cost.prices import Prices
 from autopar.cost.rectangles import Rectangles, Row, Table
@@ -43,12 +44,12 @@ class Intervals:
 
     Seconds per micro-batch: `forward`, `input_gradient`, `weight_gradient`; per step: `sync`, the sums
     of its gradients, and `update`. Bytes: `state` of its weights, `kept` by each micro-batch in flight with
-    what it received, `held` by one whose backward is half done for the gradients of weights,
-    `working` beside all that, and a micro-batch's own samples, `batch`. The `gradients` among the state
-    are made in the first backward; until then `early` bytes are worked with beside the rest. What crosses
+    what it received, `working` beside all that, and a micro-batch's own samples, `batch`. The `gradients`
+    among the state are made in the first backward; until then `early` bytes are worked with. What crosses
     cut p takes `send` seconds and `send_back` for its gradients; it has `received` bytes, and its gradients
-    `received_back`. `calling` is what each forward and backward takes beside its operators, `splitting` what
-    a micro-batch takes more where a schedule splits its backward in two.
+    `received_back`. What differs where backward is split `halves` say. `calling` is what each forward and
+    backward takes beside its operators, `splitting` what a micro-batch takes more where a schedule splits its
+    backward in two.
     """
 
     places: tuple[int, ...]
@@ -59,7 +60,6 @@ class Intervals:
     update: Table
     state: Table
     kept: Table
-    held: Table
     working: Table
     gradients: Table
     early: Table
@@ -68,6 +68,7 @@ class Intervals:
     send_back: Row
     received: Row
     received_back: Row
+    halves: Halves
     calling: Table | float = 0.0
     splitting: Table | float = 0.0
 
@@ -79,6 +80,7 @@ class Intervals:
             forward=self.forward + self.calling,
             input_gradient=self.input_gradient + self.calling + (self.splitting if split else 0.0),
             weight_gradient=self.weight_gradient + (self.calling if split else 0.0),
+            early=self.halves.made if split else self.early,
             calling=0.0,
             splitting=0.0,
         )
@@ -130,9 +132,9 @@ def intervals(
     values = find_values(graph, program, training=prices.training)
     sums = _Seconds(graph, prices, program, values, places)
     state, sync, update, gradients, largest = _weights(graph, prices, program, values, hop, places)
-    kept, held, working, early = _memory(graph, prices, program, values, places, gradients)
-    if prices.accumulates:  # a new gradient is held beside the sum of those before
-        working += largest
+    kept, working, early, split = _memory(
+        graph, prices, program, values, places, gradients, largest * prices.accumulates
+    )
     rows = [_Crossing(places) for _ in range(4)]
     for value in values.of.values():
         nbytes = prices.local_bytes(value.name, value.layout)
@@ -141,6 +143,7 @@ def intervals(
         for row, amount in zip(rows, (seconds, seconds * learns, nbytes, nbytes * learns), strict=True):
             row.add(value, amount)
     send, send_back, received, received_back = (row.total() for row in rows)
+    back = received_back[None, :]
     return Intervals(
         places=tuple(places),
         forward=sums.forward.total(),
@@ -150,15 +153,20 @@ def intervals(
         update=update,
         state=state,
         kept=np.triu(kept + received[:, None], 1),
-        held=held,
-        working=np.triu(working + received_back[None, :], 1),
+        working=np.triu(working + back, 1),
         gradients=gradients,
-        early=np.triu(early + received_back[None, :], 1),
+        early=np.triu(early + back, 1),
         batch=float(sum(item.spec.nbytes for item in graph.inputs if item.kind is InputKind.USER)),
         send=send,
         send_back=send_back,
         received=received,
         received_back=received_back,
+        halves=Halves(
+            split.held,
+            working=np.triu(split.working + back, 1),
+            early=np.triu(split.early + back, 1),
+            made=np.triu(split.made + back, 1),
+        ),
         calling=_host_seconds(prices) * CALL_SECONDS * np.triu(np.ones_like(kept), 1),
         splitting=_host_seconds(prices) * SPLIT_SECONDS * np.triu(np.subtract.outer(places, places).T, 1),
     )
@@ -271,38 +279,40 @@ def _memory(
     values: Values,
     places: Sequence[int],
     gradients: Table,
-) -> tuple[Table, Table, Table, Table]:
-    """Bytes kept by a micro-batch in flight, held between the halves of its backward, and the most that
-    any operator needs beside what is kept, at any time and with the gradients of the first backward.
+    largest: Table,
+) -> tuple[Table, Table, Table, Halves]:
+    """Bytes kept by a micro-batch in flight, and the most that any operator needs beside what is kept, at any
+    time and with the gradients of the first backward; at other times a new gradient, at most the `largest`,
+    is held beside the sum of those before. And all that where backward is split.
 
-    What a stage keeps of what it received lies in its receive buffer (added by the caller); what it
-    sends is a copy of its own.
+    What a stage keeps of what it received lies in its receive buffer (added by the caller), between the
+    halves as long as it is needed; what it sends is a copy of its own.
     """
     found = footing(graph, prices, program)
-    kept, held = Rectangles(places), Rectangles(places)
-    for place, (own, bytes_held) in enumerate(zip(found.own, found.held, strict=True)):
-        kept.add(-1, place, float(own))
-        held.add(-1, place, float(bytes_held))
+    rectangles = Rectangles(places)
+    for place, own in enumerate(found.own):
+        rectangles.add(-1, place, float(own))
     for storage in found.kept:
         if storage.name in values.free:
-            kept.add_each(storage.keepers, float(storage.nbytes))
+            rectangles.add_each(storage.keepers, float(storage.nbytes))
         else:
-            kept.add_first(storage.home, storage.keepers[0], float(storage.nbytes))
-    table = kept.total()
-    waiting = np.triu(held.total(), 1)
-    waiting[0] = 0.0  # torch does all of the first stage's backward in its second half
+            rectangles.add_first(storage.home, storage.keepers[0], float(storage.nbytes))
+    kept = rectangles.total()
     most = np.array([max(found.working[low:high], default=0) for low, high in pairwise(places)])
-    return table, waiting, _beside(table, most, np.zeros_like(table)), _beside(table, most, gradients)
-
-
-def _beside(kept: Table, working: Row, gradients: Table) -> Table:
-    """The most that a stage [p, q] needs beyond what it keeps in all while the operators at [j, j + 1] run,
-    j in [p, q): what those up to there keep, `working` [j], the gradients of what lies behind."""
-    most = np.zeros_like(kept)
-    for j, beside in enumerate(working):
-        moments = (kept[: j + 1, j + 1] + beside)[:, None] + gradients[j + 1, j + 1 :][None, :]
-        np.maximum(most[: j + 1, j + 1 :], moments, out=most[: j + 1, j + 1 :])
-    return np.triu((most - kept).clip(min=0.0), 1)
+    working = beside(kept, most, np.zeros_like(kept)) + largest
+    early = beside(kept, most, gradients)
+    split = halves(
+        graph,
+        values,
+        found,
+        places,
+        kept=kept,
+        most=most,
+        working=working,
+        early=early,
+        gradients=gradients,
+    )
+    return kept, working, early, split
 
 
 def _most(amounts: Row, places: Sequence[int]) -> Table:

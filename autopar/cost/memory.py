@@ -41,22 +41,26 @@ class Peak:
 @dataclass(frozen=True, slots=True)
 class KeptStorage:
     """Memory that backward reads: `home` is the place of the operator where it first occurs, `keepers`
-    those of the operators that keep it."""
+    those of the operators that keep it, `for_weights` of those that keep it between the halves of a split
+    backward too."""
 
     name: str  # a tensor that lies in it
     nbytes: int
     home: int
     keepers: tuple[int, ...]
+    for_weights: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Footing:
     """What operators hold, one by one: storages kept for backward, bytes `own` of each operator that
-    nobody else sees, bytes `held` of it between the halves of a split backward, and the `working` bytes
-    beside what is kept while it runs, forward or backward."""
+    nobody else sees, `own_for_weights` those of them that stay between the halves of a split backward, bytes
+    `held` of gradients then, and the `working` bytes beside what is kept while it runs, forward or
+    backward."""
 
     kept: tuple[KeptStorage, ...]
     own: tuple[int, ...]
+    own_for_weights: tuple[int, ...]
     held: tuple[int, ...]
     working: tuple[int, ...]
 
@@ -169,10 +173,12 @@ class _Replay:
         self.copies: set[int] = set()  # roots that are there as copies
         self.variables: set[Hashable] = set()  # storages that a later call takes
         self.keepers: dict[int, list[int]] = {}  # of each storage that is kept, by place
+        self.for_weights: dict[int, list[int]] = {}  # those of them whose backward makes gradients of weights
         self.own = [0] * (len(graph.operators) + 1)
+        self.own_for_weights = [0] * (len(graph.operators) + 1)
         self.held = [0] * (len(graph.operators) + 1)
         self.held_back: set[Hashable] = set()
-        self.with_weights = self.weighted() if staged else set()
+        self.of_weights, self.with_weights = self.weighted() if staged else (set(), set())
         self.working = [0] * (len(graph.operators) + 1)
         self.by_operator = [0] * (len(graph.operators) + 1)
         self.kept: Counter[int] = Counter()
@@ -225,17 +231,25 @@ class _Replay:
             working[-1] = max(self.working[last - 1 :])
         return Footing(
             kept=tuple(
-                KeptStorage(self.tape.names[root], self.tape.nbytes[root], homes[root], tuple(sorted(places)))
+                KeptStorage(
+                    self.tape.names[root],
+                    self.tape.nbytes[root],
+                    homes[root],
+                    keepers=tuple(sorted(places)),
+                    for_weights=tuple(sorted(self.for_weights.get(root, ()))),
+                )
                 for root, places in self.keepers.items()
                 if self.tape.nbytes[root]
             ),
             own=tuple(self.own[:last]),
+            own_for_weights=tuple(self.own_for_weights[:last]),
             held=tuple(self.held[:last]),
             working=tuple(working),
         )
 
-    def weighted(self) -> set[int]:
-        """The calls that make something of a weight and of other values."""
+    def weighted(self) -> tuple[set[int], set[int]]:
+        """The calls that make something of a weight alone, and those that do of one and of other values."""
+        alone: set[int] = set()
         found: set[int] = set()
         weights = {weight.value for weight in self.tape.weights}
         for number, call in enumerate(self.calls):
@@ -243,9 +257,14 @@ class _Replay:
                 continue
             if len(call.memory.takes) == 1:  # a conversion of the weight, or a view
                 weights.update(item.value for item in call.memory.gives)
+                alone.add(number)
             else:
                 found.add(number)
-        return found
+        return alone, found
+
+    def has_weight(self, number: int) -> bool:
+        """Whether a call's backward makes gradients of weights, or what they are made of."""
+        return number in self.with_weights or number in self.of_weights
 
     def hold_back(self, number: int, gradients: Iterable[Hashable]) -> None:
         """A backward that is split keeps the gradients of what was made with a weight until that of the
@@ -258,9 +277,11 @@ class _Replay:
 
     # -- what is kept -----------------------------------------------------------------------------
 
-    def keep(self, root: int, place: int) -> None:
+    def keep(self, root: int, place: int, *, for_weight: bool = False) -> None:
         self.heap.hold(root, self.tape.nbytes[root])
         self.keepers.setdefault(root, []).append(place)
+        if for_weight:
+            self.for_weights.setdefault(root, []).append(place)
         if not self.kept[root]:
             self.kept_bytes += self.tape.nbytes[root]
             self.by_operator[min(place, len(self.by_operator) - 1)] += self.tape.nbytes[root]
@@ -276,6 +297,7 @@ class _Replay:
         call = self.calls[number]
         self.heap.hold(("own", number), call.memory.own)
         self.own[call.place] += call.memory.own
+        self.own_for_weights[call.place] += call.memory.own if self.has_weight(number) else 0
         self.by_operator[call.place] += call.memory.own
         self.kept_bytes += call.memory.own
 
@@ -306,7 +328,7 @@ class _Replay:
                 self.call(number)
                 if self.prices.training:
                     for root in self.calls[number].memory.keeps - self.tape.gathered:
-                        self.keep(root, self.calls[number].place)
+                        self.keep(root, self.calls[number].place, for_weight=self.has_weight(number))
                     self.keep_own(number)
                 self.finish(number, left)
                 number += 1

@@ -37,7 +37,7 @@ from autopar.core.timeline import StageCost
 from autopar.cost.again import Shares
 from autopar.cost.intervals import Intervals
 from autopar.cost.rectangles import Row, Table
-from autopar.ilp.flights import flights, forwards_before, of_one, stages_of
+from autopar.ilp.flights import flights, forwards_before, in_flight, of_one, stages_of
 
 QUANTILES = tuple(step / 16 for step in range(17))  # of seconds per byte, tried as a price
 
@@ -114,6 +114,7 @@ class CutProblem:
     working: list[Table] = field(init=False)
     early: list[Table] = field(init=False)
     allowed: list[Table] = field(init=False)  # 0 where a stage fits, infinity elsewhere
+    ahead: list[Row] = field(init=False)  # h
     least: list[Table] = field(init=False)  # Q
     onward: list[Row] = field(init=False)  # the least largest Q from a cut on
     busy: list[Table] = field(init=False)
@@ -209,7 +210,7 @@ class CutProblem:
             )
         else:
             hop = self.hops(table.send)[:, None] + self.hops(table.send_back)[:, None]
-        ahead = self.heads([forward] * self.schedule.stages, self.hops(table.send))
+        self.ahead = ahead = self.heads([forward] * self.schedule.stages, self.hops(table.send))
         behind = self.heads(backs, self.hops(table.send_back)) if self.whole else None
         after = self.tails([forward + back + hop for back in backs])
         found = []
@@ -307,28 +308,32 @@ class CutProblem:
     def bytes_of(self, stage: int, kept: Table, working: Table, early: Table) -> Table:
         table, rank = self.table, self.schedule.rank_of(stage)
         place = stages_of(self.schedule, rank).index(stage)
-        first, later = (of_one(moments, place) for moments in flights(self.schedule)[rank])
         peak = np.full_like(kept, -np.inf)
-        for moments, beside in ((first, early - table.gradients), (later, working)):
-            for count, half, back in moments:
-                held = count * kept + half * table.held + back * table.received_back[:, None]
+        for moments, beside in zip(flights(self.schedule)[rank], self.beside(working, early), strict=True):
+            for count, half, back in of_one(moments, place):
+                held = count * kept + half * table.halves.held + back * table.received_back[:, None]
                 peak = np.maximum(peak, held + beside)
         return np.triu(self.lasting[stage] + peak, 1)
+
+    def beside(self, working: Table, early: Table) -> tuple[Table, Table, Table, Table]:
+        """What is needed in the moments of `Flights` beside what is kept and the state."""
+        table = self.table
+        halves, missing = table.halves, table.gradients
+        return early - missing, halves.early - missing, working, halves.working
 
     def part(self, stage: int) -> float:
         """Of what its rank holds when that is most, if all stages were alike."""
         own = stages_of(self.schedule, self.schedule.rank_of(stage))
-        first, later = flights(self.schedule)[self.schedule.rank_of(stage)]
-        most = max((counts[: len(own)] for counts in (*first, *later)), key=sum)
+        each = flights(self.schedule)[self.schedule.rank_of(stage)]
+        most = max(map(in_flight, each.all()), key=sum)
         held = [self.table.state[0, -1] + count * self.table.kept[0, -1] for count in most]
         return float(held[own.index(stage)] / sum(held)) if sum(held) else 1 / len(own)
 
     def flight(self, stage: int) -> int:
-        """How many micro-batches the stage keeps at once."""
+        """How many micro-batches the stage keeps whole at once."""
         rank = self.schedule.rank_of(stage)
         place = stages_of(self.schedule, rank).index(stage)
-        first, later = flights(self.schedule)[rank]
-        return max(counts[place] for counts in (*first, *later))
+        return max(counts[place] for counts in flights(self.schedule)[rank].all())
 
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
         """Peaks [cut, rank], all stages of a rank together."""
@@ -336,16 +341,20 @@ class CutProblem:
         lasting, kept, working, early = (
             self.pick(each, paths) for each in (self.lasting, self.kept, self.working, self.early)
         )
-        gradients, held = self.table.gradients[starts, stops], self.table.held[starts, stops]
+        halves, missing = self.table.halves, self.table.gradients[starts, stops]
+        held, half, half_early = (each[starts, stops] for each in (halves.held, halves.working, halves.early))
         back = self.table.received_back[starts]
         found = []
-        for rank, (first, later) in enumerate(flights(self.schedule)):
+        for rank, each in enumerate(flights(self.schedule)):
             own = stages_of(self.schedule, rank)
-            each = np.concatenate([kept[:, own], held[:, own], back[:, own]], axis=1)
-            begun = early[:, own].max(axis=1) - gradients[:, own].sum(axis=1)
+            bytes_of_one = np.concatenate([kept[:, own], held[:, own], back[:, own]], axis=1)
+            later = missing[:, own].sum(axis=1)
+            besides = (early, later), (half_early, later), (working, 0.0), (half, 0.0)
             peaks = [
-                (each @ np.asarray(moments, dtype=float).T).max(axis=1) + beside
-                for moments, beside in ((first, begun), (later, working[:, own].max(axis=1)))
+                (bytes_of_one @ np.asarray(moments, dtype=float).T).max(axis=1)
+                + beside[:, own].max(axis=1)
+                - absent
+                for moments, (beside, absent) in zip(each, besides, strict=True)
                 if moments
             ]
             found.append(lasting[:, own].sum(axis=1) + np.maximum.reduce(peaks))
@@ -406,11 +415,13 @@ class CutProblem:
                 state=int(table.state[p, q]),
                 lasting=int(self.lasting[stage][p, q] - table.state[p, q]),
                 kept=int(self.kept[stage][p, q]),
-                kept_for_weight=int(self.kept[stage][p, q] + table.held[p, q]),
+                kept_for_weight=int(table.halves.held[p, q]),
                 sent_back=0 if self.late else int(table.received_back[p]),
                 working=int(self.working[stage][p, q]),
                 gradients=int(table.gradients[p, q]),
                 early=int(self.early[stage][p, q]),
+                halving=int(table.halves.working[p, q]),
+                halving_early=int(table.halves.early[p, q]),
             )
             for stage, (p, q) in enumerate(zip(starts, stops, strict=True))
         )

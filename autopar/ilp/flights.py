@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
 
 from autopar.core.deliveries import leaves, needed_by, proved, sent_by
 from autopar.core.schedule import ActionKind, Schedule, ScheduleKind
@@ -13,6 +16,20 @@ Counts = tuple[int, ...]
 Moments = tuple[Counts, ...]
 
 
+class Flights(NamedTuple):
+    """What a rank holds at the moments when something runs, as far as nothing more is held at another: a
+    first half of a backward or something else, until the end of the rank's first B or W or `later`."""
+
+    early: Moments
+    early_half: Moments
+    later: Moments
+    later_half: Moments
+
+    def all(self) -> Iterator[Counts]:
+        """The moments of all kinds."""
+        return chain.from_iterable(self)
+
+
 @lru_cache(maxsize=64)
 def scheduled(kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
     """The schedule, made once; raises InputError if torch can't run it."""
@@ -20,35 +37,30 @@ def scheduled(kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batche
 
 
 @lru_cache(maxsize=64)
-def flights(schedule: Schedule) -> tuple[tuple[Moments, Moments], ...]:
-    """For each rank what its stages, in order, hold at once: micro-batches from F to B or W, then those of
-    them whose backward is half done, then gradients that were sent back and may not have arrived, which
-    GPipe and 1F1B wait for. At first, until the end of the rank's first B or W, and later; all moments that
-    no other one exceeds."""
+def flights(schedule: Schedule) -> tuple[Flights, ...]:
+    """For each rank what its stages, in order, hold at once: micro-batches from F to B or I, then those whose
+    backward is half done, from I to W, then gradients that were sent back and may not have arrived, which
+    GPipe and 1F1B wait for."""
     waits = Receives.of_torch(schedule.kind) is Receives.LATE
     found = []
     for rank in range(schedule.ranks):
         own, arrived = stages_of(schedule, rank), proved(schedule, rank)
         now, half, back = ([0] * len(own) for _ in range(3))
-        first: set[Counts] = set()
-        later: set[Counts] = set()
-        seen = first
+        seen: tuple[set[Counts], ...] = (set(), set(), set(), set())
+        later = False
         for action in schedule.actions(rank):
             stage, needed, out = own.index(action.stage), needed_by(action), sent_by(action)
             for each in arrived.get(needed, ()) if needed and not waits else ():
                 back[own.index(each.stage)] -= not each.forward
             now[stage] += action.kind is ActionKind.FORWARD
-            seen.add((*now, *half, *back))
-            match action.kind:
-                case ActionKind.INPUT_GRADIENT:
-                    half[stage] += 1
-                case ActionKind.BACKWARD | ActionKind.WEIGHT_GRADIENT:
-                    seen = later
-                    now[stage] -= 1
-                    half[stage] -= action.kind is ActionKind.WEIGHT_GRADIENT
+            halved = action.kind is ActionKind.INPUT_GRADIENT
+            seen[2 * later + halved].add((*now, *half, *back))
+            now[stage] -= halved or action.kind is ActionKind.BACKWARD
+            half[stage] += halved - (action.kind is ActionKind.WEIGHT_GRADIENT)
+            later = later or action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
             if out and not out.forward and not waits and leaves(schedule, out):
                 back[stage] += 1
-        found.append((_highest(first), _highest(later)))
+        found.append(Flights(*map(_highest, seen)))
     return tuple(found)
 
 
@@ -75,10 +87,16 @@ def forwards_before(schedule: Schedule, rank: int) -> int:
     return next(index for index, action in enumerate(actions) if action.kind is not ActionKind.FORWARD)
 
 
+def in_flight(counts: Counts) -> Counts:
+    """Of each stage of a rank how many micro-batches are on their way through it, at one moment."""
+    stages = len(counts) // 3
+    return tuple(now + half for now, half in zip(counts[:stages], counts[stages : 2 * stages], strict=True))
+
+
 def mean_flight(schedule: Schedule) -> float:
-    """How many micro-batches a stage keeps at once, on the average stage."""
+    """How many micro-batches a stage keeps whole at once, on the average stage."""
     kept = schedule.stages_per_rank
-    most = (max(sum(each[:kept]) for each in (*first, *later)) for first, later in flights(schedule))
+    most = (max(sum(counts[:kept]) for counts in each.all()) for each in flights(schedule))
     return sum(most) / schedule.stages
 
 

@@ -22,7 +22,7 @@ from autopar.cost.step import StepCost, step_cost
 from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, refuse_beaten
 from autopar.ilp.recompute import ladder
-from autopar.ilp.stages import MOST_PLACES, Cut, best, bound_again, cuts, keep
+from autopar.ilp.stages import MOST_PLACES, Cut, best, bound_again, closer_bound, cuts, keep
 from autopar.units import show_bytes
 
 RUNGS = 5  # levels of recomputing, beside none, among which stages choose
@@ -157,21 +157,30 @@ def recut(
     prices: Prices,
     step: Step,
     *,
+    schedules: Sequence[Schedule],
     hop: LinkLike,
     cap: int | None,
     recompute: Recompute,
 ) -> Step:
     """The step with its stages cut at any operator around where they are cut now, if they were sought at some
-    of many places, for as long as that makes it faster. The bound is then one for both."""
+    of many places, for as long as that makes it faster; with a bound on the cuts at all these places, as
+    close as is known."""
+    if step.cut is None or step.schedule is None:
+        return step
+    solution = step.solution
+    if recompute is Recompute.AUTO:
+        solution = replace(solution, program=replace(solution.program, recompute=()))
     operators = len(graph.operators)
+    sought = [
+        _Sought(
+            step.bound, choose_places(crossing_bytes(graph, prices, solution.program), MOST_PLACES), schedules
+        )
+    ]
     for _ in range(RECUTS):
-        if step.cut is None or step.schedule is None or step.cut.places == operators:
+        if step.cut.places == operators:
             break
         starts = step.cut.starts
         places = _around(starts, operators)
-        solution = step.solution
-        if recompute is Recompute.AUTO:
-            solution = replace(solution, program=replace(solution.program, recompute=()))
         try:
             near = staged(
                 graph,
@@ -187,12 +196,29 @@ def recut(
         except InfeasibleError:  # by what tables and replays differ
             break
         assert near.cut is not None
+        sought.append(_Sought(step.share * near.cut.bound, places, [step.schedule]))
         gain = 1 - near.seconds / step.seconds
-        bound = min(step.bound, step.share * near.cut.bound)
-        step = replace(near if gain > 0 else step, bound=bound, share=step.share)
+        step = replace(near if gain > 0 else step, share=step.share)
+        assert step.cut is not None
         if gain < WORTHWHILE or not _at_edge(near.cut.starts, starts, places):
             break
-    return step
+    again = recompute is Recompute.AUTO and cap is not None
+    spared = shares(graph, prices, solution.program) if again else None
+    bounds = []
+    for each in sought:
+        table = intervals(graph, prices, solution.program, hop, places=each.places)
+        closer = closer_bound(table, spared, each.schedules, cap=cap, most=step.seconds)
+        bounds.append(max(each.bound, step.share * closer))
+    return replace(step, bound=min(step.seconds, *bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sought:
+    """Places at which cuts under `schedules` were sought, and a bound on the seconds of all of them."""
+
+    bound: float
+    places: Sequence[int]
+    schedules: Sequence[Schedule]
 
 
 def _at_edge(starts: Sequence[int], before: Sequence[int], places: Sequence[int]) -> bool:

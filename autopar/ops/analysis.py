@@ -18,10 +18,12 @@ def find_atoms(graph: Graph) -> Atoms:
     return Atoms(graph, relations, scalings)
 
 
-def options_of(operation: Operator, dims: Dims) -> list[Option]:
+def options_of(operation: Operator, dims: Dims) -> tuple[Option, ...]:
     """Every one-axis option of an operator."""
-    rule = rule_of(operation)
-    return rule.options(Instance(operation, dims.graph.specs), dims.atoms)
+    if operation.name not in dims.options:
+        found = rule_of(operation).options(Instance(operation, dims.graph.specs), dims.atoms)
+        dims.options[operation.name] = tuple(found)
+    return dims.options[operation.name]
 
 
 def is_legal(operation: Operator, strategy: Strategy, dims: Dims) -> bool:
@@ -38,11 +40,10 @@ def is_legal(operation: Operator, strategy: Strategy, dims: Dims) -> bool:
     return all(operands) and all(results)
 
 
-def strategies_of(operation: Operator, dims: Dims) -> list[Strategy]:
+def strategies_of(operation: Operator, dims: Dims) -> tuple[Strategy, ...]:
     """Every legal strategy: an option for each axis."""
-    options = options_of(operation, dims)
-    return [
-        strategy
-        for strategy in itertools.product(options, repeat=len(dims.mesh.shape))
-        if is_legal(operation, strategy, dims)
-    ]
+    if operation.name not in dims.strategies:
+        every = itertools.product(options_of(operation, dims), repeat=len(dims.mesh.shape))
+        legal = (strategy for strategy in every if is_legal(operation, strategy, dims))
+        dims.strategies[operation.name] = tuple(legal)
+    return dims.strategies[operation.name]

@@ -37,6 +37,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
 from autopar.core.placement import Layout, Shard
+from autopar.ops.equation import Option
 
 Dim = tuple[str, int]  # tensor, dim
 Atom = tuple[str, int, int]  # tensor, dim, atom
@@ -154,7 +155,8 @@ class Atoms:
 
 
 class Dims:
-    """Cuts of a graph's atoms on one mesh, and every local size that follows from them."""
+    """Cuts of a graph's atoms on one mesh, and every local size that follows from them; and what each
+    operator then offers, by its name, which analysis.py fills."""
 
     def __init__(self, graph: Graph, atoms: Atoms, mesh: Mesh) -> None:
         self.graph, self.atoms, self.mesh = graph, atoms, mesh
@@ -175,6 +177,8 @@ class Dims:
         self._shapes: dict[tuple[str, Layout, tuple[int, ...]], tuple[int, ...]] = {}
         self._largest: dict[tuple[str, Layout], tuple[int, ...]] = {}
         self._legal: dict[tuple[str, Layout], bool] = {}
+        self.options: dict[str, tuple[Option, ...]] = {}
+        self.strategies: dict[str, tuple[tuple[Option, ...], ...]] = {}
         self._anchors: dict[Atom, tuple[Atom, Fraction, int]] = {}
         self._anchor()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.core.executable import StagedExecutable
+from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.micro_batches import MicroBatch
 from autopar.runtime import groups
 from autopar.runtime.bound import summed
@@ -51,7 +52,15 @@ class StagedProgram:
         self.executable = made
         self._find, self._device, self._bucket_bytes = find, device, bucket_bytes
         self._stages = [
-            Stage(each, find, mesh=mesh, device=device, exact_random=exact_random, shorter=shorter)
+            Stage(
+                each,
+                find,
+                mesh=mesh,
+                device=device,
+                exact_random=exact_random,
+                shorter=shorter,
+                splits_backward=made.pipeline.schedule in SPLIT_BACKWARD,
+            )
             for each, shorter in zip_longest(made.stages, made.shorter)
         ]
         self.group = pipeline_group(made, timeout)

@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.errors import InputError
 from autopar.runtime import registry
+from autopar.runtime.between import Between, Box
 
 AGAIN = "_again"  # ends the names of the operators whose results don't stay
 
@@ -36,14 +37,16 @@ def is_again(target: Any) -> bool:
     return getattr(target, "namespace", "") == registry.NAMESPACE and target._opname.endswith(AGAIN)
 
 
-def freeing(program: fx.GraphModule) -> Callable[..., Any]:
-    """`program`, of whose gathered weights autograd keeps shards; itself if it gathers none again."""
+def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable[..., Any]:
+    """`program`, of whose gathered weights autograd keeps shards, and, if its backward is split, in boxes
+    that are emptied `between` the halves; itself if there is nothing to free."""
     graphs = [module.graph for module in program.modules() if isinstance(module, fx.GraphModule)]
-    if not any(is_again(node.target) for graph in graphs for node in graph.nodes):
+    again = any(is_again(node.target) for graph in graphs for node in graph.nodes)
+    if not again and between is None:
         return program
 
     def run(*tensors: Tensor) -> Any:
-        with _noting():
+        with _noting(between):
             return program(*tensors)
 
     return run
@@ -114,16 +117,19 @@ def _find(notes: _Notes, tensor: Tensor) -> _Gathered | None:
 
 
 @contextmanager
-def _noting() -> Iterator[None]:
+def _noting(between: Between | None) -> Iterator[None]:
     notes: _Notes = {}
 
-    def pack(tensor: Tensor) -> Tensor | _View:
+    def pack(tensor: Tensor) -> Tensor | _View | Box[Tensor | _View]:
         made = _find(notes, tensor) if tensor.layout == torch.strided else None
-        if made is None or tensor.dtype != made.dtype or tensor.is_conj() or tensor.is_neg():
-            return tensor
-        return _View(made, tensor.size(), tensor.stride(), tensor.storage_offset())
+        saved: Tensor | _View = tensor
+        if made is not None and tensor.dtype == made.dtype and not (tensor.is_conj() or tensor.is_neg()):
+            saved = _View(made, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return saved if between is None else Box(saved)
 
-    def unpack(saved: Tensor | _View) -> Tensor:
+    def unpack(found: Tensor | _View | Box[Tensor | _View]) -> Tensor:
+        saved = between.open(found) if between is not None and isinstance(found, Box) else found
+        assert not isinstance(saved, Box)
         return saved.again() if isinstance(saved, _View) else saved
 
     before = _notes.set(notes)

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from autopar.core.executable import Executable, InputPart
 from autopar.core.graph import InputKind, TensorSpec
 from autopar.micro_batches import MicroBatch, mask_seed
+from autopar.runtime.between import Between
 from autopar.runtime.bound import by_first_use, cut_input
 from autopar.runtime.memory import settled
 from autopar.runtime.parameters import Leaves, local
@@ -35,19 +36,20 @@ class _Program:
     users: list[InputPart]
 
     @staticmethod
-    def of(executable: Executable, device: torch.device) -> _Program:
+    def of(executable: Executable, device: torch.device, between: Between | None) -> _Program:
         constants = {
             item.name: cut_input(executable.constants[item.target], item, executable).to(device)
             for item in executable.inputs
             if item.kind is InputKind.CONSTANT
         }
         users = [item for item in executable.inputs if item.kind is InputKind.USER]
-        return _Program(executable, freeing(executable.module), constants, users)
+        return _Program(executable, freeing(executable.module, between), constants, users)
 
 
 class Stage(nn.Module):
     """`find(target)()` is the outer parameter or buffer of that name; `shorter` runs micro-batches that are
-    a sample shorter than the first."""
+    a sample shorter than the first. `between` the halves of a backward that is split little is kept; it is
+    None where the schedule doesn't split it, or the stage's doesn't split cleanly."""
 
     def __init__(
         self,
@@ -58,11 +60,15 @@ class Stage(nn.Module):
         device: torch.device,
         exact_random: bool,
         shorter: Executable | None = None,
+        splits_backward: bool = False,
     ) -> None:
         super().__init__()
         self.executable = executable
+        self.between = Between() if splits_backward and splits_cleanly(executable) else None
         self._device, self._exact_random = device, exact_random
-        self._programs = [_Program.of(each, device) for each in (executable, shorter) if each is not None]
+        self._programs = [
+            _Program.of(each, device, self.between) for each in (executable, shorter) if each is not None
+        ]
         self._held = {
             item.name: find(item.target) for item in executable.inputs if item.kind is InputKind.BUFFER
         }

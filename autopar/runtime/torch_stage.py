@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from autopar.core.executable import StagedExecutable
 from autopar.core.graph import TensorSpec
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import Schedule, ScheduleKind
-from autopar.runtime.stage import Stage, splits_cleanly
+from autopar.runtime.stage import Stage
 from autopar.schedules import build_schedule
 
 SINGLE: dict[ScheduleKind, Any] = {ScheduleKind.GPIPE: ScheduleGPipe, ScheduleKind.ONE_F_ONE_B: Schedule1F1B}
@@ -102,7 +103,7 @@ def _torch_stage(
         input_args=tuple(map(_example, made.received)),
         output_args=tuple(map(_example, sent)),
         group=group,
-        dw_builder=None if splits_cleanly(made) else _nothing_left,
+        dw_builder=None if stage.between else _nothing_left,
         sends=sends,
     )
 
@@ -168,16 +169,17 @@ class _TorchStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if loss is not None and (full_backward or self.dw_builder):
+        between = None if full_backward else self.submod.between
+        with between.first_half(self.submod.parameters()) if between else nullcontext():
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None:
             loss.detach_()
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        state = self.backward_state.get(bwd_chunk_id)
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        if state is not None and self.is_last:
-            for loss in state[2] if isinstance(state[2], tuple) else (state[2],):
-                loss.detach_()
+        if between is not None and self.has_backward:
+            received, groups, *_ = self.backward_state[bwd_chunk_id]
+            for value in received:  # autograd's graph has them as leaves
+                value.grad = None
+                value.data = value.data.new_empty(0)  # what the second half reads of them is in boxes
+            self.backward_state[bwd_chunk_id] = (), groups, (), None  # all that the second half asks for
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         operations = super().get_fwd_send_ops(fwd_chunk_id)

@@ -18,6 +18,7 @@ from autopar.core.pipeline import VIRTUAL
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
 from autopar.cost.gathering import copies, copy_bytes
+from autopar.cost.halves import Halves
 from autopar.cost.intervals import (
     CALL_SECONDS,
     SPLIT_SECONDS,
@@ -30,7 +31,7 @@ from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.flights import flights, scheduled
+from autopar.ilp.flights import Flights, flights, in_flight, scheduled
 from autopar.ilp.stages import cut, cuts
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
@@ -76,11 +77,16 @@ def random_table(random: Random, count: int) -> Intervals:
         update=sums(0.5),
         state=sums(1000.0, whole=True),
         kept=sums(100.0, whole=True),
-        held=sums(50.0, whole=True),
         batch=float(random.randrange(20)),
         working=working,
         gradients=gradients,
         early=working + gradients // 2,
+        halves=Halves(
+            held=sums(50.0, whole=True),
+            working=working + 5.0,
+            early=working + gradients // 3,
+            made=working + gradients // 2 + 3.0,
+        ),
         send=row(hop),
         send_back=row(hop),
         received=row(30.0, whole=True),
@@ -111,11 +117,13 @@ def stage_costs(table: Intervals, starts: tuple[int, ...], schedule: Schedule) -
                 state=int(table.state[p, q]),
                 lasting=int(count * lasting),
                 kept=kept,
-                kept_for_weight=kept + int(table.held[p, q]),
+                kept_for_weight=int(table.halves.held[p, q]),
                 sent_back=goes_on * int(table.received_back[p]),
                 working=int(table.working[p, q]),
                 gradients=int(table.gradients[p, q]),
                 early=int(table.early[p, q]),
+                halving=int(table.halves.working[p, q]),
+                halving_early=int(table.halves.early[p, q]),
             )
         )
     return found
@@ -235,15 +243,16 @@ def test_more_stages_than_places_are_refused() -> None:
 def test_flights_are_those_of_the_literature() -> None:
     for ranks, count in ((4, 8), (4, 2)):
         found = flights(scheduled(ScheduleKind.GPIPE, ranks, 1, count))
-        assert found == ((((count, 0, 0),), ((count - 1, 0, 0),)),) * ranks
+        assert found == (Flights(((count, 0, 0),), (), ((count - 1, 0, 0),), ()),) * ranks
     one = flights(scheduled(ScheduleKind.ONE_F_ONE_B, 4, 1, 8))
-    assert one == tuple((((4 - rank, 0, 0),), ((4 - rank, 0, 0),)) for rank in range(4))
-    for rank, (_, later) in enumerate(flights(scheduled(ScheduleKind.INTERLEAVED, 4, 2, 8))):
-        assert max(sum(each[:2]) for each in later) == min(8 * 2, 4 + 2 * (3 - rank) + 1)
-    for _, later in flights(scheduled(ScheduleKind.ZBV, 4, 2, 8)):
-        assert max(sum(each[:2]) for each in later) == 8
+    assert one == tuple(Flights(((4 - rank, 0, 0),), (), ((4 - rank, 0, 0),), ()) for rank in range(4))
+    for rank, each in enumerate(flights(scheduled(ScheduleKind.INTERLEAVED, 4, 2, 8))):
+        assert max(sum(counts[:2]) for counts in each.later) == min(8 * 2, 4 + 2 * (3 - rank) + 1)
+    for each in flights(scheduled(ScheduleKind.ZBV, 4, 2, 8)):
+        assert max(sum(in_flight(counts)) for counts in each.all()) == 8
     halves = flights(scheduled(ScheduleKind.ZB1P, 2, 1, 4))
-    assert [later for _, later in halves] == [((2, 1, 0),), ((2, 2, 2),)]
+    assert [each.later for each in halves] == [((1, 1, 0), (2, 0, 0)), ((0, 2, 2), (1, 1, 1))]
+    assert [each.later_half for each in halves] == [((2, 0, 0),), ((1, 1, 1),)]
 
 
 def test_places_are_everywhere_or_where_least_crosses() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -14,9 +15,14 @@ from autopar.cluster import ClusterSpec
 from autopar.compiler import build_stages
 from autopar.core.executable import Executable
 from autopar.core.pipeline import Pipeline
+from autopar.core.plan import Plan
 from autopar.core.schedule import ScheduleKind
+from autopar.cost.halves import splits_cleanly as planned_to_split
+from autopar.cost.values import find_values
 from autopar.planning import search
 from autopar.request import Request
+from autopar.runtime.between import Between, Box
+from autopar.runtime.regather import freeing
 from autopar.runtime.stage import splits_cleanly
 from autopar.simplify import only_loss
 from autopar.trace import Traced, trace
@@ -51,12 +57,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def stages(model: nn.Module) -> list[tuple[Executable, Traced]]:
-    """The later stages of every cut into two, and of some into three."""
+def planned(model: nn.Module) -> tuple[Traced, Plan]:
     inputs = (torch.randn(5, 6, dtype=torch.float64), torch.randint(4, (5,)))
-    traced = trace(model, inputs)
+    traced = trace(model.double(), inputs)
     traced = replace(traced, graph=only_loss(traced.graph))
     plan = search(traced.graph, ClusterSpec.local(1), Request(measure=False, alternatives=False)).plan
+    return traced, plan
+
+
+def stages(model: nn.Module) -> list[tuple[Executable, Traced]]:
+    """The later stages of every cut into two, and of some into three."""
+    traced, plan = planned(model)
     count = len(traced.graph.operators)
     cuts: list[tuple[int, ...]] = [(0, cut) for cut in range(1, count)]
     cuts += [(0, cut, (cut + count) // 2) for cut in range(1, count - 2)]
@@ -84,16 +95,33 @@ def gradients(stage: Executable, model: nn.Module, traced: Traced, *, halves: bo
         else state[item.target].detach().clone().requires_grad_(state[item.target].requires_grad)
         for item in stage.inputs
     ]
-    outputs = list(stage.module(*received, *own))[: len(stage.sent) + len(stage.outputs)]
+    between = Between()
+    program = freeing(stage.module, between) if halves else stage.module
+    outputs = list(program(*received, *own))[: len(stage.sent) + len(stage.outputs)]
     outputs = [item for item in outputs if item.requires_grad]
     seeds = [torch.randn_like(item) for item in outputs]
     weights = [item for item in own if item.requires_grad]
     if not halves:
         torch.autograd.backward(outputs, seeds)
         return [item.grad for item in (*received, *weights)]
-    found, groups = stage_backward_input(outputs, seeds, received, iter(weights))
+    with between.first_half(weights):
+        found, groups = stage_backward_input(outputs, seeds, received, iter(weights))
     stage_backward_weight(iter(weights), groups)
     return [*found, *(item.grad for item in weights)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_planning_knows_what_splits_cleanly(name: str) -> None:
+    traced, plan = planned(MODELS[name]())
+    count = len(traced.graph.operators)
+    values = find_values(traced.graph, plan.program, training=True)
+    clean = planned_to_split(traced.graph, values, range(count + 1))
+    assert not clean[0].any()
+    for start, stop in combinations(range(1, count), 2):
+        pipeline = Pipeline(3, 1, ScheduleKind.ZB1P, (0, start, stop))
+        stage = build_stages(traced, replace(plan, pipeline=pipeline), rank=1).stages[0]
+        assert clean[start, stop] == splits_cleanly(stage)
+    assert clean.any()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -109,3 +137,39 @@ def test_two_halves_give_the_gradients_of_the_whole(name: str) -> None:
         for one, two in zip(whole, parts, strict=True):
             assert (one is None) == (two is None)
             assert one is None or two is None or torch.allclose(one, two, rtol=1e-12, atol=1e-14)
+
+
+def test_between_the_halves_nothing_is_kept_but_what_weights_need() -> None:
+    x, weight = (torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def run(between: Between) -> tuple[Tensor, list[Box[Tensor]]]:
+        boxes: list[Box[Tensor]] = []
+
+        def pack(tensor: Tensor) -> Box[Tensor]:
+            boxes.append(Box(tensor))
+            return boxes[-1]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, between.open):
+            made = torch.tanh(x @ (weight * weight))  # 0 and 1: the weight; 2 and 3: what is multiplied; 4
+            loss = (made * made.sin()).sum()  # and three more
+        return loss, boxes
+
+    between = Between()
+    loss, boxes = run(between)
+    with between.first_half([weight]):
+        (found,), groups = stage_backward_input([loss], None, [x], iter([weight]))
+    assert [box.saved is not None for box in boxes] == [True] * 4 + [False] * 4
+    stage_backward_weight(iter([weight]), groups)
+    halves, x.grad = [found, weight.grad], None
+    weight.grad = None
+    run(Between())[0].backward()
+    for one, two in zip(halves, (x.grad, weight.grad), strict=True):
+        assert one is not None and two is not None
+        assert torch.allclose(one, two, rtol=1e-12)
+
+
+def test_what_is_read_outside_of_a_first_half_stays() -> None:
+    between, box = Between(), Box(torch.ones(2))
+    with between.first_half([]):
+        assert between.open(box) is between.open(box)
+    assert box.saved is not None

@@ -1,0 +1,106 @@
+"""What a stage holds in and between the halves of a split backward, in tables over pairs of cuts.
+
+    first half    gradients of inputs        kept up to an operator, behind it what gradients of weights need
+    between                                  what they need: taken values, and gradients of results
+    second half   gradients of weights
+
+Of a stage that doesn't split cleanly the first half is all of backward (runtime/stage.py), and so it is of
+the first stage, which has no gradients of inputs to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.core.graph import Graph, InputKind
+from autopar.cost.memory import Footing
+from autopar.cost.rectangles import Rectangles, Row, Table
+from autopar.cost.values import Values
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Bytes of the stage from `places[p]` to `places[q]`: `held` by each micro-batch between the halves, with
+    what it received and sent; needed by a first half beside what is kept, `working` and `early` as those of
+    `Intervals`. Where it makes gradients of weights, other actions need `made` from the start instead of
+    what is early."""
+
+    held: Table
+    working: Table
+    early: Table
+    made: Table
+
+
+def halves(
+    graph: Graph,
+    values: Values,
+    found: Footing,
+    places: Sequence[int],
+    *,
+    kept: Table,
+    most: Row,
+    working: Table,
+    early: Table,
+    gradients: Table,
+) -> Halves:
+    """`most` bytes are needed at each place beside what is kept; the other tables are those of whole
+    backwards."""
+    between = Rectangles(places)
+    for place, (own, held) in enumerate(zip(found.own_for_weights, found.held, strict=True)):
+        between.add(-1, place, float(own + held))
+    for storage in found.kept:
+        between.add_each(storage.for_weights, float(storage.nbytes))
+    total, whole = between.total(), ~splits_cleanly(graph, values, places)
+    later = whole.copy()
+    later[0] = False  # there the halves follow each other
+    return Halves(
+        held=np.where(whole, 0.0, total),
+        working=np.where(whole, working, beside(kept, most, total)),
+        early=np.where(whole, early, beside(kept, most, total)),
+        made=np.where(later, np.maximum(early, working + gradients), early),
+    )
+
+
+def splits_cleanly(graph: Graph, values: Values, places: Sequence[int]) -> NDArray[np.bool_]:
+    """Whether `runtime/stage.py` splits the backward of a stage [p, q]: each of its weights meets what it
+    received, in one operator."""
+    faults, since = Rectangles(places), _since(graph, values)
+    for item in graph.inputs:
+        if item.kind is InputKind.PARAMETER and item.spec.requires_grad:
+            users = values.source(item.name).carriers
+            for user in users:
+                faults.add_first(since[user], user, 1.0)
+            for one, other in pairwise(users):
+                faults.add_first(one, other, 1.0)
+    clean: NDArray[np.bool_] = faults.total() == 0
+    clean[0] = False
+    return clean
+
+
+def _since(graph: Graph, values: Values) -> list[int]:
+    """For each operator the last place from which on a stage that begins there or before makes all that the
+    operator's operands depend on and that learns."""
+    found: list[int] = []
+    for place, item in enumerate(graph.operators):
+        homes = (
+            values.source(name).home
+            for name in item.operands
+            if graph.specs[name].requires_grad and name not in values.free
+        )
+        found.append(min((found[home] for home in homes if home >= 0), default=place))
+    return found
+
+
+def beside(kept: Table, working: Row, behind: Table) -> Table:
+    """The most that a stage [p, q] needs beyond what it keeps in all while the operators at [j, j + 1] run,
+    j in [p, q): what those up to there keep, `working` [j], and what is there of those `behind`."""
+    most = np.zeros_like(kept)
+    for j, bytes_here in enumerate(working):
+        moments = (kept[: j + 1, j + 1] + bytes_here)[:, None] + behind[j + 1, j + 1 :][None, :]
+        np.maximum(most[: j + 1, j + 1 :], moments, out=most[: j + 1, j + 1 :])
+    return np.triu((most - kept).clip(min=0.0), 1)
