@@ -361,11 +361,14 @@ class MeshProblem:
 
         low, high = map(math.log, PRICES)
         found: dict[float, Step] = {}
+        failed: list[Program] = []
         for _ in range(KNOWN_STEPS if known else PRICE_STEPS):
             middle = (low + high) / 2
             placed = at(math.exp(middle))
             best = min(found, key=lambda price: found[price].seconds, default=None)
-            if known and known.free * placed.seconds >= known.seconds * fastest.seconds:
+            if placed.program in failed:
+                low = middle
+            elif known and known.free * placed.seconds >= known.seconds * fastest.seconds:
                 high = middle  # slower even if it computed nothing again
             elif not self.has_room(placed, cap):
                 low = middle
@@ -373,9 +376,11 @@ class MeshProblem:
                 low, high = (low, middle) if best < middle else (middle, high)
             else:
                 try:
-                    found[middle] = step = self.stage(placed, cap, fastest.bound)
+                    limit = math.inf if best is None else found[best].seconds
+                    found[middle] = step = self.stage(placed, cap, fastest.bound, limit=limit)
                 except InfeasibleError:
                     low = middle
+                    failed.append(placed.program)
                     continue
                 plain = self.request.recompute is Recompute.ALL or not step.solution.program.recompute
                 low, high = (low, middle) if plain else (middle, high)
@@ -409,9 +414,15 @@ class MeshProblem:
         return dataclasses.replace(found, bound=min(found.bound, self.others))
 
     def stage(
-        self, solution: Solution, cap: int | None, relaxed: float | None = None, beat: float = math.inf
+        self,
+        solution: Solution,
+        cap: int | None,
+        relaxed: float | None = None,
+        *,
+        beat: float = math.inf,
+        limit: float = math.inf,
     ) -> Step:
-        """The placement's best step under any of the schedules."""
+        """The placement's best step under any of the schedules; see `staged`."""
         starts, schedules = None, self.schedules
         if self.rival and self.rival.schedule and self.even_seconds(solution.seconds) >= self.rival.seconds:
             schedules = [self.rival.schedule]
@@ -429,6 +440,7 @@ class MeshProblem:
             places=self.places,
             recompute=self.request.recompute,
             beat=beat,
+            limit=limit,
         )
 
     def solve(

@@ -1,9 +1,13 @@
-"""A lower bound on the seconds of cuts whose stages turn round at the last rank, each rank as a whole.
+"""Lower bounds on the seconds of cuts that look at ranks with two stages as a whole.
+
+Stage by stage says little there: a rank with a short stage may have a long one besides.
+
+**Stages that turn round** at the last rank:
 
     places    0    a1    a2       ...       b2    b1    n        rank 0 has [0, a1) and [b1, n)
               |-0--|--1--|-- later ranks ---|--1--|-0--|         rank 1 has [a1, a2) and [b2, b1) ...
 
-Stage by stage says little here: a rank with a short stage may have a long one besides. A rank takes at least
+A rank takes at least
 
     h[a] + M t[a, a'] + M t[b', b] + updates
 
@@ -12,10 +16,22 @@ micro-batch; and it holds at least what both stages do at any one moment of the 
 seconds, and under the cap, the least b with which each a can be reached says all of a rank and those before
 it: what is left in the middle should be short, as stages grow with what is in them. The ranks meet in the
 middle or the limit is too low; bisection says where it is. Stages may be empty here, which costs nothing.
+
+**Stages in a loop**, K ranks, backward whole. Let x_r and y_r be the seconds of a micro-batch in the first
+and in the second stage of rank r, forward and backward. With all its work a rank waits until the first
+micro-batch comes, and ends when the last one's gradient has gone the way back to the first stage; and so with
+what it does from its first action for y_r to its last, before and after which come at most n others for x_r:
+
+    L >= sum x_s (s < r) + M (x_r + y_r)
+    L >= sum x_s + sum y_s (s < r) + M (x_r + y_r) - n x_r
+
+A linear program says how small L can be if operators could be parted at will: each counts as the least by
+which a stage grows with it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,19 +39,25 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.rectangles import Row, Table
 from autopar.ilp.cut_problem import CutProblem
 from autopar.ilp.flights import Counts, flights, stages_of
+from autopar.ilp.linear_program import LinearProgram
+from autopar.ilp.solver import solve
 
 CLOSE = 2e-4  # of the seconds, to which the bound is sought
+LAPS = 2
 MOMENTS = 3  # of a rank, those with most micro-batches in flight
 
 
 def pair_bound(problem: CutProblem, most: float) -> float:
-    """Seconds that no cut takes less than, as far as `most`; those of the problem itself where stages don't
-    turn round."""
+    """Seconds that no cut takes less than, as far as `most`; those of the problem itself where ranks have one
+    stage each."""
     low, high = problem.bound, most
-    if not problem.schedule.kind.is_v or low >= high:
+    if low < high and problem.schedule.kind is ScheduleKind.INTERLEAVED:
+        low = max(low, _looped(problem))
+    if low >= high or not problem.schedule.kind.is_v:
         return min(low, high)
     pairs = _Pairs(problem)
     if not pairs.meet(high):
@@ -44,6 +66,39 @@ def pair_bound(problem: CutProblem, most: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if pairs.meet(middle) else (middle, high)
     return low
+
+
+def _looped(problem: CutProblem) -> float:
+    """The linear program's answer; -inf for more than two stages a rank."""
+    schedule, growth = problem.schedule, _growth(problem)
+    if schedule.stages_per_rank != LAPS:
+        return -math.inf
+    ranks, count = schedule.ranks, schedule.micro_batches
+    lp = LinearProgram()
+    laps = [[lp.variable() for _ in range(ranks)] for _ in range(LAPS)]
+    longest = lp.variable(1.0)
+    lp.equal(((1.0, each) for lap in laps for each in lap), growth)
+    for rank in range(ranks):
+        first, second = laps[0][rank], laps[1][rank]
+        work = [(-1.0, longest), (float(count), first), (float(count), second)]
+        before = [(1.0, each) for each in laps[0][:rank]]
+        lp.at_most((*work, *before), 0.0)
+        before = [(1.0, each) for each in (*laps[0], *laps[1][:rank])]
+        lp.at_most((*work, *before, (-float(_outside(schedule, rank)), first)), 0.0)
+    return solve(lp, relaxed=True).bound
+
+
+def _growth(problem: CutProblem) -> float:
+    """Seconds of one micro-batch by the least that each operator adds to a stage."""
+    least = np.minimum.reduce(problem.busy)
+    added = np.diff(least, axis=1) + np.tril(np.full((len(least), len(least) - 1), np.inf), -1)
+    return float(added.min(axis=0).clip(min=0.0).sum())
+
+
+def _outside(schedule: Schedule, rank: int) -> int:
+    """How many actions a rank does for its first stage before all those for its second, or after them."""
+    later = [action.stage >= schedule.ranks for action in schedule.actions(rank)]
+    return max(later.index(True), later[::-1].index(True))
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ def staged(
     known: Sequence[int] | None = None,
     recompute: Recompute = Recompute.NONE,
     beat: float = math.inf,
+    limit: float = math.inf,
 ) -> Step:
     """The step with the best cut under the best of `schedules`, or with the cut at `starts`. It lies at some
     of `places`, which begin with 0 and end with the number of operators, if they are given; `known` starts
@@ -100,7 +101,7 @@ def staged(
     `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
     was found with memory to spare. Where parts may be computed again so that it fits, stages choose for
     themselves. Raises InputError or InfeasibleError as `cut` does, BeatenError if even without a cap neither
-    this placement nor another takes less than `beat` seconds.
+    this placement nor another takes less than `beat` seconds, nor this one, as it is cut here, than `limit`.
     """
     if starts is not None:
         places = tuple(sorted({0, *starts, len(graph.operators)}))
@@ -113,6 +114,7 @@ def staged(
         found, schedule = best(uncapped)
         free = found.seconds
         refuse_beaten(found.bound * _share(solution, relaxed), beat)
+        refuse_beaten(free, limit)
         if cap is not None and max(found.rank_bytes) > cap:
             bound = found.bound
             if recompute is Recompute.AUTO:
