@@ -176,9 +176,9 @@ class _TorchStage(PipelineStage):
             loss.detach_()
         if between is not None and self.has_backward:
             received, groups, *_ = self.backward_state[bwd_chunk_id]
-            for value in received:  # autograd's graph has them as leaves
-                value.grad = None
-                value.data = value.data.new_empty(0)  # what the second half reads of them is in boxes
+            for value in received:
+                if value.requires_grad:  # a leaf of autograd's graph; what is read of it yet is in boxes
+                    value.grad, value.data = None, value.data.new_empty(0)
             self.backward_state[bwd_chunk_id] = (), groups, (), None  # all that the second half asks for
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

@@ -327,6 +327,37 @@ def test_stages_without_a_gradient_or_without_operators(
     on_ranks(pools, case, _trunk, starts)
 
 
+class Gated(nn.Module):
+    """A mask and a sum that are kept for the gradients of weights, wherever the stages begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.other, self.scale = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        mask = h > 0.1
+        h = self.last(h)
+        gated = torch.where(mask, h, self.other)
+        return F.mse_loss(torch.relu(gated) * self.scale, y)
+
+
+def _gated(case: str) -> None:
+    for start in range(1, 8):
+        torch.manual_seed(0)
+        serial = Gated().double()
+        ours = parallel(case, copy.deepcopy(serial), (0, start))
+        for seed in range(2):
+            mine, theirs = step(ours, *batch(), seed=seed), accumulate(serial, *batch(), seed=seed)
+            assert gap(mine, theirs) < EXACT
+            check_gradients(ours, serial)
+
+
+def test_what_the_second_half_reads_survives_the_first(pools: Pools) -> None:
+    on_ranks(pools, "zb1p", _gated)
+
+
 def _unequal() -> None:
     """Ten samples in micro-batches of 3, 3, 2 and 2, without stages."""
     serial, ours = prepared("no stages")
