@@ -12,10 +12,10 @@ A rank takes at least
     h[a] + M t[a, a'] + M t[b', b] + updates
 
 with h the least that stages before it take forward, t the seconds for which a stage keeps it busy for one
-micro-batch; and it holds at least what both stages do at any one moment of the schedule. For a limit on the
-seconds, and under the cap, the least b with which each a can be reached says all of a rank and those before
-it: what is left in the middle should be short, as stages grow with what is in them. The ranks meet in the
-middle or the limit is too low; bisection says where it is. Stages may be empty here, which costs nothing.
+micro-batch. For a limit on the seconds the least b with which each a can be reached says all of a rank and
+those before it: what is left in the middle should be short, as stages grow with what is in them. The ranks
+meet in the middle or the limit is too low; bisection says where it is. Stages may be empty here, which costs
+nothing. Memory is as if it had no end.
 
 **Stages in a loop**, K ranks, backward whole. Let x_r and y_r be the seconds of a micro-batch in the first
 and in the second stage of rank r, forward and backward. With all its work a rank waits until the first
@@ -32,39 +32,36 @@ which a stage grows with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.core.schedule import Schedule, ScheduleKind
-from autopar.cost.rectangles import Row, Table
+from autopar.cost.rectangles import Table
 from autopar.ilp.cut_problem import CutProblem
-from autopar.ilp.flights import Counts, flights, stages_of
+from autopar.ilp.flights import stages_of
 from autopar.ilp.linear_program import LinearProgram
 from autopar.ilp.solver import solve
 
 CLOSE = 2e-4  # of the seconds, to which the bound is sought
 LAPS = 2
-MOMENTS = 3  # of a rank, those with most micro-batches in flight
 
 
 def pair_bound(problem: CutProblem, most: float) -> float:
-    """Seconds that no cut takes less than, as far as `most`; those of the problem itself where ranks have one
-    stage each."""
+    """Seconds that no cut takes less than, as far as `most`, had it no cap; those of the problem itself where
+    ranks have one stage each."""
     low, high = problem.bound, most
     if low < high and problem.schedule.kind is ScheduleKind.INTERLEAVED:
         low = max(low, _looped(problem))
     if low >= high or not problem.schedule.kind.is_v:
         return min(low, high)
-    pairs = _Pairs(problem)
-    if not pairs.meet(high):
+    ranks = _ranks(problem)
+    if not _meet(ranks, high):
         return high
     while high - low > CLOSE * most:
         middle = (low + high) / 2
-        low, high = (low, middle) if pairs.meet(middle) else (middle, high)
+        low, high = (low, middle) if _meet(ranks, middle) else (middle, high)
     return low
 
 
@@ -102,64 +99,42 @@ def _outside(schedule: Schedule, rank: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Demand:
-    """What a rank's two stages take of something of which it has a `limit`, None for seconds."""
+class _Rank:
+    """The seconds that a rank's two stages take, those of the second negative, so that columns are sorted."""
 
     first: Table  # 0 of stages that are empty
-    second: Table  # the same, growing with the stage; negative, so that columns are sorted
-    limit: float | None
+    second: Table  # growing with the stage
+
+    def onward(self, place: int, end: int, seconds: float) -> NDArray[np.intp]:
+        """For each place up to which the first stage, from `place` on, may go, the least one at which the
+        second, up to `end`, may begin; beyond all places where there is none."""
+        count = len(self.first)
+        least = np.searchsorted(self.second[: end + 1, end], self.first[place] - seconds)
+        least = np.maximum(least, np.arange(count))
+        least[:place] = count
+        return np.where(least <= end, least, count)
 
 
-@dataclass(frozen=True)
-class _Pairs:
-    problem: CutProblem
-
-    @cached_property
-    def demands(self) -> list[list[_Demand]]:
-        """Of each rank."""
-        return [list(self.of_rank(rank)) for rank in range(self.problem.schedule.ranks)]
-
-    def meet(self, seconds: float) -> bool:
-        """Whether the ranks can share the graph if each may take so many seconds."""
-        count = len(self.problem.table.places)
-        least = np.full(count, count)
-        least[0] = count - 1
-        for demands in self.demands:
-            further = np.full(count, count)
-            for place in np.flatnonzero(least < count).tolist():
-                np.minimum(further, _onward(demands, place, int(least[place]), seconds), out=further)
-            least = further
-        return bool((least == np.arange(count)).any())
-
-    def of_rank(self, rank: int) -> Iterator[_Demand]:
-        problem = self.problem
-        one, two = stages_of(problem.schedule, rank)
-        work = [
-            problem.schedule.micro_batches * problem.busy[stage]
-            + problem.table.update
-            + problem.allowed[stage]
-            for stage in (one, two)
-        ]
-        yield _demand(work[0] + problem.ahead[one][:, None], work[1], None)
-        if problem.cap is None:
-            return
-        flight = flights(problem.schedule)[rank]
-        moments = sorted({*flight.later, *flight.later_half}, key=lambda each: sum(each[:4]))
-        for counts in moments[-MOMENTS:]:
-            first, second = (self.held(stage, counts, place) for place, stage in enumerate((one, two)))
-            yield _demand(first, second, float(problem.cap))
-
-    def held(self, stage: int, counts: Counts, place: int) -> Table:
-        """What one of a rank's stages holds at a moment; of two operators' working bytes, of which the larger
-        are there, half."""
-        problem, (now, half, back) = self.problem, counts[place::2]
-        kept, received = problem.kept[stage], problem.table.received_back[:, None]
-        inside = now * kept + half * problem.table.halves.held + back * received
-        return problem.lasting[stage] + inside + problem.working[stage] / 2
+def _ranks(problem: CutProblem) -> list[_Rank]:
+    schedule, update = problem.schedule, problem.table.update
+    found = []
+    for one, two in (stages_of(schedule, rank) for rank in range(schedule.ranks)):
+        first, second = (schedule.micro_batches * problem.busy[stage] + update for stage in (one, two))
+        found.append(_Rank(np.triu(first + problem.ahead[one][:, None], 1), -_growing(second)))
+    return found
 
 
-def _demand(first: Table, second: Table, limit: float | None) -> _Demand:
-    return _Demand(np.triu(first, 1), -_growing(second), limit)
+def _meet(ranks: list[_Rank], seconds: float) -> bool:
+    """Whether the ranks can share the graph if each may take so many seconds."""
+    count = len(ranks[0].first)
+    least = np.full(count, count)
+    least[0] = count - 1
+    for rank in ranks:
+        further = np.full(count, count)
+        for place in np.flatnonzero(least < count).tolist():
+            np.minimum(further, rank.onward(place, int(least[place]), seconds), out=further)
+        least = further
+    return bool((least == np.arange(count)).any())
 
 
 def _growing(table: Table) -> Table:
@@ -167,15 +142,3 @@ def _growing(table: Table) -> Table:
     void = np.tril(np.full_like(table, np.inf))
     least = np.minimum.accumulate(table + void, axis=0)  # over stages that begin earlier
     return np.triu(np.minimum.accumulate(least[:, ::-1], axis=1)[:, ::-1], 1)  # ... or end later
-
-
-def _onward(demands: list[_Demand], place: int, end: int, seconds: float) -> NDArray[np.intp]:
-    """For each place up to which a rank's first stage, from `place` on, may go, the least one at which its
-    second, up to `end`, may begin; beyond all places where there is none."""
-    count = len(demands[0].first)
-    least = np.arange(count)
-    for each in demands:
-        budget: Row = (seconds if each.limit is None else each.limit) - each.first[place]
-        least = np.maximum(least, np.searchsorted(each.second[: end + 1, end], -budget))
-    least[:place] = count
-    return np.where(least <= end, least, count)

@@ -137,15 +137,11 @@ def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule],
     )
 
 
-def closer_bound(
-    table: Intervals, shares: Shares | None, schedules: Sequence[Schedule], *, cap: int | None, most: float
-) -> float:
-    """`bound_again`, closer and dearer: as far as `most` seconds. Without `shares` nothing is computed
-    again."""
+def closer_bound(table: Intervals, schedules: Sequence[Schedule], *, most: float) -> float:
+    """A lower bound on the seconds of all cuts without a cap, closer and dearer: as far as `most` seconds."""
     found = most
     for schedule in schedules:
-        again = None if schedule.kind in SPLIT_BACKWARD else shares
-        found = min(found, pair_bound(CutProblem([table], schedule, cap, shares=again), found))
+        found = min(found, pair_bound(CutProblem([table], schedule, None), found))
     return found
 
 

@@ -166,7 +166,7 @@ def recut(
 ) -> Step:
     """The step with its stages cut at any operator around where they are cut now, if they were sought at some
     of many places, for as long as that makes it faster; with a bound on the cuts at all these places, as
-    close as is known."""
+    close as is known. Memory has no part in what makes it closer, as other placements may need less."""
     if step.cut is None or step.schedule is None:
         return step
     solution = step.solution
@@ -204,12 +204,10 @@ def recut(
         assert step.cut is not None
         if gain < WORTHWHILE or not _at_edge(near.cut.starts, starts, places):
             break
-    again = recompute is Recompute.AUTO and cap is not None
-    spared = shares(graph, prices, solution.program) if again else None
     bounds = []
     for each in sought:
         table = intervals(graph, prices, solution.program, hop, places=each.places)
-        closer = closer_bound(table, spared, each.schedules, cap=cap, most=step.seconds)
+        closer = closer_bound(table, each.schedules, most=step.seconds)
         bounds.append(max(each.bound, step.share * closer))
     return replace(step, bound=min(step.seconds, *bounds))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.core.schedule import ScheduleKind
+from autopar.cost.intervals import Intervals
 from autopar.ilp.cut_problem import CutProblem
 from autopar.ilp.pairs import pair_bound
 from tests.ilp.test_stages import random_table, schedule_of
@@ -26,16 +27,13 @@ def paths(count: int, stages: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", TWICE)
-@pytest.mark.parametrize("share", [1.0, 0.25, 0.05])
 @pytest.mark.parametrize(
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 40))]
 )
-def test_no_cut_that_fits_is_faster(kind: ScheduleKind, share: float, seed: int) -> None:
+def test_no_cut_is_faster(kind: ScheduleKind, seed: int) -> None:
     schedule, table = schedule_of(kind, 2, 4), random_table(Random(seed), 9)
-    every, roomy = paths(9, schedule.stages), CutProblem([table], schedule, None)
-    peaks = np.sort(roomy.rank_bytes(every).max(axis=1))
-    problem = CutProblem([table], schedule, int(peaks[int(share * (len(peaks) - 1))]))
-    best = float(problem.seconds(every).min())
+    problem = CutProblem([table], schedule, None)
+    best = float(problem.seconds(paths(9, schedule.stages)).min())
     assert pair_bound(problem, 2 * best) <= best * (1 + CLOSE)
     assert pair_bound(problem, best) >= problem.bound * (1 - CLOSE)
     assert pair_bound(problem, problem.bound / 2) == problem.bound / 2
@@ -43,26 +41,35 @@ def test_no_cut_that_fits_is_faster(kind: ScheduleKind, share: float, seed: int)
 
 @pytest.mark.parametrize("kind", TURNING)
 def test_ranks_are_seen_as_a_whole(kind: ScheduleKind) -> None:
-    """Memory lets few ranks have two stages that even each other out."""
-    schedule, gained = schedule_of(kind, 2, 4), []
-    for seed in range(12):
-        table = random_table(Random(seed), 9)
-        peaks = np.sort(CutProblem([table], schedule, None).rank_bytes(paths(9, 4)).max(axis=1))
-        problem = CutProblem([table], schedule, int(peaks[1]))
-        gained.append(pair_bound(problem, 3 * problem.bound) / problem.bound)
-    assert max(gained) > 1.05
+    """Of five equal operators one of two ranks gets three, though no stage needs more than two."""
+    problem = CutProblem([table_of(5 * [1.0])], schedule_of(kind, 2, 4), None)
+    best = float(problem.seconds(paths(5, 4)).min())
+    assert best >= pair_bound(problem, 2 * best) > 0.999 * best > 1.15 * problem.bound
+
+
+def table_of(seconds: list[float]) -> Intervals:
+    """Operators that take so long forward, and for either gradient; nothing else takes time."""
+    count = len(seconds)
+    each = np.array([[sum(seconds[p:q]) for q in range(count + 1)] for p in range(count + 1)])
+    none, void = np.zeros(count + 1), np.zeros_like(each)
+    return replace(
+        random_table(Random(0), count),
+        send=none,
+        send_back=none,
+        forward=each,
+        input_gradient=each,
+        weight_gradient=each,
+        sync=void,
+        update=void,
+        calling=0.0,
+        splitting=0.0,
+    )
 
 
 def test_a_loop_waits_in_both_laps() -> None:
     """Sixteen equal operators on four ranks: a cut into eight equal stages has no better."""
     schedule = schedule_of(ScheduleKind.INTERLEAVED, 4, 8)
-    table = replace(random_table(Random(0), 16), send=np.zeros(17), send_back=np.zeros(17), calling=0.0)
-    each = np.array([[float(max(0, q - p)) for q in range(17)] for p in range(17)])
-    void = np.zeros_like(each)
-    table = replace(
-        table, forward=each, input_gradient=each, weight_gradient=each, sync=void, update=void, splitting=0.0
-    )
-    problem = CutProblem([table], schedule, None)
+    problem = CutProblem([table_of(16 * [1.0])], schedule, None)
     even = float(problem.seconds(np.array([range(0, 17, 2)]))[0])
     assert even == 8 * 12.0 + 3 * 6.0
     busy = 8 * 12.0
