@@ -85,7 +85,7 @@ def random_table(random: Random, count: int) -> Intervals:
             held=sums(50.0, whole=True),
             working=working + 5.0,
             early=working + gradients // 3,
-            made=working + gradients // 2 + 3.0,
+            made=working + gradients // 2 + np.minimum(gradients // 2, 3.0),
         ),
         send=row(hop),
         send_back=row(hop),
