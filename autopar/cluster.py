@@ -197,15 +197,12 @@ class ClusterSpec:
     def link(self, mesh: Mesh, axis: int) -> Link:
         """The slowest link that groups along `axis` use: `inter` if any of them crosses nodes."""
         self.check_world(mesh.num_devices)
-        groups = (mesh.group((axis,), rank) for rank in range(mesh.num_devices))
-        crosses = any(len({rank // self.devices_per_node for rank in group}) > 1 for group in groups)
-        return self.inter if crosses and self.inter else self.intra
+        return self.inter if self.inter and self.nodes_of(mesh, (axis,)) > 1 else self.intra
 
     def nodes_of(self, mesh: Mesh, axes: Sequence[int]) -> int:
         """How many nodes a group along `axes` spans, at most."""
         self.check_world(mesh.num_devices)
-        groups = (mesh.group(tuple(axes), rank) for rank in range(mesh.num_devices))
-        return max(len({rank // self.devices_per_node for rank in group}) for group in groups)
+        return max(len({rank // self.devices_per_node for rank in group}) for group in mesh.groups(axes))
 
     def stage(self, count: int) -> ClusterSpec:
         """The part that one of `count` pipeline ranks has: equally many devices, of one node or of whole

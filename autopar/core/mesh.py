@@ -15,7 +15,7 @@ an at sign, the shape. "b@2x3" are the groups {0,1,2} and {3,4,5}; "ab@2x3" is e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autopar.errors import InputError
@@ -93,6 +93,14 @@ class Mesh:
                 for index in range(self.shape[axis])
             ]
         return tuple(self.rank(place) for place in groups)
+
+    def groups(self, axes: Iterable[int]) -> Iterator[tuple[int, ...]]:
+        """Every group of ranks that differ only along `axes`, once."""
+        axes = tuple(axes)
+        for rank in range(self.num_devices):
+            place = self.coordinate(rank)
+            if not any(place[axis] for axis in axes):
+                yield self.group(axes, rank)
 
 
 def parse_key(key: str) -> tuple[Mesh, tuple[int, ...]]:

@@ -236,9 +236,10 @@ class _Search:
             )
         bound = min(bound, others) if proves else -math.inf
         program = read(problem, answer)
+        seconds = total_seconds(self.graph, self.prices, program)
         if not rounded:
-            self.check(problem, answer, program)
-        solution = completed(self.graph, self.prices, program, self.cap, self.recompute)
+            self.check(problem, answer, program, seconds)
+        solution = completed(self.graph, self.prices, program, self.cap, self.recompute, seconds=seconds)
         solution = replace(solution, bound=bound, status=answer.status)
         if self.leanest is None or solution.peak.nbytes < self.leanest.peak.nbytes:
             self.leanest = solution
@@ -256,10 +257,9 @@ class _Search:
         self.branching = max(0.0, self.branching - (time.monotonic() - begun))
         return answer
 
-    def check(self, problem: Problem, answer: Answer, program: Program) -> None:
-        """Raises CheckError if what the solver promised is not what the program costs."""
+    def check(self, problem: Problem, answer: Answer, program: Program, seconds: float) -> None:
+        """Raises CheckError if what the solver promised is not what the program costs, `seconds`."""
         assert answer.values is not None
-        seconds = total_seconds(self.graph, self.prices, program)
         promised = answer.cost - problem.memory_cost(answer.values) - problem.again_cost(answer.values)
         if seconds > promised * (1 + 1e-6):
             promised += _optimism(problem, program)
@@ -273,16 +273,24 @@ class _Search:
 
 
 def completed(
-    graph: Graph, prices: Prices, program: Program, cap: int | None, recompute: Recompute
+    graph: Graph,
+    prices: Prices,
+    program: Program,
+    cap: int | None,
+    recompute: Recompute,
+    *,
+    seconds: float | None = None,
 ) -> Solution:
-    """The program with the parts that are computed again, if any, and what it takes; without a bound."""
-    peak = None
+    """The program with the parts that are computed again, if any, and what it takes; without a bound. It
+    takes `seconds` without such parts, if that is known."""
+    plain, peak = program, None
     if recompute is Recompute.ALL:
         program = everything(graph, prices, program)
     elif recompute is Recompute.AUTO and cap is not None:
         fitted = fit(graph, prices, program, cap)
         program, peak = fitted.program, fitted.peak
-    seconds = total_seconds(graph, prices, program)
+    if seconds is None or program is not plain:
+        seconds = total_seconds(graph, prices, program)
     peak = peak or peak_memory(graph, prices, program)
     return Solution(program, seconds, -math.inf, "gap_limit", peak)
 
