@@ -21,7 +21,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
@@ -121,6 +121,7 @@ def _launch(
         _signals(timeout),
         _quiet(),
     ):
+        others = _children()
         try:
             start = elastic_launch(_config(num_processes, logs), sys.executable)
             start("-m", "autopar.runtime", *command)
@@ -129,7 +130,27 @@ def _launch(
             rank, failure = next(iter(error.failures.items()))
             raise _worker_error(f"rank {rank} of {num_processes}", failure) from None
         except SignalException as error:
+            _end(_children() - others)
             raise _interruption(error.sigval, timeout) from None
+
+
+def _children() -> set[int]:
+    """The ranks, of this launch and others, whose parent is this process."""
+    found = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        for child in path.read_text().split():
+            with suppress(OSError):  # it ended meanwhile
+                if b"autopar.runtime" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.add(int(child))
+    return found
+
+
+def _end(ranks: set[int]) -> None:
+    """End ranks of which the agent doesn't know: a signal may come while it starts them."""
+    for rank in ranks:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(rank, signal.SIGKILL)
+            os.waitpid(rank, 0)
 
 
 def _config(num_processes: int, logs: str) -> LaunchConfig:

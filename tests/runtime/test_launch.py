@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from autopar.errors import InputError, WorkerError
 from autopar.runtime.launch import run_function, run_script
@@ -145,6 +147,21 @@ def test_a_run_over_time_is_ended(write: Write, capfd: pytest.CaptureFixture[str
     script = write(WAITS)
     assert run_script(script, 2, timeout=1.0) == 4
     assert "all ranks: found still running after 1.0 s" in capfd.readouterr().err
+    assert processes(script) == []
+
+
+def test_ranks_that_are_just_being_started_are_ended(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is up before the agent knows of the ranks that it has started."""
+    start = local_elastic_agent.start_processes
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        started = start(*args, **kwargs)
+        time.sleep(PROMPT)  # meanwhile the alarm comes
+        return started
+
+    monkeypatch.setattr(local_elastic_agent, "start_processes", late)
+    script = write(WAITS)
+    assert run_script(script, 2, timeout=2.0) == 4
     assert processes(script) == []
 
 
