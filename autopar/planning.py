@@ -362,6 +362,7 @@ class MeshProblem:
         low, high = map(math.log, PRICES)
         found: dict[float, Step] = {}
         failed: list[Program] = []
+        beaten: list[Program] = []
         for _ in range(KNOWN_STEPS if known else PRICE_STEPS):
             middle = (low + high) / 2
             placed = at(math.exp(middle))
@@ -372,12 +373,18 @@ class MeshProblem:
                 high = middle  # slower even if it computed nothing again
             elif not self.has_room(placed, cap):
                 low = middle
-            elif best is not None and self.even_seconds(placed.seconds) >= found[best].seconds:
+            elif best is not None and (
+                placed.program in beaten or self.even_seconds(placed.seconds) >= found[best].seconds
+            ):
                 low, high = (low, middle) if best < middle else (middle, high)
             else:
                 try:
                     limit = math.inf if best is None else found[best].seconds
                     found[middle] = step = self.stage(placed, cap, fastest.bound, limit=limit)
+                except BeatenError:
+                    beaten.append(placed.program)
+                    low, high = (low, middle) if best is not None and best < middle else (middle, high)
+                    continue
                 except InfeasibleError:
                     low = middle
                     failed.append(placed.program)

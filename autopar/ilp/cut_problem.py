@@ -24,6 +24,7 @@ does the least sum over ranks of the first of them, or of the second, divided by
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -381,12 +382,18 @@ class CutProblem:
             update=table.update[starts, stops],
         )
 
-    def seconds(self, paths: Paths) -> NDArray[np.float64]:
-        """Step times [cut], infinity for those that don't fit."""
-        found: NDArray[np.float64] = step_seconds(self.schedule, self.costs(paths))
-        if self.cap is None:
-            return found
-        return np.where((self.rank_bytes(paths) > self.cap).any(axis=1), np.inf, found)
+    def seconds(self, paths: Paths, below: float = math.inf) -> NDArray[np.float64]:
+        """Step times [cut], infinity for those that don't fit and for those whose busiest rank alone takes
+        `below` or more."""
+        found = np.full(len(paths), np.inf)
+        left = np.arange(len(paths))
+        if math.isfinite(below):
+            left = left[self.rank_seconds(paths).max(axis=1) < below]
+        if self.cap is not None:
+            left = left[(self.rank_bytes(paths[left]) <= self.cap).all(axis=1)]
+        if len(left):
+            found[left] = step_seconds(self.schedule, self.costs(paths[left]))
+        return found
 
     def rank_seconds(self, paths: Paths) -> NDArray[np.float64]:
         """Seconds [cut, rank] that each rank's work takes and what must come before it and after it."""

@@ -76,6 +76,7 @@ def cut(table: Intervals, schedule: Schedule, *, cap: int | None = None) -> Cut:
 
 
 Found: TypeAlias = tuple[Cut, Schedule]
+Worth: TypeAlias = Callable[[Paths, float], NDArray[np.float64]]  # of cuts; any from a limit on may be inf
 
 
 def best(found: Sequence[Found]) -> Found:
@@ -223,7 +224,9 @@ class _Search:
         paths = np.unique(np.stack([path for path in found if path is not None]), axis=0)
         if several:
             first = paths[np.argsort(self.unevenness(paths), kind="stable")[:SETTLED]]
-            settled = [self.descend((path, math.inf), self.unevenness)[0] for path in first]
+            settled = [
+                self.descend((path, math.inf), lambda paths, _: self.unevenness(paths))[0] for path in first
+            ]
             paths = np.unique(np.concatenate([paths, settled]), axis=0)
         seconds = problem.seconds(paths)
         few = np.argsort(seconds, kind="stable")[: STARTS if several else 1]
@@ -260,14 +263,12 @@ class _Search:
             path.append(int(choice[path[-1]]))
         return np.asarray(path)
 
-    def descend(
-        self, best: tuple[Path, float], worth: Callable[[Paths], NDArray[np.float64]], rounds: int = ROUNDS
-    ) -> tuple[Path, float]:
+    def descend(self, best: tuple[Path, float], worth: Worth, rounds: int = ROUNDS) -> tuple[Path, float]:
         """Move cuts for as long as that makes them less in `worth`."""
         for _ in range(rounds):
-            around = self.neighbours(best[0])
-            found = _fastest(around, worth(around)) if len(around) else None
-            if found is None or found[1] >= best[1] * (1 - 1e-9):
+            around, below = self.neighbours(best[0]), best[1] * (1 - 1e-9)
+            found = _fastest(around, worth(around, below)) if len(around) else None
+            if found is None or found[1] >= below:
                 return best
             best = found
         return best
@@ -294,8 +295,8 @@ class _Search:
         contenders, finished = self.contenders(best[1]), True
         while batch := list(islice(contenders, BATCH)):
             finished = batch[-1] is not None
-            paths = [path for path in batch if path is not None]
-            found = _fastest(np.asarray(paths), self.problem.seconds(np.asarray(paths))) if paths else None
+            paths = np.asarray([path for path in batch if path is not None])
+            found = _fastest(paths, self.problem.seconds(paths, best[1])) if len(paths) else None
             if found is not None and found[1] < best[1]:
                 best = found
         return best, finished

@@ -101,7 +101,8 @@ def staged(
     `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
     was found with memory to spare. Where parts may be computed again so that it fits, stages choose for
     themselves. Raises InputError or InfeasibleError as `cut` does, BeatenError if even without a cap neither
-    this placement nor another takes less than `beat` seconds, nor this one, as it is cut here, than `limit`.
+    this placement nor another takes less than `beat` seconds, nor this one than `limit`: as it is cut here
+    without a cap, or by its bound under the cap.
     """
     if starts is not None:
         places = tuple(sorted({0, *starts, len(graph.operators)}))
@@ -121,6 +122,7 @@ def staged(
                 programs = ladder(graph, prices, solution.program, RUNGS)
                 spared = shares(graph, prices, solution.program)
                 bound = max(bound, bound_again(table, spared, schedules, cap=cap))
+                refuse_beaten(bound, limit)
             tables = [table, *(intervals(graph, prices, each, hop, places=places) for each in programs[1:])]
             found, schedule = best(cuts(tables, schedules, cap=cap, known=known, free=uncapped))
             if len(tables) > 1:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from autopar.core.graph import Call, TensorSpec
 
 _META = torch.device("meta")
+_GIVEN: dict[Any, Any] = {}  # on meta tensors by calls, by all that it depends on
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,16 @@ class GraphEmitter:
         kwargs = dict(kwargs or {})
         if "device" in kwargs and self.device is not None:
             kwargs["device"] = self.device
-        on_meta = {**self._lookup(kwargs), **({"device": _META} if "device" in kwargs else {})}
-        values = target(*self._lookup(tuple(args)), **on_meta)
         call = Call(target, self.described(tuple(args)), self.described(kwargs))
         operands = tuple(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, fx.Node))
+        strides = tuple(self.meta[item].stride() for item in operands)
+        key = target, call.key(), strides, *_ambient()
+        if key not in _GIVEN:
+            _GIVEN[key] = pytree.tree_map(_bare, self._evaluated(target, args, kwargs))
+        values = _GIVEN[key]
         node = self.graph.call_function(target, tuple(args), kwargs)
         if isinstance(values, torch.Tensor):
-            self.meta[node] = values.to(_META) if values.device != _META else values
+            self.meta[node] = values
             self.written.append(Written(call, operands, (node,)))
             return node
         parts: list[fx.Node] = []
@@ -66,6 +70,10 @@ class GraphEmitter:
             parts.append(part)
         self.written.append(Written(call, operands, tuple(parts)))
         return tuple(parts)
+
+    def _evaluated(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        on_meta = {**self._lookup(kwargs), **({"device": _META} if "device" in kwargs else {})}
+        return target(*self._lookup(tuple(args)), **on_meta)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -94,3 +102,15 @@ class GraphEmitter:
             return TensorSpec(tuple(value.shape), value.dtype, value.requires_grad)
 
         return fx.node.map_arg(tree, describe)
+
+
+def _ambient() -> tuple[Any, ...]:
+    """What results depend on beside the call."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+
+
+def _bare(value: Any) -> Any:
+    """A tensor on the meta device that remembers nothing of how it was made."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(_META).requires_grad_(value.requires_grad)

@@ -31,6 +31,7 @@ from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError, InputError
+from autopar.ilp.cut_problem import CutProblem
 from autopar.ilp.flights import Flights, flights, in_flight, scheduled
 from autopar.ilp.stages import cut, cuts
 from autopar.ops.analysis import find_atoms
@@ -192,6 +193,23 @@ def test_stages_of_one_rank_share_a_scarce_cap(kind: ScheduleKind) -> None:
         best = min(seconds for seconds, peak, _ in cuts if peak <= cap)
         slower.append(cut(table, schedule, cap=cap).seconds / best)
     assert sum(slower) / len(slower) < 1.1
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+@pytest.mark.parametrize("cap", [None, 4000])
+def test_only_cuts_that_are_too_slow_are_left_untimed(kind: ScheduleKind, cap: int | None) -> None:
+    schedule, places, left_out = schedule_of(kind, 3, 6), 9, 0
+    inner = combinations(range(1, places), schedule.stages - 1)
+    paths = np.array([(0, *starts, places) for starts in inner])
+    for seed in range(4):
+        problem = CutProblem([random_table(Random(seed), places)], schedule, cap)
+        seconds = problem.seconds(paths)
+        limit = float(np.median(seconds[np.isfinite(seconds)]))
+        timed, fast = problem.seconds(paths, limit), seconds < limit
+        assert timed[fast] == pytest.approx(seconds[fast], rel=CLOSE)
+        assert (timed[~fast] >= limit).all()
+        left_out += int((np.isinf(timed) & np.isfinite(seconds)).sum())
+    assert left_out
 
 
 @pytest.mark.parametrize("kind", ScheduleKind)

@@ -1,0 +1,69 @@
+"""While a program is written each call is evaluated on meta tensors, equal ones once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.core.graph import TensorSpec
+from autopar.rewrite.emit import GraphEmitter
+
+aten = torch.ops.aten
+
+
+class Counting:
+    """An operator that counts how often it is evaluated."""
+
+    def __init__(self, target: Any) -> None:
+        self.target, self.count = target, 0
+        self.__name__ = self.__qualname__ = "counting"
+
+    def __call__(self, *args: Any) -> Any:
+        self.count += 1
+        return self.target(*args)
+
+
+def given(emitter: GraphEmitter, target: Any, shape: tuple[int, ...]) -> Tensor:
+    x = emitter.placeholder("x", TensorSpec(shape, torch.float32, requires_grad=True))
+    return emitter.meta[emitter.call(target, (x,))]
+
+
+def test_equal_calls_are_evaluated_once_and_others_anew() -> None:
+    square = Counting(aten.square.default)
+    first, second = given(GraphEmitter(), square, (3, 4)), given(GraphEmitter(), square, (3, 4))
+    assert square.count == 1
+    assert first.shape == second.shape == (3, 4)
+    assert second.requires_grad
+    assert second.grad_fn is None
+    assert given(GraphEmitter(), square, (4, 3)).shape == (4, 3)
+    with torch.no_grad():
+        assert not given(GraphEmitter(), square, (3, 4)).requires_grad
+    assert square.count == 3
+
+
+def test_a_view_that_only_other_strides_allow_is_refused() -> None:
+    emitter = GraphEmitter()
+    spec = TensorSpec((3, 4), torch.float32)
+    x, turned = emitter.placeholder("x", spec), emitter.placeholder("y", TensorSpec((4, 3), torch.float32))
+    assert emitter.shape(emitter.call(aten.view.default, (x, [12]))) == (12,)
+    turned = emitter.call(aten.t.default, (turned,))
+    assert emitter.shape(turned) == (3, 4)
+    with pytest.raises(RuntimeError, match="view"):
+        emitter.call(aten.view.default, (turned, [12]))
+
+
+def test_several_results_and_the_default_dtype() -> None:
+    emitter = GraphEmitter()
+    x = emitter.placeholder("x", TensorSpec((6,), torch.int64))
+    parts = emitter.call(aten.split.Tensor, (x, 4))
+    assert [emitter.shape(part) for part in parts] == [(4,), (2,)]
+    assert emitter.meta[emitter.call(aten.div.Tensor, (x, 2))].dtype == torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert emitter.meta[emitter.call(aten.div.Tensor, (x, 2))].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(before)
