@@ -96,12 +96,13 @@ def plan(
     parameters, or an optimizer, of which the size is measured. With `stages` the devices form so many
     pipeline ranks, with `micro_batches` a step is cut in time; both ask for `train_step`. `schedule` is
     one of gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev. Each of the three can be "auto"; so are both
-    numbers where None, but 1 where layers are forced, and as many stages as a `mesh` leaves. With
-    `recompute` "all" little is kept for backward and the rest is computed again; with "auto" as much as it
-    takes to meet the memory cap, where that is faster than other ways to meet it. `shard_state` says what
-    of the trainable weights' state is stored in shards, as far as their dims are long enough: "none",
-    "optimizer" (and gradients, but for full copies of weights and gradients that last all step),
-    "gradients" (full weights last from forward to backward), "weights", or as is best for each, "auto".
+    numbers where None, but 1 where layers are forced. A `mesh` leaves as many stages as it goes into the
+    devices, unless their number is given. With `recompute` "all" little is kept for backward and the rest
+    is computed again; with "auto" as much as it takes to meet the memory cap, where that is faster than
+    other ways to meet it. `shard_state` says what of the trainable weights' state is stored in shards, as
+    far as their dims are long enough: "none", "optimizer" (and gradients, but for full copies of weights
+    and gradients that last all step), "gradients" (full weights last from forward to backward), "weights",
+    or as is best for each, "auto".
 
     Raises InfeasibleError, SolverError, TraceError or InputError, also for what `parallelize` refuses.
     """
@@ -434,7 +435,7 @@ def with_pipeline(
         )
     kind = kinds.get(schedule)
     default = 1 if force and force != PIPELINE else AUTO
-    if stages is None and request.mesh and cluster.num_devices % request.mesh.num_devices == 0:
+    if stages in (None, AUTO) and request.mesh and cluster.num_devices % request.mesh.num_devices == 0:
         stages = cluster.num_devices // request.mesh.num_devices
     ranks = _number("--stages", default if stages is None else stages)
     count = _number("--micro-batches", default if micro_batches is None else micro_batches)

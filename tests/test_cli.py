@@ -75,6 +75,15 @@ def test_plan_prints_every_key_that_is_promised(capsys: pytest.CaptureFixture[st
     )
 
 
+@pytest.mark.parametrize("stages", [(), ("--stages", "auto")], ids=["unsaid", "auto"])
+def test_a_mesh_of_half_the_devices_leaves_two_stages(
+    capsys: pytest.CaptureFixture[str], stages: tuple[str, ...]
+) -> None:
+    words = ("plan", f"{TARGETS}:net", "--cluster", "local:4", "--mesh", "2", *stages)
+    code, found = command(capsys, *words, "--micro-batches", "2", "--no-measure")
+    assert code == 0 and found["pipeline"]["ranks"] == 2
+
+
 def test_a_kind_that_a_model_lacks_is_an_alternative_without_numbers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
