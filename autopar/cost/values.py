@@ -146,7 +146,7 @@ class _Finder:
         operation = self.graph.operators[place]
         made = [name for name in operation.results if name]
         if made and all(name in self.free for name in made):
-            return self.carriers[operation.name] or (place,)
+            return self.carriers.get(operation.name) or (place,)  # none yet: the last one's results leave
         return (place,)
 
 

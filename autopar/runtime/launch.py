@@ -13,6 +13,7 @@ torch's elastic agent starts the ranks, watches them and stops all when one fail
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -120,6 +121,7 @@ def _launch(
         _environment(num_processes, variables or {}),
         _signals(timeout),
         _quiet(),
+        _lines(),
     ):
         others = _children()
         try:
@@ -246,3 +248,18 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+@contextmanager
+def _lines() -> Iterator[None]:
+    """Pass on the ranks' lines whole and as they come, into a file or a pipe too."""
+    stream = sys.stdout
+    if not isinstance(stream, io.TextIOWrapper):
+        yield
+        return
+    before = stream.line_buffering, stream.write_through
+    stream.reconfigure(line_buffering=True, write_through=False)
+    try:
+        yield
+    finally:
+        stream.reconfigure(line_buffering=before[0], write_through=before[1])

@@ -148,6 +148,7 @@ def main() -> None:
     guard(int(os.environ[LAUNCHER]))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # a killed rank must not lose its last lines
+            # Lines leave whole, and at once: a killed rank must not lose its last ones.
+            stream.reconfigure(line_buffering=True, write_through=False)
     sys.argv = sys.argv[1:]
     record(run, _LastWords())(sys.argv[0])

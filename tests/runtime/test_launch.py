@@ -57,6 +57,17 @@ if os.environ["RANK"] == "1":
     sys.exit(3)
 time.sleep(1000)
 """
+TALKS = """
+import time
+
+class Word:
+    def __str__(self):
+        time.sleep(0.3)  # the others write meanwhile
+        return "line"
+
+for number in range(3):
+    print("a", Word(), number)
+"""
 WAITS = """
 import time
 print("ready")
@@ -92,8 +103,11 @@ def processes(mark: str) -> list[int]:
 
 
 def start(script: str) -> subprocess.Popen[str]:
-    """A launcher with two ranks, both running `script` by now."""
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, script], stdout=subprocess.PIPE, text=True)
+    """A launcher with two ranks, both running `script` by now: their first lines have come through a pipe."""
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, script], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert launcher.stdout
     assert {launcher.stdout.readline() for _ in range(2)} == {"ready\n", "[rank 1] ready\n"}
     assert len(processes(script)) == 3
@@ -112,6 +126,17 @@ def test_ranks_run_a_script_as_python_does(
     out, _ = capfd.readouterr()
     assert sorted(out.splitlines()) == ["[rank 1] " + line.format(1), line.format(0)]
     assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == (environment, handler)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_of_ranks_come_whole(
+    write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unbuffered: str
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    assert run_script(write(TALKS), 2) == 0
+    lines = [f"a line {number}" for number in range(3)]
+    out, _ = capfd.readouterr()
+    assert sorted(out.splitlines()) == sorted(lines + [f"[rank 1] {line}" for line in lines])
 
 
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(
