@@ -35,7 +35,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.plan import Plan
 from autopar.core.recompute import Recompute
-from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
+from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.core.timeline import Timeline
 from autopar.cost.model import Company, Progress
 from autopar.errors import InputError
@@ -448,13 +448,6 @@ def with_pipeline(
                 remedy="leave out --stages or --force pipeline",
             )
         ranks = cluster.num_devices
-    if ranks != 1 and recompute == "all" and kind in SPLIT_BACKWARD:
-        raise InputError(
-            where="--recompute",
-            found=f"all with schedule {schedule}, which may split backward in two",
-            wanted="gpipe, 1f1b or interleaved: torch recomputes only for one whole backward",
-            remedy="choose one of these schedules, or --recompute none",
-        )
     request = replace(request, schedule=kind, recompute=Recompute(recompute))
     if ranks is None or count is None:
         return request, Auto(ranks, count, exactly=micro_batches is None)

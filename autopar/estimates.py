@@ -76,7 +76,7 @@ class Screened:
         seconds = self.seconds(kind, micro_batches)
         nbytes = self.nbytes(kind, micro_batches, self.kept_bytes)
         spared = nbytes - self.nbytes(kind, micro_batches, self.lean_bytes)
-        if nbytes > cap and spared > 0 and kind not in SPLIT_BACKWARD:
+        if nbytes > cap and spared > 0:
             share = min(1.0, (nbytes - cap) / spared)
             again = micro_batches * self.scaled(self.again, micro_batches) / self.ranks
             seconds, nbytes = seconds + share * again, nbytes - share * spared

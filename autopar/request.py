@@ -11,7 +11,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
-from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
+from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.errors import InputError
 from autopar.ilp.fold import Pins
 from autopar.ilp.space import Force
@@ -58,10 +58,7 @@ class Request:
         if self.stages == 1 or self.relay:
             return []
         found, refused = [], []
-        whole = self.recompute is Recompute.ALL  # torch recomputes only for a backward that isn't split
         for kind in [self.schedule] if self.schedule else ScheduleKind:
-            if whole and kind in SPLIT_BACKWARD:
-                continue
             try:
                 check_schedule(
                     kind,

@@ -13,6 +13,7 @@ WITHIN = 0.1  # of what is measured
 SMALL = (
     Case("tiny", 2, {"mesh": "2", "force": "batch", "recompute": "all"}),
     Case("tiny", 2, {"stages": 2, "micro_batches": 2}, "sgd-momentum"),
+    Case("tiny", 2, {"stages": 2, "micro_batches": 4, "schedule": "zb1p", "recompute": "all"}),
     Case("small_unet", 4, {"mesh": "4", "force": "domain"}, "sgd"),
 )
 

@@ -295,7 +295,7 @@ def _memory(
     for storage in found.kept:
         if storage.name in values.free:
             rectangles.add_each(storage.keepers, float(storage.nbytes))
-        else:
+        elif storage.keepers:
             rectangles.add_first(storage.home, storage.keepers[0], float(storage.nbytes))
     kept = rectangles.total()
     most = np.array([max(found.working[low:high], default=0) for low, high in pairwise(places)])

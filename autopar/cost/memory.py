@@ -41,8 +41,8 @@ class Peak:
 @dataclass(frozen=True, slots=True)
 class KeptStorage:
     """Memory that backward reads: `home` is the place of the operator where it first occurs, `keepers`
-    those of the operators that keep it, `for_weights` of those that keep it between the halves of a split
-    backward too."""
+    those of the operators that keep it, none if it is made again, `for_weights` of those that keep it between
+    the halves of a split backward too."""
 
     name: str  # a tensor that lies in it
     nbytes: int
@@ -235,10 +235,10 @@ class _Replay:
                     self.tape.names[root],
                     self.tape.nbytes[root],
                     homes[root],
-                    keepers=tuple(sorted(places)),
+                    keepers=tuple(sorted(self.keepers.get(root, ()))),
                     for_weights=tuple(sorted(self.for_weights.get(root, ()))),
                 )
-                for root, places in self.keepers.items()
+                for root in dict.fromkeys((*self.keepers, *self.for_weights))
                 if self.tape.nbytes[root]
             ),
             own=tuple(self.own[:last]),
@@ -453,11 +453,21 @@ class _Replay:
                 self.heap.hold(("own", number), memory.own)
             for root in memory.keeps:
                 self.heap.hold(self.key(root), self.tape.nbytes[root])
+            if self.has_weight(number):
+                self.stay_for_weights(number)
             self.finish(number, left)
         for root in self.given(part):
             self.forget(root)
         for root in kept:
             self.release(root)
+
+    def stay_for_weights(self, number: int) -> None:
+        """What a call of a part keeps stays between the halves of a split backward as that of others does."""
+        memory, place = self.calls[number].memory, self.calls[number].place
+        for root in memory.keeps - self.tape.gathered:
+            self.for_weights.setdefault(root, []).append(place)
+        if memory.repeats:
+            self.own_for_weights[place] += memory.own
 
     def differentiate(self, number: int, part: _Part | None) -> None:
         """A call's backward: from the gradients of what it gave to those of what it took."""

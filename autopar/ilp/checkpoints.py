@@ -12,7 +12,6 @@ from dataclasses import replace
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.recompute import Recompute
-from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError
@@ -22,9 +21,9 @@ from autopar.ilp.step import Step, staged, unstaged
 def respect(
     graph: Graph, prices: Prices, step: Step, *, micro_batches: int, hop: LinkLike, cap: int | None
 ) -> Step:
-    """The step with the model's checkpoints, where nothing else is recomputed and its schedule can."""
+    """The step with the model's checkpoints, where nothing else is recomputed and they fit."""
     own = step.solution
-    if not graph.checkpoints or own.program.recompute or _splits(step):
+    if not graph.checkpoints or own.program.recompute:
         return step
     program = replace(own.program, recompute=graph.checkpoints)
     solution = replace(own, program=program, peak=peak_memory(graph, prices, program))
@@ -42,8 +41,7 @@ def notes(graph: Graph, step: Step, recompute: Recompute) -> tuple[str, ...]:
     if not regions:
         return ()
     if not done:
-        why = "the schedule splits backward" if _splits(step) else "it does not fit"
-        why = "--recompute none" if recompute is Recompute.NONE else why
+        why = "--recompute none" if recompute is Recompute.NONE else "it does not fit"
         return (f"what the model checkpoints is kept, not computed again: {why}",)
     if _within(done, regions):
         found = f"computed again in backward: {len(regions)} regions that the model checkpoints"
@@ -56,10 +54,6 @@ def notes(graph: Graph, step: Step, recompute: Recompute) -> tuple[str, ...]:
     if any(mutated.intersection(item.operands) for item in again):
         found += "; running statistics in them are written once a step"
     return (found,)
-
-
-def _splits(step: Step) -> bool:
-    return step.schedule is not None and step.schedule.kind in SPLIT_BACKWARD
 
 
 def _within(parts: tuple[tuple[int, int], ...], regions: tuple[tuple[int, int], ...]) -> bool:

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,9 @@ from autopar.cost.rectangles import Row, Table
 from autopar.ilp.flights import flights, forwards_before, in_flight, of_one, stages_of
 
 QUANTILES = tuple(step / 16 for step in range(17))  # of seconds per byte, tried as a price
+
+_WHOLE = ("kept", "working", "early")  # of what a stage holds, where no backward is split
+_SPLIT = (*_WHOLE, "held", "half", "half_early")
 
 Path = NDArray[np.intp]  # [stage + 1]: numbers of places
 Paths = NDArray[np.intp]  # [cut, stage + 1]
@@ -98,6 +101,24 @@ def _each(tables: Sequence[Table], function: Callable[[Table], Table]) -> list[T
     return [made[id(table)] for table in tables]
 
 
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """Bytes of one stage that recomputing changes, in tables [p, q]: `kept` by a micro-batch in flight, with
+    what it sent, and `held` by one between the halves of a split backward; beside that an action needs
+    `working` or, before the first gradients, `early`, and a first half `half` or `half_early`."""
+
+    kept: Table
+    held: Table
+    working: Table
+    early: Table
+    half: Table
+    half_early: Table
+
+    def mixed(self, mixes: _Mixes, levels: Mapping[str, NDArray[np.float64]]) -> Holds:
+        """What lies between the levels' tables [level, p, q]; those without are this one's."""
+        return replace(self, **{name: mixes.of(tables) for name, tables in levels.items()})
+
+
 @dataclass(slots=True)
 class CutProblem:
     """The tables for one schedule, under a cap or without; `shares` bound what has to be computed again
@@ -111,9 +132,7 @@ class CutProblem:
     lasting: list[Table] = field(init=False)  # bytes that are there all step
     mixes: list[_Mixes] = field(init=False)
     backward: list[Table] = field(init=False)  # the input gradients' part, with what is computed again
-    kept: list[Table] = field(init=False)
-    working: list[Table] = field(init=False)
-    early: list[Table] = field(init=False)
+    holds: list[Holds] = field(init=False)
     allowed: list[Table] = field(init=False)  # 0 where a stage fits, infinity elsewhere
     ahead: list[Row] = field(init=False)  # h
     least: list[Table] = field(init=False)  # Q
@@ -147,32 +166,30 @@ class CutProblem:
         """For every stage that could be, the fastest levels that fit, or the smallest; of a rank's memory
         each of its stages has its part."""
         stages = range(self.schedule.stages)
+        common = self.holds_of(self.table)
         if len(self.levels) == 1 or self.cap is None:
             zeros = np.zeros_like(self.table.forward)
             self.mixes = [_Mixes(zeros.astype(np.intp), zeros.astype(np.intp), zeros)] * len(stages)
             self.backward = [self.table.input_gradient] * len(stages)
-            self.kept = [self.with_output(self.table.kept)] * len(stages)
-            self.working, self.early = [self.table.working] * len(stages), [self.table.early] * len(stages)
+            self.holds = [common] * len(stages)
             return
-        backward, inside, working, early = (
-            np.stack([getattr(each, name) for each in self.levels])
-            for name in ("input_gradient", "kept", "working", "early")
-        )
-        self.mixes, self.backward, self.kept, self.working, self.early = [], [], [], [], []
+        each = [self.holds_of(level) for level in self.levels]
+        names = _SPLIT if self.schedule.kind in SPLIT_BACKWARD else _WHOLE
+        levels = {name: np.stack([getattr(holds, name) for holds in each]) for name in names}
+        backward = np.stack([level.input_gradient for level in self.levels])
+        self.mixes, self.backward, self.holds = [], [], []
         for stage in stages:
-            kept = np.stack([self.with_output(each) for each in inside])
-            nbytes = np.stack(
-                [self.bytes_of(stage, *each) for each in zip(kept, working, early, strict=True)]
-            )
+            nbytes = np.stack([self.bytes_of(stage, holds) for holds in each])
             mixes = _Mixes.under(self.cap * self.part(stage), nbytes, backward)
             self.mixes.append(mixes)
-            for chosen, tables in (
-                (self.backward, backward),
-                (self.kept, kept),
-                (self.working, working),
-                (self.early, early),
-            ):
-                chosen.append(mixes.of(tables))
+            self.backward.append(mixes.of(backward))
+            self.holds.append(common.mixed(mixes, levels))
+
+    def holds_of(self, level: Intervals) -> Holds:
+        """Those of every stage at one level."""
+        halves = level.halves
+        kept = self.with_output(level.kept)
+        return Holds(kept, halves.held, level.working, level.early, halves.working, halves.early)
 
     def at_least(self, stage: int, shares: Shares, cap: int) -> Table:
         """Of a stage the seconds for gradients of inputs with the least that has to be computed again."""
@@ -304,23 +321,22 @@ class CutProblem:
 
     def stage_bytes(self, stage: int) -> Table:
         """The peak of a rank with this one stage alone."""
-        return self.bytes_of(stage, self.kept[stage], self.working[stage], self.early[stage])
+        return self.bytes_of(stage, self.holds[stage])
 
-    def bytes_of(self, stage: int, kept: Table, working: Table, early: Table) -> Table:
+    def bytes_of(self, stage: int, holds: Holds) -> Table:
         table, rank = self.table, self.schedule.rank_of(stage)
         place = stages_of(self.schedule, rank).index(stage)
-        peak = np.full_like(kept, -np.inf)
-        for moments, beside in zip(flights(self.schedule)[rank], self.beside(working, early), strict=True):
+        peak = np.full_like(holds.kept, -np.inf)
+        for moments, beside in zip(flights(self.schedule)[rank], self.beside(holds), strict=True):
             for count, half, back in of_one(moments, place):
-                held = count * kept + half * table.halves.held + back * table.received_back[:, None]
+                held = count * holds.kept + half * holds.held + back * table.received_back[:, None]
                 peak = np.maximum(peak, held + beside)
         return np.triu(self.lasting[stage] + peak, 1)
 
-    def beside(self, working: Table, early: Table) -> tuple[Table, Table, Table, Table]:
+    def beside(self, holds: Holds) -> tuple[Table, Table, Table, Table]:
         """What is needed in the moments of `Flights` beside what is kept and the state."""
-        table = self.table
-        halves, missing = table.halves, table.gradients
-        return early - missing, halves.early - missing, working, halves.working
+        missing = self.table.gradients
+        return holds.early - missing, holds.half_early - missing, holds.working, holds.half
 
     def part(self, stage: int) -> float:
         """Of what its rank holds when that is most, if all stages were alike."""
@@ -339,11 +355,10 @@ class CutProblem:
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
         """Peaks [cut, rank], all stages of a rank together."""
         starts, stops = paths[:, :-1], paths[:, 1:]
-        lasting, kept, working, early = (
-            self.pick(each, paths) for each in (self.lasting, self.kept, self.working, self.early)
+        lasting, missing = self.pick(self.lasting, paths), self.table.gradients[starts, stops]
+        kept, held, working, early, half, half_early = (
+            self.pick([getattr(holds, each.name) for holds in self.holds], paths) for each in fields(Holds)
         )
-        halves, missing = self.table.halves, self.table.gradients[starts, stops]
-        held, half, half_early = (each[starts, stops] for each in (halves.held, halves.working, halves.early))
         back = self.table.received_back[starts]
         found = []
         for rank, each in enumerate(flights(self.schedule)):
@@ -421,16 +436,16 @@ class CutProblem:
                 update=float(costs.update[stage, 0]),
                 state=int(table.state[p, q]),
                 lasting=int(self.lasting[stage][p, q] - table.state[p, q]),
-                kept=int(self.kept[stage][p, q]),
-                kept_for_weight=int(table.halves.held[p, q]),
+                kept=int(holds.kept[p, q]),
+                kept_for_weight=int(holds.held[p, q]),
                 sent_back=0 if self.late else int(table.received_back[p]),
-                working=int(self.working[stage][p, q]),
+                working=int(holds.working[p, q]),
                 gradients=int(table.gradients[p, q]),
-                early=int(self.early[stage][p, q]),
-                halving=int(table.halves.working[p, q]),
-                halving_early=int(table.halves.early[p, q]),
+                early=int(holds.early[p, q]),
+                halving=int(holds.half[p, q]),
+                halving_early=int(holds.half_early[p, q]),
             )
-            for stage, (p, q) in enumerate(zip(starts, stops, strict=True))
+            for stage, (p, q, holds) in enumerate(zip(starts, stops, self.holds, strict=True))
         )
 
 

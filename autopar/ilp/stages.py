@@ -25,7 +25,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.core.schedule import SPLIT_BACKWARD, Schedule
+from autopar.core.schedule import Schedule
 from autopar.core.timeline import StageCost
 from autopar.cost.again import Shares
 from autopar.cost.intervals import Intervals
@@ -95,20 +95,15 @@ def cuts(
 ) -> list[Found]:
     """The best cut under each of the schedules but for those that can't beat another, by their lower bounds.
 
-    `tables` are the levels of recomputing, from none on; there is none but that if backward is split in
-    two. The search also begins where a `known` cut starts its stages, if one is given; those of the best cuts
-    without a cap, `free`, that meet it are not sought anew. Raises the InfeasibleError that asks for least if
-    no schedule meets the cap.
+    `tables` are the levels of recomputing, from none on. The search also begins where a `known` cut starts its
+    stages, if one is given; those of the best cuts without a cap, `free`, that meet it are not sought anew.
+    Raises the InfeasibleError that asks for least if no schedule meets the cap.
     """
     limit = HOPELESS * min((each.seconds for each, _ in free), default=math.inf)
     fits = [each for each in free if cap is None or max(each[0].rank_bytes) <= cap]
     found = [each for each in fits if each[0].seconds <= limit]
     done = {schedule.kind for _, schedule in found}
-    problems = [
-        CutProblem(_levels(tables, schedule), schedule, cap)
-        for schedule in schedules
-        if schedule.kind not in done
-    ]
+    problems = [CutProblem(tables, schedule, cap) for schedule in schedules if schedule.kind not in done]
     failures: list[InfeasibleError] = []
     for problem in sorted(problems, key=lambda problem: problem.bound):
         fastest = min((each.seconds for each, _ in found), default=math.inf)
@@ -124,18 +119,14 @@ def cuts(
 
 
 def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
-    """A lower bound on the seconds of all cuts under `cap`, whatever is computed again; where backward is
-    split, nothing is.
+    """A lower bound on the seconds of all cuts under `cap`, whatever is computed again.
 
     `table` is the one without that. To keep D bytes less for each micro-batch a stage takes at least the
     seconds of the operators that spare most for theirs, and a part of one: with l seconds per byte,
 
         max over l of  l D - sum over its operators of max(0, l spared - seconds)
     """
-    return min(
-        CutProblem([table], schedule, cap, shares=None if schedule.kind in SPLIT_BACKWARD else shares).bound
-        for schedule in schedules
-    )
+    return min(CutProblem([table], schedule, cap, shares=shares).bound for schedule in schedules)
 
 
 def closer_bound(table: Intervals, schedules: Sequence[Schedule], *, most: float) -> float:
@@ -144,11 +135,6 @@ def closer_bound(table: Intervals, schedules: Sequence[Schedule], *, most: float
     for schedule in schedules:
         found = min(found, pair_bound(CutProblem([table], schedule, None), found))
     return found
-
-
-def _levels(tables: Sequence[Intervals], schedule: Schedule) -> Sequence[Intervals]:
-    """Those among which its stages choose."""
-    return tables[:1] if schedule.kind in SPLIT_BACKWARD else tables
 
 
 def keep(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:

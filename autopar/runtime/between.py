@@ -6,13 +6,15 @@
 
 Torch keeps the whole graph until the second half. Here each saved tensor lies in a box. In the first half
 a box is emptied as soon as what has read it has run, unless a weight hangs on that: is reached from it by a
-way on which nothing depends on what the stage received.
+way on which nothing depends on what the stage received. Boxes of what is computed again are filled when the
+first of them is opened (recompute.py): in the first half, for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -24,9 +26,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Box(Generic[T]):
-    """Something saved; None once it is of no use."""
+    """Something saved; None once it is of no use. What can be had anew lies there for a first half alone, and
+    `then` the way to it."""
 
     saved: T | None
+    then: T | None = None
 
 
 @dataclass(slots=True)
@@ -54,15 +58,20 @@ class Between:
             if node is not self._node:
                 self._empty()
                 self._node = node
-            if node is not None and not self._graph.has_weight(node):
+            if node is not None and (box.then is not None or not self._graph.has_weight(node)):
                 self._read.append(box)
         assert box.saved is not None, "what a first half has read for the last time"
         return box.saved
 
     def _empty(self) -> None:
         for box in self._read:
-            box.saved = None
+            box.saved, box.then = box.then, None
         self._read.clear()
+
+
+halved: ContextVar[Between | None] = ContextVar(
+    "the stage that runs, if its backward is halved", default=None
+)
 
 
 @dataclass(slots=True)

@@ -7,24 +7,36 @@ Collectives and halos are kept, never repeated: their results are saved between 
 and random masks are drawn alike. Only weights that are to be gathered again in backward are so here.
 Running statistics are written once: both times the part writes to copies of them, and only the first
 one's are taken over.
+
+Where backward is split in two (between.py), both halves need what a part makes again, and torch's checkpoint
+would run it anew for each pass over autograd's graph. There the first tensor that is wanted fills the boxes
+of all, and each lasts as long as others of the stage do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    get_device_states,
     set_checkpoint_early_stop,
+    set_device_states,
 )
 
-from autopar.runtime.regather import is_again
+from autopar.runtime.between import Between, Box, halved
+from autopar.runtime.regather import Anew, anew, is_again, noting
+
+Body: TypeAlias = Callable[..., tuple[list[Tensor], list[Tensor]]]
 
 
 class Recomputed(nn.Module):
@@ -51,13 +63,87 @@ class Recomputed(nn.Module):
             return list(self.body(*values)), list(copies.values())
 
         kept = [tensor for place, tensor in enumerate(tensors) if place not in buffers]
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
-        with set_checkpoint_early_stop(not self.to_the_end):
-            results, written = checkpoint(run, *kept, use_reentrant=False, context_fn=contexts)
+        if between := halved.get():
+            results, written = _Once(run, kept, between, to_the_end=self.to_the_end).forward(*kept)
+        else:
+            contexts = partial(create_selective_checkpoint_contexts, _policy)
+            with set_checkpoint_early_stop(not self.to_the_end):
+                results, written = checkpoint(run, *kept, use_reentrant=False, context_fn=contexts)
         with torch.no_grad():
             for buffer, value in zip(buffers.values(), written, strict=True):
                 buffer.copy_(value)
         return tuple(results)
+
+
+class _Made(Exception):
+    """All that was saved is made again."""
+
+
+class _Once:
+    """A call of `body` that is computed again once, by the first that wants what it saved."""
+
+    def __init__(
+        self, body: Body, arguments: Sequence[Tensor], between: Between, *, to_the_end: bool
+    ) -> None:
+        self._body, self._between, self._to_the_end = body, between, to_the_end
+        self._kept: Sequence[Tensor | Anew] | None = [anew(each) or each.detach() for each in arguments]
+        self._learns = [each.requires_grad for each in arguments]
+        self._boxes: list[weakref.ref[_Saved]] = []
+        self._first, self._second = create_selective_checkpoint_contexts(_policy)
+        self._random = torch.get_rng_state(), *get_device_states(*arguments)
+
+    def forward(self, *arguments: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What `body` makes of them."""
+        with saved_tensors_hooks(self._pack, self._unpack), self._first:
+            return self._body(*arguments)
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        box = _Saved()
+        self._boxes.append(weakref.ref(box))
+        return box
+
+    def _unpack(self, box: _Saved) -> Tensor:
+        if self._kept is not None:
+            arguments = [each.again() if isinstance(each, Anew) else each for each in self._kept]
+            self._kept = None
+            self._fill(arguments)
+        saved = self._between.open(box)
+        return saved.again() if isinstance(saved, Anew) else saved
+
+    def _fill(self, arguments: Sequence[Tensor]) -> None:
+        """Compute again what the boxes hold that are still there."""
+        waiting = list(reversed(self._boxes))
+
+        def fill(tensor: Tensor) -> Tensor:
+            box = waiting.pop()()
+            if box is not None:
+                box.saved, box.then = tensor.detach(), anew(tensor)
+            if not waiting and not self._to_the_end:
+                raise _Made
+            return tensor
+
+        cpu, devices, states = self._random
+        learning = [
+            each.detach().requires_grad_(learns) for each, learns in zip(arguments, self._learns, strict=True)
+        ]
+        with torch.random.fork_rng(devices), noting(), torch.enable_grad(), suppress(_Made):
+            torch.set_rng_state(cpu)
+            set_device_states(devices, states)
+            with saved_tensors_hooks(fill, _itself), self._second:
+                self._body(*learning)
+
+
+class _Saved(Box[Tensor | Anew]):
+    """A box that can be referred to weakly; empty until its part is computed again."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def stays(target: Any) -> bool:

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.errors import InputError
 from autopar.runtime import registry
-from autopar.runtime.between import Between, Box
+from autopar.runtime.between import Between, Box, halved
 
 AGAIN = "_again"  # ends the names of the operators whose results don't stay
 
@@ -46,7 +46,7 @@ def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable
         return program
 
     def run(*tensors: Tensor) -> Any:
-        with _noting(between):
+        with _freeing(between):
             return program(*tensors)
 
     return run
@@ -93,7 +93,7 @@ class _Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class Anew:
     """A saved tensor, as a view of a gathered one."""
 
     whole: _Gathered
@@ -102,14 +102,34 @@ class _View:
     offset: int | torch.SymInt
 
     def again(self) -> Tensor:
+        """The tensor: its collective is repeated."""
         return self.whole.again().as_strided(self.size, self.stride, self.offset)
 
 
-_Notes = dict[int, tuple[weakref.ref[torch.UntypedStorage], _Gathered]]  # by the storage's address
-_notes: ContextVar[_Notes | None] = ContextVar("gathered weights", default=None)
+Notes = dict[int, tuple[weakref.ref[torch.UntypedStorage], _Gathered]]  # by the storage's address
+_notes: ContextVar[Notes | None] = ContextVar("gathered weights", default=None)
 
 
-def _find(notes: _Notes, tensor: Tensor) -> _Gathered | None:
+@contextmanager
+def noting() -> Iterator[None]:
+    """Within, how weights are gathered is noted."""
+    before = _notes.set({})
+    try:
+        yield
+    finally:
+        _notes.reset(before)
+
+
+def anew(tensor: Tensor) -> Anew | None:
+    """The way to gather `tensor` again; None if it was not gathered, or nobody has noted how."""
+    notes = _notes.get()
+    made = _find(notes, tensor) if notes and tensor.layout == torch.strided else None
+    if made is None or tensor.dtype != made.dtype or tensor.is_conj() or tensor.is_neg():
+        return None
+    return Anew(made, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _find(notes: Notes, tensor: Tensor) -> _Gathered | None:
     """How the storage of `tensor` was gathered; None if it was not."""
     storage = tensor.untyped_storage()
     known, made = notes.get(storage._cdata, (None, None))
@@ -117,24 +137,19 @@ def _find(notes: _Notes, tensor: Tensor) -> _Gathered | None:
 
 
 @contextmanager
-def _noting(between: Between | None) -> Iterator[None]:
-    notes: _Notes = {}
-
-    def pack(tensor: Tensor) -> Tensor | _View | Box[Tensor | _View]:
-        made = _find(notes, tensor) if tensor.layout == torch.strided else None
-        saved: Tensor | _View = tensor
-        if made is not None and tensor.dtype == made.dtype and not (tensor.is_conj() or tensor.is_neg()):
-            saved = _View(made, tensor.size(), tensor.stride(), tensor.storage_offset())
+def _freeing(between: Between | None) -> Iterator[None]:
+    def pack(tensor: Tensor) -> Tensor | Anew | Box[Tensor | Anew]:
+        saved = anew(tensor) or tensor
         return saved if between is None else Box(saved)
 
-    def unpack(found: Tensor | _View | Box[Tensor | _View]) -> Tensor:
+    def unpack(found: Tensor | Anew | Box[Tensor | Anew]) -> Tensor:
         saved = between.open(found) if between is not None and isinstance(found, Box) else found
         assert not isinstance(saved, Box)
-        return saved.again() if isinstance(saved, _View) else saved
+        return saved.again() if isinstance(saved, Anew) else saved
 
-    before = _notes.set(notes)
+    before = halved.set(between)
     try:
-        with saved_tensors_hooks(pack, unpack):
+        with noting(), saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        _notes.reset(before)
+        halved.reset(before)

@@ -9,9 +9,10 @@ Gradients add up in the leaves over all micro-batches; `take` hands them over on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,6 +24,7 @@ from autopar.runtime.between import Between
 from autopar.runtime.bound import by_first_use, cut_input
 from autopar.runtime.memory import settled
 from autopar.runtime.parameters import Leaves, local
+from autopar.runtime.recompute import Recomputed
 from autopar.runtime.regather import freeing
 
 
@@ -155,22 +157,53 @@ def splits_cleanly(executable: Executable) -> bool:
     }
     places = [node for node in executable.module.graph.nodes if node.op == "placeholder"]
     received = {node for node, spec in zip(places, executable.received, strict=False) if spec.requires_grad}
-    for node in executable.module.graph.nodes:
-        if received.intersection(node.all_input_nodes):
+    takes = _written_out(executable.module)
+    users: dict[fx.Node, list[fx.Node]] = {}
+    for node, taken in takes.items():
+        if not received.isdisjoint(taken):
             received.add(node)
-    return all(_meets(node, received) for node in places if str(node.target) in learned)
+        for each in dict.fromkeys(taken):
+            users.setdefault(each, []).append(node)
+    return all(_meets(node, received, takes, users) for node in places if str(node.target) in learned)
 
 
-def _meets(weight: fx.Node, received: set[fx.Node]) -> bool:
+def _written_out(program: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    """What each node takes, in their order, with parts that are computed again written out in their places."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    stands: dict[fx.Node, fx.Node] = {}  # what a part takes, and its results, for the nodes that make them
+    results: dict[fx.Node, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            part = cast(Recomputed, program.get_submodule(str(node.target))).body
+            inside = list(cast(fx.GraphModule, part).graph.nodes)
+            given = zip((each for each in inside if each.op == "placeholder"), node.args, strict=True)
+            stands |= {place: stands.get(each, each) for place, each in given}
+            for each in inside:
+                if each.op == "call_function":
+                    found[each] = [stands.get(item, item) for item in each.all_input_nodes]
+            results[node] = [stands.get(each, each) for each in inside[-1].all_input_nodes]
+        elif node.target is operator.getitem and node.args[0] in results:
+            stands[node] = results[node.args[0]][node.args[1]]
+        else:
+            found[node] = [stands.get(item, item) for item in node.all_input_nodes]
+    return found
+
+
+def _meets(
+    weight: fx.Node,
+    received: Container[fx.Node],
+    takes: Mapping[fx.Node, Sequence[fx.Node]],
+    users: Mapping[fx.Node, Sequence[fx.Node]],
+) -> bool:
     """Whether the weight, through conversions of it alone, has one use, together with what was received."""
-    while len(weight.users) == 1:
-        (user,) = weight.users
+    while len(users.get(weight, ())) == 1:
+        (user,) = users[weight]
         if user in received:
             return True
-        if len(user.all_input_nodes) > 1 or user.op == "output":
+        if len(takes[user]) > 1 or user.op == "output":
             return False
         weight = user
-    return not weight.users
+    return not users.get(weight)
 
 
 def _guarded(value: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from itertools import combinations
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from autopar.cluster import ClusterSpec
@@ -22,6 +23,8 @@ from autopar.cost.values import find_values
 from autopar.planning import search
 from autopar.request import Request
 from autopar.runtime.between import Between, Box
+from autopar.runtime.peak import StorageTracker
+from autopar.runtime.recompute import Recomputed
 from autopar.runtime.regather import freeing
 from autopar.runtime.stage import splits_cleanly
 from autopar.simplify import only_loss
@@ -29,7 +32,7 @@ from autopar.trace import Traced, trace
 
 
 class Chain(nn.Module):
-    """A skip over the middle, a weight that is used twice, batch norm, a fused projection."""
+    """A skip over the middle, a weight that is used twice, batch norm, dropout, a fused projection."""
 
     def __init__(self, *, twice: bool = False, late: bool = False) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class Chain(nn.Module):
             h = torch.tanh(self.middle(h))
         if self.late:
             h = h + torch.tanh(self.again(self.table(index)))
-        left, right = self.fused(h + skip).chunk(2, dim=-1)
+        left, right = self.fused(F.dropout(h, 0.3) + skip).chunk(2, dim=-1)
         loss: Tensor = (left * right).square().mean() + skip.mean()
         return loss
 
@@ -57,17 +60,20 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def planned(model: nn.Module) -> tuple[Traced, Plan]:
+def planned(model: nn.Module, part: int = 0) -> tuple[Traced, Plan]:
+    """The plan; with a `part` all operators are computed again, so many at a time."""
     inputs = (torch.randn(5, 6, dtype=torch.float64), torch.randint(4, (5,)))
     traced = trace(model.double(), inputs)
     traced = replace(traced, graph=only_loss(traced.graph))
     plan = search(traced.graph, ClusterSpec.local(1), Request(measure=False, alternatives=False)).plan
-    return traced, plan
+    count = len(traced.graph.operators)
+    parts = tuple((first, min(first + part, count)) for first in range(0, count, part)) if part else ()
+    return traced, replace(plan, program=replace(plan.program, recompute=parts))
 
 
-def stages(model: nn.Module) -> list[tuple[Executable, Traced]]:
+def stages(model: nn.Module, part: int = 0) -> list[tuple[Executable, Traced]]:
     """The later stages of every cut into two, and of some into three."""
-    traced, plan = planned(model)
+    traced, plan = planned(model, part)
     count = len(traced.graph.operators)
     cuts: list[tuple[int, ...]] = [(0, cut) for cut in range(1, count)]
     cuts += [(0, cut, (cut + count) // 2) for cut in range(1, count - 2)]
@@ -110,9 +116,14 @@ def gradients(stage: Executable, model: nn.Module, traced: Traced, *, halves: bo
     return [*found, *(item.grad for item in weights)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_planning_knows_what_splits_cleanly(name: str) -> None:
-    traced, plan = planned(MODELS[name]())
+every_model = pytest.mark.parametrize("name", MODELS)
+every_part = pytest.mark.parametrize("part", [0, 1, 3, 50], ids="computed again by {}".format)
+
+
+@every_part
+@every_model
+def test_planning_knows_what_splits_cleanly(name: str, part: int) -> None:
+    traced, plan = planned(MODELS[name](), part)
     count = len(traced.graph.operators)
     values = find_values(traced.graph, plan.program, training=True)
     clean = planned_to_split(traced.graph, values, range(count + 1))
@@ -124,11 +135,12 @@ def test_planning_knows_what_splits_cleanly(name: str) -> None:
     assert clean.any()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_two_halves_give_the_gradients_of_the_whole(name: str) -> None:
+@every_part
+@every_model
+def test_two_halves_give_the_gradients_of_the_whole(name: str, part: int) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().double()
-    every = stages(model)
+    every = stages(model, part)
     split = [(stage, traced) for stage, traced in every if stage.received and splits_cleanly(stage)]
     assert split and (name == "chain" or len(split) < len(every))
     for stage, traced in split:
@@ -166,6 +178,49 @@ def test_between_the_halves_nothing_is_kept_but_what_weights_need() -> None:
     for one, two in zip(halves, (x.grad, weight.grad), strict=True):
         assert one is not None and two is not None
         assert torch.allclose(one, two, rtol=1e-12)
+
+
+class Twice(nn.Module):
+    """Two layers and a mask; counts how often it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor]:
+        self.runs += 1
+        return (torch.tanh(F.dropout(torch.tanh(x @ one), 0.5) @ two) * 2,)
+
+
+def test_a_part_is_computed_again_once_for_both_halves() -> None:
+    body, between = Twice(), Between()
+    part = Recomputed(body, mutated=())
+    x, *weights = (torch.randn(500, 500, requires_grad=True) for _ in range(3))
+    torch.manual_seed(1)
+    run = freeing(_calling(part, 3), between)
+    unit = x.nbytes
+    with StorageTracker([x, *weights]) as tracker:
+        loss = run(x, *weights)[0].sum()
+        assert tracker.nbytes < 4.1 * unit and body.runs == 1  # nothing beside what was given
+        with between.first_half(weights):
+            found, groups = stage_backward_input([loss], None, [x], iter(weights))
+        assert body.runs == 2
+        # The gradient of x, and for each weight what it was multiplied with, one of them x, and a gradient.
+        assert tracker.nbytes < 8.1 * unit
+        stage_backward_weight(iter(weights), groups)
+        assert body.runs == 2
+    halves = [*found, *(weight.grad for weight in weights)]
+    torch.manual_seed(1)
+    wanted = torch.autograd.grad(Twice()(x, *weights)[0].sum(), [x, *weights])
+    assert all(one is not None and torch.equal(one, two) for one, two in zip(halves, wanted, strict=True))
+
+
+def _calling(part: nn.Module, count: int) -> fx.GraphModule:
+    """A program that hands its inputs to the module and returns what it gives."""
+    root, graph = nn.Module(), fx.Graph()
+    root.add_module("part", part)
+    graph.output(graph.call_module("part", tuple(graph.placeholder(f"x{place}") for place in range(count))))
+    return fx.GraphModule(root, graph)
 
 
 def test_what_is_read_outside_of_a_first_half_stays() -> None:
