@@ -13,8 +13,9 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Call, Graph
@@ -350,15 +351,27 @@ class MeshProblem:
         *,
         known: Step | None = None,
     ) -> list[Step]:
-        """Placements that meet the cap, found by bisecting the price of memory to where they just do
-        without computing anything again; fewer if one that meets it is `known`."""
+        """Placements that meet the cap; fewer if one that meets it is `known`. If they compute parts again
+        for that, also those that are chosen with a view to it, which may promise more than parts then hold."""
         kept = min(map(mean_flight, self.schedules))
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
 
-        def at(price: float) -> Solution:
+        def at(price: float, recompute: Recompute) -> Solution:
             dear = Dear(state=price * unit, kept=price * unit * kept)
-            return self.solve(force, deadline, cap=None, dear=dear)
+            return self.solve(force, deadline, cap=None, dear=dear, recompute=recompute)
 
+        asked, best, found = self.request.recompute, known, list[Step]()
+        for recompute in (Recompute.NONE, asked) if asked is Recompute.AUTO else (asked,):
+            if not found or best is None or best.solution.program.recompute:
+                found += self.priced(fastest, partial(at, recompute=recompute), cap, known=best)
+                best = min([*found, *([best] if best else [])], key=lambda step: step.seconds, default=None)
+        return found if found or known else [self.stage(at(PRICES[1], asked), cap, fastest.bound)]
+
+    def priced(
+        self, fastest: Solution, at: Callable[[float], Solution], cap: int | None, *, known: Step | None
+    ) -> list[Step]:
+        """Those that meet the cap of the placements `at` some prices of memory: bisected to where they just
+        do without computing anything again."""
         low, high = map(math.log, PRICES)
         found: dict[float, Step] = {}
         failed: list[Program] = []
@@ -391,8 +404,6 @@ class MeshProblem:
                     continue
                 plain = self.request.recompute is Recompute.ALL or not step.solution.program.recompute
                 low, high = (low, middle) if plain else (middle, high)
-        if not found and not known:
-            return [self.stage(at(PRICES[1]), cap, fastest.bound)]
         return list(found.values())
 
     def even_seconds(self, seconds: float) -> float:
@@ -458,11 +469,13 @@ class MeshProblem:
         cap: int | None,
         dear: Dear = FREE,
         bounded: bool = True,
+        recompute: Recompute | None = None,
     ) -> Solution:
-        """The best placement of the whole graph; see `choose`."""
+        """The best placement of the whole graph, with `recompute` instead of the request's; see `choose`."""
+        recompute = self.request.recompute if recompute is None else recompute
         for proven in (True, False)[: 1 if bounded else 2]:
-            if (force, cap, dear, proven) in self.solved:
-                return self.solved[force, cap, dear, proven]
+            if (force, cap, dear, proven, recompute) in self.solved:
+                return self.solved[force, cap, dear, proven, recompute]
         if cap is not None:
             fastest = self.solve(force, deadline, cap=None, bounded=bounded)
             if fastest.peak.nbytes <= cap:
@@ -492,10 +505,10 @@ class MeshProblem:
             time_limit=None if deadline is None else max(0.1, deadline - time.monotonic()),
             dear=dear,
             bounded=bounded,
-            recompute=self.request.recompute,
+            recompute=recompute,
             beat=self.beat / self.request.micro_batches if bounded and self.request.stages == 1 else math.inf,
         )
-        self.solved[force, cap, dear, bounded] = found
+        self.solved[force, cap, dear, bounded, recompute] = found
         return found
 
 

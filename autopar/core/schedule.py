@@ -43,7 +43,8 @@ class ScheduleKind(Enum):
         return self in (ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
 
 
-SPLIT_BACKWARD = (ScheduleKind.ZB1P, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)  # into inputs' and weights'
+ALWAYS_SPLIT = (ScheduleKind.ZB1P, ScheduleKind.ZBV)  # each backward in two, inputs' and weights'
+SPLIT_BACKWARD = (*ALWAYS_SPLIT, ScheduleKind.DUALPIPEV)  # some
 
 
 class ActionKind(Enum):

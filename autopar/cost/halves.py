@@ -28,12 +28,14 @@ class Halves:
     """Bytes of the stage from `places[p]` to `places[q]`: `held` by each micro-batch between the halves, with
     what it received and sent; needed by a first half beside what is kept, `working` and `early` as those of
     `Intervals`. Where it makes gradients of weights, other actions need `made` from the start instead of
-    what is early."""
+    what is early. A forward or a second half alone needs `apart` and `apart_early`."""
 
     held: Table
     working: Table
     early: Table
     made: Table
+    apart: Table
+    apart_early: Table
 
 
 def halves(
@@ -47,9 +49,11 @@ def halves(
     working: Table,
     early: Table,
     gradients: Table,
+    ahead: Row,
+    largest: Table,
 ) -> Halves:
-    """`most` bytes are needed at each place beside what is kept; the other tables are those of whole
-    backwards."""
+    """`most` bytes are needed at each place beside what is kept, `ahead` in forward; the other tables are
+    those of whole backwards, and of the `largest` gradient where others are there before."""
     between = Rectangles(places)
     for place, (own, held) in enumerate(zip(found.own_for_weights, found.held, strict=True)):
         between.add(-1, place, float(own + held))
@@ -58,11 +62,14 @@ def halves(
     total, whole = between.total(), ~splits_cleanly(graph, values, places)
     later = whole.copy()
     later[0] = False  # there the halves follow each other
+    apart = np.maximum(beside(kept, ahead, np.zeros_like(kept)), largest)
     return Halves(
         held=np.where(whole, 0.0, total),
         working=np.where(whole, working, beside(kept, most, total)),
         early=np.where(whole, early, beside(kept, most, total)),
         made=np.where(later, np.maximum(early, working + gradients), early),
+        apart=apart,
+        apart_early=np.where(later, apart + gradients, np.maximum(apart, gradients)),
     )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Program
+from autopar.core.schedule import ALWAYS_SPLIT, SPLIT_BACKWARD, ScheduleKind
 from autopar.cost.again import repeated
 from autopar.cost.collectives import all_reduce, send_recv
 from autopar.cost.gathering import copies, copy_bytes, regathers
@@ -72,15 +73,22 @@ class Intervals:
     calling: Table | float = 0.0
     splitting: Table | float = 0.0
 
-    def scheduled(self, *, split: bool) -> Intervals:
+    def scheduled(self, kind: ScheduleKind) -> Intervals:
         """The stages as a schedule runs them. If it splits backward, torch looks for where gradients of
-        weights begin before those of inputs are sent, and there is one call more."""
+        weights begin before those of inputs are sent, and there is one call more. If it splits every one,
+        less is needed beside first halves."""
+        split, working, early = kind in SPLIT_BACKWARD, self.working, self.early
+        if kind in ALWAYS_SPLIT:
+            working, early = self.halves.apart, self.halves.apart_early
+        elif split:
+            early = self.halves.made
         return replace(
             self,
             forward=self.forward + self.calling,
             input_gradient=self.input_gradient + self.calling + (self.splitting if split else 0.0),
             weight_gradient=self.weight_gradient + (self.calling if split else 0.0),
-            early=self.halves.made if split else self.early,
+            working=working,
+            early=early,
             calling=0.0,
             splitting=0.0,
         )
@@ -166,6 +174,8 @@ def intervals(
             working=np.triu(split.working + back, 1),
             early=np.triu(split.early + back, 1),
             made=np.triu(split.made + back, 1),
+            apart=np.triu(split.apart + back, 1),
+            apart_early=np.triu(split.apart_early + back, 1),
         ),
         calling=_host_seconds(prices) * CALL_SECONDS * np.triu(np.ones_like(kept), 1),
         splitting=_host_seconds(prices) * SPLIT_SECONDS * np.triu(np.subtract.outer(places, places).T, 1),
@@ -298,7 +308,10 @@ def _memory(
         elif storage.keepers:
             rectangles.add_first(storage.home, storage.keepers[0], float(storage.nbytes))
     kept = rectangles.total()
-    most = np.array([max(found.working[low:high], default=0) for low, high in pairwise(places)])
+    most, ahead = (
+        np.array([max(amounts[low:high], default=0) for low, high in pairwise(places)])
+        for amounts in (found.working, found.forward)
+    )
     working = beside(kept, most, np.zeros_like(kept)) + largest
     early = beside(kept, most, gradients)
     split = halves(
@@ -311,6 +324,8 @@ def _memory(
         working=working,
         early=early,
         gradients=gradients,
+        ahead=ahead,
+        largest=largest,
     )
     return kept, working, early, split
 

@@ -56,13 +56,14 @@ class Footing:
     """What operators hold, one by one: storages kept for backward, bytes `own` of each operator that
     nobody else sees, `own_for_weights` those of them that stay between the halves of a split backward, bytes
     `held` of gradients then, and the `working` bytes beside what is kept while it runs, forward or
-    backward."""
+    backward, and those of `forward` alone."""
 
     kept: tuple[KeptStorage, ...]
     own: tuple[int, ...]
     own_for_weights: tuple[int, ...]
     held: tuple[int, ...]
     working: tuple[int, ...]
+    forward: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,7 @@ class _Replay:
         self.held_back: set[Hashable] = set()
         self.of_weights, self.with_weights = self.weighted() if staged else (set(), set())
         self.working = [0] * (len(graph.operators) + 1)
+        self.forward_working = self.working
         self.by_operator = [0] * (len(graph.operators) + 1)
         self.kept: Counter[int] = Counter()
         self.kept_bytes = 0
@@ -208,7 +210,7 @@ class _Replay:
             self.heap.hold("batch", self.batch_bytes())
             self.sums.begin()
         self.forward()
-        kept = self.kept_bytes
+        kept, self.forward_working = self.kept_bytes, list(self.working)
         if self.prices.training:
             self.backward()
         names = [item.name for item in self.graph.operators]
@@ -226,9 +228,6 @@ class _Replay:
             for value in (*call.memory.takes, *(item.value for item in call.memory.gives)):
                 homes.setdefault(self.tape.root[value], call.place)
         last = len(self.graph.operators)
-        working = self.working[:last]
-        if working:  # conversions of outputs belong to the last operator
-            working[-1] = max(self.working[last - 1 :])
         return Footing(
             kept=tuple(
                 KeptStorage(
@@ -244,8 +243,14 @@ class _Replay:
             own=tuple(self.own[:last]),
             own_for_weights=tuple(self.own_for_weights[:last]),
             held=tuple(self.held[:last]),
-            working=tuple(working),
+            working=self.by_place(self.working),
+            forward=self.by_place(self.forward_working),
         )
+
+    def by_place(self, amounts: Sequence[int]) -> tuple[int, ...]:
+        """The amounts of operators, of which the last has the conversions of outputs."""
+        last = len(self.graph.operators)
+        return (*amounts[: last - 1], max(amounts[last - 1 :])) if last else ()
 
     def weighted(self) -> tuple[set[int], set[int]]:
         """The calls that make something of a weight alone, and those that do of one and of other values."""

@@ -141,8 +141,7 @@ class CutProblem:
     bound: float = field(init=False)
 
     def __post_init__(self) -> None:
-        split = self.schedule.kind in SPLIT_BACKWARD
-        self.levels = [level.scheduled(split=split) for level in self.levels]
+        self.levels = [level.scheduled(self.schedule.kind) for level in self.levels]
         self.table = table = self.levels[0]
         stages = self.schedule.stages
         self.lasting = [self.always_there(stage) for stage in range(stages)]

@@ -95,9 +95,9 @@ def cuts(
 ) -> list[Found]:
     """The best cut under each of the schedules but for those that can't beat another, by their lower bounds.
 
-    `tables` are the levels of recomputing, from none on. The search also begins where a `known` cut starts its
-    stages, if one is given; those of the best cuts without a cap, `free`, that meet it are not sought anew.
-    Raises the InfeasibleError that asks for least if no schedule meets the cap.
+    `tables` are the levels of recomputing, from none on. The search also begins where a `known` cut starts
+    its stages, if one is given; those of the best cuts without a cap, `free`, that meet it are not sought
+    anew. Raises the InfeasibleError that asks for least if no schedule meets the cap.
     """
     limit = HOPELESS * min((each.seconds for each, _ in free), default=math.inf)
     fits = [each for each in free if cap is None or max(each[0].rank_bytes) <= cap]

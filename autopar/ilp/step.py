@@ -14,7 +14,7 @@ from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute, Segment
-from autopar.core.schedule import Schedule
+from autopar.core.schedule import SPLIT_BACKWARD, Schedule
 from autopar.cost.again import shares
 from autopar.cost.intervals import choose_places, crossing_bytes, intervals
 from autopar.cost.prices import Prices
@@ -113,11 +113,10 @@ def staged(
     if starts is None:
         uncapped = cuts([table], schedules, cap=None, known=known)
         found, schedule = best(uncapped)
-        free = found.seconds
-        refuse_beaten(found.bound * _share(solution, relaxed), beat)
+        free, bound = found.seconds, found.bound
+        refuse_beaten(bound * _share(solution, relaxed), beat)
         refuse_beaten(free, limit)
         if cap is not None and max(found.rank_bytes) > cap:
-            bound = found.bound
             if recompute is Recompute.AUTO:
                 programs = ladder(graph, prices, solution.program, RUNGS)
                 spared = shares(graph, prices, solution.program)
@@ -125,13 +124,17 @@ def staged(
                 refuse_beaten(bound, limit)
             tables = [table, *(intervals(graph, prices, each, hop, places=places) for each in programs[1:])]
             found, schedule = best(cuts(tables, schedules, cap=cap, known=known, free=uncapped))
-            if len(tables) > 1:
-                program, exact = _Parting(graph, prices, programs, hop, schedule, cap).of(found)
-                solution = replace(solution, program=program)
-                found = replace(exact, bound=min(bound, exact.seconds), places=found.places)
+            bound = bound if len(tables) > 1 else found.bound
     else:
         found, schedule = keep(table, schedules[0], starts), schedules[0]
-        free = found.seconds
+        free, bound = found.seconds, found.bound
+    if programs[-1].recompute:
+        limited = None if starts is not None else cap
+        inner = table.places if schedule.kind in SPLIT_BACKWARD else ()
+        program, exact = _Parting(graph, prices, programs, hop, schedule, limited, inner).of(found)
+        solution = replace(solution, program=program)
+        found = replace(exact, places=found.places)
+    found = replace(found, bound=min(bound, found.seconds))
     share = _share(solution, relaxed)
     fullest = max(range(schedule.ranks), key=lambda rank: found.rank_bytes[rank])
     return Step(
@@ -244,7 +247,8 @@ def _around(starts: Sequence[int], operators: int) -> tuple[int, ...]:
 class _Parting:
     """Where in each stage of a cut its leaner level of recomputing ends and the richer one begins.
 
-    The tables say about where; how far that can be moved is found by replaying all stages at once.
+    The tables say about where; how far that can be moved is found by replaying all stages at once. Parts that
+    reach over a cut are cut there, too, which the tables don't know.
     """
 
     graph: Graph
@@ -252,7 +256,8 @@ class _Parting:
     programs: Sequence[Program]
     hop: LinkLike
     schedule: Schedule
-    cap: int
+    cap: int | None
+    inner: Sequence[int]  # places between which halves of backward are told apart
 
     def of(self, cut: Cut) -> tuple[Program, Cut]:
         """The program in which as much of each stage as fits is in the richer level, and its cut."""
@@ -266,12 +271,12 @@ class _Parting:
             _, found = self.replayed(cut, turns)
             for stage in mixed:
                 by = max(1, spans[stage] >> (probe + 3))
-                if found.rank_bytes[self.schedule.rank_of(stage)] <= self.cap:
+                if self.cap is None or found.rank_bytes[self.schedule.rank_of(stage)] <= self.cap:
                     fitting[stage] = min(fitting[stage], turns[stage])
                     by = -by
                 turns[stage] = min(max(turns[stage] + by, cut.starts[stage]), fitting[stage])
         program, found = self.replayed(cut, fitting)
-        if (most := max(found.rank_bytes)) > self.cap:
+        if self.cap is not None and (most := max(found.rank_bytes)) > self.cap:
             raise InfeasibleError(
                 where="memory cap of a pipeline whose stages compute parts again",
                 found=f"{show_bytes(self.cap)} per device",
@@ -292,7 +297,8 @@ class _Parting:
             for part in _inside(self.programs[level].recompute, first, last)
         ]
         program = replace(self.programs[0], recompute=tuple(parts))
-        table = intervals(self.graph, self.prices, program, self.hop, places=(*cut.starts, operators))
+        places = sorted({*self.inner, *cut.starts, operators})
+        table = intervals(self.graph, self.prices, program, self.hop, places=places)
         return program, keep(table, self.schedule, cut.starts)
 
 

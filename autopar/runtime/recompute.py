@@ -54,12 +54,12 @@ class Recomputed(nn.Module):
         if not torch.is_grad_enabled():
             return self.body(*tensors)
 
-        buffers = {place: tensors[place] for place in self.mutated}
+        buffers, count = {place: tensors[place] for place in self.mutated}, len(tensors)
 
         def run(*arguments: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             copies = {place: buffer.clone() for place, buffer in buffers.items()}
             rest = iter(arguments)
-            values = [copies[place] if place in copies else next(rest) for place in range(len(tensors))]
+            values = [copies[place] if place in copies else next(rest) for place in range(count)]
             return list(self.body(*values)), list(copies.values())
 
         kept = [tensor for place, tensor in enumerate(tensors) if place not in buffers]
@@ -115,9 +115,12 @@ class _Once:
         waiting = list(reversed(self._boxes))
 
         def fill(tensor: Tensor) -> Tensor:
-            box = waiting.pop()()
+            box, tensor = (
+                waiting.pop()(),
+                tensor.detach(),
+            )  # else a result would keep what made it, and that it
             if box is not None:
-                box.saved, box.then = tensor.detach(), anew(tensor)
+                box.saved, box.then = tensor, anew(tensor)
             if not waiting and not self._to_the_end:
                 raise _Made
             return tensor

@@ -169,7 +169,7 @@ def cases() -> Iterator[Case]:
         yield Case(target, 2, two | {"force": "domain", "recompute": "all"})
         for schedule in SCHEDULES:
             yield Case(target, 2, {"stages": 2, "micro_batches": 4, "schedule": schedule})
-        for schedule in ("1f1b", "zb1p", "zbv", "dualpipev"):
+        for schedule in ("1f1b", "zb1p"):
             options = {"stages": 2, "micro_batches": 4, "schedule": schedule, "recompute": "all"}
             yield Case(target, 2, options)
         yield Case(target, 4, two | {"force": "batch", "stages": 2, "micro_batches": 4})

@@ -15,7 +15,7 @@ from autopar.cluster import Link
 from autopar.core.graph import Graph, InputKind, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import VIRTUAL
-from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind
+from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
 from autopar.cost.gathering import copies, copy_bytes
 from autopar.cost.halves import Halves
@@ -87,6 +87,8 @@ def random_table(random: Random, count: int) -> Intervals:
             working=working + 5.0,
             early=working + gradients // 3,
             made=working + gradients // 2 + np.minimum(gradients // 2, 3.0),
+            apart=working // 2,
+            apart_early=working // 2 + gradients,
         ),
         send=row(hop),
         send_back=row(hop),
@@ -134,7 +136,7 @@ def all_cuts(table: Intervals, schedule: Schedule) -> Iterator[tuple[float, int,
     """(seconds, peak bytes, starts) of every cut, by the simulator."""
     for inner in combinations(range(1, len(table.places) - 1), schedule.stages - 1):
         starts = (0, *inner)
-        costs = table.scheduled(split=schedule.kind in SPLIT_BACKWARD)
+        costs = table.scheduled(schedule.kind)
         timeline = simulate(schedule, stage_costs(costs, starts, schedule))
         yield timeline.seconds, timeline.peak.nbytes, starts
 
@@ -337,7 +339,9 @@ def test_calls_and_splitting_backward_cost_python_on_a_cpu_alone() -> None:
     for kind, call, each in (("cpu", CALL_SECONDS, SPLIT_SECONDS), ("cuda", 0.0, 0.0)):
         prices.model = replace(prices.model, device=replace(prices.device, kind=kind))
         table = intervals(graph, prices, program, HOP, places=places)
-        whole, split = (table.scheduled(split=each).seconds - table.seconds for each in (False, True))
+        whole, split = (
+            table.scheduled(each).seconds - table.seconds for each in (ScheduleKind.GPIPE, ScheduleKind.ZB1P)
+        )
         assert [whole[0, 1], whole[0, 2]] == pytest.approx([2 * call] * 2)
         assert split[0, 1] == pytest.approx(3 * call + 2 * each)
         assert split[0, 2] == pytest.approx(3 * call + len(graph.operators) * each)
