@@ -352,7 +352,7 @@ class MeshProblem:
         known: Step | None = None,
     ) -> list[Step]:
         """Placements that meet the cap; fewer if one that meets it is `known`. If they compute parts again
-        for that, also those that are chosen with a view to it, which may promise more than parts then hold."""
+        for that, also those that are chosen with a view to it, which may promise more than parts hold."""
         kept = min(map(mean_flight, self.schedules))
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
 
