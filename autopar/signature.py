@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -65,14 +66,17 @@ def split_inputs(
             return (), named
         case tuple() | list():
             return tuple(inputs), named
-        case dict():
+        case Mapping():
             return (), {**inputs, **named}
         case _:
             return (inputs,), named
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Split a call into its tensors and its constants."""
+    """Split a call into its tensors and its constants.
+
+    Raises InputError for an object that holds tensors: a graph would keep those of the first call.
+    """
     paths, structure = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     tensors: list[torch.Tensor] = []
     names: list[str] = []
@@ -83,8 +87,31 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argument
             tensors.append(leaf)
             names.append(_argument_name(path))
         else:
+            _refuse_tensors_in(leaf, _argument_name(path))
             constants.append(leaf)
     return Arguments(tuple(tensors), tuple(names), tuple(constants), structure)
+
+
+def _refuse_tensors_in(leaf: Any, name: str) -> None:
+    if _holds_tensors(leaf, set()):
+        raise InputError(
+            where=f"argument {name}",
+            found=f"a {type(leaf).__name__} that holds tensors or arrays",
+            wanted="tensors, or tuples, lists, dicts and named tuples of them",
+            remedy="pass its tensors themselves; a dataclass may be told by torch.export.register_dataclass",
+        )
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    """Whether there is a tensor or an array in the fields of an object, at any depth."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return True
+    if isinstance(value, (*_PLAIN, type)) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
+    fields = [getattr(value, name, None) for name in names]
+    return any(_holds_tensors(item, seen) for item in pytree.tree_leaves(fields))
 
 
 def _argument_name(path: tuple[Any, ...]) -> str:
