@@ -125,6 +125,7 @@ def check(
     if request.stages > 1 or request.micro_batches > 1:
         return _check_pipeline(target, cluster, request, steps=steps, processes=processes, database=database)
     traced = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn, loss_only=False)
+    _check_loss(target, traced)
     plan = search(traced.graph, cluster, replace(request, alternatives=False), database=database).plan
     if processes:
         verdict = _verify_processes(target, traced, plan, cluster, steps)
@@ -191,6 +192,16 @@ def _check_input(target: Target, cluster: ClusterSpec, *, steps: int, processes:
         )
     if processes:
         cluster.check_local()
+
+
+def _check_loss(target: Target, traced: Traced) -> None:
+    if target.loss_fn is not None and traced.graph.loss is None:
+        raise InputError(
+            where=f"loss_fn {getattr(target.loss_fn, '__name__', type(target.loss_fn).__name__)}",
+            found="a result that is no scalar tensor",
+            wanted="one number, from which backward starts",
+            remedy="return the mean or the sum of the losses alone",
+        )
 
 
 def _verify_processes(

@@ -116,7 +116,10 @@ def train_eagerly(
     steps: int,
     constants: Sequence[Tensor] = (),
 ) -> Record:
-    """SGD on the eager model, in place; `constants` are those of its graph."""
+    """SGD on the eager model, in place; `constants` are those of its graph.
+
+    Raises InputError for a loss or gradients that are not finite, which prove nothing.
+    """
     record = Record()
     args, kwargs, loss_args, loss_kwargs = eager_call(model, arguments, arguments.tensors, loss_fn)
     learned = [item for item in model.parameters() if item.requires_grad]
@@ -131,6 +134,7 @@ def train_eagerly(
         note_outputs(record, leaves, loss, step)
         backward(loss, leaves)
         note_gradients(record, model, step)
+        _check_finite(record, step)
         if optimizer:
             optimizer.step()
     note_state(record, model)
@@ -147,7 +151,8 @@ def accumulate_eagerly(
     steps: int,
     constants: Sequence[Tensor] = (),
 ) -> Record:
-    """SGD on the eager model, in place, each step's gradients added up over weighted micro-batches."""
+    """SGD on the eager model, in place, each step's gradients added up over weighted micro-batches; raises as
+    `train_eagerly` does."""
     record = Record()
     calls = [eager_call(model, arguments, micro.tensors, loss_fn) for micro in batch]
     learned = [item for item in model.parameters() if item.requires_grad]
@@ -165,10 +170,28 @@ def accumulate_eagerly(
             total += weights[number] * loss.detach()
         record.loss[f"{step}:loss"] = total
         note_gradients(record, model, step)
+        _check_finite(record, step)
         if optimizer:
             optimizer.step()
     note_state(record, model)
     return record
+
+
+def _check_finite(record: Record, step: int) -> None:
+    """Raise InputError for a loss or gradients of this step that are not finite."""
+    wrong = [
+        f"{kind} {name}"
+        for kind, tensors in (("loss", record.loss), ("gradients", record.gradients))
+        for name, tensor in tensors.items()
+        if name.startswith(f"{step}:") and not tensor.isfinite().all()
+    ]
+    if wrong:
+        raise InputError(
+            where=f"serial training, step {step}",
+            found=f"NaN or infinity in {wrong[0]}" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""),
+            wanted="finite numbers: what is not would equal anything as bad",
+            remedy="check the example inputs, or verify fewer --steps if training diverges",
+        )
 
 
 @contextmanager

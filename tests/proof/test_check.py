@@ -306,3 +306,24 @@ def test_nan_is_an_error_and_null_in_json() -> None:
     record = verify_module.Record(outputs={"y": torch.tensor([math.nan])})
     other = verify_module.Record(outputs={"y": torch.tensor([1.0])})
     assert verify_module.compare(record, other).max_error["outputs"] == math.inf
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("loss_fn", "found"),
+    [
+        (lambda out, y: {"mse": (out - y).square().mean()}, "is no scalar|none in the output"),
+        (lambda out, y: (out - y).square(), "is no scalar|none in the output"),
+        (lambda out, y: (out - y).square().mean() * math.nan, "NaN or infinity in loss 0:loss"),
+        (
+            lambda out, y: (out - out).sum(1).sqrt().mean(),
+            "NaN or infinity in gradients 0:0.weight",
+        ),
+    ],
+    ids=["dict", "vector", "nan", "nan gradients"],
+)
+def test_a_loss_that_proves_nothing_is_refused(loss_fn: Any, found: str, micro_batches: int) -> None:
+    batch = (torch.randn(6, 6), torch.randn(6, 4))
+    model = replace(target("mlp"), args=batch, loss_fn=loss_fn)
+    with pytest.raises(InputError, match=found):
+        check(model, ClusterSpec.local(2), Request(measure=False, micro_batches=micro_batches), steps=1)
