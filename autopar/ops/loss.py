@@ -24,7 +24,8 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
 
 @register
 class ElementwiseLoss(Rule):
-    """Losses of prediction and target of one shape, then a mean or a sum."""
+    """Losses of prediction and target of one shape, with weights that are broadcast to it, then a mean or a
+    sum."""
 
     targets = (
         aten.mse_loss.default,
@@ -33,17 +34,26 @@ class ElementwiseLoss(Rule):
         aten.huber_loss.default,
         aten.binary_cross_entropy_with_logits.default,
         aten.binary_cross_entropy.default,
+        aten.kl_div.default,
+        aten.poisson_nll_loss.default,
+        aten.soft_margin_loss.default,
     )
 
     def equation(self, op: Instance) -> Equation:
-        same = len({op.shape(index) for index in range(len(op.operands))}) == 1
-        labels = tuple(f"d{dim}" if same else None for dim in range(len(op.shape())))
-        operands = tuple(
-            labels if same else (None,) * len(op.shape(index)) for index in range(len(op.operands))
-        )
+        shapes = [op.shape(index) for index in range(len(op.operands))]
+        full = torch.broadcast_shapes(*shapes)
+        same = shapes[0] == shapes[1] == full
+
+        def labels(shape: tuple[int, ...]) -> Labels:
+            return tuple(
+                f"d{dim}" if same and size == full[dim] else None
+                for dim, size in enumerate(shape, start=len(full) - len(shape))
+            )
+
+        operands, everywhere = tuple(map(labels, shapes)), labels(full)
         if op["reduction"] == _NONE:
-            return Equation(operands, (labels if same else (None,) * len(op.result_shape()),))
-        return Equation(operands, ((),), {label: Kind.CONTRACTED for label in labels if label})
+            return Equation(operands, (everywhere,))
+        return Equation(operands, ((),), {label: Kind.CONTRACTED for label in everywhere if label})
 
     def lower(self, site: Site) -> Sequence[Any]:
         if site["reduction"] != _MEAN or not any(option.shards for option in site.strategy):
@@ -59,6 +69,16 @@ class ElementwiseLoss(Rule):
         yield Sample(aten.smooth_l1_loss.default, (x, y))
         yield Sample(aten.huber_loss.default, (x, y, _MEAN, 0.5))
         yield Sample(aten.binary_cross_entropy_with_logits.default, (x, torch.rand(3, 5, 7)))
+        weights = (torch.rand(5, 1) + 0.5, torch.rand(7) + 0.5)
+        yield Sample(
+            aten.binary_cross_entropy_with_logits.default,
+            (x, torch.rand(3, 5, 7), *weights),
+            constant=("operand_2", "operand_3"),
+        )
+        yield Sample(aten.kl_div.default, (x.log_softmax(-1), y.softmax(-1)))
+        yield Sample(aten.kl_div.default, (x.log_softmax(-1), y.softmax(-1), _SUM))
+        yield Sample(aten.poisson_nll_loss.default, (x, y.exp(), True, True, 1e-8, _MEAN))
+        yield Sample(aten.soft_margin_loss.default, (x, y.sign()), constant=("operand_1",))
 
 
 @register
