@@ -15,7 +15,7 @@ aten = torch.ops.aten
 # Operators that give their operand back when shape, dtype and gradient stay as they are.
 _IDENTITIES = {
     "alias", "broadcast_tensors", "clone", "contiguous", "detach", "dropout", "expand", "flatten",
-    "lift_fresh_copy", "positive", "reshape", "slice", "squeeze", "to", "_to_copy", "type_as", "view",
+    "lift_fresh_copy", "positive", "reshape", "slice", "squeeze", "to", "_to_copy", "view",
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind as ExportedKind
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from autopar.checkpoints import inlined, region_of
 from autopar.core.graph import (
@@ -57,10 +58,23 @@ _HIDDEN_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (
 USABLE_RESULTS = {aten.embedding_bag.default: 1, aten.embedding_bag.padding_idx: 1}
 # Views through which a write can be told: what puts a tensor where the view looks.
 _SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+# Calls that take a tensor for its shape, dtype or device alone, and what does the same without it, so that it
+# need be neither whole nor there; and how many of their first arguments go on.
+_ALIKE: dict[Any, tuple[Any, int]] = {
+    aten.new_zeros.default: (aten.zeros.default, 0),
+    aten.new_ones.default: (aten.ones.default, 0),
+    aten.new_full.default: (aten.full.default, 0),
+    aten.new_empty.default: (aten.empty.memory_format, 0),
+    aten.rand_like.default: (aten.rand.default, 0),
+    aten.randn_like.default: (aten.randn.default, 0),
+    aten.view_as.default: (aten.view.default, 1),
+    aten.reshape_as.default: (aten.reshape.default, 1),
+    aten.expand_as.default: (aten.expand.default, 1),
+}
+_CAST_ALIKE = (aten.type_as.default, aten.to.other)
 _NO_GRADIENT = {
     *("detach", "detach_", "argmax", "argmin", "sign"),
-    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
-    *("new_zeros", "new_ones", "new_full", "new_empty"),
+    *("zeros_like", "ones_like", "full_like", "empty_like"),
 }
 
 
@@ -355,8 +369,11 @@ class _Builder:
             if target is aten.copy.default:
                 target, args, kwargs = self.copied(node, args[1], self.specs[written])
         args, kwargs = _device_by_name(target, args, kwargs)
+        target, args, kwargs = _without_example(target, args, kwargs, node.meta.get("val"))
         values = node.meta.get("val")
         single = isinstance(values, torch.Tensor)
+        if not _is_fixed(values):
+            raise self.refuse(node, f"what {target} gives depends on values", "sizes and numbers that don't")
         results = [values] if single else list(values if values is not None else ())
         differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
@@ -474,10 +491,22 @@ class _Builder:
         self.note_write(node, root, made[-1])
 
     def scatter(self, node: fx.Node, view: Operator, base: str, name: str) -> str:
-        """`base` with the tensor `name` where `view` looks."""
+        """`base` with the tensor `name` where `view` looks; of complex tensors both parts, as torch has
+        derivatives of such writes for real ones alone."""
         learns = self.specs[base].requires_grad or self.specs[name].requires_grad
-        args = (Ref(base), Ref(name), *view.args[1:])
-        return self.add(node, _SCATTERS[view.target], args, replace(self.specs[base], requires_grad=learns))
+        spec, rest = replace(self.specs[base], requires_grad=learns), view.args[1:]
+        if not spec.dtype.is_complex:
+            return self.add(node, _SCATTERS[view.target], (Ref(base), Ref(name), *rest), spec)
+        parts = [Ref(self.both_parts(node, each)) for each in (base, name)]
+        rest = (*(dim % len(spec.shape) for dim in rest[:1]), *rest[1:])
+        pairs = self.add(node, _SCATTERS[view.target], (*parts, *rest), _in_pairs(spec))
+        return self.add(node, aten.view_as_complex.default, (Ref(pairs),), spec)
+
+    def both_parts(self, node: fx.Node, name: str) -> str:
+        """The real and imaginary parts of a complex tensor, as a last dim."""
+        spec = self.specs[name]
+        told = self.add(node, aten.resolve_conj.default, (Ref(name),), spec)  # else conjugates are only noted
+        return self.add(node, aten.view_as_real.default, (Ref(told),), _in_pairs(spec))
 
     def copied(
         self, node: fx.Node, source: Ref, spec: TensorSpec
@@ -532,6 +561,14 @@ class _Builder:
         )
 
 
+def _is_fixed(values: Any) -> bool:
+    """Whether a call gives tensors whose shapes are the same for all values of its operands."""
+    leaves = pytree.tree_leaves(values)
+    sizes = [size for each in leaves if isinstance(each, torch.Tensor) for size in each.shape]
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return not any(isinstance(each, symbols) for each in (*leaves, *sizes))
+
+
 def _device_by_name(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -541,6 +578,21 @@ def _device_by_name(
         return args, kwargs
     place = names.index("device")
     return args[:place], {**dict(zip(names[place:], args[place:], strict=True)), **kwargs}
+
+
+def _without_example(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The call that gives `value` without the tensor that it only takes as an example (`_ALIKE`)."""
+    if target in _CAST_ALIKE:
+        return aten.to.dtype, (args[0], value.dtype), {}
+    if target not in _ALIKE:
+        return target, args, kwargs
+    plain, kept = _ALIKE[target]
+    if kept:
+        return plain, (*args[:kept], list(value.shape)), {}
+    filled = (*args[2:], *(kwargs[name] for name in kwargs if name == "fill_value"))
+    return plain, (list(value.shape), *filled), {"dtype": value.dtype, "device": value.device}
 
 
 def _left_open(
@@ -553,6 +605,11 @@ def _left_open(
     }
     given = {*kwargs, *(item.name for item in mutable._schema.arguments[: len(args)])}
     return {name: defaults[name] for name in wanted if name in defaults and name not in given}
+
+
+def _in_pairs(spec: TensorSpec) -> TensorSpec:
+    """Of a complex tensor's real and imaginary parts."""
+    return replace(spec, shape=(*spec.shape, 2), dtype=spec.dtype.to_real())
 
 
 def _of(view: Operator, base: str) -> Operator:

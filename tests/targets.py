@@ -377,3 +377,26 @@ class Conjugates(nn.Module):
 
 def conjugates() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return Conjugates(), (torch.randn(8, 6, dtype=torch.complex64), torch.randn(8, 2))
+
+
+class Filtered(nn.Module):
+    """Writes weighted low frequencies to their places among zeros, as Fourier neural operators do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.last = nn.Conv2d(1, 4, 1), nn.Conv2d(4, 1, 1)
+        self.low = nn.Parameter(torch.randn(4, 4, 3, 2, dtype=torch.complex64))
+        self.high = nn.Parameter(torch.randn(4, 4, 3, 2, dtype=torch.complex64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.lift(x)
+        waves = torch.fft.rfft2(x)
+        kept = torch.zeros_like(waves)
+        kept[:, :, :3, :2] = torch.einsum("bixy,ioxy->boxy", waves[:, :, :3, :2], self.low)
+        kept[:, :, -3:, :2] = torch.einsum("bixy,ioxy->boxy", waves[:, :, -3:, :2], self.high).conj()
+        kept[:, 0, 0, 0] = 0
+        return F.mse_loss(self.last(F.gelu(x + torch.fft.irfft2(kept, s=x.shape[2:]))), y)
+
+
+def filtered() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return Filtered(), (torch.randn(4, 1, 7, 6), torch.randn(4, 1, 7, 6))

@@ -67,6 +67,14 @@ def test_a_branch_on_values_is_refused_at_the_users_line() -> None:
         trace(Branching(), (torch.randn(3),))
 
 
+@pytest.mark.parametrize("function", [lambda x: x[x > 0].sum(), lambda x: x * x.max().item()])
+def test_sizes_and_numbers_that_depend_on_values_are_refused_at_their_line(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    with pytest.raises(TraceError, match=r"test_trace\.py:\d+: .*depends on values"):
+        trace(Function(function), (torch.randn(4, 3),))
+
+
 class Named(nn.Module):
     """Parameters that are called as the exporter calls operators."""
 
@@ -98,6 +106,25 @@ def test_a_device_is_an_argument_by_name_so_that_programs_can_put_in_their_own()
     cast = next(item for item in graph.operators if item.target is torch.ops.aten.to.device)
     assert cast.args == cast.args[:1]
     assert cast.kwargs["device"] == torch.device("cpu") and cast.kwargs["dtype"] is torch.float64
+
+
+class Examples(nn.Module):
+    """Takes `other` for shapes and dtypes only."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        y = x.view_as(other) + x.reshape_as(other) + x[0].expand_as(other).type_as(other) + x[0].to(other)
+        y = y + other.new_zeros(4) + other.new_ones(3, 4) + other.new_full((4,), fill_value=2.0)
+        return y + torch.randn_like(other) + torch.rand_like(other) + 0 * other.new_empty(4)
+
+
+def test_a_tensor_that_only_shows_a_shape_is_not_waited_for() -> None:
+    x, other = torch.randn(3, 4), torch.randn(3, 4, dtype=torch.float64)
+    traced = trace(Examples(), (x, other))
+    used = {name for item in traced.graph.operators for name in item.operands}
+    assert "input_1" not in used
+    assert traced.graph.specs[traced.graph.outputs[0]].dtype is torch.float64
+    names = [item.target._schema.name.removeprefix("aten::") for item in traced.graph.operators]
+    assert {"zeros", "ones", "full", "empty", "randn", "rand"} <= set(names)
 
 
 class Balanced(nn.Module):

@@ -22,7 +22,7 @@ _UNARY = (
     "acos atan sinh cosh asinh acosh atanh erf erfc reciprocal square sign sgn floor ceil round trunc "
     "frac logical_not bitwise_not isnan isinf isfinite clone contiguous alias detach lift_fresh_copy "
     "relu6 log_sigmoid softshrink hardshrink tanhshrink threshold positive zeros_like ones_like "
-    "full_like empty_like to _to_copy type_as nan_to_num deg2rad rad2deg sinc i0 digamma lgamma logit "
+    "full_like empty_like to _to_copy nan_to_num deg2rad rad2deg sinc i0 digamma lgamma logit "
     "erfinv fill zero "
 )
 _BINARY = (

@@ -57,8 +57,6 @@ class Reshape(Regroup):
         aten.squeeze.default,
         aten.squeeze.dim,
         aten.squeeze.dims,
-        aten.view_as.default,
-        aten.reshape_as.default,
     )
 
     def relations(self, op: Instance) -> list[Relation]:
@@ -114,7 +112,7 @@ class Permute(Rule):
 class Expand(Rule):
     """Broadcasting made explicit; the new extent is a factor that the operand lacks."""
 
-    targets = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+    targets = (aten.expand.default, aten.broadcast_to.default)
 
     def equation(self, op: Instance) -> Equation:
         result = op.result_shape()
@@ -123,8 +121,7 @@ class Expand(Rule):
             f"d{dim}" if size == result[dim] else None for dim, size in enumerate(op.shape(), start=lead)
         )
         everywhere = tuple(f"d{dim}" for dim in range(len(result)))
-        others = tuple((None,) * len(op.shape(index)) for index in range(1, len(op.operands)))
-        return Equation((source, *others), (everywhere,), linear=(frozenset({0}),))
+        return Equation((source,), (everywhere,), linear=(frozenset({0}),))
 
     def lower(self, site: Site) -> Sequence[Any]:
         return (site.call(aten.expand.default, site.values[0], list(site.local_result_shape())),)

@@ -160,6 +160,12 @@ def test_conjugates_and_negatives_that_are_only_noted_travel_as_values(force: st
     assert report.passed, report
 
 
+@pytest.mark.parametrize("force", [None, "batch", "filter"])
+def test_writes_to_complex_tensors(force: str | None) -> None:
+    report = checked("filtered", 2, force=force)
+    assert report.passed, report
+
+
 def test_both_parts_of_a_complex_tensor_are_compared() -> None:
     found = verify_module.difference(torch.tensor([1 + 2j]), torch.tensor([1 + 1j]), floor=0.0)
     assert found == pytest.approx(1 / abs(1 + 1j))
