@@ -1,9 +1,9 @@
 """nn.Module -> Graph, by torch.export at the pre-dispatch ATen level.
 
 What an exported graph hides is made plain here, once, so that no later pass meets it: in-place
-operators become functional ones, writes to buffers become the graph's `writes`, tied parameters
-become one input, regions without gradient and checkpointed ones are inlined, guards and assertions are
-dropped (the wrapper checks its inputs itself).
+operators become functional ones, writes to buffers become the graph's `writes` (so do new tensors in
+their places), tied parameters become one input, regions without gradient and checkpointed ones are
+inlined, guards and assertions are dropped (the wrapper checks its inputs itself).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import operator
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -46,6 +46,7 @@ from autopar.signature import (
     split_for_loss,
 )
 from autopar.simplify import without_dead_code, without_identities
+from autopar.state import attributes_of, buffers_of, noted, replaced_in, write_back
 
 aten = torch.ops.aten
 
@@ -87,6 +88,14 @@ class Traced:
     results: Results
 
 
+class _Seen(NamedTuple):
+    """What forward shows beside its tensors: which of them is the loss, and the attributes it replaced."""
+
+    results: Results
+    loss_index: int | None
+    replaced: Mapping[str, Any]
+
+
 class _Flat(nn.Module):
     """The model as a function of flat tensors to flat tensors, the loss first."""
 
@@ -97,7 +106,7 @@ class _Flat(nn.Module):
         loss_fn: LossFunction | None,
         *,
         loss_only: bool,
-        record: Callable[[Results, int | None], None],
+        record: Callable[[_Seen], None],
     ) -> None:
         super().__init__()
         self.model = model
@@ -110,13 +119,16 @@ class _Flat(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.arguments.rebuild(tensors)
         args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
+        buffers, attributes = buffers_of(self.model), attributes_of(self.model)
         output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             loss = self.loss_fn(output, *loss_args, **loss_kwargs)
             output = loss if self.loss_only else {"loss": loss, "output": output}
         leaves, results = flatten_results(output)
         found = find_loss(output)
-        self.record(results, next((i for i, leaf in enumerate(leaves) if leaf is found), None))
+        place = next((i for i, leaf in enumerate(leaves) if leaf is found), None)
+        self.record(_Seen(results, place, replaced_in(attributes)))
+        write_back(buffers)
         return leaves
 
 
@@ -136,11 +148,13 @@ def trace(
     """
     _check_loss(model, loss_fn)
     arguments = flatten_arguments(args, kwargs or {})
-    seen: list[tuple[Results, int | None]] = []  # torch.export undoes what forward does to attributes
-    flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=lambda *found: seen.append(found))
+    seen: list[_Seen] = []  # torch.export undoes what forward does to attributes
+    flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=seen.append)
     try:
         with inlined(), _DataDetached():
             exported = torch.export.export(flat, _distinct(arguments.tensors), strict=False)
+    except TraceError:
+        raise
     except _DataSetError as cause:
         raise TraceError(
             where=user_line(cause),
@@ -155,9 +169,9 @@ def trace(
             wanted="a forward that torch.export can trace",
             remedy="make the branch or shape independent of tensor values, or move it out of forward",
         ) from cause
-    results, loss_index = seen[-1]
+    results, loss_index, replaced = seen[-1]
     graph = _Builder(model, arguments, exported).build(loss_index=loss_index, dropped=results.dropped)
-    return Traced(graph, arguments, results)
+    return Traced(noted(graph, replaced), arguments, results)
 
 
 class _DataDetached(TorchFunctionMode):

@@ -223,6 +223,29 @@ def centred() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return Centred(), (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()
 
 
+class Average(nn.Module):
+    """Its buffers are replaced, one of them also where there are no gradients."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.count = self.count + 1
+        return x - self.mean / self.count
+
+
+def averaged() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    model = nn.Sequential(nn.Linear(6, 4), Average(), nn.Linear(4, 2))
+    return model, (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()
+
+
 class Patched(nn.Module):
     """Writes to slices, also of buffers, and to an `out`."""
 

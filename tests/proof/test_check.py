@@ -122,6 +122,14 @@ def test_a_tensor_without_elements_has_room_for_no_axis(force: str) -> None:
 
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("processes, micro_batches", SIMULATED_AND_REAL)
+def test_new_tensors_in_the_places_of_buffers_are_kept(micro_batches: int, processes: bool) -> None:
+    request = Request(force=Parallelism("batch"), measure=False, micro_batches=micro_batches)
+    report = check(target("averaged"), ClusterSpec.local(2), request, steps=2, processes=processes)
+    assert report.passed, report
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize("processes, micro_batches", SIMULATED_AND_REAL)
 def test_what_is_made_of_numbers_has_the_digits_of_the_proof(micro_batches: int, processes: bool) -> None:
     request = Request(force=Parallelism("batch"), measure=False, micro_batches=micro_batches)
     report = check(target("passed_by"), ClusterSpec.local(2), request, steps=2, processes=processes)

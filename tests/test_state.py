@@ -1,0 +1,94 @@
+"""What a forward puts in the place of buffers, tensors and numbers is kept, refused or noted, never lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.trace import trace
+
+
+class Layer(nn.Module):
+    mean: Tensor
+    empty: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("empty", None)
+        self.tensor, self.calls, self.width = torch.zeros(3), 1, 0.5
+        self.shown: Any = torch.zeros(1)
+
+    def forward(self, x: Tensor, what: str) -> Tensor:
+        match what:
+            case "buffer":
+                before = self.mean
+                self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+                return x * before + self.mean
+            case "longer":
+                self.mean = self.mean.repeat(2)
+            case "filled":
+                self.empty = x.detach().mean(0)
+            case "tensor":
+                self.tensor = 0.9 * self.tensor + x.detach().mean(0)
+                return x + self.tensor
+            case "number":
+                self.calls += 1
+                return x * self.calls
+            case _:
+                self.shown, self.width = x.mean(), x.shape[1]
+                return x * self.shown
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(3, 3), Layer()
+
+    def forward(self, x: Tensor, what: str) -> Tensor:
+        out: Tensor = self.layer(self.first(x), what)
+        return out
+
+
+def traced(what: str) -> tuple[Model, Any]:
+    model = Model()
+    return model, trace(model, (torch.randn(2, 3), what)).graph
+
+
+def test_a_new_tensor_in_a_buffers_place_is_a_write_and_what_was_read_before_is_the_old_one() -> None:
+    model, graph = traced("buffer")
+    makers = {item.results[0]: item for item in graph.operators}
+    ((buffer, written),) = graph.writes
+    assert buffer == "layer_mean" and makers[written].target is torch.ops.aten.add.Tensor
+    product = next(item for item in graph.operators if item.operands == ("linear", "layer_mean"))
+    assert makers[graph.outputs[0]].operands == (product.results[0], written)
+    assert torch.equal(model.layer.mean, torch.zeros(3)), "tracing leaves the model as it was"
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("longer", r"buffer layer\.mean: .*float32\[6\] in the place of float32\[3\]"),
+        ("filled", r"buffer layer\.empty: .*float32\[3\] in the place of None"),
+        ("tensor", r"attribute layer\.tensor: .*reads and replaces.*register_buffer\('tensor'"),
+    ],
+)
+def test_what_would_be_lost_is_refused_by_name(what: str, found: str) -> None:
+    with pytest.raises(TraceError, match=found):
+        traced(what)
+
+
+def test_a_number_that_changes_is_noted() -> None:
+    assert traced("number")[1].notes == ("forward changes layer.calls, which stays 1 in the program",)
+
+
+def test_tensors_that_are_only_shown_may_be_replaced() -> None:
+    _, graph = traced("shown")
+    assert graph.writes == () and graph.notes == (
+        "forward changes layer.width, which stays 0.5 in the program",
+    )
