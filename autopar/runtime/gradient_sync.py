@@ -11,6 +11,10 @@ ranks agree whatever the engine does; what has not gone out when backward ends g
 A parameter that gets no gradient in a backward is left out of its bucket: every rank runs the same
 program, so all ranks leave out the same ones.
 
+Where gradients come in backward decides which of the program's own collectives a bucket follows, and
+that must be alike on all ranks too. It is: autograd runs what was made last first, and gives a leaf its
+gradient as soon as its last use has run, so that the order is that of the program, which ranks share.
+
 A bucket is a copy of its gradients, side by side. A large gradient is a bucket of its own, and one
 gradient alone is summed where it lies, unless something else holds its storage too.
 """
@@ -18,7 +22,7 @@ gradient alone is summed where it lies, unless something else holds its storage 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,15 +76,88 @@ def assign(members: Sequence[Member], bucket_bytes: int) -> tuple[Bucket, ...]:
     return (*buckets, *(Bucket(key, tuple(rest)) for (key, _), rest in open_.items()))
 
 
+def _new(bucket: Bucket, length: int, like: Tensor) -> Tensor:
+    return like.new_empty(length)
+
+
+class Sums:
+    """The sums of one round of gradients: each is added once, or in shares, each bucket launched when all
+    its members have come and the buckets before it are on their way.
+
+    `memory(bucket, length, like)` is a vector for a bucket that is put together.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], memory: Callable[[Bucket, int, Tensor], Tensor] = _new
+    ) -> None:
+        self._buckets, self._memory = buckets, memory
+        self._place = {
+            member.index: (number, member)
+            for number, bucket in enumerate(buckets)
+            for member in bucket.members
+        }
+        self._waiting = [len(bucket.members) for bucket in buckets]  # how many members have yet to come
+        self._next = 0  # the bucket to be launched next
+        self._arrived: dict[int, Tensor] = {}  # not launched yet
+        self._shared: set[int] = set()  # those whose storage something else holds too
+        self._flights: list[tuple[tuple[Member, ...], Tensor, list[torch.Size], Any]] = []
+
+    def add(self, index: int, gradient: Tensor, *, fresh: bool) -> None:
+        """Take over one member's local gradient; a `fresh` one comes from a hook in the backward that made
+        all of it."""
+        number, member = self._place[index]
+        if gradient.layout != torch.strided:
+            raise InputError(
+                where=f"gradient of {member.name}",
+                found=f"layout {gradient.layout}",
+                wanted="a dense gradient",
+                remedy="build the embedding with sparse=False",
+            )
+        if index in self._arrived:  # a checkpoint recomputed inside backward gives a second share
+            self._arrived[index] = self._arrived[index] + gradient
+            return
+        self._arrived[index] = gradient
+        if _is_shared(gradient, fresh=fresh):
+            self._shared.add(index)
+        self._waiting[number] -= 1
+        while self._next < len(self._buckets) and self._waiting[self._next] == 0:
+            self._launch(self._buckets[self._next])
+            self._next += 1
+
+    def launch_rest(self) -> None:
+        """Launch what has come, in buckets that are not full too."""
+        for bucket in self._buckets:
+            self._launch(bucket)
+
+    def totals(self) -> Iterator[tuple[int, Tensor]]:
+        """Wait for the sums and give them, with their members' indices, in the order of launching."""
+        for members, flat, shapes, work in self._flights:
+            work.wait()
+            totals = torch.split(flat, [shape.numel() for shape in shapes])
+            for member, total, shape in zip(members, totals, shapes, strict=True):
+                yield member.index, total.view(shape)
+
+    def _launch(self, bucket: Bucket) -> None:
+        members = tuple(member for member in bucket.members if member.index in self._arrived)
+        if not members:
+            return
+        parts = [self._arrived.pop(member.index) for member in members]
+        copied = len(parts) > 1 or members[0].index in self._shared or not parts[0].is_contiguous()
+        with torch.no_grad():
+            if copied:
+                flat = self._memory(bucket, sum(part.numel() for part in parts), parts[0])
+                torch.cat([part.reshape(-1) for part in parts], out=flat)
+            else:
+                flat = parts[0].view(-1)
+        work = dist.all_reduce(flat, group=groups.group(bucket.key), async_op=True)
+        self._flights.append((members, flat, [part.shape for part in parts], work))
+
+
 @dataclass(slots=True)
 class _Round:
     """The gradients of one backward."""
 
-    waiting: list[int]  # for each bucket, how many of its members have yet to come
-    next: int = 0  # the bucket to be launched next
-    arrived: dict[int, Tensor] = field(default_factory=dict)  # not launched yet
-    shared: set[int] = field(default_factory=set)  # those whose storage something else holds too
-    flights: list[tuple[tuple[Member, ...], Tensor, list[torch.Size], Any]] = field(default_factory=list)
+    sums: Sums
     own: list[tuple[int, Tensor]] = field(default_factory=list)  # that no other rank has a share of
 
 
@@ -100,36 +177,12 @@ class GradientSync:
     ) -> None:
         self.buckets = assign(members, bucket_bytes)
         self._deliver = deliver
-        self._place = {
-            member.index: (number, member)
-            for number, bucket in enumerate(self.buckets)
-            for member in bucket.members
-        }
-        self._own_uses = _uses_of_own_gradient()
         self._kept: dict[Bucket, tuple[Tensor, int]] = {}
         self._rounds: dict[int, _Round] = {}  # by the engine's task: backward may run inside backward
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Called by a hook, inside backward, with one member's local gradient."""
-        number, member = self._place[index]
-        if gradient.layout != torch.strided:
-            raise InputError(
-                where=f"gradient of {member.name}",
-                found=f"layout {gradient.layout}",
-                wanted="a dense gradient",
-                remedy="build the embedding with sparse=False",
-            )
-        current = self._round()
-        if index in current.arrived:  # a checkpoint recomputed inside backward gives a second share
-            current.arrived[index] = current.arrived[index] + gradient
-            return
-        current.arrived[index] = gradient
-        if _uses(gradient) > self._own_uses:
-            current.shared.add(index)
-        current.waiting[number] -= 1
-        while current.next < len(self.buckets) and current.waiting[current.next] == 0:
-            self._launch(current, self.buckets[current.next])
-            current.next += 1
+        self._round().sums.add(index, gradient, fresh=True)
 
     def keep(self, index: int, gradient: Tensor) -> None:
         """Deliver a gradient that is not summed over ranks with the others: all in a row take half as long as
@@ -143,25 +196,10 @@ class GradientSync:
     def _round(self) -> _Round:
         task: int = torch._C._current_graph_task_id()
         if task not in self._rounds:
-            self._rounds[task] = _Round([len(bucket.members) for bucket in self.buckets])
+            self._rounds[task] = _Round(Sums(self.buckets, self._memory))
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._finish(task))
         return self._rounds[task]
-
-    def _launch(self, current: _Round, bucket: Bucket) -> None:
-        members = tuple(member for member in bucket.members if member.index in current.arrived)
-        if not members:
-            return
-        parts = [current.arrived.pop(member.index) for member in members]
-        copied = len(parts) > 1 or members[0].index in current.shared or not parts[0].is_contiguous()
-        with torch.no_grad():
-            if copied:
-                flat = self._memory(bucket, sum(part.numel() for part in parts), parts[0])
-                torch.cat([part.reshape(-1) for part in parts], out=flat)
-            else:
-                flat = parts[0].view(-1)
-        work = dist.all_reduce(flat, group=groups.group(bucket.key), async_op=True)
-        current.flights.append((members, flat, [part.shape for part in parts], work))
 
     def _memory(self, bucket: Bucket, length: int, like: Tensor) -> Tensor:
         """The bucket's memory of the last backward if nobody holds its gradients any more, else new:
@@ -174,27 +212,34 @@ class GradientSync:
 
     def _finish(self, task: int) -> None:
         current = self._rounds.pop(task)
-        for bucket in self.buckets:
-            self._launch(current, bucket)
+        current.sums.launch_rest()
         for index, gradient in current.own:
             self._deliver(index, gradient)
-        for members, flat, shapes, work in current.flights:
-            work.wait()
-            totals = torch.split(flat, [shape.numel() for shape in shapes])
-            for member, total, shape in zip(members, totals, shapes, strict=True):
-                self._deliver(member.index, total.view(shape))
+        for index, total in current.sums.totals():
+            self._deliver(index, total)
+
+
+def _is_shared(gradient: Tensor, *, fresh: bool) -> bool:
+    """Whether something else holds the storage of a gradient that its leaf has let go of."""
+    return _uses(gradient) > (_uses_of_fresh() if fresh else _uses_at_rest())
 
 
 @functools.cache
 @torch.enable_grad()
-def _uses_of_own_gradient() -> int:
-    """`_uses` of a gradient that nothing else holds, as a hook on a leaf sees it: the engine itself
-    may hold it for as long as its hooks run."""
+def _uses_of_fresh() -> int:
+    """`_uses` of a gradient that nothing else holds, as a hook on a leaf sees it after the first backward:
+    the engine itself may hold it for as long as its hooks run. What is added later it lets go of before."""
     seen: list[int] = []
     leaf = torch.zeros(1, requires_grad=True)
     leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(_uses(leaf.grad)))
     (2 * leaf).backward()
     return seen[0]
+
+
+@functools.cache
+def _uses_at_rest() -> int:
+    """`_uses` of a tensor that nothing else holds."""
+    return _uses(torch.zeros(1))
 
 
 def _uses(tensor: Tensor) -> int:

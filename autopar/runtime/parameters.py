@@ -15,7 +15,7 @@ tensor whose rows are permuted: right for optimizers and norms, which don't care
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -131,8 +131,8 @@ class Leaves:
     """The plain local tensors that one program reads, tied to the outer parameters' storage.
 
     `find[i]()` is the outer parameter of `parts[i]`; `receive(i, gradient)` is called inside backward
-    with the local gradient of that leaf, which no longer holds it then; without `receive` gradients
-    add up in the leaves until `take`.
+    with the local gradient of that leaf, which no longer holds it then. Those of leaves that aren't
+    `heard`, by their numbers, add up in the leaves until `take`.
 
     A part that is gathered once a step has a leaf of its own: the full copy, made by the first `read` after
     `release`, which is collective then.
@@ -142,12 +142,13 @@ class Leaves:
         self,
         parts: Sequence[InputPart],
         find: Sequence[Callable[[], nn.Parameter]],
-        receive: Callable[[int, Tensor], None] | None,
+        receive: Callable[[int, Tensor], None],
         mesh: DeviceMesh,
     ) -> None:
         self._parts, self._find, self._receive, self._mesh = tuple(parts), tuple(find), receive, mesh
         self._tied: list[tuple[nn.Parameter, Tensor, Tensor] | None] = [None] * len(self._parts)
         self._full: dict[int, Tensor] = {}  # the leaves of parts that are gathered once
+        self.heard: Collection[int] = range(len(self._parts))
 
     def read(self) -> list[Tensor]:
         """One leaf for each part, tied anew where the outer parameter's storage has changed."""
@@ -200,24 +201,36 @@ class Leaves:
         return self._full[index]
 
     def _listen(self, index: int, leaf: Tensor) -> None:
-        if leaf.requires_grad and self._receive is not None:
+        if leaf.requires_grad:
             leaf.register_post_accumulate_grad_hook(lambda leaf: self._accumulated(index, leaf))
 
     def _accumulated(self, index: int, leaf: Tensor) -> None:
+        if index not in self.heard:
+            return
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None and self._receive is not None
+        assert gradient is not None
         self._receive(index, settled(gradient.detach() if gradient.requires_grad else gradient))
 
-    def take(self) -> dict[int, Tensor]:
-        """The gradients that have added up in the leaves, which no longer hold them then; those of full
+    def take(self, indices: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+        """The gradients that have added up in these leaves, which no longer hold them then; those of full
         copies scattered, which is collective."""
-        taken: dict[int, Tensor] = {}
-        for index, (part, tied) in enumerate(zip(self._parts, self._tied, strict=True)):
-            leaf = self._full.get(index, None if tied is None else tied[2])
+        for index in indices:
+            leaf = self._leaf(index)
             if leaf is not None and leaf.grad is not None:
                 gradient, leaf.grad = settled(leaf.grad.detach()), None
-                taken[index] = scatter_once(part, gradient)
-        return taken
+                yield index, scatter_once(self._parts[index], gradient)
+
+    def forget(self) -> None:
+        """Drop the gradients that have added up in the leaves."""
+        for index in range(len(self._parts)):
+            leaf = self._leaf(index)
+            if leaf is not None:
+                leaf.grad = None
+
+    def _leaf(self, index: int) -> Tensor | None:
+        """The leaf of a part, as far as there is one."""
+        tied = self._tied[index]
+        return self._full.get(index, None if tied is None else tied[2])
 
     def _check(self, part: InputPart, outer: nn.Parameter) -> None:
         if not isinstance(outer, DTensor):

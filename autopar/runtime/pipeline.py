@@ -1,7 +1,8 @@
 """Runs the stages of one rank by a schedule of torch.distributed.pipelining, one step at a time.
 
     micro-batches --> schedule: forward and backward of every stage --> losses on the last stage
-    gradients: summed over the mesh of the stage, then over the copies of a tied weight, delivered once
+    gradients: summed over the mesh of the stage from its last backward on, beside the rest of the schedule,
+               then over the copies of a tied weight, delivered once
 
 The ranks of a pipeline that have the same place in their meshes form its group: rank i of a stage
 exchanges with rank i of the next.
@@ -9,7 +10,8 @@ exchanges with rank i of the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
@@ -21,10 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.core.executable import StagedExecutable
 from autopar.core.schedule import SPLIT_BACKWARD
+from autopar.errors import InputError
 from autopar.micro_batches import MicroBatch
 from autopar.runtime import groups
-from autopar.runtime.bound import summed
-from autopar.runtime.gradient_sync import assign
 from autopar.runtime.parameters import local
 from autopar.runtime.stage import Stage
 
@@ -50,7 +51,7 @@ class StagedProgram:
         from autopar.runtime.torch_stage import schedule_of  # with torch's compiler, which takes a second
 
         self.executable = made
-        self._find, self._device, self._bucket_bytes = find, device, bucket_bytes
+        self._find, self._device = find, device
         self._stages = [
             Stage(
                 each,
@@ -60,6 +61,7 @@ class StagedProgram:
                 exact_random=exact_random,
                 shorter=shorter,
                 splits_backward=made.pipeline.schedule in SPLIT_BACKWARD,
+                bucket_bytes=bucket_bytes,
             )
             for each, shorter in zip_longest(made.stages, made.shorter)
         ]
@@ -67,6 +69,7 @@ class StagedProgram:
         self._tied = _tied_groups(made, timeout)
         self._weights: Sequence[float] = ()
         self._schedule, self._sends = schedule_of(made, self._stages, self._weighted, self.group, device)
+        self._raised = False
 
     @property
     def _is_last(self) -> bool:
@@ -77,15 +80,18 @@ class StagedProgram:
 
         Gradients are added to the parameters' `.grad`.
         """
-        losses = self._run(batch, self._schedule.step)
-        self._deliver()
-        self._end()
-        return self._share(losses)
+        self._begin(batch)
+        with self._whole():
+            losses = self._run(len(batch), self._schedule.step)
+            self._deliver()
+            self._end()
+            return self._share(losses)
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> Tensor:
         """The loss of the batch, on every rank, without gradients."""
-        with torch.no_grad():
-            losses = self._run(batch, self._schedule.eval)
+        self._begin(batch)
+        with torch.no_grad(), self._whole():
+            losses = self._run(len(batch), self._schedule.eval)
             self._end()
             return self._share(losses)
 
@@ -100,13 +106,31 @@ class StagedProgram:
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def _run(self, batch: Sequence[MicroBatch], step: Callable[..., Any]) -> list[Tensor]:
-        """The weighted losses of the micro-batches; empty but on the last stage."""
+    def _begin(self, batch: Sequence[MicroBatch]) -> None:
+        if self._raised:
+            raise _broken_off()
         seed = torch.initial_seed()
         for stage in self._stages:
             stage.begin(batch, seed)
         self._weights = [1.0 if self.executable.loss_is_sum else micro.share for micro in batch]
-        numbers, losses = torch.arange(len(batch)), []  # type: ignore[var-annotated]
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around what must run to its end. If it raises, nothing is waited for, as others may never come; and
+        no step follows, which could take a message of this one for its own."""
+        self._raised = True
+        try:
+            yield
+            self._raised = False
+        finally:
+            if self._raised:
+                self._sends.forget()
+                for stage in self._stages:
+                    stage.forget()
+
+    def _run(self, count: int, step: Callable[..., Any]) -> list[Tensor]:
+        """The weighted losses of `count` micro-batches; empty but on the last stage."""
+        numbers, losses = torch.arange(count), []  # type: ignore[var-annotated]
         target = numbers if self._is_last else None
         step(micro_batch=numbers, target=target, losses=losses, return_outputs=False)
         self._sends.end()
@@ -128,42 +152,29 @@ class StagedProgram:
     # -- gradients ------------------------------------------------------------------------------
 
     def _deliver(self) -> None:
-        """Sum this step's gradients over ranks, and add them to the parameters'."""
+        """Add this step's gradients, summed over ranks, to the parameters'."""
         totals: dict[str, Tensor] = {}
         for stage in self._stages:
-            gradients = stage.take()
-            self._sum(stage, gradients)
-            for index, gradient in sorted(gradients.items()):
+            stage.launch_rest()
+        for stage in self._stages:
+            for index, gradient in stage.take():
                 target = stage.learned[index].target
                 totals[target] = totals[target] + gradient if target in totals else gradient
-        for target, group in self._tied.items():
-            if group is not None:
-                self._sum_copies(target, totals, group)
+        self._sum_copies(totals)
         for target, total in totals.items():
             self._add(target, total)
 
-    def _sum(self, stage: Stage, gradients: dict[int, Tensor]) -> None:
-        """Over the ranks of the stage's mesh, in buckets, in place of the local gradients."""
-        flights = []
-        for bucket in assign(summed(stage.learned), self._bucket_bytes):
-            members = [member for member in bucket.members if member.index in gradients]
-            if members:
-                flat = torch.cat([gradients[member.index].reshape(-1) for member in members])
-                work = dist.all_reduce(flat, group=groups.group(bucket.key), async_op=True)
-                flights.append((members, flat, work))
-        for members, flat, work in flights:
+    def _sum_copies(self, totals: dict[str, Tensor]) -> None:
+        """Of tied weights over the stages that have a copy; all take part, with a gradient or without."""
+        works = []
+        for target, group in self._tied.items():
+            if group is not None:
+                mine = totals.get(target)
+                total = torch.zeros_like(local(self._find(target)())) if mine is None else mine.contiguous()
+                works.append(dist.all_reduce(total, group=group, async_op=True))
+                totals[target] = total
+        for work in works:
             work.wait()
-            shapes = [gradients[member.index].shape for member in members]
-            totals = torch.split(flat, [shape.numel() for shape in shapes])
-            for member, total, shape in zip(members, totals, shapes, strict=True):
-                gradients[member.index] = total.view(shape)
-
-    def _sum_copies(self, target: str, totals: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Over the stages that have a copy of a tied weight; all take part, with a gradient or without."""
-        mine = totals.get(target)
-        total = torch.zeros_like(local(self._find(target)())) if mine is None else mine.contiguous()
-        dist.all_reduce(total, group=group)
-        totals[target] = total
 
     def _add(self, target: str, total: Tensor) -> None:
         outer = self._find(target)()
@@ -172,6 +183,15 @@ class StagedProgram:
         else:
             with torch.no_grad():
                 local(outer.grad).add_(total)
+
+
+def _broken_off() -> InputError:
+    return InputError(
+        where="a step of the parallel module",
+        found="a step before it that raised in the middle, whose messages may still be on their way",
+        wanted="steps that run to their end on all ranks",
+        remedy="end all processes, and go on from a checkpoint",
+    )
 
 
 def pipeline_group(made: StagedExecutable, timeout: timedelta) -> dist.ProcessGroup:

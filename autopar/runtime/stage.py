@@ -4,13 +4,21 @@
     samples  --+--> the stage's program --> sent to the next stage, or the loss
     leaves   --'
 
-Gradients add up in the leaves over all micro-batches; `take` hands them over once a step.
+Gradients add up in the leaves over all micro-batches. Those of the last one are final: their sums over the
+ranks of the mesh start at once, and run beside whatever the rank does next.
+
+    last backward   |-- grad 9 --|-- grad 8 --|-- grad 7 --| the rank's other stages ... | `take`
+    bucket 0                                  |== all-reduce of 9, 8 ==|
+    bucket 1                                               |== of 7 ==|
+
+Where backward is split, gradients of weights show when it ends, and all buckets start then.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +29,8 @@ from autopar.core.executable import Executable, InputPart
 from autopar.core.graph import InputKind, TensorSpec
 from autopar.micro_batches import MicroBatch, mask_seed
 from autopar.runtime.between import Between
-from autopar.runtime.bound import by_first_use, cut_input
+from autopar.runtime.bound import by_first_use, cut_input, summed
+from autopar.runtime.gradient_sync import BUCKET_BYTES, Sums, assign
 from autopar.runtime.memory import settled
 from autopar.runtime.parameters import Leaves, local
 from autopar.runtime.recompute import Recomputed
@@ -63,6 +72,7 @@ class Stage(nn.Module):
         exact_random: bool,
         shorter: Executable | None = None,
         splits_backward: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__()
         self.executable = executable
@@ -75,14 +85,22 @@ class Stage(nn.Module):
             item.name: find(item.target) for item in executable.inputs if item.kind is InputKind.BUFFER
         }
         self.learned = by_first_use(executable)
-        self._leaves = Leaves(self.learned, [find(item.target) for item in self.learned], None, mesh)
+        self._leaves = Leaves(self.learned, [find(item.target) for item in self.learned], self._receive, mesh)
+        members = summed(self.learned)
+        early = [member for member in members if not self.learned[member.index].gathers]
+        late = [member for member in members if self.learned[member.index].gathers]
+        self._early = frozenset(member.index for member in early)
+        self._buckets = (*assign(early, bucket_bytes), *assign(late, bucket_bytes))
         self._batch: Sequence[MicroBatch] = ()
-        self._seed = 0
+        self._seed = self._left = 0
+        self._sums = Sums(())
         self._values: dict[str, Tensor] = {}
 
     def begin(self, batch: Sequence[MicroBatch], seed: int) -> None:
         """Take the micro-batches of a step; with exact masks each is drawn from `seed` and its number."""
-        self._batch, self._seed = batch, seed
+        self._batch, self._seed, self._left = batch, seed, len(batch)
+        self._sums = Sums(self._buckets)
+        self._leaves.heard = ()
         self._leaves.release()
         leaves = self._leaves.read()
         self._values = {item.name: leaf for item, leaf in zip(self.learned, leaves, strict=True)}
@@ -127,14 +145,48 @@ class Stage(nn.Module):
     def _program(self, number: int) -> _Program:
         return self._programs[self._batch[number].share < self._batch[0].share]
 
-    def take(self) -> dict[int, Tensor]:
-        """The gradients of `learned`, by number, as they have added up."""
-        return self._leaves.take()
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Around what makes a micro-batch's gradients of weights. After the last one's their sums are under
+        way, but for weights that are gathered once a step. Collective, as the stage's programs are."""
+        self._left -= 1
+        self._leaves.heard = () if self._left else self._early
+        yield
+        self._leaves.heard = ()
+        if not self._left:
+            self._launch(self._early)
+
+    def launch_rest(self) -> None:
+        """Start the sums of weights that are gathered once a step. Their gradients are scattered first, which
+        in the midst of a step other stages would wait for. Collective."""
+        self._launch(member.index for bucket in self._buckets for member in bucket.members)
+
+    def take(self) -> Iterator[tuple[int, Tensor]]:
+        """The gradients of `learned`, with their numbers, summed over the ranks of the mesh, one perhaps in
+        several shares. Waits for the sums; collective."""
+        yield from self._leaves.take(range(len(self.learned)))
+        yield from self._sums.totals()
+
+    def _receive(self, index: int, gradient: Tensor) -> None:
+        """Called inside the last backward with a gradient that is final."""
+        self._sums.add(index, gradient, fresh=len(self._batch) == 1)
+
+    def _launch(self, indices: Iterable[int]) -> None:
+        """Start the sums of gradients that have added up in these leaves."""
+        for index, gradient in self._leaves.take(indices):
+            self._sums.add(index, gradient, fresh=False)
+        self._sums.launch_rest()
 
     def end(self) -> None:
-        """Let go of full copies of weights, which the next step gathers anew."""
+        """Let go of sums, and of full copies of weights, which the next step gathers anew."""
+        self._sums = Sums(())
         self._leaves.release()
         self._values = {}
+
+    def forget(self) -> None:
+        """Let go of all that a step which raised has left behind; sums under way end by themselves."""
+        self._leaves.forget()
+        self.end()
 
     def untie(self) -> None:
         """Let go of the parameters' storage."""

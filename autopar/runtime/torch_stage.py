@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -88,6 +88,10 @@ class Sends:
         while self._works:
             _wait_batch_p2p(self._works.popitem()[1])
 
+    def forget(self) -> None:
+        """Let go of what may never arrive."""
+        self._works.clear()
+
 
 def _torch_stage(
     stage: Stage, whole: StagedExecutable, group: dist.ProcessGroup, device: torch.device, sends: Sends | None
@@ -170,7 +174,7 @@ class _TorchStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         between = None if full_backward else self.submod.between
-        with between.first_half(self.submod.parameters()) if between else nullcontext():
+        with between.first_half(self.submod.parameters()) if between else self._learning():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
             loss.detach_()
@@ -180,6 +184,14 @@ class _TorchStage(PipelineStage):
                 if value.requires_grad:  # a leaf of autograd's graph; what is read of it yet is in boxes
                     value.grad, value.data = None, value.data.new_empty(0)
             self.backward_state[bwd_chunk_id] = (), groups, (), None  # all that the second half asks for
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._learning() if self.submod.between else nullcontext():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _learning(self) -> AbstractContextManager[None]:
+        """Around what makes gradients of weights: W, or all of B, or all of I where backward isn't split."""
+        return self.submod.learning() if self.has_backward else nullcontext()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         operations = super().get_fwd_send_ops(fwd_chunk_id)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.core.mesh import Mesh
 from autopar.runtime import groups
-from autopar.runtime.gradient_sync import ALONE_BYTES, GradientSync, Member, assign
+from autopar.runtime.gradient_sync import ALONE_BYTES, GradientSync, Member, Sums, assign
 from tests.pool import Pool
 from tests.runtime.cases import TIMEOUT
 
@@ -91,3 +91,41 @@ def _storage_of_its_own() -> None:
 
 def test_a_gradient_alone_is_summed_in_place_unless_its_storage_is_shared(pools: Pools) -> None:
     pools(2).run(_storage_of_its_own)
+
+
+def _at_rest() -> None:
+    """Two that have added up: a view of what something else holds, and one that nothing else holds."""
+    groups.setup(Mesh((2,)), ["a@2"], timeout=TIMEOUT)
+    held = torch.full((6,), 1.0 + dist.get_rank())
+    for gradient, in_place in ((held.view(2, 3), False), (held.view(2, 3).clone(), True)):
+        sums, place = Sums(assign([member(0)], 1)), gradient.data_ptr()
+        sums.add(0, gradient, fresh=False)
+        ((index, total),) = sums.totals()
+        assert index == 0 and torch.equal(total, torch.full((2, 3), 3.0))
+        assert (total.data_ptr() == place) == in_place
+    assert torch.equal(held, torch.full((6,), 1.0 + dist.get_rank()))
+
+
+def test_a_gradient_at_rest_is_summed_in_place_unless_its_storage_is_shared(pools: Pools) -> None:
+    pools(2).run(_at_rest)
+
+
+def _in_turn() -> list[int]:
+    """How many of three buckets have started with each member; the second is filled too late."""
+    groups.setup(Mesh((2,)), ["a@2"], timeout=TIMEOUT)
+    sums = Sums(assign([member(index) for index in range(5)], 16))  # 0 and 1, 2 and 3, 4
+    started: list[int] = []
+    for index in (4, 0, 2, 1):
+        sums.add(index, torch.full((2,), float(index)), fresh=False)
+        started.append(len(sums._flights))
+    sums.launch_rest()
+    sums.add(3, torch.full((2,), 3.0), fresh=False)  # comes late, and goes out by itself
+    sums.launch_rest()
+    assert [(index, total[0].item()) for index, total in sums.totals()] == [
+        (n, 2.0 * n) for n in (0, 1, 2, 4, 3)
+    ]
+    return started
+
+
+def test_a_bucket_waits_for_those_before_it_and_the_rest_goes_out_when_told(pools: Pools) -> None:
+    assert pools(2).run(_in_turn) == [[0, 0, 0, 1]] * 2

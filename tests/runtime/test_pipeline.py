@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from autopar.core.mesh import Mesh
@@ -35,6 +36,8 @@ from autopar.runtime.launch import run_function
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline import StagedProgram
 from autopar.runtime.stage import Stage
+from autopar.runtime.torch_stage import Sends
+from autopar.signature import flatten_arguments
 from tests.planning import forced
 from tests.pool import Pool
 from tests.targets import conjugates
@@ -70,8 +73,8 @@ class Net(nn.Module):
 
 
 STARTS = {1: (0,), 2: (0, 6), 4: (0, 3, 6, 9)}  # of its twelve operators; the tied ones are 4 and 10
-CASES: dict[str, tuple[tuple[int, ...], list[str], Pipeline]] = {
-    kind.value: ((1,), ["batch"], Pipeline(2, MICRO_BATCHES, kind, STARTS[4 if virtual else 2]))
+SCHEDULED = {
+    kind.value: Pipeline(2, MICRO_BATCHES, kind, STARTS[4 if virtual else 2])
     for kind, virtual in (
         (ScheduleKind.GPIPE, False),
         (ScheduleKind.ONE_F_ONE_B, False),
@@ -80,9 +83,12 @@ CASES: dict[str, tuple[tuple[int, ...], list[str], Pipeline]] = {
         (ScheduleKind.ZBV, True),
         (ScheduleKind.DUALPIPEV, True),
     )
-} | {
-    "1f1b x batch": ((2,), ["batch"], Pipeline(2, MICRO_BATCHES, ScheduleKind.ONE_F_ONE_B, STARTS[2])),
-    "zbv x filter": ((2,), ["filter"], Pipeline(2, MICRO_BATCHES, ScheduleKind.ZBV, STARTS[4])),
+}
+BY_BATCH = [f"{name} x batch" for name in SCHEDULED]
+CASES: dict[str, tuple[tuple[int, ...], list[str], Pipeline]] = {
+    **{name: ((1,), ["batch"], pipeline) for name, pipeline in SCHEDULED.items()},
+    **{name: ((2,), ["batch"], SCHEDULED[name.split()[0]]) for name in BY_BATCH},
+    "zbv x filter": ((2,), ["filter"], SCHEDULED["zbv"]),
     "four ranks": ((1,), ["batch"], Pipeline(4, MICRO_BATCHES, ScheduleKind.ONE_F_ONE_B, STARTS[4])),
     "no stages": ((2,), ["batch"], Pipeline(1, MICRO_BATCHES)),
 }
@@ -408,6 +414,102 @@ def test_unequal_micro_batches_that_no_plan_holds_for_are_refused(pools: Pools) 
     on_ranks(pools, "1f1b x batch", _impossible)
 
 
+# -- sums of gradients beside the schedule --------------------------------------------------------
+
+Event = tuple[
+    str, int
+]  # a stage's backward that begins or ends, by its number; a sum that starts, by its bytes
+
+
+def _events(case: str, bucket_bytes: int) -> list[Event]:
+    """What a rank does in a step whose gradients are the serial model's, until its schedule is over."""
+    serial, ours = prepared(case, bucket_bytes=bucket_bytes)
+    found: list[Event] = []
+    schedules: list[list[Event]] = []
+    all_reduce, end = dist.all_reduce, Sends.end
+
+    def summing(tensor: Tensor, *args: Any, **rest: Any) -> Any:
+        if rest.get("async_op"):
+            found.append(("sum", tensor.nbytes))
+        return all_reduce(tensor, *args, **rest)
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(self: PipelineStage, *args: Any, **rest: Any) -> None:
+            found.append(("begin", self.stage_index))
+            function(self, *args, **rest)
+            found.append(("end", self.stage_index))
+
+        return noted
+
+    def ending(sends: Sends) -> None:
+        schedules.append(list(found))
+        end(sends)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", summing)
+        patch.setattr(Sends, "end", ending)
+        for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+            patch.setattr(PipelineStage, name, noting(getattr(PipelineStage, name)))
+        step(ours, *batch(), seed=1)
+    accumulate(serial, *batch(), seed=1)
+    check_gradients(ours, serial)
+    (schedule,) = schedules
+    return schedule
+
+
+def events(pools: Pools, case: str, bucket_bytes: int) -> list[list[Event]]:
+    """For each rank of the pipeline; those of its mesh do the same in the same order."""
+    found = on_ranks(pools, case, _events, bucket_bytes)
+    assert found[0] == found[1] and found[2] == found[3]
+    return found[::2]
+
+
+@pytest.mark.parametrize("case", BY_BATCH)
+def test_a_stage_that_has_its_gradients_sums_them_while_the_schedule_goes_on(case: str, pools: Pools) -> None:
+    for found in events(pools, case, 2**20):
+        sums = [place for place, (what, _) in enumerate(found) if what == "sum"]
+        begins = {stage: place for place, (what, stage) in enumerate(found) if what == "begin"}
+        assert len(sums) == len(begins)
+        assert len(begins) == 1 or sums[0] < max(begins.values()), "before another stage's last backward"
+
+
+@pytest.mark.parametrize("case", BY_BATCH[:3])
+def test_whole_backwards_start_each_bucket_when_it_is_full(case: str, pools: Pools) -> None:
+    for found in events(pools, case, 1):
+        inside, running = [], False
+        for what, _ in found:
+            if what == "sum":
+                inside.append(running)
+            running = what == "begin" if what != "sum" else running
+        assert len(inside) > 2 and all(inside)
+
+
+def _rest_waits(case: str) -> None:
+    """Sums that are under way when a rank raises: nothing is kept of them, and no step follows."""
+    _, ours = prepared(case)
+    program = ours._program(flatten_arguments(batch(), {}), step=True)
+    assert isinstance(program, StagedProgram)
+
+    def failing(self: Stage) -> Any:
+        raise ValueError("no time to wait")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "take", failing)
+        with pytest.raises(ValueError, match="no time to wait"):
+            step(ours, *batch(), seed=1)
+    for stage in program._stages:
+        assert not list(stage.take()) and not stage._leaves._full
+    assert all(item.grad is None for item in ours.parameters())
+    with pytest.raises(InputError, match="a step before it that raised in the middle"):
+        step(ours, *batch(), seed=1)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("case", ["interleaved x batch", "zb1p x batch"])
+def test_nothing_stays_of_a_step_that_raises(case: str, pools: Pools) -> None:
+    on_ranks(pools, case, _rest_waits)
+
+
 # -- what a rank holds --------------------------------------------------------------------------
 
 
@@ -511,6 +613,32 @@ def test_a_stage_that_raises_ends_all_ranks() -> None:
     with pytest.raises(WorkerError, match="rank 1 of 2: found") as caught:
         run_function(_raises, 2)
     assert "ValueError: one sample too many" in caught.value.traceback
+    assert time.monotonic() - begin < PROMPT
+
+
+def _raises_between_buckets() -> None:
+    """A rank fails in its last backward when the first of its sums has begun, which its peer joins."""
+    worker.init("cpu")
+    if dist.get_rank() == 3:
+        receive = Stage._receive
+        seen: list[int] = []
+
+        def failing(self: Stage, index: int, gradient: Tensor) -> None:
+            if seen:
+                raise ValueError("one bucket too many")
+            seen.append(index)
+            receive(self, index, gradient)
+
+        Stage._receive = failing  # type: ignore[method-assign]  # in a process of its own
+    _, ours = prepared("gpipe x batch", bucket_bytes=1)
+    ours.train_step(*batch())
+
+
+def test_a_rank_that_raises_between_its_sums_ends_all_ranks() -> None:
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 3 of 4: found") as caught:
+        run_function(_raises_between_buckets, 4)
+    assert "ValueError: one bucket too many" in caught.value.traceback
     assert time.monotonic() - begin < PROMPT
 
 
