@@ -30,8 +30,8 @@ syncs are done. There is no barrier: a rank may update while another computes.
 **Memory.** A rank always holds its stages' state and the batch; `kept` from the start of F to the end of
 B or I, `kept_for_weight` from the end of I to the end of W, `sent_back` from the end of B or I to the start
 of what needs the message that proves its arrival (core/deliveries.py), `working` while an action runs, or
-`halving` if that is I. Of the state `gradients` come with a stage's first B or W, until whose end actions
-need `early` and `halving_early` instead.
+`halving` if that is I, and `summing` when a stage's gradient sums start. Of the state `gradients` come with
+a stage's first B or W, until whose end actions need `early` and `halving_early` instead.
 
 A fixed order makes all times maxima of sums, so they never fall when a cost rises. torch leaves the
 first stage's I empty and does all of its backward in W; every order of `autopar.schedules` puts the
@@ -236,8 +236,10 @@ def _held(
     yield Held(0.0, now)
     begun: set[int] = set()  # stages that have made gradients
     arrived = proved(schedule, rank)
-    for event in actions:
-        if event.rank != rank or isinstance(event.kind, Beside):
+    mine = [event for event in actions if event.rank == rank]
+    lasts = {event.stage: event for event in mine if event.kind in (BACKWARD, WEIGHT_GRADIENT)}
+    for event in mine:
+        if isinstance(event.kind, Beside):
             continue
         assert event.micro_batch is not None
         cost, action = costs[event.stage], Action(event.stage, event.kind, event.micro_batch)
@@ -260,4 +262,6 @@ def _held(
         if event.kind in (BACKWARD, WEIGHT_GRADIENT) and event.stage not in begun:
             begun.add(event.stage)
             now += cost.gradients
+        if cost.summing and event is lasts[event.stage]:
+            yield Held(event.stop, now + cost.summing)
         yield Held(event.stop, now)

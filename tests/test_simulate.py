@@ -217,7 +217,8 @@ def test_a_rank_updates_when_its_sends_are_through() -> None:
 
 
 def test_memory_is_followed_moment_by_moment() -> None:
-    """State 100, the batch 10; F keeps 8, of which 3 stay from I to W; 20 while anything runs, 24 for I."""
+    """State 100, the batch 10; F keeps 8, of which 3 stay from I to W; 20 while anything runs, 24 for I; 5 at
+    the end for the sums of gradients."""
     timeline = simulate(
         written("0F0 0F1 0I0 0W0 0B1", micro_batches=2),
         [
@@ -230,6 +231,7 @@ def test_memory_is_followed_moment_by_moment() -> None:
                 working=20,
                 early=20,
                 halving_early=24,
+                summing=5,
             )
         ],
     )
@@ -239,7 +241,7 @@ def test_memory_is_followed_moment_by_moment() -> None:
         *((1, 146), (2, 126)),  # 0F1
         *((2, 150), (3, 121)),  # 0I0
         *((3, 141), (4, 118)),  # 0W0
-        *((4, 138), (6, 110)),  # 0B1
+        *((4, 138), (6, 115), (6, 110)),  # 0B1
     ]
     assert timeline.peak == timeline.peak_of(0) == Peak(rank=0, seconds=2, nbytes=150)
 

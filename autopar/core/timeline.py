@@ -36,6 +36,7 @@ class StageCost:
     early: int = 0  # as `working`, until then
     halving: int = 0  # as `working`, of the first half of a split backward
     halving_early: int = 0  # as `early`, of that
+    summing: int = 0  # as `working`, when the sums of its gradients start, after its last B or W
 
     def __post_init__(self) -> None:
         refuse_bad("stage cost", **asdict(self))

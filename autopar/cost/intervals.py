@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopar.convert.table import effect
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Program
@@ -30,6 +31,7 @@ from autopar.cost.prices import Prices
 from autopar.cost.rectangles import Rectangles, Row, Table
 from autopar.cost.step import move_seconds
 from autopar.cost.values import Value, Values, find_values
+from autopar.runtime.gradient_sync import ALONE_BYTES, BUCKET_BYTES
 
 # For each forward or backward of a stage: torch's runtime, its messages, autograd. Two stages of two linear
 # layers of 8 took 0.66 ms more for every micro-batch more (torch 2.13, gloo, one thread of a Xeon).
@@ -48,9 +50,9 @@ class Intervals:
     what it received, `working` beside all that, and a micro-batch's own samples, `batch`. The `gradients`
     among the state are made in the first backward; until then `early` bytes are worked with. What crosses
     cut p takes `send` seconds and `send_back` for its gradients; it has `received` bytes, and its gradients
-    `received_back`. What differs where backward is split `halves` say. `calling` is what each forward and
-    backward takes beside its operators, `splitting` what a micro-batch takes more where a schedule splits its
-    backward in two.
+    `received_back`. When the sums of a stage's gradients start they need `summing` bytes. What differs where
+    backward is split `halves` say. `calling` is what each forward and backward takes beside its operators,
+    `splitting` what a micro-batch takes more where a schedule splits its backward in two.
     """
 
     places: tuple[int, ...]
@@ -70,6 +72,7 @@ class Intervals:
     received: Row
     received_back: Row
     halves: Halves
+    summing: Table
     calling: Table | float = 0.0
     splitting: Table | float = 0.0
 
@@ -139,7 +142,7 @@ def intervals(
     """
     values = find_values(graph, program, training=prices.training)
     sums = _Seconds(graph, prices, program, values, places)
-    state, sync, update, gradients, largest = _weights(graph, prices, program, values, hop, places)
+    state, sync, update, gradients, largest, buckets = _weights(graph, prices, program, values, hop, places)
     kept, working, early, split = _memory(
         graph, prices, program, values, places, gradients, largest * prices.accumulates
     )
@@ -152,6 +155,7 @@ def intervals(
             row.add(value, amount)
     send, send_back, received, received_back = (row.total() for row in rows)
     back = received_back[None, :]
+    at_hand = received[:, None] + received_back[:, None]  # while the first gradients of a stage come last
     return Intervals(
         places=tuple(places),
         forward=sums.forward.total(),
@@ -177,6 +181,7 @@ def intervals(
             apart=np.triu(split.apart + back, 1),
             apart_early=np.triu(split.apart_early + back, 1),
         ),
+        summing=np.triu(_summing(buckets, kept) + np.where(buckets > 0, at_hand, 0.0), 1),
         calling=_host_seconds(prices) * CALL_SECONDS * np.triu(np.ones_like(kept), 1),
         splitting=_host_seconds(prices) * SPLIT_SECONDS * np.triu(np.subtract.outer(places, places).T, 1),
     )
@@ -247,13 +252,13 @@ class _Seconds:
 
 def _weights(
     graph: Graph, prices: Prices, program: Program, values: Values, hop: LinkLike, places: Sequence[int]
-) -> tuple[Table, Table, Table, Table, Table]:
-    """State, gradient sums, updates, and the bytes of all gradients and of the largest, of every stage's
-    weights.
+) -> tuple[Table, Table, Table, Table, Table, Table]:
+    """State, gradient sums, updates, and the bytes of all gradients, of the largest and of those that are
+    summed in buckets, of every stage's weights.
 
     A weight on several stages has a copy on each, and its gradient is summed over them besides.
     """
-    state, sync, update, gradients = (Rectangles(places) for _ in range(4))
+    state, sync, update, gradients, buckets = (Rectangles(places) for _ in range(5))
     largest = np.zeros(len(graph.operators))
     full = copies(graph, prices, program, values)
     for item in graph.inputs:
@@ -276,10 +281,24 @@ def _weights(
         shared = all_reduce(prices.local_bytes(item.name, program.inputs[item.name]), 2, hop)
         sync.add_each(users, shared)
         sync.add_first(users[0], users[-1], -shared)  # the stage that has them all shares with nobody
+    summed: dict[str, Value] = {}  # of each weight the last of its sums over single axes
     for value in values.of.values():
         if value.move is not None and value.leads:
             sync.add_each(value.carriers, prices.gradient_sync(value.name, value.move))
-    return state.total(), sync.total(), update.total(), gradients.total(), _most(largest, places)
+            if effect(value.move).name == "r_to_b":
+                summed[value.name] = value
+    for name, value in summed.items():
+        nbytes = prices.local_bytes(name, value.layout)
+        buckets.add_each(value.carriers, float(nbytes) if nbytes < ALONE_BYTES else 0.0)
+    most = _most(largest, places)
+    return state.total(), sync.total(), update.total(), gradients.total(), most, buckets.total()
+
+
+def _summing(buckets: Table, kept: Table) -> Table:
+    """What is there beside gradients when a bucket is put together, if all but the last are full and come
+    evenly: the bucket, and what the operators keep whose gradients are still to come."""
+    behind = np.minimum(1.0, BUCKET_BYTES / np.maximum(buckets, 1.0))
+    return np.minimum(buckets, BUCKET_BYTES + ALONE_BYTES) + (1.0 - behind) * kept
 
 
 def _memory(

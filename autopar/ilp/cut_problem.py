@@ -38,7 +38,7 @@ from autopar.core.timeline import StageCost
 from autopar.cost.again import Shares
 from autopar.cost.intervals import Intervals
 from autopar.cost.rectangles import Row, Table
-from autopar.ilp.flights import flights, forwards_before, in_flight, of_one, stages_of
+from autopar.ilp.flights import endings, flights, forwards_before, in_flight, of_one, stages_of
 
 QUANTILES = tuple(step / 16 for step in range(17))  # of seconds per byte, tried as a price
 
@@ -330,6 +330,8 @@ class CutProblem:
             for count, half, back in of_one(moments, place):
                 held = count * holds.kept + half * holds.held + back * table.received_back[:, None]
                 peak = np.maximum(peak, held + beside)
+        (ending,) = of_one((endings(self.schedule)[rank][place],), place)
+        peak = np.maximum(peak, table.summing + ending[2] * table.received_back[:, None])
         return np.triu(self.lasting[stage] + peak, 1)
 
     def beside(self, holds: Holds) -> tuple[Table, Table, Table, Table]:
@@ -372,6 +374,8 @@ class CutProblem:
                 for moments, (beside, absent) in zip(each, besides, strict=True)
                 if moments
             ]
+            ends = bytes_of_one @ np.asarray(endings(self.schedule)[rank], dtype=float).T
+            peaks.append((ends + self.table.summing[starts, stops][:, own]).max(axis=1))
             found.append(lasting[:, own].sum(axis=1) + np.maximum.reduce(peaks))
         return np.stack(found, axis=1)
 
@@ -443,6 +447,7 @@ class CutProblem:
                 early=int(holds.early[p, q]),
                 halving=int(holds.half[p, q]),
                 halving_early=int(holds.half_early[p, q]),
+                summing=int(table.summing[p, q]),
             )
             for stage, (p, q, holds) in enumerate(zip(starts, stops, self.holds, strict=True))
         )

@@ -8,12 +8,13 @@ from itertools import chain
 from typing import NamedTuple
 
 from autopar.core.deliveries import leaves, needed_by, proved, sent_by
-from autopar.core.schedule import ActionKind, Schedule, ScheduleKind
+from autopar.core.schedule import Action, ActionKind, Schedule, ScheduleKind
 from autopar.schedules import build_schedule
 from autopar.simulate import Receives
 
 Counts = tuple[int, ...]
 Moments = tuple[Counts, ...]
+LEARNING = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 
 class Flights(NamedTuple):
@@ -41,27 +42,46 @@ def flights(schedule: Schedule) -> tuple[Flights, ...]:
     """For each rank what its stages, in order, hold at once: micro-batches from F to B or I, then those whose
     backward is half done, from I to W, then gradients that were sent back and may not have arrived, which
     GPipe and 1F1B wait for."""
-    waits = Receives.of_torch(schedule.kind) is Receives.LATE
     found = []
     for rank in range(schedule.ranks):
-        own, arrived = stages_of(schedule, rank), proved(schedule, rank)
-        now, half, back = ([0] * len(own) for _ in range(3))
         seen: tuple[set[Counts], ...] = (set(), set(), set(), set())
         later = False
-        for action in schedule.actions(rank):
-            stage, needed, out = own.index(action.stage), needed_by(action), sent_by(action)
-            for each in arrived.get(needed, ()) if needed and not waits else ():
-                back[own.index(each.stage)] -= not each.forward
-            now[stage] += action.kind is ActionKind.FORWARD
-            halved = action.kind is ActionKind.INPUT_GRADIENT
-            seen[2 * later + halved].add((*now, *half, *back))
-            now[stage] -= halved or action.kind is ActionKind.BACKWARD
-            half[stage] += halved - (action.kind is ActionKind.WEIGHT_GRADIENT)
-            later = later or action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
-            if out and not out.forward and not waits and leaves(schedule, out):
-                back[stage] += 1
+        for action, during, _ in _counted(schedule, rank):
+            seen[2 * later + (action.kind is ActionKind.INPUT_GRADIENT)].add(during)
+            later = later or action.kind in LEARNING
         found.append(Flights(*map(_highest, seen)))
     return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def endings(schedule: Schedule) -> tuple[tuple[Counts, ...], ...]:
+    """For each rank what it holds, as in `flights`, when each of its stages has its last gradients."""
+    found = []
+    for rank in range(schedule.ranks):
+        last = {
+            action.stage: after for action, _, after in _counted(schedule, rank) if action.kind in LEARNING
+        }
+        found.append(tuple(last[stage] for stage in stages_of(schedule, rank)))
+    return tuple(found)
+
+
+def _counted(schedule: Schedule, rank: int) -> Iterator[tuple[Action, Counts, Counts]]:
+    """The rank's actions, with what it holds while each runs and when it is over."""
+    waits = Receives.of_torch(schedule.kind) is Receives.LATE
+    own, arrived = stages_of(schedule, rank), proved(schedule, rank)
+    now, half, back = ([0] * len(own) for _ in range(3))
+    for action in schedule.actions(rank):
+        stage, needed, out = own.index(action.stage), needed_by(action), sent_by(action)
+        for each in arrived.get(needed, ()) if needed and not waits else ():
+            back[own.index(each.stage)] -= not each.forward
+        now[stage] += action.kind is ActionKind.FORWARD
+        during = (*now, *half, *back)
+        halved = action.kind is ActionKind.INPUT_GRADIENT
+        now[stage] -= halved or action.kind is ActionKind.BACKWARD
+        half[stage] += halved - (action.kind is ActionKind.WEIGHT_GRADIENT)
+        if out and not out.forward and not waits and leaves(schedule, out):
+            back[stage] += 1
+        yield action, during, (*now, *half, *back)
 
 
 def _highest(moments: set[Counts]) -> Moments:

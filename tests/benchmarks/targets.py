@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from examples import characters, photographs
 
@@ -37,3 +39,9 @@ def tiny() -> Any:
 def small_unet() -> Any:
     """Two levels of width 8 on four crops of 32 x 32."""
     return photographs.unet(8, 2), photographs.noisy(photographs.crops(32, 32)[:4])
+
+
+def heavy() -> Any:
+    """Few samples and many weights, none of them large: sums of gradients need more than activations."""
+    layers = [module for _ in range(12) for module in (nn.Linear(256, 256, bias=False), nn.Tanh())]
+    return nn.Sequential(*layers), (torch.randn(16, 256), torch.randn(16, 256)), F.mse_loss

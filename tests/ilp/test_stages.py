@@ -94,6 +94,7 @@ def random_table(random: Random, count: int) -> Intervals:
         send_back=row(hop),
         received=row(30.0, whole=True),
         received_back=row(30.0, whole=True),
+        summing=np.minimum(sums(random.choice((0.0, 300.0)), whole=True), 500.0),
         calling=np.triu(np.full((count + 1, count + 1), 0.1), 1),
         splitting=sums(0.5),
     )
@@ -127,6 +128,7 @@ def stage_costs(table: Intervals, starts: tuple[int, ...], schedule: Schedule) -
                 early=int(table.early[p, q]),
                 halving=int(table.halves.working[p, q]),
                 halving_early=int(table.halves.early[p, q]),
+                summing=int(table.summing[p, q]),
             )
         )
     return found
