@@ -35,9 +35,16 @@ def split_batch(tensors: Sequence[Tensor], count: int) -> list[MicroBatch]:
     """Cut the tensors that have the batch's length in dim 0 into `count` parts, the longer ones first.
 
     That length is the first tensor's; the others are passed whole. Raises InputError for a
-    `count` below 1 and where the batch is too short.
+    `count` below 1 and where the batch is too short, or empty.
     """
     length = batch_length(tensors)
+    if not length:
+        raise InputError(
+            where="batch",
+            found="no samples in the first input",
+            wanted="at least one, in its dim 0",
+            remedy="pass a batch that is not empty",
+        )
     if count < 1:
         raise InputError(
             where="micro-batches",

@@ -78,7 +78,8 @@ def shuffled() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
 
 
 class Turned(nn.Module):
-    """Dropout of a view whose memory order a trace and kernels tell differently for a batch of one."""
+    """Dropout of, and noise like, a view whose memory order a trace and kernels tell differently for a batch
+    of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +87,9 @@ class Turned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         image = self.conv(x.transpose(1, 2).reshape(len(x), 4, 4, 4))
-        return self.head(F.dropout(image.flatten(2).transpose(1, 2), 0.5, self.training)).mean(1)
+        seen = image.flatten(2).transpose(1, 2)
+        seen = seen * torch.rand_like(seen) + torch.randn_like(seen)
+        return self.head(F.dropout(seen, 0.5, self.training)).mean(1)
 
 
 def turned() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:

@@ -103,6 +103,8 @@ def test_batches_that_are_too_short_are_refused() -> None:
         split_batch([torch.ones(3)], 4)
     with pytest.raises(InputError, match="found 0, wanted at least 1"):
         split_batch([torch.ones(10)], 0)
+    with pytest.raises(InputError, match="no samples"):
+        split_batch([torch.ones(0, 3)], 1)
 
 
 class Bags(nn.Module):

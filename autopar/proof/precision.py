@@ -5,9 +5,9 @@ soon as sums are reordered, which would hide real faults. Tensors that only the 
 of a loss) are raised where they meet a call, and numbers that it writes out (`torch.tensor(0.1)`) are
 those of the graph, which have fewer digits.
 
-Random masks are drawn in the order of dims, on both sides. Eager code draws in the order of memory, which for
-an operand that is a transposed view is another one, and not known: where a dim is 1 long its stride means
-nothing, so that kernels and a trace may take the same view for different layouts.
+Random masks, and noise like a tensor, are drawn in the order of dims, on both sides. Eager code draws in the
+order of memory, which for an operand that is a transposed view is another one, and not known: where a dim is
+1 long its stride means nothing, so that kernels and a trace may take the same view for different layouts.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _RaiseCasts(TorchFunctionMode):
         if any(isinstance(item, torch.dtype) and item in LOW for item in (*args, *kwargs.values())):
             self.note(function)
         args, kwargs = pytree.tree_map(_raised_leaf, (args, kwargs))
-        return _DROPOUTS.get(function, function)(*args, **kwargs)
+        return _DRAWS.get(function, function)(*args, **kwargs)
 
     def note(self, function: Any) -> None:
         line = next(reversed([line for line in map(_user_frame, traceback.extract_stack()) if line]), "")
@@ -134,7 +134,18 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return input.mul_(mask) if inplace else input * mask
 
 
-_DROPOUTS: dict[Any, Callable[..., Tensor]] = {
+def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`draw`, of a tensor's shape, in the order of dims."""
+
+    def drawn(input: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return draw(input.shape, dtype=dtype or input.dtype, device=input.device)
+
+    return drawn
+
+
+_DRAWS: dict[Any, Callable[..., Tensor]] = {
+    torch.randn_like: _like(torch.randn),
+    torch.rand_like: _like(torch.rand),
     functional.dropout: _dropout,
     torch.dropout: lambda input, p, train: _dropout(input, p, train),
     torch.dropout_: lambda input, p, train: _dropout(input, p, train, inplace=True),

@@ -9,8 +9,8 @@ one, and receives the local gradient. So a cut may lie anywhere, whatever the pl
 
 Nothing is sent that every stage can make for itself: what depends on parameters alone (a tied
 weight and its conversions), and what has no gradient and depends on the user's inputs (masks,
-positions) are written into each stage that needs them. Draws of serial random masks are repeated in
-all later stages, so that a generator that starts alike stands alike.
+positions) are written into each stage that needs them. Draws of serial random masks, and of noise that
+is made from nothing, are repeated in all later stages, so that a generator that starts alike stands alike.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_serial_draw(node: fx.Node) -> bool:
-    return node.target is torch.ops.autopar.dropout_mask.default
+    own = node.target is torch.ops.autopar.shard_mask.default  # of a shard: the serial model draws no such
+    return _is_random(node) and not node.all_input_nodes and not own
 
 
 def _contiguous(graph: fx.Graph, value: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ from autopar.core.placement import Shard
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.rewrite.program import RankProgram, rewrite
-from autopar.rewrite.stages import StageProgram, split
+from autopar.rewrite.stages import StageProgram, _is_random, split
 from autopar.simplify import only_loss
 from tests.forced import forced, option, traced
 from tests.planning import force
@@ -193,6 +193,26 @@ def test_serial_masks_of_earlier_stages_are_drawn_again(
         for stage in split(program, graph, (0, 3, len(graph.operators) - 4, len(graph.operators)))
     ]
     assert drawn == [0, 1, 2, 2]
+
+
+def test_noise_that_is_made_from_nothing_is_drawn_in_all_later_stages_too() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            x = x + torch.randn_like(x)
+            return F.dropout(self.last(x)).square().mean()
+
+    graph, _ = traced(Noisy(), torch.randn(4, 3))
+    dims = Dims(graph, find_atoms(graph), LOCAL)
+    program = rewrite(graph, force(graph, dims, ["none"]), dims, rank=0)
+    first, second = split(program, graph, (0, 3))
+    drawn = [[node.target for node in calls(stage) if _is_random(node)] for stage in (first, second)]
+    assert drawn == [[aten.randn.default], [aten.randn.default, autopar.dropout_mask.default]]
+    assert "randn" not in [node.name for node in placeholders(second)]
 
 
 def test_what_writes_statistics_is_in_one_stage_although_nobody_takes_its_result() -> None:
