@@ -65,9 +65,10 @@ class ClusterSpec:
     """`nodes` machines with `devices_per_node` devices each.
 
     `device` is "cpu" or a kind of GPU ("h100", "cuda"); `memory` is bytes per device, None for no
-    cap. `intra` links devices of one node, `inter` devices of different nodes. `cores` are those that
-    the CPU devices of a node share, counted as containers count them (0.5 is half of one's time), None
-    for as many as this machine has.
+    cap. `intra` links devices of one node, `inter` devices of different nodes, `host` each GPU with the
+    memory of its node, None for unknown; of `host_memory`, None for no cap, the node's devices may take that
+    many bytes together. `cores` are those that the CPU devices of a node share, counted as containers count
+    them (0.5 is half of one's time), None for as many as this machine has.
     """
 
     nodes: int
@@ -77,6 +78,8 @@ class ClusterSpec:
     cores: float | None
     intra: Link
     inter: Link | None
+    host: Link | None
+    host_memory: int | None
 
     def __init__(
         self,
@@ -88,8 +91,10 @@ class ClusterSpec:
         cores: float | None = None,
         intra: Link | None = None,
         inter: Link | None = None,
+        host: Link | None = None,
+        host_memory: int | str | None = None,
     ) -> None:
-        """Take `memory` also as text (`"80GB"`); without `intra` a marked estimate stands in.
+        """Take memory also as text (`"80GB"`); without `intra` a marked estimate stands in.
 
         Raises `InputError` with all violations at once.
         """
@@ -100,12 +105,13 @@ class ClusterSpec:
             "device": device,
             "memory": memory,
             "cores": cores,
+            "host_memory": host_memory,
         }
         values = _read("cluster", given, CLUSTER_KEYS, wrong)
-        wrong += _missing_inter(values.get("nodes", 1), inter)
+        wrong += _missing_inter(values.get("nodes", 1), inter) + _needless_host(values, host)
         _raise("ClusterSpec", wrong)
         values["intra"] = intra or (LOOPBACK if values["device"] == "cpu" else PCIE)
-        values["inter"] = inter
+        values["inter"], values["host"] = inter, host
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -148,15 +154,17 @@ class ClusterSpec:
 
     @staticmethod
     def from_toml(path: str | Path) -> ClusterSpec:
-        """Read the tables `[cluster]`, `[links.intra]` and `[links.inter]`.
+        """Read the tables `[cluster]`, `[links.intra]`, `[links.inter]` and `[links.host]`.
 
         [cluster]                       [links.intra]
         nodes = 2                       bandwidth = "450GB/s"
         devices_per_node = 4            latency = "2us"
         device = "h100"
         memory = "80GB"                 [links.inter] likewise; needed if nodes > 1
+        host_memory = "1TB"             [links.host] likewise: from a GPU to its node's memory
 
-        Bandwidths count bytes or bits: "200Mbit/s" is "25MB/s". A cluster of CPUs may say `cores` too.
+        Bandwidths count bytes or bits: "200Mbit/s" is "25MB/s". A cluster of CPUs may say `cores` too;
+        `host_memory` and the link to it serve offload, and are left out where unknown.
 
         Raises `InputError` with all violations at once.
         """
@@ -225,6 +233,8 @@ class ClusterSpec:
             cores=self.cores,
             intra=self.intra,
             inter=None if inside else self.inter,
+            host=self.host,
+            host_memory=self.host_memory,
         )
 
     def stage_counts(self) -> tuple[int, ...]:
@@ -272,8 +282,9 @@ class ClusterSpec:
         memory = f" of {show_bytes(self.memory)}" if self.memory is not None else ""
         cores = f", {self.cores:g} cores a node" if self.cores is not None else ""
         inter = f"; between nodes {self.inter}" if self.inter else ""
+        host = f"; to the host {self.host}" if self.host else ""
         devices = f"{self.nodes} x {self.devices_per_node} {self.device}{memory}{cores}"
-        return f"{devices}; within a node {self.intra}{inter}"
+        return f"{devices}; within a node {self.intra}{inter}{host}"
 
 
 Reader: TypeAlias = Callable[[str, object], Any]  # (where, value) -> the value read; raises InputError
@@ -329,6 +340,7 @@ CLUSTER_KEYS: Mapping[str, Reader] = {
     "device": _device,
     "memory": _memory,
     "cores": _cores,
+    "host_memory": _memory,
 }
 LINK_KEYS: Mapping[str, Reader] = {"bandwidth": _rate, "latency": _seconds}
 
@@ -358,10 +370,11 @@ def _from_tables(path: str, document: Mapping[str, object]) -> ClusterSpec:
     values = _read("cluster", tables.get("cluster", {}), CLUSTER_KEYS, wrong)
     if "devices_per_node" not in tables.get("cluster", {}):
         wrong.append(_wrong("cluster.devices_per_node", "nothing", "the number of devices of each node"))
-    links = _read("links", tables.get("links", {}), {"intra": _table, "inter": _table}, wrong)
+    links = _read("links", tables.get("links", {}), {"intra": _table, "inter": _table, "host": _table}, wrong)
     for name, table in links.items():
         values[name] = _read_link(f"links.{name}", table, wrong)
     wrong += _missing_inter(values.get("nodes", 1), links.get("inter"))
+    wrong += _needless_host(values, links.get("host"))
     _raise(path, wrong)
     return ClusterSpec(**values)
 
@@ -383,6 +396,13 @@ def _missing_inter(nodes: int, inter: object) -> list[InputError]:
     if nodes == 1 or inter is not None:
         return []
     return [_wrong("links.inter", "nothing", f"the link between the {nodes} nodes")]
+
+
+def _needless_host(values: Mapping[str, Any], host: object) -> list[InputError]:
+    """Violations by a link to the host, of devices whose memory is the host's."""
+    if host is None or values.get("device", "cpu") != "cpu":
+        return []
+    return [_wrong("links.host", "a link of CPUs to the host", "none: their memory is the host's")]
 
 
 def _wrong(where: str, found: str, wanted: str) -> InputError:

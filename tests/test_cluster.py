@@ -175,6 +175,15 @@ def test_a_link_needs_a_latency_and_a_bandwidth(latency: float, bandwidth: float
         Link(latency, bandwidth)
 
 
+def test_a_link_to_the_host_is_for_devices_with_memory_of_their_own() -> None:
+    found = replace(TWO_NODES, host=Link(10e-6, 25e9), host_memory="1TB")  # type: ignore[arg-type]
+    assert found.host_memory == 10**12 and TWO_NODES.host is TWO_NODES.host_memory is None
+    assert str(found) == f"{TWO_NODES}; to the host 25 GB/s, 10 us"
+    assert (found.stage(2).host, found.stage(2).host_memory) == (found.host, found.host_memory)
+    with pytest.raises(InputError, match="links.host: found a link of CPUs .*their memory is the host's"):
+        ClusterSpec(devices_per_node=2, host=Link(10e-6, 25e9))
+
+
 # From TOML
 
 
@@ -182,6 +191,16 @@ def test_a_file_gives_the_same_spec_as_code(tmp_path: Path) -> None:
     path = write(tmp_path, TOML)
     assert ClusterSpec.from_toml(path) == TWO_NODES
     assert ClusterSpec.parse(str(path)) == TWO_NODES
+
+
+def test_a_file_may_say_what_offload_needs(tmp_path: Path) -> None:
+    host = '[links.host]\nbandwidth = "25GB/s"\nlatency = "10us"\n'
+    text = TOML.replace('memory = "80GB"', 'memory = "80GB"\nhost_memory = "1TB"') + host
+    wanted = replace(TWO_NODES, host=Link(10e-6, 25e9), host_memory=10**12)
+    assert ClusterSpec.from_toml(write(tmp_path, text)) == wanted
+    path = write(tmp_path, text.replace('"h100"', '"cpu"'))
+    with pytest.raises(InputError, match=rf"{path.name}: links.host: found a link of CPUs"):
+        ClusterSpec.from_toml(path)
 
 
 def test_a_short_file_takes_the_defaults(tmp_path: Path) -> None:
