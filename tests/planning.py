@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 import autopar.ops
 import autopar.runtime.collectives
 import autopar.runtime.random  # noqa: F401  (registers the operators that programs call)
 from autopar import compiler
 from autopar.cluster import ClusterSpec
 from autopar.convert.path import tree
+from autopar.core.costs import DeviceModel
 from autopar.core.executable import Executable
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind, Operator
@@ -25,6 +28,10 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, kept_starts
 from autopar.core.placement import B, Layout, P, Partial, R, Shard
 from autopar.core.plan import Plan, Program
+from autopar.cost.collectives import CollectiveTable
+from autopar.cost.model import CostModel
+from autopar.cost.offload import movable
+from autopar.cost.prices import Prices
 from autopar.ilp.space import storable
 from autopar.ops.analysis import find_atoms, strategies_of
 from autopar.ops.dims import Dims
@@ -34,6 +41,13 @@ from autopar.request import Request
 from autopar.signature import LossFunction
 from autopar.trace import Traced
 
+ROUGH = CostModel(
+    DeviceModel(
+        "rough", "cpu", ((torch.float32, 1e9), (torch.float64, 1e9)), bandwidth=1e9, launch_seconds=1e-6
+    ),
+    {},
+    CollectiveTable({}),
+)
 Prefer = Callable[[Operator, Option], float]  # the highest wins on each axis
 
 
@@ -158,6 +172,7 @@ class Compiler(compiler.Compiler):
     pipeline: Pipeline = Pipeline()
     gathering: Gathering | None = None
     recompute: bool = False  # all but the last operator, the loss
+    offload: bool = False  # all that may be
     graphs: list[Graph] = field(default_factory=list)
 
     @property
@@ -179,6 +194,9 @@ class Compiler(compiler.Compiler):
         )
         if self.recompute:
             program = replace(program, recompute=((0, len(graph.operators) - 1),))
+        if self.offload:
+            prices = Prices(graph, dims, self.cluster, ROUGH)
+            program = replace(program, offload=tuple(item.moved for item in movable(graph, prices, program)))
         if request.stages == 1:
             return plan_of(program, Pipeline(micro_batches=request.micro_batches))
         starts = self.pipeline.starts
@@ -195,6 +213,7 @@ def forced(
     loss_fn: LossFunction | None = None,
     gathering: Gathering | None = None,
     recompute: bool = False,
+    offload: bool = False,
 ) -> Compiler:
     """The compiler of one plan for the kinds of parallelism that are `wanted`."""
     pipeline = pipeline or Pipeline()
@@ -210,6 +229,7 @@ def forced(
         pipeline=pipeline,
         gathering=gathering,
         recompute=recompute,
+        offload=offload,
     )
 
 

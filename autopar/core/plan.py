@@ -9,6 +9,7 @@ from typing import Any
 from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
+from autopar.core.offload import Moved
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
 from autopar.core.timeline import StageCost
@@ -22,7 +23,9 @@ class Program:
     tree rooted in the layout in which it is made; `outputs` are the layouts in which the graph's
     outputs leave it. `recompute` are ranges [first, stop) of operators, by number, whose insides are
     computed again in backward. `gatherings` says when weights, by name, are gathered that are stored in
-    shards; those that it leaves out are kept from forward to backward.
+    shards; those that it leaves out are kept from forward to backward. `offload` are tensors that wait for
+    backward in host memory, in the order in which it needs them, the last one first; no part that is computed
+    again takes or makes one.
     """
 
     mesh: Mesh
@@ -32,6 +35,7 @@ class Program:
     outputs: Mapping[str, Layout]
     recompute: tuple[tuple[int, int], ...] = ()
     gatherings: Mapping[str, Gathering] = field(default_factory=dict)
+    offload: tuple[Moved, ...] = ()
 
     def gathering(self, name: str) -> Gathering:
         """When the weight is gathered."""
@@ -73,6 +77,16 @@ class Stage:
     send_output: float
     send_gradient: float
     sync: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """A tensor that waits for backward in host memory: how it lies, and its bytes on one device, for one
+    micro-batch."""
+
+    name: str
+    layout: Layout
     nbytes: int
 
 
@@ -119,6 +133,8 @@ class Plan:
     stages: tuple[Stage, ...] = ()
     stage_costs: tuple[StageCost, ...] = ()  # what a simulation of the schedule takes, for each stage
     bubble: float = 0.0
+    offloaded: tuple[Offloaded, ...] = ()
+    offload_seconds: float = 0.0  # of the step, that it waits for copies to and from host memory
 
     @property
     def mesh(self) -> Mesh:
@@ -164,6 +180,14 @@ class Plan:
                 "bubble": self.bubble,
             },
             "conversions": list(self.conversions),
+            "offload": {
+                "tensors": [
+                    {"name": item.name, "layout": show(item.layout), "bytes": item.nbytes}
+                    for item in self.offloaded
+                ],
+                "bytes": sum(item.nbytes for item in self.offloaded),
+                "seconds": self.offload_seconds,
+            },
             "outputs": {name: show(layout) for name, layout in self.program.outputs.items()},
             "alternatives": [
                 {

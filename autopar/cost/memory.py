@@ -2,7 +2,7 @@
 
     state       weights, the optimizer's state, and copies that are gathered once: all step long
     kept        storages and scratch that backward reads: from forward to there; of a weight that is gathered
-                again nothing
+                again, and of what is offloaded, nothing
     working     what calls take and give, and gradients, while somebody still needs them
 
     forward     | x ====================== |            a part that is computed again keeps what it takes
@@ -22,9 +22,12 @@ from dataclasses import dataclass
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Program
+from autopar.cost.calls import CallMemory
+from autopar.cost.offload import moved
 from autopar.cost.prices import Prices
 from autopar.cost.tape import Tape, TapeCall, Weight, record
 from autopar.runtime.gradient_sync import BUCKET_BYTES, Member, assign
+from autopar.runtime.offload import AHEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +158,8 @@ class _Part:
 
 
 class _Replay:
-    """One step. Keys of storages are roots; ("again", root) of those that are computed again, ("own", call)
-    of scratch, ("gradient", number) of gradients.
+    """One step. Keys of storages are roots; ("again", root) of those that are computed again, ("back", root)
+    of those that were fetched from the host, ("own", call) of scratch, ("gradient", number) of gradients.
 
     For stages `staged` leaves out what is there all step, sums of gradients among it.
     """
@@ -170,6 +173,16 @@ class _Replay:
             for value in call.memory.takes:
                 self.firsts.setdefault(value, number)
         self.parts = self.find_parts() if prices.training else []
+        away = moved(graph, prices, program) if prices.training else []
+        self.order = [item.root for item in away]
+        self.away = {root: number for number, root in enumerate(self.order)}
+        self.marks: dict[int, list[int]] = {}  # what begins to leave after each call
+        for item in sorted(away, key=lambda item: item.call):
+            self.marks.setdefault(item.call, []).append(item.root)
+        self.departing: list[int] = []
+        self.readers: Counter[int] = Counter()  # of each that is away, calls whose backward is to come
+        self.back: set[int] = set()  # those that were fetched
+        self.begun = False  # to fetch
         self.heap = _Heap()
         self.copies: set[int] = set()  # roots that are there as copies
         self.variables: set[Hashable] = set()  # storages that a later call takes
@@ -333,18 +346,32 @@ class _Replay:
                 self.call(number)
                 if self.prices.training:
                     for root in self.calls[number].memory.keeps - self.tape.gathered:
-                        self.keep(root, self.calls[number].place, for_weight=self.has_weight(number))
+                        if root in self.away:
+                            self.readers[root] += 1
+                        else:
+                            self.keep(root, self.calls[number].place, for_weight=self.has_weight(number))
                     self.keep_own(number)
                 self.finish(number, left)
+                for root in self.marks.get(number, ()):
+                    self.leave(root)
                 number += 1
             if part is not None:
                 self.first_time(part, left)
                 number = part.stop
+        while self.departing:
+            self.heap.drop(self.departing.pop(0))
         for value in self.tape.users:
             self.heap.drop(self.tape.root[value])
         if self.prices.accumulates or self.staged:  # of a step the loss alone is left
             for value in self.tape.outputs:
                 self.use(self.tape.root[value], left)
+
+    def leave(self, root: int) -> None:
+        """Begin to copy to the host; the one AHEAD before has left."""
+        self.heap.hold(root, self.tape.nbytes[root])
+        self.departing.append(root)
+        if len(self.departing) > AHEAD:
+            self.heap.drop(self.departing.pop(0))
 
     def first_time(self, part: _Part, left: Counter[int]) -> None:
         """A part in forward: what it takes is kept, and what it will not make again."""
@@ -481,6 +508,8 @@ class _Replay:
             item.value: self.slots.pop(item.value) for item in call.memory.gives if item.value in self.slots
         }
         self.hold_back(number, incoming.values())
+        if part is None and incoming:
+            self.read(call.memory)
         gathered = call.memory.keeps & self.tape.gathered if part is None and incoming else frozenset()
         for root in gathered:
             self.heap.hold(("gathered", root), self.tape.nbytes[root])
@@ -496,7 +525,7 @@ class _Replay:
             self.heap.drop(("gathered", root))
         if part is None:
             for root in call.memory.keeps - self.tape.gathered:
-                self.release(root)
+                (self.forget_back if root in self.away else self.release)(root)
             self.release_own(number)
         else:
             self.forget_again(number)
@@ -505,6 +534,25 @@ class _Replay:
         for value, key in made:
             self.add(value, key)
         self.note(call.place)
+
+    def read(self, memory: CallMemory) -> None:
+        """Fetch what a call reads from the host, and begin to fetch what is read after it."""
+        if not self.begun and (memory.own or memory.keeps - self.tape.gathered):
+            self.begun = True
+            self.fetch(len(self.order) - AHEAD, len(self.order))
+        for root in sorted(memory.keeps & self.away.keys(), key=lambda root: -self.away[root]):
+            self.fetch(self.away[root] - AHEAD, self.away[root] + 1)
+
+    def fetch(self, first: int, stop: int) -> None:
+        for root in self.order[max(0, first) : stop]:
+            if self.readers[root] and root not in self.back:
+                self.back.add(root)
+                self.heap.hold(("back", root), self.tape.nbytes[root])
+
+    def forget_back(self, root: int) -> None:
+        self.readers[root] -= 1
+        if not self.readers[root] and root in self.back:
+            self.heap.drop(("back", root))
 
     def forget_again(self, number: int) -> None:
         """Of a call that ran again."""

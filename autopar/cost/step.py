@@ -9,6 +9,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Program
 from autopar.cost.again import again_seconds
 from autopar.cost.gathering import regathers
+from autopar.cost.offload import wait_seconds
 from autopar.cost.prices import Prices
 from autopar.cost.values import Value, find_values
 from autopar.errors import CheckError
@@ -17,8 +18,9 @@ from autopar.errors import CheckError
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds on one rank for the whole graph: `forward` and `backward` of one micro-batch, the latter
-    with all that is computed again, and once a step the sums of gradients that wait for the last one, with
-    the gathers of weights that are gathered once, and the optimizer's `update`."""
+    with all that is computed again, both with what they wait for copies to and from the host, and once a step
+    the sums of gradients that wait for the last one, with the gathers of weights that are gathered once, and
+    the optimizer's `update`."""
 
     forward: float
     backward: float
@@ -58,6 +60,8 @@ def step_cost(graph: Graph, prices: Prices, program: Program) -> StepCost:
             before, after = move_seconds(prices, value, name_is_weight=value.name in parameters)
             forward, backward = forward + before, backward + after
     backward += again_seconds(graph, prices, program)
+    waits = wait_seconds(graph, prices, program)
+    forward, backward = forward + waits[0], backward + waits[1]
     found = StepCost(forward, backward, sync, update)
     if not math.isfinite(found.weighted(1.0)):
         raise CheckError(

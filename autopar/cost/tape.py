@@ -10,7 +10,7 @@ of a step (`rewrite/sync.py`) do nothing here. A value that is a view shares the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,6 +54,17 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """Memory that operators, or conversions of what they make, give: the tensor that lies in it first, and
+    after which call, and how many operators, the program knows it by that name."""
+
+    name: str
+    layout: Layout
+    call: int
+    operators: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tape:
     """`root` and `nbytes` by value: inputs that lie there anyway have none, nor do views. `names` are
     those of the graph's tensors, empty for values inside operators."""
@@ -68,6 +79,7 @@ class Tape:
     weights: tuple[Weight, ...]
     gathered: frozenset[int]  # roots that backward gathers again
     copies: int  # bytes of what is gathered once a step, and of its gradients
+    made: Mapping[int, Made]  # by root, without what operators alone know
 
 
 def record(graph: Graph, prices: Prices, program: Program) -> Tape:
@@ -97,10 +109,14 @@ class _Recorder:
         for name, move in self.deferred:
             self.deferred_of.setdefault(name, []).append(move)
         self.gathered: set[int] = set()
+        self.made: dict[int, Made] = {}
+        self.inputs = {item.name for item in graph.inputs}
+        self.given: set[int] = set()  # their values
         self.copies = {name: each.layout for name, each in copies(graph, prices, program).items()}
 
     def record(self) -> Tape:
         inputs = {item.name: self.input(item) for item in self.graph.inputs}
+        self.given = set(inputs.values())
         for place, item in enumerate(self.graph.operators):
             strategy = self.program.strategies[item.name]
             operands = [
@@ -116,6 +132,7 @@ class _Recorder:
                     key = name, self.tidy(name, tuple(option.results[index] for option in strategy))
                     self.value[key] = numbers[result]
                     self.names[numbers[result]] = name
+                    self.note(numbers[result], key, place + 1)
         final = len(self.graph.operators)
         outputs = [self.converted(name, self.program.outputs[name], final) for name in self.graph.outputs]
         for buffer, name in self.graph.writes:
@@ -141,6 +158,7 @@ class _Recorder:
             copies=sum(
                 copy_bytes(self.graph, self.prices, name, layout) for name, layout in self.copies.items()
             ),
+            made=self.made,
         )
 
     def tidy(self, name: str, layout: Layout) -> Layout:
@@ -153,6 +171,11 @@ class _Recorder:
         self.nbytes.append(nbytes)
         self.names.append(name)
         return value
+
+    def note(self, value: int, key: Key, operators: int) -> None:
+        """Remember what the memory that a value begins is called, if it is neither an input's nor a view."""
+        if self.root[value] == value and value not in self.given and key[0] not in self.inputs:
+            self.made.setdefault(value, Made(*key, len(self.calls) - 1, operators))
 
     def input(self, item: GraphInput) -> int:
         layout = self.program.inputs[item.name]
@@ -210,6 +233,7 @@ class _Recorder:
             self.gathered.add(value)
         given = Given(value, nbytes, source if passes else None)
         self.add(place, CallMemory((source,), (given,), frozenset(), 0, gradients, repeats=passes or again))
+        self.note(value, (name, self.tidy(name, move.target)), place)
         return value
 
     def find_deferred(self) -> set[tuple[str, Move]]:

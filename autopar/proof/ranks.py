@@ -3,7 +3,7 @@
 Node by node, every rank's call is evaluated; at a collective the ranks of each group meet, and the
 collective's independent meaning (simulated.py) acts on the list of their tensors. Autograd through
 it gives every gradient: no process group, no hand-written backward. A part that is computed again in
-backward is so on all ranks together.
+backward is so on all ranks together; what is offloaded waits in storages that stand for the host's.
 
 The sum over ranks of the gradients of a Replicate tensor is its gradient, so a Replicate result is
 seeded with 1/n of its gradient on each of n ranks.
@@ -12,6 +12,7 @@ seeded with 1/n of its gradient on each of n ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from autopar.errors import CheckError
 from autopar.ops.dims import Dims
 from autopar.proof.precision import in_float64
 from autopar.proof.simulated import Call, simulate
+from autopar.runtime.offload import moves, saving_there
 from autopar.runtime.recompute import Recomputed
 
 Meaning = Callable[[Any, Sequence[Call]], list[Tensor]]
@@ -42,6 +44,13 @@ def run(
 
     `meaning` says what the collectives do: `simulate` or `simulate_typed`.
     """
+    with saving_there() if moves(programs[0].graph) else nullcontext():
+        return _run(programs, inputs, meaning)
+
+
+def _run(
+    programs: Sequence[HasGraph], inputs: Sequence[Mapping[str, Tensor]], meaning: Meaning
+) -> list[tuple[Tensor, ...]]:
     environments: list[dict[fx.Node, Any]] = [{} for _ in programs]
     steps = list(zip(*(program.graph.nodes for program in programs), strict=True))
     for nodes in steps:

@@ -23,6 +23,7 @@ from autopar.errors import CheckError
 from autopar.ops.dims import Dims
 from autopar.ops.rule import Site, rule_of
 from autopar.rewrite.emit import GraphEmitter
+from autopar.runtime.offload import offload
 from autopar.runtime.regather import AGAIN
 
 
@@ -76,6 +77,10 @@ class _Writer:
         self.steps: dict[str, int] = {}
         self.parents: dict[tuple[str, Layout], Move] = {
             (name, move.target): move for name, moves in program.moves.items() for move in moves
+        }
+        self.moved = {
+            (name, self.canonical(name, layout)): number
+            for number, (name, layout) in enumerate(program.offload)
         }
 
     def write(self) -> None:
@@ -135,7 +140,16 @@ class _Writer:
                 wanted=f"{wanted}",
                 remedy="the operator's rule lowers it wrongly",
             )
-        self.values[name, self.canonical(name, layout)] = value
+        self.keep((name, self.canonical(name, layout)), value)
+
+    def keep(self, key: tuple[str, Layout], value: fx.Node) -> fx.Node:
+        """Remember a tensor in a layout, from now on by way of `offload` if the plan moves it."""
+        if key in self.moved:
+            moved = self.emitter.graph.call_function(offload, (value, self.moved[key]))
+            self.emitter.meta[moved] = self.emitter.meta[value]
+            value = moved
+        self.values[key] = value
+        return value
 
     def value(self, name: str, layout: Layout) -> fx.Node:
         """The tensor in `layout`, converted at most once."""
@@ -148,7 +162,7 @@ class _Writer:
                     wanted="a conversion in the plan",
                     remedy="the plan is incomplete",
                 )
-            self.values[key] = self.convert(name, self.parents[key])
+            return self.keep(key, self.convert(name, self.parents[key]))
         return self.values[key]
 
     def convert(self, name: str, move: Move) -> fx.Node:

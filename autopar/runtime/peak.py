@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.runtime.offload import HostStorage
 from autopar.runtime.parameters import local
 
 
@@ -50,7 +51,7 @@ class StorageTracker(TorchDispatchMode):
     """While entered, counts the bytes of living storages: `nbytes` now, `peak` at most so far.
 
     It begins with the storages of `alive`. One that an operator takes and that was not seen before has
-    been there all along, so it counts from the start.
+    been there all along, so it counts from the start. What was offloaded doesn't count.
     """
 
     def __init__(self, alive: Iterable[Tensor] = ()) -> None:
@@ -79,6 +80,8 @@ class StorageTracker(TorchDispatchMode):
         """By how many bytes the tensor's storage is larger than known."""
         storage = tensor.untyped_storage()
         if storage.device.type == "meta":  # of fake tensors too, by which DTensors find shapes
+            return 0
+        if isinstance(storage, HostStorage):
             return 0
         key, nbytes = id(storage), storage.nbytes()
         if key not in self._sizes:

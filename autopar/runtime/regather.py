@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autopar.errors import InputError
 from autopar.runtime import registry
 from autopar.runtime.between import Between, Box, halved
+from autopar.runtime.offload import Offloading, Saved, moves, offloading
 
 AGAIN = "_again"  # ends the names of the operators whose results don't stay
 
@@ -38,15 +39,17 @@ def is_again(target: Any) -> bool:
 
 
 def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable[..., Any]:
-    """`program`, of whose gathered weights autograd keeps shards, and, if its backward is split, in boxes
-    that are emptied `between` the halves; itself if there is nothing to free."""
+    """`program`, of whose gathered weights autograd keeps shards, whose offloaded tensors in host memory,
+    and, if its backward is split, in boxes that are emptied `between` the halves; itself if there is nothing
+    to free."""
     graphs = [module.graph for module in program.modules() if isinstance(module, fx.GraphModule)]
     again = any(is_again(node.target) for graph in graphs for node in graph.nodes)
-    if not again and between is None:
+    away = moves(program.graph)
+    if not again and not away and between is None:
         return program
 
     def run(*tensors: Tensor) -> Any:
-        with _freeing(between):
+        with _freeing(between, away=away):
             return program(*tensors)
 
     return run
@@ -136,20 +139,33 @@ def _find(notes: Notes, tensor: Tensor) -> _Gathered | None:
     return made if known is not None and known() is storage else None
 
 
-@contextmanager
-def _freeing(between: Between | None) -> Iterator[None]:
-    def pack(tensor: Tensor) -> Tensor | Anew | Box[Tensor | Anew]:
-        saved = anew(tensor) or tensor
-        return saved if between is None else Box(saved)
+_Packed = Tensor | Anew | Saved
 
-    def unpack(found: Tensor | Anew | Box[Tensor | Anew]) -> Tensor:
-        saved = between.open(found) if between is not None and isinstance(found, Box) else found
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """What autograd keeps in place of the tensors that it saves."""
+
+    between: Between | None
+    moving: Offloading | None
+
+    def pack(self, tensor: Tensor) -> _Packed | Box[_Packed]:
+        saved: _Packed = anew(tensor) or (self.moving.pack(tensor) if self.moving is not None else tensor)
+        return saved if self.between is None else Box(saved)
+
+    def unpack(self, found: _Packed | Box[_Packed]) -> Tensor:
+        saved = self.between.open(found) if self.between is not None and isinstance(found, Box) else found
         assert not isinstance(saved, Box)
-        return saved.again() if isinstance(saved, Anew) else saved
+        return saved if isinstance(saved, Tensor) else saved.again()
 
+
+@contextmanager
+def _freeing(between: Between | None, *, away: bool) -> Iterator[None]:
     before = halved.set(between)
     try:
-        with noting(), saved_tensors_hooks(pack, unpack):
-            yield
+        with noting(), offloading() if away else nullcontext() as moving:
+            packing = _Packing(between, moving)
+            with saved_tensors_hooks(packing.pack, packing.unpack):
+                yield
     finally:
         halved.reset(before)

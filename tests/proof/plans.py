@@ -23,6 +23,7 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
+from autopar.core.offload import Moved
 from autopar.core.placement import Layout, P, R, Shard
 from autopar.core.plan import Program
 from autopar.core.recompute import Segment
@@ -82,6 +83,27 @@ def draw_parts(random: Random, operators: int) -> tuple[Segment, ...]:
     ends = sorted(random.randint(0, operators) for _ in range(random.choice((0, 0, 2, 4))))
     pairs = zip(ends[::2], ends[1::2], strict=True)
     return tuple((first, stop) for first, stop in pairs if first < stop)
+
+
+def draw_moved(random: Random, graph: Graph, program: Program) -> tuple[Moved, ...]:
+    """What is offloaded: in every second program nothing, else about half of what operators make, and of its
+    conversions, in any order. No part that is computed again has any of it."""
+    again = {place for first, stop in program.recompute for place in range(first, stop)}
+    barred = {name for place in again for name in _touched(graph.operators[place])}
+    found = [
+        (name, tuple(option.results[index] for option in program.strategies[item.name]))
+        for item in graph.operators
+        for index, name in enumerate(item.results)
+        if name and name not in barred
+    ]
+    found += [(name, move.target) for name, _ in found for move in program.moves.get(name, ())]
+    chosen = [each for each in dict.fromkeys(found) if random.random() < 0.5]
+    random.shuffle(chosen)
+    return tuple(chosen) if random.random() < 0.5 else ()
+
+
+def _touched(operation: Operator) -> list[str]:
+    return [*operation.operands, *(name for name in operation.results if name)]
 
 
 def forced(
@@ -367,6 +389,7 @@ class Histogram:
     rows: Counter[str] = field(default_factory=Counter)
     operators: Counter[str] = field(default_factory=Counter)
     recomputed: Counter[str] = field(default_factory=Counter)  # programs with such an operator
+    offloaded: Counter[str] = field(default_factory=Counter)  # programs that move what such an operator makes
 
     def add(self, model: Model, program: Program, dims: Dims) -> None:
         self.examples += 1
@@ -390,6 +413,15 @@ class Histogram:
             }
         )
 
+        moved = {name for name, _ in program.offload}
+        self.offloaded.update(
+            {
+                item.target._schema.name[6:]
+                for item in model.graph.operators
+                if moved.intersection(item.results)
+            }
+        )
+
     def __str__(self) -> str:
         def line(name: str, found: Counter[str]) -> str:
             return f"  {name:<12}" + "  ".join(f"{key} {count}" for key, count in found.most_common())
@@ -402,6 +434,7 @@ class Histogram:
                 line("conversions", self.rows),
                 line("operators", self.operators),
                 line("recomputed", self.recomputed),
+                line("offloaded", self.offloaded),
             ]
         )
 

@@ -74,9 +74,13 @@ PLANS: dict[str, tuple[tuple[int, ...], list[str], Pipeline, bool]] = {
 }
 
 
-def parallel(plan: str, gathering: Gathering, model: nn.Module) -> ParallelModule:
+def parallel(
+    plan: str, gathering: Gathering | None, model: nn.Module, *, offload: bool = False
+) -> ParallelModule:
     shape, wanted, pipeline, again = PLANS[plan]
-    compiler = forced(Mesh(shape), wanted, pipeline=pipeline, gathering=gathering, recompute=again)
+    compiler = forced(
+        Mesh(shape), wanted, pipeline=pipeline, gathering=gathering, recompute=again, offload=offload
+    )
     by_steps = pipeline.is_staged or pipeline.micro_batches > 1
     return ParallelModule(model, compiler, describe=describe, device=CPU, by_steps=by_steps)
 
@@ -86,9 +90,10 @@ def gap(ours: Any, theirs: Any) -> float:
     return float((ours.detach() - theirs.detach()).abs().max())
 
 
-def _train(plan: str, gathering: Gathering) -> None:
+def train(plan: str, gathering: Gathering | None, *, offload: bool = False) -> None:
+    """On a worker: three steps of a plan, and of the serial model."""
     pipeline = PLANS[plan][2]
-    serial, ours = make_net(), parallel(plan, gathering, make_net())
+    serial, ours = make_net(), parallel(plan, gathering, make_net(), offload=offload)
     ours.prepare(*batch())
     pair = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (serial, ours)]
     for step in range(STEPS):
@@ -138,7 +143,7 @@ SHORT = [("recomputed", Gathering.AGAIN), ("zb1p", Gathering.AGAIN), ("micro-bat
 )
 def test_training_equals_serial_training(plan: str, gathering: Gathering, pools: Pools) -> None:
     shape, _, pipeline, _ = PLANS[plan]
-    pools(Mesh(shape).num_devices * pipeline.ranks).run(_train, plan, gathering)
+    pools(Mesh(shape).num_devices * pipeline.ranks).run(train, plan, gathering)
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -267,7 +272,7 @@ def _forget_the_sum(gathering: Gathering) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "reduce_scatter", mine)
         with pytest.raises(AssertionError):
-            _train("micro-batches", gathering)
+            train("micro-batches", gathering)
 
 
 @pytest.mark.parametrize("gathering", Gathering, ids=lambda item: item.value)

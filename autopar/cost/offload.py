@@ -1,0 +1,128 @@
+"""What may wait for backward in the host's memory, and how long a step waits for it.
+
+    forward    [ op 0 ][ op 1 ][ op 2 ][   op 3   ][ op 4 ] waits        a is made by 0, b by 1, c by 4
+    out            a ------  b ------                      c ------      |
+    backward   [ op 4 ][  op 3  ][ op 2 ] waits [ op 1 ][ op 0 ]         c is kept by 4, b by 2, a by 1
+    back      c  b ----- a --------------------
+             ^ begun ahead of time, as runtime/offload.py does
+
+Out and back, storages travel one after the other, in the order in which they are made and needed. When one is
+made, the AHEAD before it may still be under way; forward ends when all have left. Backward begins by fetching
+the last AHEAD, and when it reads one, the AHEAD before that. What is waited for copies is paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from autopar.core.costs import LinkLike
+from autopar.core.graph import Graph
+from autopar.core.offload import Moved
+from autopar.core.plan import Program
+from autopar.cost.prices import Prices
+from autopar.cost.tape import record
+from autopar.runtime.offload import AHEAD
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """Memory of `nbytes` that backward reads, and no part that is computed again takes or makes: `root` on
+    the tape, known as `moved` after `call`. It is `made` when so many operators have run, and `needed` when
+    backward has so many still before it, by the call `read`."""
+
+    moved: Moved
+    root: int
+    call: int
+    nbytes: int
+    made: int
+    needed: int
+    read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds of `forward` when so many operators have run, and of `backward` when so many are before it."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+def movable(graph: Graph, prices: Prices, program: Program) -> list[Movable]:
+    """All that may be moved, in the order of Program.offload, which makes no difference itself."""
+    tape = record(graph, prices, program)
+    again = {place for first, stop in program.recompute for place in range(first, stop)}
+    read: dict[int, int] = {}
+    barred = set(tape.gathered)
+    for number, call in enumerate(tape.calls):
+        read |= dict.fromkeys(call.memory.keeps, number)
+        if call.place in again:
+            values = (*call.memory.takes, *(item.value for item in call.memory.gives))
+            barred.update(tape.root[value] for value in values)
+    found = [
+        Movable(
+            moved=(made.name, made.layout),
+            root=root,
+            call=made.call,
+            nbytes=tape.nbytes[root],
+            made=made.operators,
+            needed=tape.calls[read[root]].place + 1,
+            read=read[root],
+        )
+        for root, made in tape.made.items()
+        if root in read and root not in barred and tape.nbytes[root]
+    ]
+    return sorted(found, key=lambda item: (item.read, item.call))
+
+
+def moved(graph: Graph, prices: Prices, program: Program) -> list[Movable]:
+    """What the program moves, in its own order, without what its parts that are computed again have."""
+    if not program.offload:
+        return []
+    known = {item.moved: item for item in movable(graph, prices, program)}
+    return [known[each] for each in program.offload if each in known]
+
+
+def clock(graph: Graph, prices: Prices, program: Program) -> Clock:
+    """When operators run, were there nothing between them: no copy need hide behind what is exchanged."""
+    costs = [prices.operator(item, program.strategies[item.name]) for item in graph.operators]
+    backward = accumulate((cost.backward for cost in reversed(costs)), initial=0.0)
+    return Clock(tuple(accumulate((cost.forward for cost in costs), initial=0.0)), tuple(backward)[::-1])
+
+
+def wait_seconds(graph: Graph, prices: Prices, program: Program) -> tuple[float, float]:
+    """Seconds by which forward and backward of a micro-batch are late for what the program moves."""
+    items = moved(graph, prices, program)
+    link = prices.cluster.host
+    if not items or link is None:
+        return 0.0, 0.0
+    times = clock(graph, prices, program)
+    return forward_wait(items, times, link), backward_wait(items, times, link)
+
+
+def forward_wait(items: Sequence[Movable], times: Clock, link: LinkLike) -> float:
+    """Seconds by which forward is late in the end."""
+    late, ends = 0.0, [0.0]
+    for item in sorted(items, key=lambda item: item.call):
+        now = times.forward[item.made]
+        ends.append(max(now + late, ends[-1]) + copy_seconds(item, link))
+        if len(ends) > AHEAD + 1:
+            late = max(late, ends[-1 - AHEAD] - now)
+    return max(late, ends[-1] - times.forward[-1])
+
+
+def backward_wait(items: Sequence[Movable], times: Clock, link: LinkLike) -> float:
+    """Seconds by which backward is late in the end; `items` come in the order in which they are numbered."""
+    late = end = 0.0
+    begun = [0.0] * AHEAD  # of each copy, at the earliest
+    for place, item in enumerate(reversed(items)):
+        end = max(begun[place], end) + copy_seconds(item, link)
+        late = max(late, end - times.backward[item.needed])
+        begun.append(times.backward[item.needed] + late)
+    return late
+
+
+def copy_seconds(item: Movable, link: LinkLike) -> float:
+    """Of one copy, out or back."""
+    return link.latency + item.nbytes / link.bandwidth

@@ -1,0 +1,255 @@
+"""Activations that wait for backward in the host's memory.
+
+    forward    a = relu(x)     offload(a, 0)    b = ...    offload(b, 1)    c = ...    offload(c, 2)
+    copies                       a --------->                b --------->                c -------->
+                                                                                  a's memory is free here
+    backward   needs                                 c                b                a
+    copies                             <- c  <- b    <- a
+
+A program calls `offload` on the tensors that its plan moves, in the order in which it makes them; their
+numbers are the order in which backward needs them, the last one first. A storage leaves when AHEAD more have
+been made, or forward ends. Backward fetches the last AHEAD when it reads the first saved tensor, and with
+each that was moved the AHEAD before it. Copies run on a stream of their own: the stream that computes waits
+for those that it depends on, and no memory is given back before. On CPUs they are made at once, into storages
+that are known as the host's.
+
+Every saved tensor is a view of a storage: it is moved once, however many views of it are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor, UntypedStorage, fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.errors import InputError
+
+AHEAD = 2  # storages that leave, or come, while another one is worked with
+
+
+class HostStorage(UntypedStorage):
+    """Memory that stands for the host's where the device is the CPU itself."""
+
+
+def offload(x: Tensor, number: int) -> Tensor:
+    """`x`, whose storage waits in the host's memory from now on if autograd saves it; `number` is its place
+    in the order in which backward needs such tensors, from behind."""
+    moving = _moving.get()
+    if moving is not None and torch.is_grad_enabled():
+        moving.move(x, number)
+    return x
+
+
+def moves(program: fx.Graph) -> bool:
+    """Whether the program moves anything."""
+    return any(node.target is offload for node in program.nodes)
+
+
+@contextmanager
+def offloading() -> Iterator[Offloading]:
+    """Within, `offload` moves what the object that is yielded has packed of its storage, or will."""
+    moving = Offloading()
+    before = _moving.set(moving)
+    try:
+        yield moving
+    finally:
+        _moving.reset(before)
+        moving.finish()
+
+
+@contextmanager
+def saving_there() -> Iterator[None]:
+    """Within, saved tensors are packed so, and in no other way."""
+    with offloading() as moving, saved_tensors_hooks(moving.pack, _unpack):
+        yield
+
+
+def _unpack(saved: Tensor | Saved) -> Tensor:
+    return saved.again() if isinstance(saved, Saved) else saved
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Kept:
+    """A storage that autograd saves: `here` on its device, or its copy in `host` memory, or both. While it
+    has not been moved, one of its tensors is `watched`, which must not change."""
+
+    origin: ref[UntypedStorage]
+    device: torch.device
+    here: UntypedStorage | None
+    watched: Tensor | None
+    host: UntypedStorage | None = None
+    number: int = -1  # of those that are moved
+    coming: torch.cuda.Event | None = None  # until somebody waits for the copy that fetches it
+
+    def __del__(self) -> None:
+        _wait(self.coming, self.device)  # it was fetched, and nobody came for it
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved tensor, as a view of a storage."""
+
+    moving: Offloading
+    kept: _Kept
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    version: int  # of the tensor that is watched
+
+    def again(self) -> Tensor:
+        """The tensor, there for the stream that computes. Raises InputError if it has changed since forward,
+        as autograd itself does where nothing is packed."""
+        watched = self.kept.watched
+        if watched is not None and watched._version != self.version:
+            raise InputError(
+                where="backward of the parallel module",
+                found=f"a tensor of shape {tuple(self.size)} that has changed in place since forward",
+                wanted="the values of the forward pass",
+                remedy="step the optimizer after backward, not between forward and backward",
+            )
+        storage = self.moving.read(self.kept)
+        whole = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return whole.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(slots=True)
+class Offloading:
+    """What one forward pass saves, and its backward reads."""
+
+    known: WeakValueDictionary[int, _Kept] = field(default_factory=WeakValueDictionary)  # by address
+    moved: list[_Kept] = field(default_factory=list)  # kept alive until forward ends
+    leaving: list[tuple[_Kept, torch.cuda.Event | None]] = field(default_factory=list)
+    numbered: dict[int, list[ref[_Kept]]] = field(
+        default_factory=dict
+    )  # one each, or one of each simulated rank
+    begun: bool = False  # backward
+
+    def pack(self, tensor: Tensor) -> Tensor | Saved:
+        """What autograd keeps in place of a tensor that it saves."""
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        kept = self.kept(tensor)
+        version = -1 if kept.watched is None else kept.watched._version
+        return Saved(
+            self, kept, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), version
+        )
+
+    def move(self, tensor: Tensor, number: int) -> None:
+        """Begin to copy the storage of a tensor to the host; that of the one AHEAD before it has left."""
+        kept = self.kept(tensor)
+        if kept.number >= 0:  # simulated ranks may share what one of them has moved already
+            return
+        assert kept.here is not None
+        kept.number, kept.watched = number, None
+        kept.host, copied = _to_host(kept.here)
+        self.moved.append(kept)
+        self.numbered.setdefault(number, []).append(ref(kept))
+        self.leaving.append((kept, copied))
+        if len(self.leaving) > AHEAD:
+            self.let_go()
+
+    def finish(self) -> None:
+        """At the end of forward: all that was to leave has left."""
+        while self.leaving:
+            self.let_go()
+        self.moved.clear()
+
+    def kept(self, tensor: Tensor) -> _Kept:
+        storage = tensor.untyped_storage()
+        found = self.known.get(storage._cdata)
+        if found is None or found.origin() is not storage:
+            found = _Kept(ref(storage), storage.device, storage, tensor.detach())
+            self.known[storage._cdata] = found
+        return found
+
+    def let_go(self) -> None:
+        kept, copied = self.leaving.pop(0)
+        _wait(copied, kept.device)
+        kept.here = None
+
+    def read(self, kept: _Kept) -> UntypedStorage:
+        """The storage, there for the stream that computes; the next ones begin to come."""
+        if not self.begun:
+            self.begun = True
+            self.fetch_before(max(self.numbered, default=-1) + 1)
+        if kept.here is None:
+            self.fetch(kept)
+        if kept.coming is not None:
+            _wait(kept.coming, kept.device)
+            kept.coming = None
+        if kept.number >= 0:
+            self.fetch_before(kept.number)
+        assert kept.here is not None
+        return kept.here
+
+    def fetch_before(self, number: int) -> None:
+        """Begin to fetch the AHEAD that backward needs next."""
+        for each in range(number - 1, number - 1 - AHEAD, -1):
+            for one in self.numbered.get(each, ()):
+                kept = one()
+                if kept is not None and kept.here is None:
+                    self.fetch(kept)
+
+    def fetch(self, kept: _Kept) -> None:
+        assert kept.host is not None
+        kept.here, kept.coming = _to_device(kept.host, kept.device)
+
+
+_moving: ContextVar[Offloading | None] = ContextVar("what is offloaded", default=None)
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _to_host(storage: UntypedStorage) -> tuple[UntypedStorage, torch.cuda.Event | None]:
+    """A copy in host memory, and when it is complete; None if it is."""
+    device, nbytes = storage.device, storage.nbytes()
+    with torch.no_grad():
+        if device.type == "cpu":
+            host: UntypedStorage = HostStorage(nbytes)  # type: ignore[no-untyped-call]
+            _bytes(host).copy_(_bytes(storage))
+            return host, None
+        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return pinned.untyped_storage(), _copied(pinned, _bytes(storage), device)
+
+
+def _to_device(host: UntypedStorage, device: torch.device) -> tuple[UntypedStorage, torch.cuda.Event | None]:
+    """A copy on the device, in memory of the stream that computes, and when it is complete; None if it is."""
+    with torch.no_grad():
+        fresh = torch.empty(host.nbytes(), dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            fresh.copy_(_bytes(host))
+            return fresh.untyped_storage(), None
+        return fresh.untyped_storage(), _copied(fresh, _bytes(host), device)
+
+
+def _copied(target: Tensor, source: Tensor, device: torch.device) -> torch.cuda.Event:
+    """Copy on the stream beside, after all that the one that computes has been told so far."""
+    beside = _beside(device)
+    beside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(beside):
+        target.copy_(source, non_blocking=True)
+        complete: torch.cuda.Event = beside.record_event()
+    return complete
+
+
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which copies run."""
+    return torch.cuda.Stream(device)
+
+
+def _wait(copied: torch.cuda.Event | None, device: torch.device) -> None:
+    """Let the stream that computes wait for a copy."""
+    if copied is not None:
+        torch.cuda.current_stream(device).wait_event(copied)

@@ -1,0 +1,277 @@
+"""Activations that wait in the host's memory: the serial model's numbers, and less memory on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from autopar.core.costs import OptimizerState
+from autopar.core.gathering import Gathering
+from autopar.core.mesh import Mesh
+from autopar.cost.memory import peak_memory
+from autopar.cost.prices import Prices
+from autopar.errors import InputError
+from autopar.ops.analysis import find_atoms
+from autopar.ops.dims import Dims
+from autopar.rewrite.render import describe
+from autopar.runtime import offload
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.offload import AHEAD, HostStorage, saving_there
+from autopar.runtime.peak import StorageTracker, peak_bytes
+from tests.planning import ROUGH, forced
+from tests.pool import Pool
+from tests.runtime.test_gathering import train
+
+Pools = Callable[[int], Pool]
+Patch = pytest.MonkeyPatch
+CPU = torch.device("cpu")
+N = 8000  # bytes of a vector
+
+
+# -- a few calls, by hand ---------------------------------------------------------------------------------
+
+
+def chain(x: Tensor, count: int) -> Tensor:
+    """Each result is kept by the next one's backward; all of them are moved."""
+    for number in range(count):
+        x = offload.offload(x.tanh(), number)
+    return x.sum()
+
+
+def vector() -> Tensor:
+    return torch.linspace(-1, 0, N // 8, dtype=torch.float64).requires_grad_()
+
+
+def slope(x: Tensor, count: int) -> Tensor:
+    (gradient,) = torch.autograd.grad(chain(x, count), x)
+    return gradient
+
+
+def moved_slope(x: Tensor, count: int) -> Tensor:
+    with saving_there():
+        y = chain(x, count)
+    (gradient,) = torch.autograd.grad(y, x)
+    return gradient
+
+
+def test_only_what_leaves_or_comes_is_on_the_device() -> None:
+    x, count = vector(), 8
+    with StorageTracker([x]) as tracker, saving_there():
+        y = chain(x, count)
+        assert tracker.nbytes <= (1 + AHEAD + 1) * N
+    del y
+    before = peak_bytes(lambda: slope(x, count), [x], CPU)
+    assert before >= (1 + count) * N
+    # x, the gradients of two results, and the result that is read with those that come after it
+    assert peak_bytes(lambda: moved_slope(x, count), [x], CPU) <= (1 + 2 + 1 + AHEAD) * N + 16
+
+
+def test_a_storage_is_moved_once_however_many_views_are_saved(monkeypatch: Patch) -> None:
+    sizes: list[int] = []
+    there = offload._to_host
+
+    def counted(storage: UntypedStorage) -> Any:
+        sizes.append(storage.nbytes())
+        return there(storage)
+
+    monkeypatch.setattr(offload, "_to_host", counted)
+    x = vector()
+
+    def run() -> Tensor:
+        y = offload.offload(x * 2, 0)
+        return (y[::2] * y[1::2] * y.view(2, -1)[0]).sum() + torch.view_as_complex(y.view(-1, 2)).abs().sum()
+
+    (wanted,) = torch.autograd.grad(run(), x)
+    with saving_there():
+        z = run()
+    (found,) = torch.autograd.grad(z, x)
+    assert sizes == [N] and torch.equal(found, wanted)
+
+
+def test_without_gradients_nothing_is_moved() -> None:
+    with StorageTracker() as tracker, torch.no_grad(), saving_there():
+        kept = offload.offload(torch.ones(N), 0)
+        assert tracker.nbytes == kept.untyped_storage().nbytes()
+    assert not isinstance(kept.untyped_storage(), HostStorage)
+
+
+def test_a_graph_that_is_kept_gives_the_same_twice() -> None:
+    x = vector()
+    wanted = slope(x, 5)
+    with saving_there():
+        y = chain(x, 5)
+    for keep in (True, False):
+        (found,) = torch.autograd.grad(y, x, retain_graph=keep)
+        assert torch.equal(found, wanted)
+
+
+def test_passes_under_way_at_the_same_time_do_not_meet() -> None:
+    first, second = vector(), (vector() * 0.5).detach().requires_grad_()
+    with saving_there():
+        one = chain(first, 4)
+    with saving_there():
+        two = chain(second, 3)
+    for y, x, count in ((one, first, 4), (two, second, 3)):
+        (found,) = torch.autograd.grad(y, x)
+        assert torch.equal(found, slope(x, count))
+
+
+def test_what_changed_since_forward_is_refused_unless_it_was_moved() -> None:
+    x, weight = vector(), vector()
+    for moved in (False, True):
+        with saving_there():
+            y = x * 2
+            y = offload.offload(y, 0) if moved else y
+            z = (y * weight).sum()
+        with torch.no_grad():
+            y.mul_(3)
+        wanted = x.detach() * 2
+        if moved:
+            assert torch.equal(torch.autograd.grad(z, weight)[0], wanted)
+        else:
+            with pytest.raises(InputError, match="changed in place since forward"):
+                torch.autograd.grad(z, weight)
+
+
+# -- copies that take their time --------------------------------------------------------------------------
+
+
+class Later:
+    """Copies as a stream of its own makes them: each when somebody waits for it, or for a later one."""
+
+    def __init__(self, monkeypatch: Patch, *, waits: bool = True) -> None:
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.log: list[str] = []
+        self.waits = waits
+        monkeypatch.setattr(offload, "_to_host", self.to_host)
+        monkeypatch.setattr(offload, "_to_device", self.to_device)
+        monkeypatch.setattr(offload, "_wait", self.wait)
+
+    def to_host(self, storage: UntypedStorage) -> Any:
+        self.log.append("out")
+        return self.begin(HostStorage(storage.nbytes()), storage)
+
+    def to_device(self, host: UntypedStorage, device: torch.device) -> Any:
+        self.log.append("back")
+        return self.begin(UntypedStorage(host.nbytes()), host)
+
+    def begin(self, target: UntypedStorage, source: UntypedStorage) -> Any:
+        whole = offload._bytes(target)
+        whole.fill_(255)  # NaN
+        self.waiting.append((whole, offload._bytes(source)))
+        return target, len(self.waiting)
+
+    def wait(self, count: int | None, device: torch.device) -> None:
+        for target, source in self.waiting[: count if self.waits else 0]:
+            target.copy_(source)
+
+
+def test_nothing_is_read_or_given_back_before_its_copy_is_complete(monkeypatch: Patch) -> None:
+    x = vector()
+    wanted = slope(x, 6)
+    copies = Later(monkeypatch)
+    assert torch.equal(moved_slope(x, 6), wanted)
+    assert copies.log == ["out"] * 6 + ["back"] * 6
+
+
+def test_who_forgets_to_wait_is_found(monkeypatch: Patch) -> None:
+    x = vector()
+    wanted = slope(x, 6)
+    Later(monkeypatch, waits=False)
+    assert not torch.equal(moved_slope(x, 6), wanted)
+
+
+def test_what_is_fetched_for_another_is_found(monkeypatch: Patch) -> None:
+    x = vector()
+    wanted = slope(x, 6)
+    fetch = offload.Offloading.fetch
+    hosts: list[UntypedStorage] = []
+
+    def another(self: offload.Offloading, kept: Any) -> None:
+        hosts.append(kept.host)
+        kept.host = hosts[0]
+        fetch(self, kept)
+
+    monkeypatch.setattr(offload.Offloading, "fetch", another)
+    assert not torch.equal(moved_slope(x, 6), wanted)
+
+
+# -- whole programs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plan, gathering",
+    [
+        ("one batch", None),
+        ("one batch", Gathering.AGAIN),
+        ("micro-batches", None),
+        ("two axes", Gathering.ONCE),
+    ],
+)
+def test_training_equals_serial_training(plan: str, gathering: Gathering | None, pools: Pools) -> None:
+    ranks = 4 if plan == "two axes" else 2
+    pools(ranks).run(partial(train, offload=True), plan, gathering)
+
+
+ROWS, WIDTH = 4096, 16
+ACTIVATION = ROWS // 2 * WIDTH * 8  # bytes on one of two ranks
+
+
+class Deep(nn.Module):
+    """Activations beside which all else is small."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def peaks(layers: int, *, away: bool) -> tuple[float, float]:
+    """The most that a step holds on this rank, as predicted and as measured, in activations."""
+    torch.manual_seed(0)
+    compiler = forced(Mesh((2,)), ["batch"], offload=away)
+    ours = ParallelModule(Deep(layers).double(), compiler, describe=describe, device=CPU)
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    ours.prepare(x)
+    graph = compiler.graphs[0]
+    dims = Dims(graph, find_atoms(graph), Mesh((2,)))
+    prices = Prices(graph, dims, compiler.cluster, ROUGH, optimizer=OptimizerState(0.0))
+    predicted = peak_memory(graph, prices, ours.plan.program)
+
+    def step() -> None:
+        ours.zero_grad()
+        ours(x).backward()
+
+    step()
+    step()
+
+    def alive() -> Iterator[Tensor]:
+        yield from ours.parameters()
+        for item in ours.parameters():
+            assert item.grad is not None
+            yield item.grad
+        yield x
+
+    return predicted.nbytes / ACTIVATION, peak_bytes(step, alive(), CPU) / ACTIVATION
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_the_predicted_peak_is_the_measured_one(away: bool, pools: Pools) -> None:
+    for predicted, measured in pools(2).run(partial(peaks, away=away), 10):
+        assert predicted == pytest.approx(measured, abs=0.1)
+
+
+def test_a_deeper_net_needs_no_more_memory_on_the_device(pools: Pools) -> None:
+    for away, growth in ((False, 4), (True, 0)):
+        few, many = (pools(2).run(partial(peaks, away=away), layers) for layers in (6, 10))
+        for (_, before), (_, after) in zip(few, many, strict=True):
+            assert after - before == pytest.approx(growth, abs=0.3)
