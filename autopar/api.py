@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from enum import Enum
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from autopar.contest import Job, run_rows
 from autopar.core.comparison import Comparison
 from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
+from autopar.core.offload import Offload
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.plan import Plan
 from autopar.core.recompute import Recompute
@@ -58,9 +60,9 @@ from autopar.units import parse_bytes
 from costdb.database import Database
 
 TIMEOUT = timedelta(minutes=10)
-RECOMPUTE = tuple(each.value for each in Recompute)
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
 Reach = Literal["global", "local"]  # the whole batch on every rank, or each rank's own part
+Choice = TypeVar("Choice", bound=Enum)
 
 
 def plan(
@@ -80,6 +82,7 @@ def plan(
     micro_batches: int | str | None = None,
     schedule: str = AUTO,
     recompute: str = "auto",
+    offload: str = "auto",
     shard_state: str = "auto",
     costdb: str | None = None,
     measure: bool = True,
@@ -99,16 +102,20 @@ def plan(
     numbers where None, but 1 where layers are forced. A `mesh` leaves as many stages as it goes into the
     devices, unless their number is given. With `recompute` "all" little is kept for backward and the rest
     is computed again; with "auto" as much as it takes to meet the memory cap, where that is faster than
-    other ways to meet it. `shard_state` says what of the trainable weights' state is stored in shards, as
-    far as their dims are long enough: "none", "optimizer" (and gradients, but for full copies of weights
-    and gradients that last all step), "gradients" (full weights last from forward to backward), "weights",
-    or as is best for each, "auto".
+    other ways to meet it. `offload` says which tensors wait for backward in the host's memory, where the
+    cluster has a link to it and there is one stage: "none", "all" that are worth a copy, or with "auto" as
+    many as a memory cap asks for and hide behind compute. `shard_state` says what of the trainable weights'
+    state is stored in shards, as far as their dims are long enough: "none", "optimizer" (and gradients, but
+    for full copies of weights and gradients that last all step), "gradients" (full weights last from forward
+    to backward), "weights", or as is best for each, "auto".
 
     Raises InfeasibleError, SolverError, TraceError or InputError, also for what `parallelize` refuses.
     """
     serial.check(model)
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure, shard_state=shard_state)
-    request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
+    request, auto = with_pipeline(
+        request, cluster, force, stages, micro_batches, schedule, recompute=recompute, offload=offload
+    )
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     compiler = Compiler(cluster, request, loss_fn, costdb=costdb, progress=progress)
     if auto:
@@ -159,6 +166,7 @@ def parallelize(
     micro_batches: int | str | None = None,
     schedule: str | None = None,
     recompute: str | None = None,
+    offload: str | None = None,
     shard_state: str | None = None,
     costdb: str | None = None,
     measure: bool | None = None,
@@ -218,6 +226,7 @@ def parallelize(
         micro_batches=micro_batches,
         schedule=schedule,
         recompute=recompute,
+        offload=offload,
         shard_state=shard_state,
         costdb=costdb,
         measure=measure,
@@ -260,6 +269,7 @@ def verify(
     micro_batches: int | str | None = None,
     schedule: str = AUTO,
     recompute: str = "auto",
+    offload: str = "auto",
     shard_state: str = "auto",
     costdb: str | None = None,
     steps: int = 3,
@@ -273,7 +283,9 @@ def verify(
     request = make_request(
         mesh, force, memory, time_limit, gap, "sgd-momentum", measure=False, shard_state=shard_state
     )
-    request, auto = with_pipeline(request, cluster, force, stages, micro_batches, schedule, recompute)
+    request, auto = with_pipeline(
+        request, cluster, force, stages, micro_batches, schedule, recompute=recompute, offload=offload
+    )
     if auto:
         compiler = Compiler(cluster, request, target.loss_fn, costdb=costdb)
         found = compiler.find_pipeline(target.model, target.args, target.kwargs, auto)
@@ -349,7 +361,8 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         options.stages,
         options.micro_batches,
         options.schedule,
-        options.recompute,
+        recompute=options.recompute,
+        offload=options.offload,
     )
     cluster.stage(request.stages)
     return request, auto
@@ -414,7 +427,9 @@ def with_pipeline(
     stages: int | str | None,
     micro_batches: int | str | None,
     schedule: str,
-    recompute: str,
+    *,
+    recompute: str = AUTO,
+    offload: str = AUTO,
 ) -> tuple[Request, Auto | None]:
     """The request with its pipeline, and the numbers of it if any is to be chosen; raises InputError for
     what torch's schedules can't run."""
@@ -426,13 +441,11 @@ def with_pipeline(
             wanted=", ".join((*kinds, AUTO)),
             remedy="choose one of these",
         )
-    if recompute not in RECOMPUTE:
-        raise InputError(
-            where="--recompute",
-            found=repr(recompute),
-            wanted=", ".join(RECOMPUTE),
-            remedy="choose one of these",
-        )
+    request = replace(
+        request,
+        recompute=_choice("--recompute", recompute, Recompute),
+        offload=_choice("--offload", offload, Offload),
+    )
     kind = kinds.get(schedule)
     default = 1 if force and force != PIPELINE else AUTO
     if stages in (None, AUTO) and request.mesh and cluster.num_devices % request.mesh.num_devices == 0:
@@ -448,12 +461,40 @@ def with_pipeline(
                 remedy="leave out --stages or --force pipeline",
             )
         ranks = cluster.num_devices
-    request = replace(request, schedule=kind, recompute=Recompute(recompute))
+    if request.offload is Offload.ALL:
+        ranks = 1 if ranks is None else ranks
+        _check_offload(cluster, ranks)
+    request = replace(request, schedule=kind)
     if ranks is None or count is None:
         return request, Auto(ranks, count, exactly=micro_batches is None)
     if ranks != 1 and kind is not None:
         check_schedule(kind, ranks=ranks, stages_per_rank=stages_per_rank(kind), micro_batches=count)
     return replace(request, stages=ranks, micro_batches=count), None
+
+
+def _choice(option: str, value: str, choices: type[Choice]) -> Choice:
+    names = {str(each.value): each for each in choices}
+    if value not in names:
+        raise InputError(
+            where=option, found=repr(value), wanted=", ".join(names), remedy="choose one of these"
+        )
+    return names[value]
+
+
+def _check_offload(cluster: ClusterSpec, ranks: int) -> None:
+    """Raise InputError if nothing can be offloaded, although that is asked for."""
+    found = None
+    if ranks != 1:
+        found, wanted = f"all with {ranks} stages", "one stage, whose forward backward follows at once"
+        remedy = "leave out --stages, or write --offload none"
+    elif cluster.host is None and cluster.device_type == "cpu":
+        found, wanted = "all on CPUs, whose memory is the host's", "devices with memory of their own"
+        remedy = "write --offload none"
+    elif cluster.host is None:
+        found, wanted = "all on a cluster without a link to the host", "how fast copies to the host are"
+        remedy = "add links.host to the cluster's file, or ClusterSpec(host=Link(...))"
+    if found:
+        raise InputError(where="--offload", found=found, wanted=wanted, remedy=remedy)
 
 
 def settled(request: Request, plan: Plan) -> Request:

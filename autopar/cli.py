@@ -63,6 +63,11 @@ _RECOMPUTE = typer.Option(
     metavar="none|all|auto",
     help="What to compute again in backward; auto: what a memory cap asks.",
 )
+_OFFLOAD = typer.Option(
+    "--offload",
+    metavar="none|all|auto",
+    help="What waits for backward in host memory; auto: under a memory cap what hides behind compute.",
+)
 _SHARD_STATE = typer.Option(
     "--shard-state",
     metavar="LEVEL",
@@ -87,6 +92,8 @@ MicroBatches = Annotated[
     ),
 ]
 Recompute = Annotated[str, _RECOMPUTE]
+Offload = Annotated[str, _OFFLOAD]
+OffloadOrNone = Annotated[str | None, _OFFLOAD]
 ShardState = Annotated[str, _SHARD_STATE]
 ShardStateOrNone = Annotated[str | None, _SHARD_STATE]
 RecomputeOrNone = Annotated[str | None, _RECOMPUTE]
@@ -128,6 +135,7 @@ def plan(
     micro_batches: MicroBatches = None,
     schedule: ScheduleName = AUTO,
     recompute: Recompute = "auto",
+    offload: Offload = "auto",
     shard_state: ShardState = "auto",
     optimizer: Optimizer = "adam",
     costdb: CostDB = None,
@@ -157,6 +165,7 @@ def plan(
             micro_batches=micro_batches,
             schedule=schedule,
             recompute=recompute,
+            offload=offload,
             shard_state=shard_state,
             costdb=costdb,
             measure=not no_measure,
@@ -184,6 +193,7 @@ def verify(
     micro_batches: MicroBatches = None,
     schedule: ScheduleName = AUTO,
     recompute: Recompute = "auto",
+    offload: Offload = "auto",
     shard_state: ShardState = "auto",
     memory: Memory = None,
     time_limit: TimeLimit = None,
@@ -204,6 +214,7 @@ def verify(
         micro_batches=micro_batches,
         schedule=schedule,
         recompute=recompute,
+        offload=offload,
         shard_state=shard_state,
         costdb=costdb,
         steps=steps,
@@ -267,6 +278,7 @@ def run(
     micro_batches: MicroBatches = None,
     schedule: ScheduleOrNone = None,
     recompute: RecomputeOrNone = None,
+    offload: OffloadOrNone = None,
     shard_state: ShardStateOrNone = None,
     optimizer: OptimizerOrNone = None,
     time_limit: TimeLimit = None,
@@ -291,6 +303,7 @@ def run(
         "micro_batches": micro_batches,
         "schedule": schedule,
         "recompute": recompute,
+        "offload": offload,
         "shard_state": shard_state,
         "optimizer": optimizer,
         "time_limit": time_limit,

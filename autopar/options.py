@@ -37,6 +37,7 @@ class Options:
     micro_batches: int | str = 1
     schedule: str = AUTO
     recompute: str = AUTO
+    offload: str = AUTO
     shard_state: str = AUTO
     costdb: str | None = None
     measure: bool = True

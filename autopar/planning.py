@@ -20,6 +20,7 @@ from functools import partial
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
+from autopar.core.offload import Offload
 from autopar.core.pipeline import kept_starts, stages_per_rank
 from autopar.core.plan import Alternative, Plan, Program
 from autopar.core.recompute import Recompute
@@ -461,6 +462,12 @@ class MeshProblem:
             limit=limit,
         )
 
+    @property
+    def offload(self) -> Offload:
+        """What may be moved to the host: of a pipeline's stages nothing."""
+        may = self.request.training and self.request.stages == 1 and self.cluster.host is not None
+        return self.request.offload if may else Offload.NONE
+
     def solve(
         self,
         force: Force | None,
@@ -506,6 +513,7 @@ class MeshProblem:
             dear=dear,
             bounded=bounded,
             recompute=recompute,
+            offload=self.offload,
             beat=self.beat / self.request.micro_batches if bounded and self.request.stages == 1 else math.inf,
         )
         self.solved[force, cap, dear, bounded, recompute] = found

@@ -11,8 +11,9 @@ from autopar.cluster import ClusterSpec
 from autopar.convert.table import effect
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
-from autopar.core.plan import Alternative, Layer, Plan, Stage
+from autopar.core.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.cost.gathering import regathers
+from autopar.cost.offload import moved, wait_seconds
 from autopar.cost.prices import Prices
 from autopar.cost.values import Values, find_values
 from autopar.ilp.checkpoints import notes as checkpoint_notes
@@ -49,12 +50,12 @@ def report(
     for place, item in enumerate(graph.operators):
         strategy: tuple[Option, ...] = program.strategies[item.name]
         price = prices.operator(item, strategy)
-        moved = again[place]
+        moves = again[place]
         for name in dict.fromkeys(item.operands):
             for move in program.moves.get(name, ()):
                 if (name, move) not in paid:
                     paid.add((name, move))
-                    moved += (prices.gradient_sync if name in weights else prices.move)(name, move)
+                    moves += (prices.gradient_sync if name in weights else prices.move)(name, move)
         layers.append(
             Layer(
                 name=item.name,
@@ -63,7 +64,7 @@ def report(
                 strategy=tuple(option.factor if option.shards else None for option in strategy),
                 kinds=tuple(kind.value if (kind := kinds.of(item, option)) else None for option in strategy),
                 compute=price.compute,
-                communication=price.communication + moved,
+                communication=price.communication + moves,
                 nbytes=solution.peak.by_operator[item.name],
                 flops=price.flops
                 * math.prod(
@@ -111,6 +112,8 @@ def report(
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
+        offloaded=tuple(Offloaded(*item.moved, item.nbytes) for item in moved(graph, prices, program)),
+        offload_seconds=request.micro_batches * sum(wait_seconds(graph, prices, program)),
     )
 
 

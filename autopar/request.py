@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autopar.core.costs import ADAM, OptimizerState
 from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
+from autopar.core.offload import Offload
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
@@ -48,6 +49,7 @@ class Request:
     micro_batches: int = 1
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
     recompute: Recompute = Recompute.AUTO
+    offload: Offload = Offload.AUTO
     shard_state: ShardState = ShardState.AUTO
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
     relay: bool = False  # the stages run one after the other: a call without gradients, no step

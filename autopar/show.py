@@ -14,6 +14,7 @@ from autopar.units import show_bytes, show_seconds
 
 LIGHT = 2e-3  # layers below this share of the step, and without flops, are summed up in one line
 WIDTH = 120
+LARGEST = 6  # offloaded tensors that are named
 
 
 def plan_text(plan: Plan, *, width: int = WIDTH) -> str:
@@ -112,8 +113,23 @@ def _totals(plan: Plan) -> list[str]:
         *_pipeline(plan),
         f"memory    {show_bytes(plan.peak_bytes)}{cap} per device at the peak, "
         f"{show_bytes(plan.state_bytes)} of it weights, gradients and optimizer state",
+        *_offload(plan),
         f"solver    {plan.status}, gap {plan.gap:.2%}; "
         f"{plan.sharded_flops_share:.1%} of the flops are sharded",
+    ]
+
+
+def _offload(plan: Plan) -> list[str]:
+    if not plan.offloaded:
+        return []
+    largest = sorted(plan.offloaded, key=lambda item: -item.nbytes)[:LARGEST]
+    names = ", ".join(f"{item.name} ({show_bytes(item.nbytes)})" for item in largest)
+    others = len(plan.offloaded) - len(largest)
+    nbytes = sum(item.nbytes for item in plan.offloaded)
+    return [
+        f"offload   {show_bytes(nbytes)} per device wait for backward in host memory, which takes "
+        f"{show_seconds(plan.offload_seconds)} of the step: {names}"
+        + (f" and {others} more" if others else "")
     ]
 
 

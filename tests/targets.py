@@ -64,6 +64,12 @@ def mlp() -> tuple[nn.Module, Tensor]:
     return Mlp(), torch.randn(6, 6)
 
 
+def deep() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    """Activations that are larger than the weights."""
+    layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    return nn.Sequential(*layers), (torch.randn(512, 16), torch.randn(512, 16)), nn.MSELoss()
+
+
 def hooked() -> tuple[nn.Module, Tensor]:
     """A hook that the traced program would not run as it does here."""
     model, x = mlp()

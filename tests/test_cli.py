@@ -393,6 +393,110 @@ def test_profile_measures_what_planning_then_reads(
         assert plan["measured_share"] > 0.99, force
 
 
+# Offload
+
+HOSTED = """
+[cluster]
+devices_per_node = 2
+device = "h100"
+[links.host]
+bandwidth = "25GB/s"
+latency = "0us"
+"""
+
+
+@pytest.fixture
+def hosted(tmp_path: Path) -> str:
+    path = tmp_path / "hosted.toml"
+    path.write_text(HOSTED)
+    return str(path)
+
+
+def test_a_plan_names_what_is_offloaded(capsys: pytest.CaptureFixture[str], hosted: str) -> None:
+    words = ("plan", f"{TARGETS}:mlp", "--cluster", hosted, "--mesh", "2")
+    _, plain = command(capsys, *words)
+    code, found = command(capsys, *words, "--offload", "all")
+    away = found["offload"]
+    assert code == 0 and plain["offload"] == {"tensors": [], "bytes": 0, "seconds": 0}
+    assert away["bytes"] == sum(item["bytes"] for item in away["tensors"]) > 0 and away["seconds"] >= 0
+    assert {item["name"] for item in away["tensors"]} <= {layer["name"] for layer in found["layers"]}
+    assert found["step_seconds"] == pytest.approx(plain["step_seconds"] + away["seconds"])
+
+
+def test_what_hides_is_offloaded_under_a_cap_that_asks_for_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, hosted: str
+) -> None:
+    fast = tmp_path / "fast.toml"
+    fast.write_text(HOSTED.replace("25GB/s", "25TB/s"))
+    words = (
+        "plan",
+        f"{TARGETS}:deep",
+        "--mesh",
+        "2",
+        "--micro-batches",
+        "1",
+        "--recompute",
+        "none",
+        "--cluster",
+    )
+    _, plain = command(capsys, *words, str(fast))
+    cap = f"{plain['peak_bytes'] - 1}B"
+    code, found = command(capsys, *words, str(fast), "--memory", cap)
+    assert code == 0 and found["offload"]["tensors"] and found["offload"]["seconds"] == 0
+    assert found["peak_bytes"] < plain["peak_bytes"]
+    assert found["step_seconds"] == pytest.approx(plain["step_seconds"])
+    assert not command(capsys, *words, str(fast), "--memory", "1GB")[1]["offload"]["tensors"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--micro-batches", "1"), ("--micro-batches", "3"), ("--micro-batches", "1", "--recompute", "auto")],
+)
+def test_what_is_offloaded_is_proved(
+    capsys: pytest.CaptureFixture[str], hosted: str, options: tuple[str, ...]
+) -> None:
+    words = (
+        "verify",
+        f"{TARGETS}:net",
+        "--cluster",
+        hosted,
+        "--mesh",
+        "2",
+        "--force",
+        "batch",
+        "--steps",
+        "2",
+    )
+    code, found = command(capsys, *words, "--offload", "all", *options)
+    assert code == 0 and found["passed"], found
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "found", "remedy"),
+    [
+        ("local:2", ("--offload", "all"), "CPUs, whose memory is the host's", "--offload none"),
+        ("local:2", ("--offload", "some"), "'some'", "choose one"),
+        (None, ("--offload", "all", "--stages", "2"), "2 stages", "--stages"),
+        ("bare", ("--offload", "all"), "without a link to the host", "links.host"),
+    ],
+)
+def test_what_can_not_be_offloaded_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    hosted: str,
+    cluster: str | None,
+    options: tuple[str, ...],
+    found: str,
+    remedy: str,
+) -> None:
+    if cluster == "bare":
+        cluster = str(tmp_path / "bare.toml")
+        Path(cluster).write_text(HOSTED[: HOSTED.index("[links.host]")])
+    for name in ("plan", "verify"):
+        error = error_of(capsys, name, f"{TARGETS}:net", "--cluster", cluster or hosted, *options)
+        assert error["where"] == "--offload" and found in error["found"] and remedy in error["remedy"]
+
+
 # Bad input
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from expecttest import assert_expected_inline
 
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
-from autopar.core.plan import Layer, Plan, Program, Stage
+from autopar.core.placement import R, Shard
+from autopar.core.plan import Layer, Offloaded, Plan, Program, Stage
 from autopar.core.schedule import ScheduleKind
 from autopar.show import plan_text
 
@@ -114,6 +117,22 @@ solver    optimal, gap 1.20%; 100.0% of the flops are sharded
 def test_a_plan_without_either_says_nothing_of_them() -> None:
     text = plan_text(plan(Pipeline()))
     assert "pipeline" not in text and "micro-batch" not in text
+
+
+def test_what_is_offloaded_is_named_with_its_bytes_and_what_it_costs() -> None:
+    items = [Offloaded(f"relu_{place}", (Shard(0), R), (place + 1) * 1000) for place in range(8)]
+    found = replace(plan(Pipeline()), offloaded=tuple(items), offload_seconds=2e-3)
+    (line,) = (line for line in plan_text(found, width=300).splitlines() if line.startswith("offload"))
+    assert line == (
+        "offload   36 kB per device wait for backward in host memory, which takes 2 ms of the step: "
+        "relu_7 (8 kB), relu_6 (7 kB), relu_5 (6 kB), relu_4 (5 kB), relu_3 (4 kB), relu_2 (3 kB) and 2 more"
+    )
+    assert replace(found, offloaded=tuple(items[:1])).as_dict()["offload"] == {
+        "tensors": [{"name": "relu_0", "layout": "S(0)·R", "bytes": 1000}],
+        "bytes": 1000,
+        "seconds": 2e-3,
+    }
+    assert "offload" not in plan_text(plan(Pipeline()))
 
 
 def test_json_has_the_pipeline() -> None:

@@ -1,8 +1,8 @@
 """What the model itself computes again in backward: done unless the planner knows better.
 
 Where a memory cap asks for parts to be computed again, or the user does, those are chosen by recompute.py
-and take the place of the model's own. Else the fastest placement recomputes what the model checkpoints,
-as its author asked for, and is priced with it.
+and take the place of the model's own; so does what is offloaded. Else the fastest placement recomputes what
+the model checkpoints, as its author asked for, and is priced with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def respect(
 ) -> Step:
     """The step with the model's checkpoints, where nothing else is recomputed and they fit."""
     own = step.solution
-    if not graph.checkpoints or own.program.recompute:
+    if not graph.checkpoints or own.program.recompute or own.program.offload:
         return step
     program = replace(own.program, recompute=graph.checkpoints)
     solution = replace(own, program=program, peak=peak_memory(graph, prices, program))
@@ -41,7 +41,8 @@ def notes(graph: Graph, step: Step, recompute: Recompute) -> tuple[str, ...]:
     if not regions:
         return ()
     if not done:
-        why = "--recompute none" if recompute is Recompute.NONE else "it does not fit"
+        why = "activations are offloaded instead" if step.solution.program.offload else "it does not fit"
+        why = "--recompute none" if recompute is Recompute.NONE else why
         return (f"what the model checkpoints is kept, not computed again: {why}",)
     if _within(done, regions):
         found = f"computed again in backward: {len(regions)} regions that the model checkpoints"

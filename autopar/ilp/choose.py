@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.core.graph import Graph
+from autopar.core.offload import Offload
 from autopar.core.placement import replicated
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
@@ -19,9 +20,11 @@ from autopar.errors import CheckError, InfeasibleError, SolverError
 from autopar.ilp.fold import Folding
 from autopar.ilp.linear_program import Answer
 from autopar.ilp.nearby import Near, near
+from autopar.ilp.offload import everywhere, spare
 from autopar.ilp.placement import FREE, Dear, Problem, Space
 from autopar.ilp.reading import INTEGRAL, read
 from autopar.ilp.recompute import everything, fit
+from autopar.ilp.remedies import remedies
 from autopar.ilp.solver import solve
 from autopar.units import show_bytes
 
@@ -65,6 +68,7 @@ def choose(
     dear: Dear = FREE,
     bounded: bool = True,
     recompute: Recompute = Recompute.NONE,
+    offload: Offload = Offload.NONE,
     beat: float = math.inf,
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
@@ -80,7 +84,7 @@ def choose(
     the same. Only the first bound, under the cap itself, holds for all plans.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    search = _Search(graph, prices, space, folding, cap, gap, deadline, recompute)
+    search = _Search(graph, prices, space, folding, cap, gap, deadline, recompute, offload)
     if cap is None:
         return search.once(dear=dear, bounded=bounded, beat=beat)
     return search.under_cap(cap, bounded=bounded, beat=beat)
@@ -96,6 +100,7 @@ class _Search:
     gap: float
     deadline: float | None
     recompute: Recompute
+    offload: Offload
     leanest: Solution | None = None  # of all that were found
     branching: float = BRANCHING_SECONDS  # left
 
@@ -108,16 +113,23 @@ class _Search:
         if best is not None and (not found or best.seconds > first.bound * (1 + self.gap)):
             best = self.nearby([best, first, *found], cap)
         if best is None or best.peak.nbytes > cap:
-            raise infeasible(self.graph, self.prices, cap, best)
+            raise self.infeasible(cap, best)
         best = replace(best, status=first.status)
         return _judged(best, first.bound, self.gap) if bounded else best
 
     def nearby(self, known: Sequence[Solution], cap: int) -> Solution:
         """The best that changes of single choices lead to from these."""
-        if self.recompute is Recompute.ALL:
+        if self.recompute is Recompute.ALL or self.offload is Offload.ALL:
             return known[0]
         starts = [Near(each.program, each.seconds, each.peak) for each in known]
-        best = near(self.problem(rows=cap), starts, cap, self.recompute, deadline=self.deadline)
+        best = near(
+            self.problem(rows=cap),
+            starts,
+            cap,
+            self.recompute,
+            offload=self.offload,
+            deadline=self.deadline,
+        )
         return replace(known[0], program=best.program, seconds=best.seconds, peak=best.peak)
 
     def tightened(self, solution: Solution, cap: int) -> list[Solution]:
@@ -177,6 +189,7 @@ class _Search:
                 self.folding,
                 cap=self.cap,
                 recompute=self.recompute,
+                offload=self.offload,
                 again=again,
             )
             for gatherings in spaces
@@ -198,7 +211,11 @@ class _Search:
             relaxed=relaxed,
             dear=dear,
             again=self.recompute is not Recompute.NONE,
+            away=self.offload is not Offload.NONE,
         )
+
+    def infeasible(self, cap: int, found: Solution | None) -> InfeasibleError:
+        return infeasible(self.graph, self.prices, cap, found, recompute=self.recompute, offload=self.offload)
 
     def once(
         self,
@@ -222,7 +239,7 @@ class _Search:
             answer = self.branch(problem)
             bound = max(bound, answer.bound)
         if answer.status == "infeasible":
-            raise infeasible(self.graph, self.prices, self.cap or 0, self.least())
+            raise self.infeasible(self.cap or 0, self.least())
         scarce = rows is not None or dear != FREE
         rounded = answer.values is None and scarce and self.deadline is None
         if rounded:
@@ -239,7 +256,15 @@ class _Search:
         seconds = total_seconds(self.graph, self.prices, program)
         if not rounded:
             self.check(problem, answer, program, seconds)
-        solution = completed(self.graph, self.prices, program, self.cap, self.recompute, seconds=seconds)
+        solution = completed(
+            self.graph,
+            self.prices,
+            program,
+            self.cap,
+            recompute=self.recompute,
+            offload=self.offload,
+            seconds=seconds,
+        )
         solution = replace(solution, bound=bound, status=answer.status)
         if self.leanest is None or solution.peak.nbytes < self.leanest.peak.nbytes:
             self.leanest = solution
@@ -277,17 +302,24 @@ def completed(
     prices: Prices,
     program: Program,
     cap: int | None,
-    recompute: Recompute,
     *,
+    recompute: Recompute,
+    offload: Offload = Offload.NONE,
     seconds: float | None = None,
 ) -> Solution:
-    """The program with the parts that are computed again, if any, and what it takes; without a bound. It
-    takes `seconds` without such parts, if that is known."""
+    """The program with the parts that are computed again and the tensors that are moved to the host, if any,
+    and what it takes; without a bound. It takes `seconds` without such, if that is known."""
     plain, peak = program, None
     if recompute is Recompute.ALL:
         program = everything(graph, prices, program)
-    elif recompute is Recompute.AUTO and cap is not None:
+    if offload is Offload.ALL:
+        program = everywhere(graph, prices, program)
+    fitted = None
+    if cap is not None and offload is not Offload.NONE:
+        fitted = spare(graph, prices, program, cap, recompute=recompute, offload=offload)
+    elif cap is not None and recompute is Recompute.AUTO:
         fitted = fit(graph, prices, program, cap)
+    if fitted is not None:
         program, peak = fitted.program, fitted.peak
     if seconds is None or program is not plain:
         seconds = total_seconds(graph, prices, program)
@@ -346,11 +378,12 @@ def least(
     *,
     cap: int | None = None,
     recompute: Recompute = Recompute.NONE,
+    offload: Offload = Offload.NONE,
     again: bool = False,
 ) -> Solution | None:
     """The plan in `space` that needs least memory by its linear rows, of several a fast one; None if
-    it is not found in time. Parts are computed again so that it fits `cap`, if it can; with `again` the
-    rows take it that they are."""
+    it is not found in time. Parts are computed again, and tensors moved, so that it fits `cap`, if it can;
+    with `again` the rows take it that parts are."""
     problem = Problem(graph, prices, space, folding, cap=math.inf, again=again)
     problem.lp.costs = [TIE * cost for cost in problem.lp.costs]
     for nbytes, variable in problem.memory:
@@ -358,12 +391,21 @@ def least(
     answer = solve(problem.lp, gap=1e-3, time_limit=30.0)
     if answer.values is None:
         return None
-    solution = completed(graph, prices, read(problem, answer), cap or 0, recompute)
+    program = read(problem, answer)
+    solution = completed(graph, prices, program, cap or 0, recompute=recompute, offload=offload)
     return replace(solution, status=answer.status)
 
 
-def infeasible(graph: Graph, prices: Prices, cap: int, found: Solution | None) -> InfeasibleError:
-    """Says the least that would do and which inputs and layers hold it."""
+def infeasible(
+    graph: Graph,
+    prices: Prices,
+    cap: int,
+    found: Solution | None,
+    *,
+    recompute: Recompute,
+    offload: Offload,
+) -> InfeasibleError:
+    """Says the least that would do, what would give it, and which inputs hold most."""
     minimum = found.peak.nbytes if found else -1
     sizes = {
         item.target: prices.state_bytes(item.name, replicated(len(prices.dims.mesh.shape)))
@@ -374,8 +416,14 @@ def infeasible(graph: Graph, prices: Prices, cap: int, found: Solution | None) -
         where="memory cap",
         found=f"{show_bytes(cap)} per device",
         wanted=f"at least {show_bytes(minimum)} ({minimum} bytes)" if minimum >= 0 else "more",
-        remedy="raise --memory or use more devices; the largest are "
-        + ", ".join(f"{name} ({show_bytes(nbytes)} unsharded)" for name, nbytes in largest),
+        remedy="; ".join(
+            (
+                "raise --memory or use more devices",
+                *(remedies(graph, prices, found.program, recompute, offload) if found else ()),
+                "the largest are "
+                + ", ".join(f"{name} ({show_bytes(nbytes)} unsharded)" for name, nbytes in largest),
+            )
+        ),
         least=minimum if minimum >= 0 else None,
     )
 

@@ -4,7 +4,8 @@ The linear program knows what is kept until backward, not what is there for a mo
 computed again only roughly. So the plan that it likes best may not be the best that fits, but near it:
 
     one operator class, or an input, or an output, is split another way      conversions follow (reading.py)
-    what is computed again stays, or none is, or is fitted anew              recompute.py
+    what is computed again stays, or none is, or it is fitted anew           recompute.py
+    beside it what waits in the host's memory, or alone                      offload.py
 
 Every plan is replayed exactly; those that take longer than the best one before anything is computed again are
 left out. Changes go on from the best, until none helps, the effort is spent or the time is over.
@@ -17,11 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from autopar.core.offload import Offload
 from autopar.core.plan import Program
-from autopar.core.recompute import Recompute, Segment
+from autopar.core.recompute import Recompute
 from autopar.cost.memory import Peak, peak_memory
 from autopar.cost.step import step_cost
 from autopar.errors import RuleError
+from autopar.ilp.offload import spare
 from autopar.ilp.placement import Problem
 from autopar.ilp.reading import Choices, choices_of, spelled
 from autopar.ilp.recompute import fit
@@ -51,12 +54,13 @@ def near(
     cap: int,
     recompute: Recompute,
     *,
+    offload: Offload = Offload.NONE,
     deadline: float | None = None,
 ) -> Near:
     """The best plan that changes lead to from any of `starts`, the most promising first, with effort left:
     one that fits `cap`, or needs less, and is faster. After `deadline`, by the monotonic clock, no other is
     tried."""
-    descent, ends = _Descent(problem, cap, recompute, starts[0], deadline), []
+    descent, ends = _Descent(problem, cap, recompute, offload, starts[0], deadline), []
     for place, start in enumerate(starts):
         if not descent.over() and all(start.program != each.program for each in starts[:place]):
             descent.found = start
@@ -69,6 +73,7 @@ class _Descent:
     problem: Problem
     cap: int
     recompute: Recompute
+    offload: Offload
     found: Near
     deadline: float | None
     left: int = EFFORT
@@ -90,23 +95,29 @@ class _Descent:
         better = False
         for plain, _ in self.changes(twice=twice):
             for parts in dict.fromkeys(((), self.found.program.recompute)):
-                better = self.takes(self.replayed(plain, parts)) or better
+                better = self.takes(self.replayed(replace(plain, recompute=parts))) or better
             if self.over():
                 break
         return better
 
     def fitted_anew(self) -> bool:
-        """The same, with parts that are fitted to each plan."""
-        if self.recompute is not Recompute.AUTO:
+        """The same, with parts, and what is moved to the host, that are fitted to each plan."""
+        if self.recompute is not Recompute.AUTO and self.offload is not Offload.AUTO:
             return False
         for plain, _ in sorted(self.changes(), key=lambda each: each[1]):
             self.left -= FITTING * len(plain.strategies)
             if self.over():
                 break
-            parts = fit(self.problem.graph, self.problem.prices, plain, self.cap).program.recompute
-            if self.takes(self.replayed(plain, parts)):
+            if self.takes(self.replayed(self.fitted(plain))):
                 return True
         return False
+
+    def fitted(self, plain: Program) -> Program:
+        graph, prices = self.problem.graph, self.problem.prices
+        if self.offload is Offload.NONE:
+            return fit(graph, prices, plain, self.cap).program
+        found = spare(graph, prices, plain, self.cap, recompute=self.recompute, offload=self.offload)
+        return found.program
 
     def takes(self, other: Near) -> bool:
         mine, theirs = self.found.excess(self.cap), other.excess(self.cap)
@@ -142,8 +153,7 @@ class _Descent:
         around = spelled(self.problem, choices, around=True)
         return [direct] if around.moves == direct.moves else [direct, around]
 
-    def replayed(self, plain: Program, parts: tuple[Segment, ...]) -> Near:
-        program = replace(plain, recompute=parts)
+    def replayed(self, program: Program) -> Near:
         self.left -= len(program.strategies)
         return Near(
             program, self.seconds(program), peak_memory(self.problem.graph, self.problem.prices, program)

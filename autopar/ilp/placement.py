@@ -37,6 +37,7 @@ every graph tried, so it is solved first and mixed-integer branching starts only
 
 Operators are computed again in whole parts, whose inputs are kept (recompute.py): r, which asks for no
 more than each operator's own time, is a relaxation of that, for the bound and for a placement to begin with.
+So is it to leave out all y of what operators make where that may wait in the host's memory (offload.py).
 
 **Folding.** Operators of one class (fold.py) share x, and every sum counts its members. That
 restricts the program, so the bound comes from a relaxation that does not: x[v] is then the mean
@@ -147,8 +148,10 @@ class Problem:
         alike: Alike = (),
         dear: Dear = FREE,
         again: bool = False,
+        away: bool = False,
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
+        self.away = away and dear == FREE
         self.cap, self.relaxed, self.alike, self.dear = cap, relaxed, alike, dear
         self.lp = LinearProgram()
         self.operators = {item.name: item for item in graph.operators}
@@ -618,9 +621,9 @@ class Problem:
         """y[t, p] and its bytes, once for all that keep the tensor in one layout.
 
         A parameter's own storage is state already: only a converted copy of it counts, and none that is
-        gathered again.
+        gathered again. Where memory may be moved to the host (`away`) nothing counts that operators make.
         """
-        if self.cap is None and not self.dear.kept:
+        if self.cap is None and not self.dear.kept or self.away and tensor.name in self.makers:
             return
         sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
         again: Marginal = {}

@@ -17,6 +17,7 @@ from functools import partial
 
 from autopar.convert.network import Alike, unnamed
 from autopar.core.graph import Graph
+from autopar.core.offload import Offload
 from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
 from autopar.cost.prices import Prices
@@ -57,6 +58,7 @@ def choose_named(
     dear: Dear = FREE,
     bounded: bool = True,
     recompute: Recompute = Recompute.NONE,
+    offload: Offload = Offload.NONE,
     beat: float = math.inf,
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
@@ -75,21 +77,28 @@ def choose_named(
         time_limit=time_limit,
         dear=dear,
         recompute=recompute,
+        offload=offload,
     )
     if not alike:
         return ask(space, bounded=bounded, beat=beat)
-    again = recompute is not Recompute.NONE
-    problem = Problem(
-        graph, prices, forget(space, alike), folding, cap=cap, alike=alike, dear=dear, again=again
+    nameless = partial(
+        Problem,
+        graph,
+        prices,
+        forget(space, alike),
+        folding,
+        cap=cap,
+        alike=alike,
+        again=recompute is not Recompute.NONE,
+        away=offload is not Offload.NONE,
     )
+    problem = nameless(dear=dear)
     answer = solve(problem.lp, relaxed=True, time_limit=time_limit)
     bound = answer.bound
     if dear != FREE or not bounded:
         bound = -math.inf
     elif folding.count > 1:
-        free = Problem(
-            graph, prices, forget(space, alike), folding, cap=cap, relaxed=True, alike=alike, again=again
-        )
+        free = nameless(relaxed=True)
         bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
     refuse_beaten(bound, beat)
     if answer.values is None:
