@@ -62,6 +62,7 @@ PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its 
 PRICE_STEPS = 4  # of the bisection between them
 KNOWN_STEPS = 2  # the same, where a plan that fits is known
 TOLD_APART = 0.03  # of measured seconds: less is noise
+SAME = 1e-9  # of seconds: less is rounding
 NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 
@@ -90,10 +91,11 @@ class Decision:
 
     @property
     def unhindered(self) -> bool:
-        """Whether the fastest placement fits as it is, so that memory made nothing slower."""
+        """Whether memory made nothing slower: the fastest placement fits as it is, or by what hides."""
         problem, cap = self.problem, self.problem.cap
         fastest = problem.solve(self.request.force, self.deadline, cap=None)
-        return cap is None or fastest.peak.nbytes <= cap
+        fits = cap is None or fastest.peak.nbytes <= cap
+        return fits or self.step.solution.seconds <= fastest.seconds * (1 + SAME)
 
 
 def search(

@@ -172,7 +172,7 @@ class Compiler(compiler.Compiler):
     pipeline: Pipeline = Pipeline()
     gathering: Gathering | None = None
     recompute: bool = False  # all but the last operator, the loss
-    offload: bool = False  # all that may be
+    offload: bool = False  # all that may be, but what backward reads first
     graphs: list[Graph] = field(default_factory=list)
 
     @property
@@ -196,7 +196,8 @@ class Compiler(compiler.Compiler):
             program = replace(program, recompute=((0, len(graph.operators) - 1),))
         if self.offload:
             prices = Prices(graph, dims, self.cluster, ROUGH)
-            program = replace(program, offload=tuple(item.moved for item in movable(graph, prices, program)))
+            items = movable(graph, prices, program)[:-1]
+            program = replace(program, offload=tuple(item.moved for item in items))
         if request.stages == 1:
             return plan_of(program, Pipeline(micro_batches=request.micro_batches))
         starts = self.pipeline.starts

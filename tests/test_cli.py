@@ -428,21 +428,12 @@ def test_what_hides_is_offloaded_under_a_cap_that_asks_for_it(
 ) -> None:
     fast = tmp_path / "fast.toml"
     fast.write_text(HOSTED.replace("25GB/s", "25TB/s"))
-    words = (
-        "plan",
-        f"{TARGETS}:deep",
-        "--mesh",
-        "2",
-        "--micro-batches",
-        "1",
-        "--recompute",
-        "none",
-        "--cluster",
-    )
+    words = ("plan", f"{TARGETS}:deep", "--mesh", "2", "--cluster")
     _, plain = command(capsys, *words, str(fast))
     cap = f"{plain['peak_bytes'] - 1}B"
     code, found = command(capsys, *words, str(fast), "--memory", cap)
     assert code == 0 and found["offload"]["tensors"] and found["offload"]["seconds"] == 0
+    assert found["pipeline"]["micro_batches"] == 1
     assert found["peak_bytes"] < plain["peak_bytes"]
     assert found["step_seconds"] == pytest.approx(plain["step_seconds"])
     assert not command(capsys, *words, str(fast), "--memory", "1GB")[1]["offload"]["tensors"]

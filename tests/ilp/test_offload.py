@@ -19,12 +19,13 @@ from autopar.core.recompute import Recompute
 from autopar.cost.collectives import CollectiveTable
 from autopar.cost.memory import peak_memory
 from autopar.cost.model import CostModel
-from autopar.cost.offload import movable, wait_seconds
+from autopar.cost.offload import clock, movable, wait_seconds
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError
+from autopar.ilp import offload
 from autopar.ilp.choose import choose, total_seconds
-from autopar.ilp.offload import everywhere, spare
+from autopar.ilp.offload import everywhere, fitted, hiding, spare
 from autopar.ilp.recompute import fit
 from autopar.ilp.space import build_space
 from autopar.ops.analysis import find_atoms
@@ -52,11 +53,11 @@ MOST = 150  # placements
 Way = tuple[float, float, int]  # seconds that are waited, all seconds, bytes at the peak
 
 
-def deep() -> Graph:
+def deep(layers: int = 5) -> Graph:
     """Activations beside which weights are small, and more of them than are under way at once."""
     s = Script()
     x = s.linear(s.user(64, 8), 8)
-    for _ in range(5):
+    for _ in range(layers):
         x = s.call(aten.tanh.default, Ref(x))
     return s.graph(s.call(aten.sum.default, Ref(s.linear(x, 4))))
 
@@ -64,13 +65,15 @@ def deep() -> Graph:
 GRAPHS = (branches, scores, normalised, lambda: blocks(2), deep)
 
 
-def gpus(bandwidth: float, *, host_memory: int | None = None) -> ClusterSpec:
-    return ClusterSpec(devices_per_node=2, device="h100", host=Link(0.0, bandwidth), host_memory=host_memory)
+def gpus(bandwidth: float, *, count: int = 2, host_memory: int | None = None) -> ClusterSpec:
+    link = Link(0.0, bandwidth)
+    return ClusterSpec(devices_per_node=count, device="h100", host=link, host_memory=host_memory)
 
 
 def prices_of(graph: Graph, cluster: ClusterSpec) -> Prices:
     model = CostModel(DEVICE, {}, CollectiveTable({}))
-    return Prices(graph, Dims(graph, find_atoms(graph), MESH), cluster, model)
+    mesh = Mesh((cluster.num_devices,))
+    return Prices(graph, Dims(graph, find_atoms(graph), mesh), cluster, model)
 
 
 def placed(graph: Graph, cluster: ClusterSpec) -> tuple[Prices, Program]:
@@ -128,11 +131,39 @@ def test_with_parts_it_is_no_slower_than_parts_alone_and_apart_from_them(make: C
             found = spare(graph, prices, program, cap, recompute=Recompute.AUTO, offload=Offload.AUTO)
             assert found.peak.nbytes <= cap and found.seconds <= alone.seconds * (1 + CLOSE)
             assert found.peak == peak_memory(graph, prices, found.program)
-            movables = {item.moved for item in movable(graph, prices, found.program)}
-            assert movables.issuperset(found.program.offload)
+            assert is_apart(graph, found.program)
             faster += found.seconds < alone.seconds * (1 - CLOSE)
             both += bool(found.program.offload and found.program.recompute)
     assert faster and both or make is not deep
+
+
+def is_apart(graph: Graph, program: Program) -> bool:
+    """Whether no operator that is computed again takes or makes what is moved."""
+    again = [item for first, stop in program.recompute for item in graph.operators[first:stop]]
+    touched = {name for item in again for name in (*item.operands, *item.results)}
+    return touched.isdisjoint(name for name, _ in program.offload)
+
+
+def test_what_parts_take_or_make_stays() -> None:
+    graph = deep()
+    prices, program = placed(graph, gpus(1e30))
+    away = everywhere(graph, prices, program)
+    for first, stop in ((1, 2), (2, 4), (3, 7)):
+        found = fitted(graph, prices, replace(away, recompute=((first, stop),))).program
+        assert found.offload and len(found.offload) < len(away.offload) and is_apart(graph, found)
+
+
+def test_what_hides_in_one_direction_alone_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = deep()
+    prices, program = placed(graph, gpus(1e9))
+    times = clock(graph, prices, program)
+    assert hiding(graph, prices, program).offload
+    for shorter in (
+        replace(times, forward=tuple(0.0 for _ in times.forward)),
+        replace(times, backward=tuple(0.0 for _ in times.backward)),
+    ):
+        monkeypatch.setattr(offload, "clock", lambda *_, found=shorter: found)
+        assert not hiding(graph, prices, program).offload
 
 
 def test_all_is_all_and_what_does_not_hide_is_paid() -> None:
@@ -211,6 +242,18 @@ def test_placement_and_what_is_moved_together_are_about_the_best_and_the_gap_is_
         slower.append(found.seconds / best - 1)
     assert max(slower) <= SELDOM
     assert sum(slower) / len(slower) <= WITHIN
+
+
+def test_the_bound_does_not_count_what_may_be_moved() -> None:
+    graph = deep(12)
+    cluster = gpus(1e30, count=1)
+    prices, program = placed(graph, cluster)
+    fastest, away = (peak_memory(graph, prices, each) for each in (program, hiding(graph, prices, program)))
+    assert fastest.kept > away.nbytes
+    folding = unfolded(graph)
+    space = build_space(graph, prices, folding)
+    found = choose(graph, prices, space, folding, cap=away.nbytes, offload=Offload.AUTO)
+    assert found.gap < CLOSE and found.seconds == pytest.approx(total_seconds(graph, prices, program))
 
 
 def test_what_would_give_memory_is_said() -> None:

@@ -223,23 +223,24 @@ ACTIVATION = ROWS // 2 * WIDTH * 8  # bytes on one of two ranks
 
 
 class Deep(nn.Module):
-    """Activations beside which all else is small."""
+    """Activations beside which all else is small; in the end `copies` of the last one, for a moment."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, copies: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+        self.copies = copies
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x.square().mean()
+        return (torch.cat([x] * self.copies, 1).sum(1) if self.copies else x).square().mean()
 
 
-def peaks(layers: int, *, away: bool) -> tuple[float, float]:
+def peaks(layers: int, *, away: bool, copies: int = 0) -> tuple[float, float]:
     """The most that a step holds on this rank, as predicted and as measured, in activations."""
     torch.manual_seed(0)
     compiler = forced(Mesh((2,)), ["batch"], offload=away)
-    ours = ParallelModule(Deep(layers).double(), compiler, describe=describe, device=CPU)
+    ours = ParallelModule(Deep(layers, copies).double(), compiler, describe=describe, device=CPU)
     x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
     ours.prepare(x)
     graph = compiler.graphs[0]
@@ -265,8 +266,16 @@ def peaks(layers: int, *, away: bool) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_the_predicted_peak_is_the_measured_one(away: bool, pools: Pools) -> None:
-    for predicted, measured in pools(2).run(partial(peaks, away=away), 10):
+@pytest.mark.parametrize(
+    ("layers", "copies"),
+    [
+        (10, 0),  # in the midst of backward
+        (3, 0),  # when backward begins, and what it reads next comes
+        (10, 8),  # when forward ends, and what is still leaving is there
+    ],
+)
+def test_the_predicted_peak_is_the_measured_one(away: bool, layers: int, copies: int, pools: Pools) -> None:
+    for predicted, measured in pools(2).run(partial(peaks, away=away, copies=copies), layers):
         assert predicted == pytest.approx(measured, abs=0.1)
 
 
