@@ -70,10 +70,14 @@ def test_uneven_stages_and_uneven_samples_count() -> None:
 
 
 def test_a_schedule_that_keeps_too_much_is_not_counted_on() -> None:
-    kinds = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.DUALPIPEV)
-    roomy, tight = EVEN.choice(4, kinds, 1e9), EVEN.choice(4, kinds, 95)
+    kinds, fixed = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.DUALPIPEV), replace(EVEN, lean_bytes=40)
+    roomy, tight = fixed.choice(4, kinds, 1e9), fixed.choice(4, kinds, 95)
     assert roomy.seconds == pytest.approx(EVEN.seconds(ScheduleKind.DUALPIPEV, 4))
     assert tight.seconds == pytest.approx(EVEN.seconds(ScheduleKind.ONE_F_ONE_B, 4))
-    again = EVEN.choice(4, kinds, 70)  # half of what is kept has to be computed again
+
+
+@pytest.mark.parametrize(("kind", "share"), [(ScheduleKind.ONE_F_ONE_B, 0.5), (ScheduleKind.DUALPIPEV, 0.6)])
+def test_as_much_is_computed_again_as_memory_asks_for(kind: ScheduleKind, share: float) -> None:
+    again = EVEN.choice(4, (kind,), 70)
     assert again.nbytes == pytest.approx(70)
-    assert again.seconds == pytest.approx(EVEN.seconds(ScheduleKind.ONE_F_ONE_B, 4) + 4 * 0.5 * 1.0 / 2)
+    assert again.seconds == pytest.approx(EVEN.seconds(kind, 4) + 4 * share * 1.0 / 2)
