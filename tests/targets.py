@@ -255,6 +255,30 @@ def averaged() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return model, (torch.randn(6, 6), torch.randn(6, 2)), nn.MSELoss()
 
 
+class Lagging(nn.Module):
+    """Centres by the mean that the step, or the micro-batch, before it has left of later activations."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x)) - self.mean
+        for layer in self.layers[1:4]:
+            x = torch.tanh(layer(x))
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.mean(0))
+        out: Tensor = self.layers[4:](x)
+        return out
+
+
+def lagging() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Lagging(), (torch.randn(6, 6), torch.randn(6, 6)), nn.MSELoss()
+
+
 class Patched(nn.Module):
     """Writes to slices, also of buffers, and to an `out`."""
 

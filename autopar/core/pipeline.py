@@ -47,6 +47,19 @@ class Pipeline:
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
 
+def inseparable(graph: Graph) -> dict[int, str]:
+    """Numbers of operators at which no stage may begin, each with the buffer for which: one that is read
+    before and written after, or the other way round. A micro-batch reads what the one before it wrote, so
+    readers and writer of a buffer share a stage."""
+    makers = {name: index for index, item in enumerate(graph.operators) for name in item.results if name}
+    found: dict[int, str] = {}
+    for buffer, value in graph.writes:
+        readers = [index for index, item in enumerate(graph.operators) if buffer in item.operands]
+        ends = [*readers, makers.get(value, 0)] if readers else [0]
+        found |= dict.fromkeys(range(min(ends) + 1, max(ends) + 1), buffer)
+    return found
+
+
 def kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
     """The cut that leaves every parameter and buffer on its stage: before the first operator that uses
     one of a later stage."""

@@ -6,7 +6,7 @@
 
 A value is *free* if every pipeline stage can make it for itself: what depends on weights alone, and what
 has no gradient and depends on the user's inputs alone (masks, positions). All others have one home.
-`rewrite/stages.py` cuts programs by the same rules.
+`rewrite/stages.py` cuts programs by the same rules, but that it hands on what comes from written buffers.
 """
 
 from __future__ import annotations

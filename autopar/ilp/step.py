@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
+from autopar.core.pipeline import inseparable
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule
@@ -108,6 +109,9 @@ def staged(
         places = tuple(sorted({0, *starts, len(graph.operators)}))
     elif places is None:
         places = choose_places(crossing_bytes(graph, prices, solution.program), MOST_PLACES)
+    if starts is None:
+        apart = inseparable(graph)
+        places = tuple(place for place in places if place not in apart)
     table = intervals(graph, prices, solution.program, hop, places=places)
     programs = [solution.program]
     if starts is None:

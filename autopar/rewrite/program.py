@@ -115,13 +115,21 @@ class _Writer:
                 self.layers[node.name], self.steps[node.name] = operation.module, step
         written = len(self.emitter.graph.nodes)
         outputs = [self.value(name, self.program.outputs[name]) for name in self.graph.outputs]
-        layouts = {item.name: self.program.inputs[item.name] for item in self.graph.inputs}
-        writes = [self.value(value, layouts[buffer]) for buffer, value in self.graph.writes]
         for node in self.latest(len(self.emitter.graph.nodes) - written):
             self.steps[node.name] = len(self.graph.operators)
+        writes = [self.write_buffer(buffer, value) for buffer, value in self.graph.writes]
         self.emitter.graph.output(tuple(outputs + writes))
         self.emitter.graph.eliminate_dead_code(is_impure_node=_is_impure)
         self.emitter.graph.lint()
+
+    def write_buffer(self, buffer: str, value: str) -> fx.Node:
+        """What the buffer holds after the step, converted as a part of the operator that makes it."""
+        written = len(self.emitter.graph.nodes)
+        node = self.value(value, self.program.inputs[buffer])
+        step = next((at for at, item in enumerate(self.graph.operators) if value in item.results), 0)
+        for each in self.latest(len(self.emitter.graph.nodes) - written):
+            self.steps[each.name] = step
+        return node
 
     def latest(self, count: int) -> Iterator[fx.Node]:
         """The `count` nodes that were written last."""

@@ -9,8 +9,9 @@ one, and receives the local gradient. So a cut may lie anywhere, whatever the pl
 
 Nothing is sent that every stage can make for itself: what depends on parameters alone (a tied
 weight and its conversions), and what has no gradient and depends on the user's inputs (masks,
-positions) are written into each stage that needs them. Draws of serial random masks, and of noise that
-is made from nothing, are repeated in all later stages, so that a generator that starts alike stands alike.
+positions) are written into each stage that needs them. A buffer that micro-batches write is read and
+written by one stage, which hands on what comes from it. Draws of serial random masks, and of noise that is
+made from nothing, are repeated in all later stages, so that a generator that starts alike stands alike.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import fx
 
 from autopar.core.graph import Graph, InputKind, TensorSpec
+from autopar.errors import InputError
 from autopar.rewrite.program import RankProgram
 
 
@@ -56,7 +58,8 @@ class _Splitter:
         self.program, self.graph, self.starts = program, graph, tuple(starts)
         self.nodes = list(program.graph.nodes)
         self.kinds = {item.name: item.kind for item in graph.inputs}
-        self.mutated = {item.name for item in graph.inputs if item.mutated}
+        self.written = {item.name for item in graph.inputs if item.mutated}
+        self.written |= {buffer for buffer, _ in graph.writes}
         self.made_from: dict[fx.Node, frozenset[InputKind]] = {}  # of nodes that every stage can make
         self.home: dict[fx.Node, int] = {}  # of all other nodes
         for node in self.nodes:
@@ -68,7 +71,20 @@ class _Splitter:
             buffer: (value, self.stage_of(value))
             for (buffer, _), value in zip(graph.writes, results[count:], strict=True)
         }
+        self.check_writes()
         self.last = self.last_uses()
+
+    def check_writes(self) -> None:
+        """Raise InputError for a buffer that is read in one stage and written in another."""
+        for buffer, (_, stage) in self.writes.items():
+            for node, home in self.home.items():
+                if home != stage and any(str(item.target) == buffer for item in node.all_input_nodes):
+                    raise InputError(
+                        where=f"buffer {buffer}",
+                        found=f"stage {home} reads it for {node.name}, stage {stage} writes it",
+                        wanted="one stage for both: a micro-batch reads what the one before it wrote",
+                        remedy="cut the model elsewhere, or plan without stages",
+                    )
 
     def classify(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -84,10 +100,10 @@ class _Splitter:
 
     def is_free(self, node: fx.Node) -> bool:
         """Whether each stage can make the value for itself: from weights alone, or without them and
-        without a gradient. Never what writes running statistics, which must be written once."""
+        without a gradient. Never from what micro-batches write, which one stage has as it is."""
         if _is_random(node) or not all(item in self.made_from for item in node.all_input_nodes):
             return False
-        if any(str(item.target) in self.mutated for item in node.all_input_nodes):
+        if any(str(item.target) in self.written for item in node.all_input_nodes):
             return False
         sources = self.sources(node)
         if InputKind.USER not in sources:

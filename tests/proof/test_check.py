@@ -145,6 +145,21 @@ def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
     assert report.passed, report
 
 
+@pytest.mark.parametrize(("stages", "force"), [(2, None), (3, None), (2, "filter")])
+def test_a_buffer_is_read_and_written_in_one_stage(stages: int, force: str | None) -> None:
+    request = Request(
+        force=Parallelism(force) if force else None, measure=False, stages=stages, micro_batches=3
+    )
+    cluster = ClusterSpec.local(2 * stages if force else stages)
+    report = check(target("lagging"), cluster, request, steps=2)
+    assert report.passed, report
+    first, last = (
+        next(place for place, layer in enumerate(report.plan.layers) if layer.op.startswith(f"aten.{name}"))
+        for name in ("sub", "mean")
+    )
+    assert all(not first < start <= last for start in report.plan.pipeline.starts)
+
+
 @pytest.mark.parametrize("force", [None, "batch"])
 def test_an_operator_of_another_library_is_gathered(force: str | None) -> None:
     report = checked("custom", 2, force=force)

@@ -12,7 +12,9 @@ from torch import Tensor, fx, nn
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
+from autopar.core.pipeline import inseparable
 from autopar.core.placement import Shard
+from autopar.errors import InputError
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.rewrite.program import RankProgram, rewrite
@@ -193,6 +195,34 @@ def test_serial_masks_of_earlier_stages_are_drawn_again(
         for stage in split(program, graph, (0, 3, len(graph.operators) - 4, len(graph.operators)))
     ]
     assert drawn == [0, 1, 2, 2]
+
+
+def test_a_buffer_that_one_stage_reads_and_another_writes_is_refused_by_name() -> None:
+    class Average(nn.Module):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x) - self.mean)
+            self.mean.copy_(x.detach().mean(0))
+            return self.last(x).square().mean()
+
+    graph, _ = traced(Average(), torch.randn(4, 3))
+    dims = Dims(graph, find_atoms(graph), LOCAL)
+    program = rewrite(graph, force(graph, dims, ["none"]), dims, rank=0)
+    names = [item.name for item in graph.operators]
+    read, written = names.index("sub"), names.index("mean_")
+    assert inseparable(graph) == dict.fromkeys(range(read + 1, written + 1), "mean")
+    for cut in range(1, len(names)):
+        if cut in inseparable(graph):
+            with pytest.raises(InputError, match="buffer mean: found stage 0 reads it .*, stage 1 writes"):
+                split(program, graph, (0, cut))
+        else:
+            assert [stage.writes for stage in split(program, graph, (0, cut))].count(("mean",)) == 1
 
 
 def test_noise_that_is_made_from_nothing_is_drawn_in_all_later_stages_too() -> None:
