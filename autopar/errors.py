@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 
 class AutoparError(Exception):
@@ -13,7 +13,7 @@ class AutoparError(Exception):
     infeasible, 3 no incumbent in time, 4 a worker failed.
     """
 
-    exit_code: ClassVar[int] = 2
+    exit_code: int = 2
 
     def __init__(self, *, where: str, found: str, wanted: str, remedy: str) -> None:
         self.where, self.found, self.wanted, self.remedy = where, found, wanted, remedy
@@ -80,10 +80,18 @@ class CheckError(AutoparError):
 
 
 class WorkerError(AutoparError):
-    """A worker process failed; `traceback` is that worker's own, empty if it left none."""
+    """A worker process failed; `traceback` is that worker's own, empty if it left none. What autopar itself
+    refused there has the exit code that it would have had here."""
 
-    exit_code = 4
-
-    def __init__(self, *, where: str, found: str, wanted: str, remedy: str, traceback: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        where: str,
+        found: str,
+        wanted: str,
+        remedy: str,
+        traceback: str = "",
+        exit_code: int = 4,
+    ) -> None:
         super().__init__(where=where, found=found, wanted=wanted, remedy=remedy)
-        self.traceback = traceback
+        self.traceback, self.exit_code = traceback, exit_code

@@ -6,7 +6,8 @@ torch's elastic agent starts the ranks, watches them and stops all when one fail
                         └─ worker: rank 1    output prefixed with [rank 1]
 
 - the rank that failed first is named, with its traceback or signal (see `worker` for "first");
-- exit codes say what happened: 0 done, 4 a worker failed, 130 interrupted (torchrun: always 1);
+- exit codes say what happened: 0 done, 2 or 3 what autopar refused there, 4 a worker failed, 130 interrupted
+  (torchrun: always 1);
 - no worker outlives the launcher, even one that is killed: they ask the kernel to die with it;
 - the environment and the signal handlers, which the agent changes, are put back.
 """
@@ -37,6 +38,7 @@ from autopar.runtime import call, worker
 
 Result = TypeVar("Result")
 
+WORKER_FAILED = 4
 INTERRUPTED = 128 + signal.SIGINT  # 130, as shells count
 GRACE = 5  # seconds that an interrupted rank has for its own cleaning up
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
@@ -46,7 +48,7 @@ def run_script(
     script: str, num_processes: int, arguments: Sequence[str] = (), *, timeout: float | None = None
 ) -> int:
     """As `start_script`, and return the exit code: 0 all ranks ended well, 4 a rank failed or the time
-    is up (told on stderr), 130 interrupted."""
+    is up, 2 or 3 for what autopar refused there (told on stderr), 130 interrupted."""
     try:
         start_script(script, num_processes, arguments, timeout=timeout)
     except WorkerError as error:
@@ -179,7 +181,12 @@ def _worker_error(where: str, failure: ProcessFailure) -> WorkerError:
     if isinstance(message, dict):  # recorded by the rank itself
         found, traceback = message["message"], message["extraInfo"]["py_callstack"]
         return WorkerError(
-            where=where, found=found, wanted=wanted, remedy="see its traceback", traceback=traceback
+            where=where,
+            found=found,
+            wanted=wanted,
+            remedy="see its traceback",
+            traceback=traceback,
+            exit_code=failure.exitcode if failure.exitcode in worker.REFUSED else WORKER_FAILED,
         )
     if failure.exitcode < 0:
         found = f"death by {failure.signal_name()}"

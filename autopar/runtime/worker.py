@@ -35,12 +35,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
-from autopar.errors import InputError
+from autopar.errors import AutoparError, InputError, SolverError
 
 LAUNCHER = "AUTOPAR_LAUNCHER"  # the environment variable that holds the launcher's process id
 LINGER = 1.0  # seconds; ten polls of the launcher, so that a slow one still sees who came first
 SETTLE = 0.1  # seconds in which an idle thread gets a core, also on a busy machine
 PROCESS_GROUP_TIMEOUT = 600.0  # seconds; torch's own are 30 minutes for gloo and 10 for NCCL
+REFUSED = (
+    InputError.exit_code,
+    SolverError.exit_code,
+)  # with which a rank ends that autopar refused something
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -115,7 +119,7 @@ class _LastWords(ErrorHandler):
     def record_exception(self, e: BaseException) -> NoReturn:
         super().record_exception(e)
         time.sleep(LINGER)
-        end(1)
+        end(e.exit_code if isinstance(e, AutoparError) else 1)
 
 
 def run(script: str) -> None:

@@ -168,6 +168,12 @@ def test_a_scripts_own_exit_code_is_told(write: Write, capfd: pytest.CaptureFixt
     assert processes(script) == []
 
 
+def test_what_autopar_refuses_on_a_rank_is_bad_input(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
+    script = write("import autopar\nautopar.ClusterSpec.local(0)\n")
+    assert run_script(script, 1) == 2
+    assert "rank 0 of 1: found InputError" in capfd.readouterr().err
+
+
 def test_a_run_over_time_is_ended(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
     script = write(WAITS)
     assert run_script(script, 2, timeout=1.0) == 4
