@@ -14,6 +14,7 @@ torch's elastic agent starts the ranks, watches them and stops all when one fail
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -31,6 +32,7 @@ from typing import NoReturn, TypeVar
 from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autopar.errors import InputError, WorkerError
@@ -135,6 +137,7 @@ def _launch(
             raise _worker_error(f"rank {rank} of {num_processes}", failure) from None
         except SignalException as error:
             _end(_children() - others)
+            _end_tails()
             raise _interruption(error.sigval, timeout) from None
 
 
@@ -155,6 +158,14 @@ def _end(ranks: set[int]) -> None:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(rank, signal.SIGKILL)
             os.waitpid(rank, 0)
+
+
+def _end_tails() -> None:
+    """End threads that pass on the lines of such ranks: without the agent they would wait for more for ever,
+    and the interpreter for them."""
+    for each in gc.get_objects():
+        if type(each) is TailLog and not each.stopped():
+            each.stop()
 
 
 def _config(num_processes: int, logs: str) -> LaunchConfig:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -194,6 +195,7 @@ def test_ranks_that_are_just_being_started_are_ended(write: Write, monkeypatch: 
     script = write(WAITS)
     assert run_script(script, 2, timeout=2.0) == 4
     assert processes(script) == []
+    assert not [thread for thread in threading.enumerate() if "TailLog" in thread.name]
 
 
 @pytest.mark.parametrize(
