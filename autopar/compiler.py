@@ -24,6 +24,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Plan, Program
 from autopar.cost.model import Company, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, TraceError
+from autopar.garbage import uncollected
 from autopar.micro_batches import batch_length, cut_inputs, is_sum, reducer_of, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
@@ -73,6 +74,7 @@ class Compiler:
     traced: Traced | None = None
     shorter: Traced | None = None
 
+    @uncollected()
     def __call__(
         self,
         model: nn.Module,
@@ -183,6 +185,7 @@ class Compiler:
             traced = self.trace_part(model, args, kwargs, count, staged=True)
             self.trace_shorter(model, args, kwargs, traced, plan)
 
+    @uncollected()
     def find_pipeline(
         self,
         model: nn.Module,
@@ -279,6 +282,7 @@ class Compiler:
             )
         return plan
 
+    @uncollected()
     def find(self, graph: Graph, request: Request, company: Company | None = None) -> Plan:
         """Search, with the cost database open."""
         with Database.open(self.costdb) as database:

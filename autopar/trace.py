@@ -36,6 +36,7 @@ from autopar.core.graph import (
     refs,
 )
 from autopar.errors import InputError, TraceError
+from autopar.garbage import uncollected
 from autopar.signature import (
     Arguments,
     LossFunction,
@@ -132,6 +133,7 @@ class _Flat(nn.Module):
         return leaves
 
 
+@uncollected()
 def trace(
     model: nn.Module,
     args: tuple[Any, ...],
