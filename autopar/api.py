@@ -52,11 +52,11 @@ from autopar.request import DEFAULT_GAP, Request
 from autopar.rewrite.render import describe
 from autopar.runtime import serial, worker
 from autopar.runtime.module import ParallelModule
-from autopar.schedules import build_schedule
 from autopar.signature import LossFunction, split_inputs
 from autopar.simulate import simulate
 from autopar.target import Target, load_target
 from autopar.units import parse_bytes
+from autopar.waits import order_of
 from costdb.database import Database
 
 TIMEOUT = timedelta(minutes=10)
@@ -140,13 +140,7 @@ def timeline(plan: Plan) -> Timeline:
             wanted="one whose ranks do different things at different times",
             remedy="plan with --stages",
         )
-    schedule = build_schedule(
-        pipeline.schedule,
-        ranks=pipeline.ranks,
-        stages_per_rank=pipeline.num_stages // pipeline.ranks,
-        micro_batches=pipeline.micro_batches,
-    )
-    return simulate(schedule, plan.stage_costs)
+    return simulate(order_of(pipeline), plan.stage_costs)
 
 
 def parallelize(

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Call, Graph
@@ -36,8 +36,11 @@ from autopar.ilp.choose import BeatenError, Solution, refuse_beaten
 from autopar.ilp.exchange import MOST_OPERATORS, Exchange
 from autopar.ilp.flights import mean_flight, scheduled
 from autopar.ilp.fold import Folding, fold
+from autopar.ilp.frontier import Priced
 from autopar.ilp.near_cuts import is_worthwhile, near_step
+from autopar.ilp.pairs import Scarcity
 from autopar.ilp.placement import FREE, Dear, Problem, Space
+from autopar.ilp.refine import Refinement
 from autopar.ilp.space import (
     Force,
     Kinds,
@@ -48,7 +51,7 @@ from autopar.ilp.space import (
     name_of,
 )
 from autopar.ilp.stages import MOST_PLACES
-from autopar.ilp.step import Step, once, recut, staged, unstaged
+from autopar.ilp.step import Step, once, staged, unstaged
 from autopar.ilp.symmetry import choose_named
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
@@ -62,9 +65,14 @@ PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its 
 PRICE_STEPS = 4  # of the bisection between them
 KNOWN_STEPS = 2  # the same, where a plan that fits is known
 TOLD_APART = 0.03  # of measured seconds: less is noise
+BOUNDED = (0.5, 0.8, 1.0, 1.2, 1.6)  # times what a byte has cost: prices for a bound
 SAME = 1e-9  # of seconds: less is rounding
 NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
+MIXED = 3  # placements, beside a step's own, that its operators may follow
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
+
+
+Asked = tuple[Force | None, int | None, Dear, bool, Recompute]  # of a placement: see `MeshProblem.solve`
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +256,7 @@ class MeshProblem:
     rival: Step | None = None  # what can't be faster under any schedule is timed under its schedule alone
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
-    solved: dict[object, Solution] = dataclasses.field(default_factory=dict)
+    solved: dict[Asked, Solution] = dataclasses.field(default_factory=dict)
 
     def plan(
         self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
@@ -418,21 +426,46 @@ class MeshProblem:
         return cap is None or solution.peak.state <= cap * self.request.stages
 
     def refined(self, step: Step) -> Step:
-        """The step with its stages cut at any operator around where they are cut now, with a closer bound."""
-        fixed = self.request.homes is not None or self.places is not None
-        few = len(self.graph.operators) <= MOST_OPERATORS  # with a bound of their own
-        if step.cut is None or few or fixed or self.graph.checkpoints:
+        """The step with all that makes it faster where it is, with a closer bound."""
+        if step.cut is None:
             return step
-        found = recut(
+        fastest = self.solve(self.request.force, None, cap=None)
+        refinement = Refinement(
             self.graph,
             self.prices,
-            step,
-            schedules=self.schedules,
-            hop=self.hop,
-            cap=self.cap,
-            recompute=self.request.recompute,
+            self.hop,
+            self.cap,
+            self.request.recompute,
+            self.schedules,
+            fastest.bound,
         )
+        fixed = self.request.homes is not None or self.places is not None
+        few = len(self.graph.operators) <= MOST_OPERATORS  # with a bound of their own
+        if few or fixed or self.graph.checkpoints:
+            return refinement.refilled(step)
+        if self.cap is not None and step.solution.seconds > fastest.seconds * (1 + SAME):
+            refinement.others, refinement.scarcity = self.others_than(step, fastest)
+        found = refinement.of(step)
         return dataclasses.replace(found, bound=min(found.bound, self.others))
+
+    def others_than(self, step: Step, fastest: Solution) -> tuple[list[Program], Scarcity | None]:
+        """Of a step that memory made slower: placements that are faster and take more, and what memory makes
+        all placements take, by prices around what a byte has cost."""
+        force, kept, solution = self.request.force, min(map(mean_flight, self.schedules)), step.solution
+        ask = partial(Priced, self.graph, self.prices, self.spaces[force], self.folding)
+        corners = list(ask().corners(kept, solution.seconds * (1 - SAME)))
+        spared = fastest.peak.state - solution.peak.state + kept * (fastest.peak.kept - solution.peak.kept)
+        others = [*corners[:1], *corners[1:][1 - MIXED :]]
+        if spared <= 0:
+            return others, None
+        again = self.request.recompute is not Recompute.NONE
+        price = self.request.micro_batches * (solution.seconds - fastest.seconds) / spared
+        return others, Scarcity(
+            cap=float(self.cap or 0),
+            free=fastest.bound,
+            prices=[factor * price for factor in BOUNDED],
+            least=cache(ask(relaxed=True, again=again).least),
+        )
 
     def stage(
         self,

@@ -124,7 +124,7 @@ def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
         return Pipeline(request.stages, 1, request.schedule, kept_starts(graph, request.homes, stages))
     if step.cut is None or step.schedule is None:
         return Pipeline(micro_batches=request.micro_batches)
-    return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts)
+    return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts, step.filling)
 
 
 def _communication(step: Step, compute: float, request: Request) -> float:

@@ -79,7 +79,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost], *, receives: Receiv
             wanted=f"costs of {schedule.stages} stages",
             remedy="give one StageCost per stage, in the order of stages",
         )
-    run = _Run(schedule, costs, receives or Receives.of_torch(schedule.kind))
+    run = Run(schedule, costs, receives or Receives.of_torch(schedule.kind))
     run.all_actions()
     actions = tuple(run.events)
     events = [*actions, *(event for rank in range(schedule.ranks) for event in _ending(rank, actions, costs))]
@@ -88,7 +88,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost], *, receives: Receiv
     return Timeline(schedule, tuple(events), held)
 
 
-class _Run:
+class Run:
     """The clocks of all ranks and links while the actions are run through."""
 
     def __init__(self, schedule: Schedule, costs: Sequence[StageCost], receives: Receives) -> None:
@@ -114,12 +114,21 @@ class _Run:
             if self._missing(action):
                 return count
             start = max([self.free[rank], *map(self._arrival, self._elsewhere(action))])
-            stop = start + self.costs[action.stage].seconds(action.kind)
-            self.free[rank] = self.done[_result(action)] = stop
-            self.events.append(Event(rank, action.stage, action.micro_batch, action.kind, start, stop))
+            self.wait(rank, action, start)
+            stop = self.run(rank, action, start)
             for computed in sends:
                 self._send(computed, stop)
         return len(todo)
+
+    def wait(self, rank: int, action: Action, start: float) -> None:
+        """What a rank does until an action may start."""
+
+    def run(self, rank: int, action: Action, start: float) -> float:
+        """Run an action; when it stops."""
+        stop = start + self.costs[action.stage].seconds(action.kind)
+        self.free[rank] = self.done[_result(action)] = stop
+        self.events.append(Event(rank, action.stage, action.micro_batch, action.kind, start, stop))
+        return stop
 
     def _missing(self, action: Action) -> list[Action]:
         """The results that the action needs and that are not there, nor on their way."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from autopar.core.graph import Graph
 from autopar.core.schedule import ScheduleKind, rank_of_stage
+from autopar.core.timeline import StageCost
 
 VIRTUAL = (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)
 
@@ -23,12 +24,14 @@ def stages_per_rank(schedule: ScheduleKind) -> int:
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """`ranks` groups of devices, each a mesh of its own, hold the stages; `starts[s]` is the number of
-    the first operator of stage s. Without stages `ranks` is 1 and `starts` is (0,)."""
+    the first operator of stage s. Without stages `ranks` is 1 and `starts` is (0,). Where the schedule's
+    waits are filled with gradients of weights (waits.py) `filling` are the stages' costs, as planned."""
 
     ranks: int = 1
     micro_batches: int = 1
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
     starts: tuple[int, ...] = (0,)
+    filling: tuple[StageCost, ...] = ()
 
     @property
     def num_stages(self) -> int:

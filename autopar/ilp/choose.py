@@ -22,7 +22,7 @@ from autopar.ilp.linear_program import Answer
 from autopar.ilp.nearby import Near, near
 from autopar.ilp.offload import everywhere, spare
 from autopar.ilp.placement import FREE, Dear, Problem, Space
-from autopar.ilp.reading import INTEGRAL, read
+from autopar.ilp.reading import is_whole, read
 from autopar.ilp.recompute import everything, fit
 from autopar.ilp.remedies import remedies
 from autopar.ilp.solver import solve
@@ -235,7 +235,7 @@ class _Search:
                 free = self.problem(rows=rows, relaxed=True)
                 others = solve(free.lp, relaxed=True, time_limit=self.left()).bound
             refuse_beaten(min(bound, others), beat)
-        if answer.status != "infeasible" and not _is_integral(problem, answer):
+        if answer.status != "infeasible" and not is_whole(problem, answer):
             answer = self.branch(problem)
             bound = max(bound, answer.bound)
         if answer.status == "infeasible":
@@ -361,13 +361,6 @@ def _optimism(problem: Problem, program: Program) -> float:
         and problem.is_parameter(value.name)
         and len(uses[value.name]) > 1
     )
-
-
-def _is_integral(problem: Problem, answer: Answer) -> bool:
-    if answer.values is None:
-        return False
-    whole = (value for value, flag in zip(answer.values, problem.lp.integer, strict=True) if flag)
-    return all(min(value, abs(1 - value)) < INTEGRAL for value in whole)
 
 
 def least(

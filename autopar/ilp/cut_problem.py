@@ -1,11 +1,12 @@
 """What cuts of a program into stages cost under one schedule: tables over pairs of places, for each stage.
 
 **Memory.** Each rank's bytes stay below the cap: state, the batch, what micro-batches in flight keep, what
-was sent and may not have arrived, and the most that an operator needs beside that. Where parts may be
-computed again, a table stands for each level of that (recompute.py). Each stage takes the fastest level that
-fits, which depends on how many micro-batches it keeps, and for as large a share as still fits a faster one:
-levels are few, but blocks in a stage are several, so what lies between two is near. Stages of one rank part
-its memory by what they would take if all were alike.
+was sent and may not have arrived, and the most that an operator needs beside that. Where operators may be
+placed otherwise (mixture.py), or parts computed again (recompute.py), so that they take less, a table stands
+for each level of that. Each stage takes the fastest level that fits, which depends on how many micro-batches
+it keeps, and for as large a share as still fits a faster one: levels are few, but blocks in a stage are
+several, so what lies between two is near. Stages of one rank part its memory by what they would take if all
+were alike.
 
 **Bound.** Some paths through the actions are known in advance. With t the seconds for which a stage keeps
 its rank busy for one micro-batch, h_k[p] the least that stages before it can take forward, b_k[p] backward,
@@ -28,23 +29,23 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.clock import CutCosts, step_seconds
-from autopar.core.schedule import SPLIT_BACKWARD, ActionKind, Schedule, ScheduleKind
+from autopar.core.schedule import ActionKind, Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
 from autopar.cost.again import Shares
+from autopar.cost.halves import Halves
 from autopar.cost.intervals import Intervals
 from autopar.cost.rectangles import Row, Table
 from autopar.ilp.flights import endings, flights, forwards_before, in_flight, of_one, stages_of
 
 QUANTILES = tuple(step / 16 for step in range(17))  # of seconds per byte, tried as a price
 
-_WHOLE = ("kept", "working", "early")  # of what a stage holds, where no backward is split
-_SPLIT = (*_WHOLE, "held", "half", "half_early")
-
+Made = TypeVar("Made")
 Path = NDArray[np.intp]  # [stage + 1]: numbers of places
 Paths = NDArray[np.intp]  # [cut, stage + 1]
 
@@ -89,21 +90,64 @@ class _Mixes:
         return Mix(int(self.lean[p, q]), int(self.rich[p, q]), float(self.share[p, q]))
 
 
+@dataclass(frozen=True, slots=True)
+class _Levels:
+    """The tables [level, p, q] in which levels differ, by name, and those of split backwards."""
+
+    first: Intervals
+    tables: Mapping[str, NDArray[np.float64]]
+    halves: Mapping[str, NDArray[np.float64]]
+
+    @staticmethod
+    def of(first: Intervals, levels: Sequence[Intervals]) -> _Levels:
+        return _Levels(first, _differing(levels), _differing([level.halves for level in levels]))
+
+    def mixed(self, mixes: _Mixes) -> Intervals:
+        """What lies between the levels."""
+        halves = {name: mixes.of(tables) for name, tables in self.halves.items()}
+        tables: dict[str, Any] = {name: mixes.of(tables) for name, tables in self.tables.items()}
+        return replace(self.first, halves=replace(self.first.halves, **halves), **tables)
+
+
+def _differing(levels: Sequence[Intervals] | Sequence[Halves]) -> dict[str, NDArray[np.float64]]:
+    """Of the tables with equal names those that are not the same on all levels, each as one."""
+    named = {each.name: [getattr(level, each.name) for level in levels] for each in fields(levels[0])}
+    return {
+        name: np.stack(tables)
+        for name, tables in named.items()
+        if np.ndim(tables[0]) == 2 and not all(np.array_equal(tables[0], table) for table in tables)
+    }
+
+
 def _at(tables: NDArray[np.float64], level: NDArray[np.intp]) -> Table:
     found: Table = np.take_along_axis(tables, level[None], axis=0)[0]
     return found
 
 
-def _each(tables: Sequence[Table], function: Callable[[Table], Table]) -> list[Table]:
-    """Of every table what the function makes of it; what is the same table stays one."""
-    distinct = {id(table): table for table in tables}
-    made = {number: function(table) for number, table in distinct.items()}
-    return [made[id(table)] for table in tables]
+def _each(function: Callable[..., Made], *parts: Sequence[Any]) -> list[Made]:
+    """What the function makes of the parts of every stage; of the same parts it makes the same."""
+    made: dict[tuple[int, ...], Made] = {}
+    found = []
+    for each in zip(*parts, strict=True):
+        key = tuple(map(id, each))
+        if key not in made:
+            made[key] = function(*each)
+        found.append(made[key])
+    return found
+
+
+def _crossed(levels: Sequence[Intervals]) -> Intervals:
+    """The first level, with the most that crosses each cut on any."""
+    rows = ("send", "send_back", "received", "received_back")
+    return replace(
+        levels[0],
+        **{name: np.maximum.reduce([getattr(level, name) for level in levels]) for name in rows},
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """Bytes of one stage that recomputing changes, in tables [p, q]: `kept` by a micro-batch in flight, with
+    """Bytes of one stage beside its state, in tables [p, q]: `kept` by a micro-batch in flight, with
     what it sent, and `held` by one between the halves of a split backward; beside that an action needs
     `working` or, before the first gradients, `early`, and a first half `half` or `half_early`."""
 
@@ -113,10 +157,6 @@ class Holds:
     early: Table
     half: Table
     half_early: Table
-
-    def mixed(self, mixes: _Mixes, levels: Mapping[str, NDArray[np.float64]]) -> Holds:
-        """What lies between the levels' tables [level, p, q]; those without are this one's."""
-        return replace(self, **{name: mixes.of(tables) for name, tables in levels.items()})
 
 
 @dataclass(slots=True)
@@ -128,7 +168,8 @@ class CutProblem:
     schedule: Schedule
     cap: int | None
     shares: Shares | None = None
-    table: Intervals = field(init=False)  # what all levels have in common
+    table: Intervals = field(init=False)  # of the first level, with what crosses cuts at most
+    tables: list[Intervals] = field(init=False)  # of each stage what lies between its levels
     lasting: list[Table] = field(init=False)  # bytes that are there all step
     mixes: list[_Mixes] = field(init=False)
     backward: list[Table] = field(init=False)  # the input gradients' part, with what is computed again
@@ -142,10 +183,12 @@ class CutProblem:
 
     def __post_init__(self) -> None:
         self.levels = [level.scheduled(self.schedule.kind) for level in self.levels]
-        self.table = table = self.levels[0]
+        self.table = table = _crossed(self.levels)
         stages = self.schedule.stages
-        self.lasting = [self.always_there(stage) for stage in range(stages)]
         self.choose_levels()
+        self.lasting = [self.always_there(stage, each) for stage, each in enumerate(self.tables)]
+        self.holds = _each(self.holds_of, self.tables)
+        self.backward = _each(lambda each: each.input_gradient, self.tables)
         if self.shares is not None and self.cap is not None:
             self.backward = [self.at_least(stage, self.shares, self.cap) for stage in range(stages)]
         void = np.tril(np.full_like(table.forward, np.inf))
@@ -153,10 +196,7 @@ class CutProblem:
             void if self.cap is None or self.shares else void + np.where(nbytes > self.cap, np.inf, 0.0)
             for nbytes in map(self.stage_bytes, range(stages))
         ]
-        both = table.forward + table.weight_gradient
-        if self.late:
-            both = both + table.send[:, None] + table.send_back[None, :]
-        self.busy = _each(self.backward, lambda back: both + back)
+        self.busy = _each(self.busy_with, self.tables, self.backward)
         self.least = self.undercut()
         self.onward = bottleneck(self.least)
         self.bound = max(float(self.onward[0][0]), self.share())
@@ -164,25 +204,26 @@ class CutProblem:
     def choose_levels(self) -> None:
         """For every stage that could be, the fastest levels that fit, or the smallest; of a rank's memory
         each of its stages has its part."""
-        stages = range(self.schedule.stages)
-        common = self.holds_of(self.table)
+        self.mixes, self.tables = [], []
         if len(self.levels) == 1 or self.cap is None:
             zeros = np.zeros_like(self.table.forward)
-            self.mixes = [_Mixes(zeros.astype(np.intp), zeros.astype(np.intp), zeros)] * len(stages)
-            self.backward = [self.table.input_gradient] * len(stages)
-            self.holds = [common] * len(stages)
+            whole = _Mixes(zeros.astype(np.intp), zeros.astype(np.intp), zeros)
+            self.mixes, self.tables = [whole] * self.schedule.stages, [self.table] * self.schedule.stages
             return
-        each = [self.holds_of(level) for level in self.levels]
-        names = _SPLIT if self.schedule.kind in SPLIT_BACKWARD else _WHOLE
-        levels = {name: np.stack([getattr(holds, name) for holds in each]) for name in names}
-        backward = np.stack([level.input_gradient for level in self.levels])
-        self.mixes, self.backward, self.holds = [], [], []
-        for stage in stages:
-            nbytes = np.stack([self.bytes_of(stage, holds) for holds in each])
-            mixes = _Mixes.under(self.cap * self.part(stage), nbytes, backward)
-            self.mixes.append(mixes)
-            self.backward.append(mixes.of(backward))
-            self.holds.append(common.mixed(mixes, levels))
+        between, count = _Levels.of(self.table, self.levels), self.schedule.micro_batches
+        seconds = np.stack([count * each.seconds + each.sync + each.update for each in self.levels])
+        for stage in range(self.schedule.stages):
+            nbytes = np.stack([self.bytes_of(stage, each) for each in self.levels])
+            self.mixes.append(_Mixes.under(self.cap * self.part(stage), nbytes, seconds))
+            self.tables.append(between.mixed(self.mixes[-1]))
+
+    def busy_with(self, table: Intervals, back: Table) -> Table:
+        """For how long a stage keeps its rank busy for one micro-batch."""
+        both = table.forward + table.weight_gradient
+        if self.late:
+            both = both + table.send[:, None] + table.send_back[None, :]
+        busy: Table = both + back
+        return busy
 
     def holds_of(self, level: Intervals) -> Holds:
         """Those of every stage at one level."""
@@ -218,22 +259,21 @@ class CutProblem:
     def undercut(self) -> list[Table]:
         """Q of every stage."""
         table, count = self.table, self.schedule.micro_batches
-        forward, hop = table.forward, np.zeros_like(table.forward)
-        backs = [each + (table.weight_gradient if self.whole else 0.0) for each in self.backward]
+        hop = np.zeros_like(table.forward)
+        forwards = _each(lambda each: each.forward, self.tables)
+        backs = _each(self.way_back, self.tables, self.backward)
         if self.late:
-            forward, backs = (
-                forward + table.send[:, None],
-                [back + table.send_back[None, :] for back in backs],
-            )
+            forwards = _each(lambda forward: forward + table.send[:, None], forwards)
+            backs = _each(lambda back: back + table.send_back[None, :], backs)
         else:
             hop = self.hops(table.send)[:, None] + self.hops(table.send_back)[:, None]
-        self.ahead = ahead = self.heads([forward] * self.schedule.stages, self.hops(table.send))
+        self.ahead = ahead = self.heads(forwards, self.hops(table.send))
         behind = self.heads(backs, self.hops(table.send_back)) if self.whole else None
-        after = self.tails([forward + back + hop for back in backs])
+        after = self.tails(_each(lambda forward, back: forward + back + hop, forwards, backs))
         found = []
-        for stage in range(self.schedule.stages):
+        for stage, (own, forward) in enumerate(zip(self.tables, forwards, strict=True)):
             begun = ahead[stage][:, None] + count * self.busy[stage]
-            bounds = [begun + table.sync + table.update]
+            bounds = [begun + own.sync + own.update]
             home = behind[stage][:, None] if behind is not None else 0.0
             bounds.append(begun + home)
             if self.schedule.stages_per_rank == 1:
@@ -244,6 +284,10 @@ class CutProblem:
                 )
             found.append(np.maximum.reduce(bounds) + self.allowed[stage])
         return found
+
+    def way_back(self, table: Intervals, back: Table) -> Table:
+        """Of a stage the seconds until it sends a gradient back."""
+        return back + table.weight_gradient if self.whole else back
 
     def hops(self, row: Row) -> Row:
         """Seconds of hops at cuts where they hold up a chain of stages beside what `busy` has; none
@@ -259,7 +303,7 @@ class CutProblem:
         last = max(index for index, kind in enumerate(kinds) if kind is ActionKind.FORWARD)
         if last < first:
             return np.zeros_like(forward)
-        weights, own = self.table.weight_gradient, Counter(kinds[first : last + 1])
+        weights, own = self.tables[rank].weight_gradient, Counter(kinds[first : last + 1])
         between = own[ActionKind.FORWARD] * forward + own[ActionKind.WEIGHT_GRADIENT] * weights
         between = between + own[ActionKind.INPUT_GRADIENT] * back
         between = between + own[ActionKind.BACKWARD] * (back if self.whole else back + weights)
@@ -287,10 +331,10 @@ class CutProblem:
     def share(self) -> float:
         """The slowest rank takes at least as long as the average one: until its first micro-batch comes, for
         all its work, and then for its updates or until its last gradient is at the first stage."""
-        table, ranks = self.table, self.schedule.ranks
-        ends = table.update + (table.sync if self.schedule.stages_per_rank == 1 else 0.0)
+        ranks = self.schedule.ranks
         first, last = [], []
-        for stage, busy in enumerate(self.busy):
+        for stage, (table, busy) in enumerate(zip(self.tables, self.busy, strict=True)):
+            ends = table.update + (table.sync if self.schedule.stages_per_rank == 1 else 0.0)
             later = max(0, ranks - 1 - stage)  # ranks whose first stage comes after this one
             work = self.schedule.micro_batches * busy + later * table.forward
             first.append(work + ends)
@@ -299,12 +343,12 @@ class CutProblem:
 
     # -- memory ---------------------------------------------------------------------------------------
 
-    def always_there(self, stage: int) -> Table:
-        """Of a stage: its state, on the first of a rank's stages the batch, and outputs that it sent where no
-        gradient comes back to prove their arrival."""
-        table, schedule = self.table, self.schedule
+    def always_there(self, stage: int, table: Intervals) -> Table:
+        """Of a stage with these tables: its state, on the first of a rank's stages the batch, and outputs
+        that it sent where no gradient comes back to prove their arrival."""
+        schedule, received_back = self.schedule, self.table.received_back
         batch = schedule.micro_batches * table.batch if stage < schedule.ranks else 0.0
-        unproved = np.where(table.received_back == 0, table.received, 0.0) * self.is_sent_late(stage)
+        unproved = np.where(received_back == 0, self.table.received, 0.0) * self.is_sent_late(stage)
         return np.triu(table.state + batch + schedule.micro_batches * unproved[None, :], 1)
 
     def with_output(self, kept: Table) -> Table:
@@ -320,23 +364,25 @@ class CutProblem:
 
     def stage_bytes(self, stage: int) -> Table:
         """The peak of a rank with this one stage alone."""
-        return self.bytes_of(stage, self.holds[stage])
+        return self.bytes_of(stage, self.tables[stage])
 
-    def bytes_of(self, stage: int, holds: Holds) -> Table:
-        table, rank = self.table, self.schedule.rank_of(stage)
+    def bytes_of(self, stage: int, table: Intervals) -> Table:
+        """The same, had the stage these tables."""
+        rank, holds = self.schedule.rank_of(stage), self.holds_of(table)
+        received_back = self.table.received_back
         place = stages_of(self.schedule, rank).index(stage)
         peak = np.full_like(holds.kept, -np.inf)
-        for moments, beside in zip(flights(self.schedule)[rank], self.beside(holds), strict=True):
+        for moments, beside in zip(flights(self.schedule)[rank], self.beside(table, holds), strict=True):
             for count, half, back in of_one(moments, place):
-                held = count * holds.kept + half * holds.held + back * table.received_back[:, None]
+                held = count * holds.kept + half * holds.held + back * received_back[:, None]
                 peak = np.maximum(peak, held + beside)
         (ending,) = of_one((endings(self.schedule)[rank][place],), place)
-        peak = np.maximum(peak, table.summing + ending[2] * table.received_back[:, None])
-        return np.triu(self.lasting[stage] + peak, 1)
+        peak = np.maximum(peak, table.summing + ending[2] * received_back[:, None])
+        return np.triu(self.always_there(stage, table) + peak, 1)
 
-    def beside(self, holds: Holds) -> tuple[Table, Table, Table, Table]:
+    def beside(self, table: Intervals, holds: Holds) -> tuple[Table, Table, Table, Table]:
         """What is needed in the moments of `Flights` beside what is kept and the state."""
-        missing = self.table.gradients
+        missing = table.gradients
         return holds.early - missing, holds.half_early - missing, holds.working, holds.half
 
     def part(self, stage: int) -> float:
@@ -355,8 +401,12 @@ class CutProblem:
 
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
         """Peaks [cut, rank], all stages of a rank together."""
-        starts, stops = paths[:, :-1], paths[:, 1:]
-        lasting, missing = self.pick(self.lasting, paths), self.table.gradients[starts, stops]
+        starts = paths[:, :-1]
+        lasting = self.pick(self.lasting, paths)
+        missing, summing = (
+            self.pick([getattr(table, name) for table in self.tables], paths)
+            for name in ("gradients", "summing")
+        )
         kept, held, working, early, half, half_early = (
             self.pick([getattr(holds, each.name) for holds in self.holds], paths) for each in fields(Holds)
         )
@@ -375,7 +425,7 @@ class CutProblem:
                 if moments
             ]
             ends = bytes_of_one @ np.asarray(endings(self.schedule)[rank], dtype=float).T
-            peaks.append((ends + self.table.summing[starts, stops][:, own]).max(axis=1))
+            peaks.append((ends + summing[:, own]).max(axis=1))
             found.append(lasting[:, own].sum(axis=1) + np.maximum.reduce(peaks))
         return np.stack(found, axis=1)
 
@@ -389,15 +439,18 @@ class CutProblem:
     # -- time -----------------------------------------------------------------------------------------
 
     def costs(self, paths: Paths) -> CutCosts:
-        table, starts, stops = self.table, paths[:, :-1].T, paths[:, 1:].T
+        forward, weights, sync, update = (
+            self.pick([getattr(table, name) for table in self.tables], paths).T
+            for name in ("forward", "weight_gradient", "sync", "update")
+        )
         return CutCosts(
-            forward=table.forward[starts, stops],
+            forward=forward,
             input_gradient=self.pick(self.backward, paths).T,
-            weight_gradient=table.weight_gradient[starts, stops],
-            send_output=table.send[stops],
-            send_gradient=table.send_back[starts],
-            sync=table.sync[starts, stops],
-            update=table.update[starts, stops],
+            weight_gradient=weights,
+            send_output=self.table.send[paths[:, 1:].T],
+            send_gradient=self.table.send_back[paths[:, :-1].T],
+            sync=sync,
+            update=update,
         )
 
     def seconds(self, paths: Paths, below: float = math.inf) -> NDArray[np.float64]:
@@ -415,10 +468,11 @@ class CutProblem:
 
     def rank_seconds(self, paths: Paths) -> NDArray[np.float64]:
         """Seconds [cut, rank] that each rank's work takes and what must come before it and after it."""
-        starts, stops, ranks = paths[:, :-1], paths[:, 1:], self.schedule.ranks
-        way = self.table.forward[starts, stops]
+        ranks = self.schedule.ranks
+        way = self.pick([table.forward for table in self.tables], paths)
         if self.whole:
-            way = way + self.pick(self.backward, paths) + self.table.weight_gradient[starts, stops]
+            way = way + self.pick(self.backward, paths)
+            way = way + self.pick([table.weight_gradient for table in self.tables], paths)
         found = np.cumsum(way[:, :ranks], axis=1) - way[:, :ranks]
         busy = self.schedule.micro_batches * self.pick(self.busy, paths)
         for stage in range(self.schedule.stages):
@@ -426,7 +480,7 @@ class CutProblem:
         return found
 
     def stage_costs(self, path: Path) -> tuple[StageCost, ...]:
-        costs, table = self.costs(path[None]), self.table
+        costs = self.costs(path[None])
         starts, stops = path[:-1], path[1:]
         return tuple(
             StageCost(
@@ -441,7 +495,7 @@ class CutProblem:
                 lasting=int(self.lasting[stage][p, q] - table.state[p, q]),
                 kept=int(holds.kept[p, q]),
                 kept_for_weight=int(holds.held[p, q]),
-                sent_back=0 if self.late else int(table.received_back[p]),
+                sent_back=0 if self.late else int(self.table.received_back[p]),
                 working=int(holds.working[p, q]),
                 gradients=int(table.gradients[p, q]),
                 early=int(holds.early[p, q]),
@@ -449,7 +503,9 @@ class CutProblem:
                 halving_early=int(holds.half_early[p, q]),
                 summing=int(table.summing[p, q]),
             )
-            for stage, (p, q, holds) in enumerate(zip(starts, stops, self.holds, strict=True))
+            for stage, (p, q, table, holds) in enumerate(
+                zip(starts, stops, self.tables, self.holds, strict=True)
+            )
         )
 
 

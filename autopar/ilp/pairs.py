@@ -15,7 +15,16 @@ with h the least that stages before it take forward, t the seconds for which a s
 micro-batch. For a limit on the seconds the least b with which each a can be reached says all of a rank and
 those before it: what is left in the middle should be short, as stages grow with what is in them. The ranks
 meet in the middle or the limit is too low; bisection says where it is. Stages may be empty here, which costs
-nothing. Memory is as if it had no end.
+nothing.
+
+**Memory** that is scarce gives the same with a price for it (Lagrange). A rank's bytes are at most the cap,
+so for each price, seconds per byte,
+
+    L  >=  h + M t + updates + price (state + c kept) - price cap
+
+with c the micro-batches that a stage keeps at the moment when the rank keeps most. What a stage takes with
+its bytes at these prices is at least its part of what all operators together take so on any placement
+(frontier.py): that is more than its part of their seconds alone.
 
 **Stages in a loop**, K ranks, backward whole. Let x_r and y_r be the seconds of a micro-batch in the first
 and in the second stage of rank r, forward and backward. With all its work a rank waits until the first
@@ -32,6 +41,7 @@ which a stage grows with it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,24 +49,48 @@ from numpy.typing import NDArray
 
 from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.rectangles import Table
-from autopar.ilp.cut_problem import CutProblem
-from autopar.ilp.flights import stages_of
+from autopar.ilp.cut_problem import CutProblem, bottleneck
+from autopar.ilp.flights import Counts, flights, stages_of
 from autopar.ilp.linear_program import LinearProgram
+from autopar.ilp.placement import Dear
 from autopar.ilp.solver import solve
 
 CLOSE = 2e-4  # of the seconds, to which the bound is sought
 LAPS = 2
+KNOTS = (
+    4  # counts of micro-batches for which a price is looked up; between them it grows no slower than a line
+)
 
 
-def pair_bound(problem: CutProblem, most: float) -> float:
-    """Seconds that no cut takes less than, as far as `most`, had it no cap; those of the problem itself where
-    ranks have one stage each."""
+@dataclass(frozen=True, slots=True)
+class Scarcity:
+    """What makes stages dearer under a `cap` of bytes per device: `least` are seconds of a micro-batch and
+    priced bytes that no placement takes less than, `free` where bytes cost nothing; `prices` of a byte, in
+    seconds of a step, are those that are tried."""
+
+    cap: float
+    free: float
+    prices: Sequence[float]
+    least: Callable[[Dear], float]
+
+    def dearer(self, price: float, micro_batches: int, counts: Sequence[int]) -> dict[int, float]:
+        """By how many micro-batches are kept how many times as much as without a price a stage takes."""
+        each, most = price / micro_batches, max(counts)
+        knots = np.unique(np.round(np.geomspace(max(1, min(counts)), max(1, most), KNOTS)))
+        known = [self.least(Dear(state=each, kept=each * count)) / self.free for count in knots]
+        return {count: float(np.interp(count, knots, known)) if count else 1.0 for count in set(counts)}
+
+
+def pair_bound(problem: CutProblem, most: float, scarcity: Scarcity | None = None) -> float:
+    """Seconds that no cut takes less than, as far as `most`, had it no cap but for what `scarcity` says."""
     low, high = problem.bound, most
     if low < high and problem.schedule.kind is ScheduleKind.INTERLEAVED:
         low = max(low, _looped(problem))
+    if low < high and scarcity and problem.schedule.stages_per_rank == 1:
+        low = max(low, _alone(problem, scarcity))
     if low >= high or not problem.schedule.kind.is_v:
         return min(low, high)
-    ranks = _ranks(problem)
+    ranks = _ranks(problem, scarcity)
     if not _meet(ranks, high):
         return high
     while high - low > CLOSE * most:
@@ -100,39 +134,77 @@ def _outside(schedule: Schedule, rank: int) -> int:
 
 @dataclass(frozen=True)
 class _Rank:
-    """The seconds that a rank's two stages take, those of the second negative, so that columns are sorted."""
+    """The seconds that a rank's two stages take, those of the second negative, so that columns are sorted;
+    with bytes that have a price, of which all the cap's are worth `room`."""
 
     first: Table  # 0 of stages that are empty
     second: Table  # growing with the stage
+    room: float
 
     def onward(self, place: int, end: int, seconds: float) -> NDArray[np.intp]:
         """For each place up to which the first stage, from `place` on, may go, the least one at which the
         second, up to `end`, may begin; beyond all places where there is none."""
         count = len(self.first)
-        least = np.searchsorted(self.second[: end + 1, end], self.first[place] - seconds)
+        least = np.searchsorted(self.second[: end + 1, end], self.first[place] - (seconds + self.room))
         least = np.maximum(least, np.arange(count))
         least[:place] = count
         return np.where(least <= end, least, count)
 
 
-def _ranks(problem: CutProblem) -> list[_Rank]:
+def _ranks(problem: CutProblem, scarcity: Scarcity | None) -> list[list[_Rank]]:
+    """Of each rank what holds without a price, and for each price."""
     schedule, update = problem.schedule, problem.table.update
-    found = []
-    for one, two in (stages_of(schedule, rank) for rank in range(schedule.ranks)):
-        first, second = (schedule.micro_batches * problem.busy[stage] + update for stage in (one, two))
-        found.append(_Rank(np.triu(first + problem.ahead[one][:, None], 1), -_growing(second)))
+    pairs = [stages_of(schedule, rank) for rank in range(schedule.ranks)]
+    kept = [_kept(schedule, rank) for rank in range(schedule.ranks)]
+    found: list[list[_Rank]] = [[] for _ in pairs]
+    for room, dearer in _priced(problem, scarcity):
+        for rank, (one, two), counts in zip(found, pairs, kept, strict=True):
+            first, second = (
+                dearer[count] * (schedule.micro_batches * problem.busy[stage] + update)
+                for stage, count in zip((one, two), counts, strict=True)
+            )
+            rank.append(_Rank(np.triu(first + problem.ahead[one][:, None], 1), -_growing(second), room))
     return found
 
 
-def _meet(ranks: list[_Rank], seconds: float) -> bool:
+def _alone(problem: CutProblem, scarcity: Scarcity) -> float:
+    """The bound where ranks have one stage each."""
+    schedule, table = problem.schedule, problem.table
+    bounds = [np.full_like(table.forward, -np.inf) for _ in range(schedule.stages)]
+    for room, dearer in _priced(problem, scarcity):
+        for stage, bound in enumerate(bounds):
+            (count,) = _kept(schedule, schedule.rank_of(stage))
+            work = schedule.micro_batches * problem.busy[stage] + table.sync + table.update
+            np.maximum(bound, problem.ahead[stage][:, None] + dearer[count] * work - room, out=bound)
+    return float(bottleneck([each + free for each, free in zip(bounds, problem.allowed, strict=True)])[0][0])
+
+
+def _priced(problem: CutProblem, scarcity: Scarcity | None) -> Iterator[tuple[float, dict[int, float]]]:
+    """For no price and for each one: what all bytes of the cap are worth, and how much dearer stages are."""
+    schedule = problem.schedule
+    counts = sorted({count for rank in range(schedule.ranks) for count in _kept(schedule, rank)})
+    yield 0.0, dict.fromkeys(counts, 1.0)
+    for price in scarcity.prices if scarcity else ():
+        assert scarcity is not None
+        yield price * scarcity.cap, scarcity.dearer(price, schedule.micro_batches, counts)
+
+
+def _kept(schedule: Schedule, rank: int) -> Counts:
+    """How many micro-batches each stage of a rank keeps when they are most in all."""
+    stages = schedule.stages_per_rank
+    return max((each[:stages] for each in flights(schedule)[rank].all()), key=sum)
+
+
+def _meet(ranks: list[list[_Rank]], seconds: float) -> bool:
     """Whether the ranks can share the graph if each may take so many seconds."""
-    count = len(ranks[0].first)
+    count = len(ranks[0][0].first)
     least = np.full(count, count)
     least[0] = count - 1
     for rank in ranks:
         further = np.full(count, count)
         for place in np.flatnonzero(least < count).tolist():
-            np.minimum(further, rank.onward(place, int(least[place]), seconds), out=further)
+            onward = [each.onward(place, int(least[place]), seconds) for each in rank]
+            np.minimum(further, np.maximum.reduce(onward), out=further)
         least = further
     return bool((least == np.arange(count)).any())
 

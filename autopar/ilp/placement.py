@@ -149,10 +149,15 @@ class Problem:
         dear: Dear = FREE,
         again: bool = False,
         away: bool = False,
+        copies_last: bool = False,
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
         self.away = away and dear == FREE
         self.cap, self.relaxed, self.alike, self.dear = cap, relaxed, alike, dear
+        # The copy of a weight that is gathered once serves all micro-batches, and the whole batch is there
+        # from the start: they last, or are taken for something that each micro-batch keeps.
+        self.copies_last = copies_last
+        self.spared = (Gathering.AGAIN, Gathering.ONCE) if copies_last else (Gathering.AGAIN,)
         self.lp = LinearProgram()
         self.operators = {item.name: item for item in graph.operators}
         self.x: dict[str, list[int]] = {}
@@ -163,6 +168,7 @@ class Problem:
         for item in graph.operators:
             self.members.setdefault(folding.class_of[item.name], []).append(item.name)
         self.memory: Terms = []
+        self.lasting: Terms = []  # of that what is there once, however many micro-batches are on their way
         self.resting: Terms = []  # of that what is there all step, or at its end
         self.coming: Terms = []  # of that the gradients, which aren't there when backward begins
         self.paid: Terms = []  # what the price of memory adds to the costs
@@ -189,7 +195,7 @@ class Problem:
             self.lp.equal([(1.0, variable) for variable in self.x[name]], 1.0)
             for cost, variable in zip(costs, self.x[name], strict=True):
                 if cost.kept.extra_bytes:
-                    self.hold(cost.kept.extra_bytes * len(members), variable, self.dear.kept)
+                    self.hold(cost.kept.extra_bytes * len(members), variable)
 
     def add_again(self) -> None:
         """r of every strategy; a view is made again only with what it views."""
@@ -200,7 +206,7 @@ class Problem:
             for cost, x, r in zip(costs, self.x[name], self.again[name], strict=True):
                 self.lp.at_least([(1.0, x), (-1.0, r)], 0.0)
                 if cost.kept.extra_bytes:
-                    self.hold(-cost.kept.extra_bytes * len(members), r, self.dear.kept)
+                    self.hold(-cost.kept.extra_bytes * len(members), r)
         makers = {made: item for item in self.graph.operators for made in item.results if made}
         for name, members in self.members.items():
             viewed = {self.viewed(member) for member in members} - {None}
@@ -227,9 +233,12 @@ class Problem:
         if self.resting:
             self.lp.at_most(self.resting, float(cap))
 
-    def hold(self, nbytes: float, variable: int, price: float) -> None:
-        """Count bytes that `variable` holds."""
+    def hold(self, nbytes: float, variable: int, *, lasts: bool = False) -> None:
+        """Count bytes that `variable` holds, for each micro-batch or as long as a step lasts."""
         self.memory.append((float(nbytes), variable))
+        if lasts:
+            self.lasting.append((float(nbytes), variable))
+        price = self.dear.state if lasts else self.dear.kept
         if price:
             self.paid.append((price * nbytes, variable))
             self.lp.costs[variable] += price * nbytes
@@ -474,7 +483,8 @@ class Problem:
         rows.write()
 
     def hold_copy(self, tensor: TensorClass, layout: Layout, leaving: int, copies: dict[Layout, int]) -> None:
-        """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it."""
+        """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it, if it
+        isn't counted here."""
         if not self.learns(tensor.name):
             return
         if self.prices.once == 1.0:  # it is scattered as soon as it comes
@@ -482,7 +492,7 @@ class Problem:
         if layout not in copies:
             copies[layout] = self.lp.variable()
             nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
-            self.hold(nbytes, copies[layout], self.dear.state)
+            self.hold(2 * nbytes if self.copies_last else nbytes, copies[layout], lasts=True)
             if not self.prices.accumulates:
                 self.coming.append((float(nbytes), copies[layout]))
         self.lp.at_least([(1.0, copies[layout]), (-1.0, leaving)], 0.0)
@@ -513,7 +523,7 @@ class Problem:
             variables[stored] = self.lp.variable(cost * count, integer=True, upper=1.0)
             if self.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
-                self.hold(nbytes, variables[stored], self.dear.state)
+                self.hold(nbytes, variables[stored], lasts=True)
                 self.resting.append((float(nbytes), variables[stored]))
                 if learns and not self.prices.accumulates:
                     gradient = self.prices.local_bytes(tensor.name, layout) * count
@@ -632,18 +642,19 @@ class Problem:
             maker = self.folding.class_of[operation.name]
             sums.append(self.keepers(maker, index, of="results"))
             again = self.made_again(maker, index)
-        stored = self.inputs.get(tensor.name, {}) if self.at_rest(tensor.name) else {}
+        rests = self.at_rest(tensor.name) or self.copies_last
+        stored = self.inputs.get(tensor.name, {}) if rests else {}
         y: dict[Layout, int] = {}
         for by_layout in sums:
             for layout, terms in by_layout.items():
                 if layout not in y:
                     y[layout] = self.lp.variable()
                     nbytes = self.prices.local_bytes(tensor.name, layout) * count
-                    self.hold(nbytes, y[layout], self.dear.kept)
+                    self.hold(nbytes, y[layout])
                 own = [
                     (1.0, variable)
                     for (at, gathering), variable in stored.items()
-                    if self.value(at) == layout or gathering is Gathering.AGAIN
+                    if self.value(at) == layout or gathering in self.spared
                 ]
                 spared = again.get(layout, [])
                 row = [(1.0, y[layout]), *own, *spared, *((-c, v) for c, v in terms)]

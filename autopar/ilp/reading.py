@@ -36,6 +36,14 @@ class Choices:
     outputs: Mapping[str, Layout]
 
 
+def is_whole(problem: Problem, answer: Answer) -> bool:
+    """Whether the solver's values are choices, and no mixtures of such."""
+    if answer.values is None:
+        return False
+    whole = (value for value, flag in zip(answer.values, problem.lp.integer, strict=True) if flag)
+    return all(min(value, abs(1 - value)) < INTEGRAL for value in whole)
+
+
 def read(problem: Problem, answer: Answer) -> Program:
     """The plan that the solver's values spell."""
     assert answer.values is not None

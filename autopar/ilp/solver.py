@@ -15,6 +15,7 @@ from typing import Any
 import highspy
 import numpy as np
 import pulp
+from numpy.typing import NDArray
 
 from autopar.errors import SolverError
 from autopar.ilp.linear_program import Answer, LinearProgram
@@ -39,12 +40,37 @@ def solve(
     return _rescaled(_read(model, scaled, whole=whole), 1 / scale)
 
 
+class Relaxation:
+    """A program without integrality that is solved again and again, for other costs."""
+
+    def __init__(self, program: LinearProgram) -> None:
+        self.model = _loaded(program)
+
+    def least(self, costs: NDArray[np.float64]) -> tuple[float, tuple[float, ...]]:
+        """The least cost, and values that have it; raises SolverError if there are none."""
+        scale = LARGEST / max(float(np.abs(costs).max(initial=0.0)), 1e-300)
+        self.model.changeColsCost(len(costs), np.arange(len(costs), dtype=np.int32), scale * costs)
+        self.model.run()
+        status = self.model.getModelStatus()
+        if status != highspy.HighsModelStatus.kOptimal:
+            raise _failed(self.model, status)
+        least = float(self.model.getInfo().objective_function_value) / scale
+        return least, tuple(self.model.getSolution().col_value)
+
+
 def _rescaled(answer: Answer, unit: float) -> Answer:
     reduced = tuple(unit * each for each in answer.reduced)
     return replace(answer, cost=unit * answer.cost, bound=unit * answer.bound, reduced=reduced)
 
 
 def _relaxed(program: LinearProgram, seconds: float) -> highspy.Highs:
+    model = _loaded(program)
+    model.setOptionValue("time_limit", seconds)
+    model.run()
+    return model
+
+
+def _loaded(program: LinearProgram) -> highspy.Highs:
     matrix = program.matrix()
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(program.costs), len(program.lows)
@@ -57,9 +83,7 @@ def _relaxed(program: LinearProgram, seconds: float) -> highspy.Highs:
     model: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
     model.setOptionValue("output_flag", False)
     model.setOptionValue("threads", 1)
-    model.setOptionValue("time_limit", seconds)
     model.passModel(lp)
-    model.run()
     return model
 
 
@@ -109,12 +133,7 @@ def _read(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> Answe
     if status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
         return Answer(None, math.inf, math.inf, "infeasible")
     if status not in (kinds.kOptimal, kinds.kTimeLimit, kinds.kInterrupt, kinds.kSolutionLimit):
-        raise SolverError(
-            where="HiGHS",
-            found=model.modelStatusToString(status),
-            wanted="an answer",
-            remedy="report this model; --mesh or --force make the program smaller",
-        )
+        raise _failed(model, status)
     bound = info.mip_dual_bound if whole else info.objective_function_value
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if not found:
@@ -127,3 +146,12 @@ def _read(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> Answe
     proven = not whole or cost - bound <= 1e-6 * max(abs(cost), 1e-12)
     reduced = () if whole else tuple(model.getSolution().col_dual)
     return Answer(values, cost, bound, "optimal" if proven else "gap_limit", reduced)
+
+
+def _failed(model: highspy.Highs, status: highspy.HighsModelStatus) -> SolverError:
+    return SolverError(
+        where="HiGHS",
+        found=model.modelStatusToString(status),
+        wanted="an answer",
+        remedy="report this model; --mesh or --force make the program smaller",
+    )

@@ -32,7 +32,7 @@ from autopar.cost.intervals import Intervals
 from autopar.cost.rectangles import Table
 from autopar.errors import InfeasibleError, InputError
 from autopar.ilp.cut_problem import CutProblem, Mix, Path, Paths, bottleneck
-from autopar.ilp.pairs import pair_bound
+from autopar.ilp.pairs import Scarcity, pair_bound
 from autopar.units import show_bytes
 
 MOST_PLACES = 240  # of cuts; tables and paths grow with the square
@@ -95,9 +95,10 @@ def cuts(
 ) -> list[Found]:
     """The best cut under each of the schedules but for those that can't beat another, by their lower bounds.
 
-    `tables` are the levels of recomputing, from none on. The search also begins where a `known` cut starts
-    its stages, if one is given; those of the best cuts without a cap, `free`, that meet it are not sought
-    anew. Raises the InfeasibleError that asks for least if no schedule meets the cap.
+    `tables` are the levels between which stages choose; ranks part their memory by the first. The search also
+    begins where a `known` cut starts its stages, if one is given; those of the best cuts without a cap,
+    `free`, that meet it are not sought anew. Raises the InfeasibleError that asks for least if no schedule
+    meets the cap.
     """
     limit = HOPELESS * min((each.seconds for each, _ in free), default=math.inf)
     fits = [each for each in free if cap is None or max(each[0].rank_bytes) <= cap]
@@ -129,11 +130,14 @@ def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule],
     return min(CutProblem([table], schedule, cap, shares=shares).bound for schedule in schedules)
 
 
-def closer_bound(table: Intervals, schedules: Sequence[Schedule], *, most: float) -> float:
-    """A lower bound on the seconds of all cuts without a cap, closer and dearer: as far as `most` seconds."""
+def closer_bound(
+    table: Intervals, schedules: Sequence[Schedule], *, most: float, scarcity: Scarcity | None = None
+) -> float:
+    """A lower bound on the seconds of all cuts, closer and dearer: as far as `most` seconds. All that it
+    knows of a cap is `scarcity`."""
     found = most
     for schedule in schedules:
-        found = min(found, pair_bound(CutProblem([table], schedule, None), found))
+        found = min(found, pair_bound(CutProblem([table], schedule, None), found, scarcity))
     return found
 
 
@@ -200,8 +204,8 @@ class _Search:
             return []
         found = [self.shortest(problem.least, limit * problem.onward[0][0]) for limit in THRESHOLDS]
         if several := problem.schedule.stages_per_rank > 1:
-            alike = problem.table.seconds
-            even = [alike + np.tril(np.full_like(alike, np.inf))] * problem.schedule.stages
+            void = np.tril(np.full_like(problem.table.forward, np.inf))
+            even = [table.seconds + void for table in problem.tables]
             longest = float(bottleneck(even)[0][0])
             found += [self.shortest(even, limit * longest) for limit in THRESHOLDS]
         if self.known is not None:
@@ -234,11 +238,12 @@ class _Search:
         """The path with the least sum of seconds whose stages take at most `limit` by their tables of
         `seconds`; None if there is none."""
         problem = self.problem
-        table, best = problem.table, np.full(len(problem.table.places), np.inf)
+        best = np.full(len(problem.table.places), np.inf)
         best[-1] = 0.0
         following = []
         for stage in reversed(range(problem.schedule.stages)):
-            weighed = problem.schedule.micro_batches * problem.busy[stage] + table.sync + table.update
+            table, count = problem.tables[stage], problem.schedule.micro_batches
+            weighed = count * problem.busy[stage] + table.sync + table.update
             step = np.where(seconds[stage] <= limit * (1 + 1e-12), weighed, np.inf) + best[None, :]
             following.append(step.argmin(axis=1))
             best = step.min(axis=1)
@@ -313,14 +318,20 @@ def _fastest(paths: Paths, seconds: NDArray[np.float64]) -> tuple[Path, float] |
 
 
 def least_bytes(tables: Sequence[Intervals], schedule: Schedule) -> int:
-    """The least cap under which each stage fits by itself: all there is to it with one stage per rank."""
+    """A cap that would do: the least under which each stage fits by itself, or with several stages per rank
+    the bytes of the fullest rank then."""
     problem = CutProblem(tables, schedule, 0)  # in which every stage takes the smallest level
     best = np.full(len(problem.table.places), np.inf)
     best[-1] = 0.0
-    void = np.tril(np.full_like(problem.table.forward, np.inf))
+    void, following = np.tril(np.full_like(problem.table.forward, np.inf)), []
     for stage in reversed(range(schedule.stages)):
-        best = np.maximum(problem.stage_bytes(stage) + void, best[None, :]).min(axis=1)
-    return int(best[0])
+        most = np.maximum(problem.stage_bytes(stage) + void, best[None, :])
+        following.append(most.argmin(axis=1))
+        best = most.min(axis=1)
+    path = [0]
+    for choice in reversed(following):
+        path.append(int(choice[path[-1]]))
+    return int(problem.rank_bytes(np.asarray(path)[None]).max())
 
 
 def _infeasible(tables: Sequence[Intervals], schedule: Schedule, cap: int) -> InfeasibleError:

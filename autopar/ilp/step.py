@@ -16,21 +16,21 @@ from autopar.core.pipeline import inseparable
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule
+from autopar.core.timeline import StageCost
 from autopar.cost.again import shares
 from autopar.cost.intervals import choose_places, crossing_bytes, intervals
 from autopar.cost.prices import Prices
 from autopar.cost.step import StepCost, step_cost
 from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, refuse_beaten
+from autopar.ilp.cut_problem import Mix
+from autopar.ilp.mixture import Mixture, is_placed_alike
 from autopar.ilp.recompute import ladder
-from autopar.ilp.stages import MOST_PLACES, Cut, best, bound_again, closer_bound, cuts, keep
+from autopar.ilp.stages import MOST_PLACES, Cut, best, bound_again, cuts, keep
 from autopar.units import show_bytes
 
 RUNGS = 5  # levels of recomputing, beside none, among which stages choose
 PROBES = 4  # of where in a stage the level changes
-MOST_NEAR = 360  # places around those of a cut
-RECUTS = 2
-WORTHWHILE = 2e-3  # of a step's seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class Step:
     share: float = 1.0
     cut: Cut | None = None
     schedule: Schedule | None = None
+    filling: tuple[StageCost, ...] = ()  # for which the schedule's waits are filled, if they are
 
     @property
     def gap(self) -> float:
@@ -118,7 +119,7 @@ def staged(
         uncapped = cuts([table], schedules, cap=None, known=known)
         found, schedule = best(uncapped)
         free, bound = found.seconds, found.bound
-        refuse_beaten(bound * _share(solution, relaxed), beat)
+        refuse_beaten(bound * share_of(solution, relaxed), beat)
         refuse_beaten(free, limit)
         if cap is not None and max(found.rank_bytes) > cap:
             if recompute is Recompute.AUTO:
@@ -135,124 +136,54 @@ def staged(
     if programs[-1].recompute:
         limited = None if starts is not None else cap
         inner = table.places if schedule.kind in SPLIT_BACKWARD else ()
-        program, exact = _Parting(graph, prices, programs, hop, schedule, limited, inner).of(found)
+        program, exact = Parting(graph, prices, programs, hop, schedule, limited, inner).of(found)
         solution = replace(solution, program=program)
         found = replace(exact, places=found.places)
     found = replace(found, bound=min(bound, found.seconds))
-    share = _share(solution, relaxed)
-    fullest = max(range(schedule.ranks), key=lambda rank: found.rank_bytes[rank])
+    return step_of(graph, prices, solution, found, schedule, free=free, share=share_of(solution, relaxed))
+
+
+def step_of(
+    graph: Graph,
+    prices: Prices,
+    solution: Solution,
+    cut: Cut,
+    schedule: Schedule,
+    *,
+    free: float,
+    share: float,
+) -> Step:
+    """The step of a placement with its cut; `share` and `free` are those of `Step`."""
+    fullest = max(range(schedule.ranks), key=lambda rank: cut.rank_bytes[rank])
     return Step(
         solution=solution,
         cost=step_cost(graph, prices, solution.program),
-        seconds=found.seconds,
-        bound=share * found.bound,
-        peak_bytes=found.rank_bytes[fullest],
+        seconds=cut.seconds,
+        bound=share * cut.bound,
+        peak_bytes=cut.rank_bytes[fullest],
         state_bytes=sum(
-            stage.state for place, stage in enumerate(found.stages) if schedule.rank_of(place) == fullest
+            stage.state for place, stage in enumerate(cut.stages) if schedule.rank_of(place) == fullest
         ),
         free=free,
         share=share,
-        cut=found,
+        cut=cut,
         schedule=schedule,
     )
 
 
-def _share(solution: Solution, relaxed: float | None) -> float:
+def share_of(solution: Solution, relaxed: float | None) -> float:
     """The part of the placement's seconds that all placements take."""
     bound = solution.bound if relaxed is None else relaxed
     return min(1.0, max(0.0, bound / solution.seconds)) if solution.seconds > 0 else 1.0
 
 
-def recut(
-    graph: Graph,
-    prices: Prices,
-    step: Step,
-    *,
-    schedules: Sequence[Schedule],
-    hop: LinkLike,
-    cap: int | None,
-    recompute: Recompute,
-) -> Step:
-    """The step with its stages cut at any operator around where they are cut now, if they were sought at some
-    of many places, for as long as that makes it faster; with a bound on the cuts at all these places, as
-    close as is known. Memory has no part in what makes it closer, as other placements may need less."""
-    if step.cut is None or step.schedule is None:
-        return step
-    solution = step.solution
-    if recompute is Recompute.AUTO:
-        solution = replace(solution, program=replace(solution.program, recompute=()))
-    operators = len(graph.operators)
-    sought = [
-        _Sought(
-            step.bound, choose_places(crossing_bytes(graph, prices, solution.program), MOST_PLACES), schedules
-        )
-    ]
-    for _ in range(RECUTS):
-        if step.cut.places == operators:
-            break
-        starts = step.cut.starts
-        places = _around(starts, operators)
-        try:
-            near = staged(
-                graph,
-                prices,
-                solution,
-                schedules=[step.schedule],
-                hop=hop,
-                cap=cap,
-                places=places,
-                known=starts,
-                recompute=recompute,
-            )
-        except InfeasibleError:  # by what tables and replays differ
-            break
-        assert near.cut is not None
-        sought.append(_Sought(step.share * near.cut.bound, places, [step.schedule]))
-        gain = 1 - near.seconds / step.seconds
-        step = replace(near if gain > 0 else step, share=step.share)
-        assert step.cut is not None
-        if gain < WORTHWHILE or not _at_edge(near.cut.starts, starts, places):
-            break
-    bounds = []
-    for each in sought:
-        table = intervals(graph, prices, solution.program, hop, places=each.places)
-        closer = closer_bound(table, each.schedules, most=step.seconds)
-        bounds.append(max(each.bound, step.share * closer))
-    return replace(step, bound=min(step.seconds, *bounds))
-
-
 @dataclass(frozen=True, slots=True)
-class _Sought:
-    """Places at which cuts under `schedules` were sought, and a bound on the seconds of all of them."""
-
-    bound: float
-    places: Sequence[int]
-    schedules: Sequence[Schedule]
-
-
-def _at_edge(starts: Sequence[int], before: Sequence[int], places: Sequence[int]) -> bool:
-    """Whether one of the starts might have moved further than the places around it allowed."""
-    known = set(places)
-    return any(
-        old != new and not known.issuperset((new - 1, new + 1))
-        for new, old in zip(starts, before, strict=True)
-    )
-
-
-def _around(starts: Sequence[int], operators: int) -> tuple[int, ...]:
-    """As many places as may be, next to those where stages start."""
-    inner = starts[1:]
-    reach = max(1, (MOST_NEAR // max(1, len(inner)) - 1) // 2)
-    near = {start + by for start in inner for by in range(-reach, reach + 1)}
-    return (0, *sorted(place for place in near if 0 < place < operators), operators)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parting:
-    """Where in each stage of a cut its leaner level of recomputing ends and the richer one begins.
+class Parting:
+    """Where in each stage of a cut its leaner level ends and the richer one begins: of recomputing, or of
+    placements, between which a stage turns at `seams`.
 
     The tables say about where; how far that can be moved is found by replaying all stages at once. Parts that
-    reach over a cut are cut there, too, which the tables don't know.
+    are computed again and reach over a cut are cut there, too, which the tables don't know.
     """
 
     graph: Graph
@@ -262,24 +193,32 @@ class _Parting:
     schedule: Schedule
     cap: int | None
     inner: Sequence[int]  # places between which halves of backward are told apart
+    mixture: Mixture | None = None
+    seams: Sequence[int] = ()
 
     def of(self, cut: Cut) -> tuple[Program, Cut]:
         """The program in which as much of each stage as fits is in the richer level, and its cut."""
         ends = (*cut.starts[1:], len(self.graph.operators))
-        spans = [stop - start for start, stop in zip(cut.starts, ends, strict=True)]
+        turns = [self.turns(*each) for each in zip(cut.mixes, cut.starts, ends, strict=True)]
         mixed = [stage for stage, mix in enumerate(cut.mixes) if mix.share > 0]
-        turns, fitting = list(ends), list(ends)
+        now = [len(each) - 1 for each in turns]
+        fitting = list(now)
         for stage in mixed:
-            turns[stage] -= round(cut.mixes[stage].share * spans[stage])
+            wanted = ends[stage] - cut.mixes[stage].share * (ends[stage] - cut.starts[stage])
+            now[stage] = min(range(len(turns[stage])), key=lambda index: abs(turns[stage][index] - wanted))
+
+        def replayed(places: Sequence[int]) -> tuple[Program, Cut]:
+            return self.replayed(cut, [each[place] for each, place in zip(turns, places, strict=True)])
+
         for probe in range(PROBES if mixed else 0):
-            _, found = self.replayed(cut, turns)
+            _, found = replayed(now)
             for stage in mixed:
-                by = max(1, spans[stage] >> (probe + 3))
+                by = max(1, len(turns[stage]) >> (probe + 3))
                 if self.cap is None or found.rank_bytes[self.schedule.rank_of(stage)] <= self.cap:
-                    fitting[stage] = min(fitting[stage], turns[stage])
+                    fitting[stage] = min(fitting[stage], now[stage])
                     by = -by
-                turns[stage] = min(max(turns[stage] + by, cut.starts[stage]), fitting[stage])
-        program, found = self.replayed(cut, fitting)
+                now[stage] = min(max(now[stage] + by, 0), fitting[stage])
+        program, found = replayed(fitting)
         if self.cap is not None and (most := max(found.rank_bytes)) > self.cap:
             raise InfeasibleError(
                 where="memory cap of a pipeline whose stages compute parts again",
@@ -290,17 +229,33 @@ class _Parting:
             )
         return program, found
 
+    def turns(self, mix: Mix, start: int, stop: int) -> Sequence[int]:
+        """Where a stage may turn."""
+        lean, rich = (self.programs[level] for level in (mix.lean, mix.rich))
+        if is_placed_alike(lean, rich):
+            return range(start, stop + 1)
+        return [place for place in self.seams if start <= place <= stop]
+
     def replayed(self, cut: Cut, turns: Sequence[int]) -> tuple[Program, Cut]:
         operators = len(self.graph.operators)
-        parts = [
-            part
+        spans = [
+            (level, first, last)
             for mix, start, turn, stop in zip(
                 cut.mixes, cut.starts, turns, (*cut.starts[1:], operators), strict=True
             )
             for level, first, last in ((mix.lean, start, turn), (mix.rich, turn, stop))
+        ]
+        parts = [
+            part
+            for level, first, last in spans
             for part in _inside(self.programs[level].recompute, first, last)
         ]
-        program = replace(self.programs[0], recompute=tuple(parts))
+        placed = self.programs[0]
+        if self.mixture:
+            rungs = len(self.programs) - len(self.mixture.programs)  # levels that are placed like the first
+            levels = [max(0, level - rungs) for level, first, last in spans for _ in range(first, last)]
+            placed = self.mixture.program(levels) or placed
+        program = replace(placed, recompute=tuple(parts))
         places = sorted({*self.inner, *cut.starts, operators})
         table = intervals(self.graph, self.prices, program, self.hop, places=places)
         return program, keep(table, self.schedule, cut.starts)

@@ -18,15 +18,14 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.schedules import _batch_p2p, _wait_batch_p2p
+from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _wait_batch_p2p
 
 from autopar.core.deliveries import Message, proved
 from autopar.core.executable import StagedExecutable
 from autopar.core.graph import TensorSpec
-from autopar.core.pipeline import Pipeline
-from autopar.core.schedule import Schedule, ScheduleKind
+from autopar.core.schedule import ScheduleKind
 from autopar.runtime.stage import Stage
-from autopar.schedules import build_schedule
+from autopar.waits import order_of
 
 SINGLE: dict[ScheduleKind, Any] = {ScheduleKind.GPIPE: ScheduleGPipe, ScheduleKind.ONE_F_ONE_B: Schedule1F1B}
 MULTIPLE: dict[ScheduleKind, Any] = {
@@ -52,15 +51,16 @@ def schedule_of(
         sends = Sends({})
         (wrapped,) = (_torch_stage(stage, made, group, device, None) for stage in stages)
         return SINGLE[pipeline.schedule](wrapped, pipeline.micro_batches, **options), sends
-    sends = Sends(proved(_order(pipeline), group.rank()))
+    order = order_of(pipeline)
+    sends = Sends(proved(order, group.rank()))
     several = [_torch_stage(stage, made, group, device, sends) for stage in stages]
-    return MULTIPLE[pipeline.schedule](several, pipeline.micro_batches, **options), sends
-
-
-def _order(pipeline: Pipeline) -> Schedule:
-    kind, ranks = pipeline.schedule, pipeline.ranks
-    several = pipeline.num_stages // ranks
-    return build_schedule(kind, ranks=ranks, stages_per_rank=several, micro_batches=pipeline.micro_batches)
+    schedule = MULTIPLE[pipeline.schedule](several, pipeline.micro_batches, **options)
+    if pipeline.filling:
+        schedule.pipeline_order = {
+            rank: [_Action.from_str(str(slot)) for slot in slots] for rank, slots in enumerate(order.orders)
+        }
+        schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    return schedule, sends
 
 
 class Sends:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations
 from random import Random
 
@@ -12,7 +12,8 @@ import pytest
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.intervals import Intervals
 from autopar.ilp.cut_problem import CutProblem
-from autopar.ilp.pairs import pair_bound
+from autopar.ilp.pairs import Scarcity, pair_bound
+from autopar.ilp.placement import FREE, Dear
 from tests.ilp.test_stages import random_table, schedule_of
 
 CLOSE = 1e-9
@@ -75,3 +76,53 @@ def test_a_loop_waits_in_both_laps() -> None:
     busy = 8 * 12.0
     assert problem.bound < busy + 0.3 * (even - busy)
     assert even > pair_bound(problem, 2 * even) > busy + 0.4 * (even - busy)
+
+
+def placed(weights: list[float], seconds: float, state: float, kept: float) -> Intervals:
+    """A placement of which every operator takes its part by weight: of seconds forward, and for either
+    gradient, and of bytes. Nothing else takes any."""
+    table = table_of([seconds * each for each in weights])
+    share, void, none = table.forward / seconds, np.zeros_like(table.forward), np.zeros(len(weights) + 1)
+    same = dict.fromkeys(("gradients", "early", "working", "summing"), void)
+    halves = {each.name: void for each in fields(table.halves)}
+    return replace(
+        table,
+        state=state * share,
+        kept=kept * share,
+        batch=0.0,
+        received=none,
+        received_back=none,
+        halves=replace(table.halves, **halves),
+        **same,
+    )
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB1P, *TURNING])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_memory_makes_dearer_bounds_every_placement_that_fits(kind: ScheduleKind, seed: int) -> None:
+    random = Random(seed)
+    schedule, weights = schedule_of(kind, 2, 4), [random.random() + 0.2 for _ in range(9)]
+    placements = [(1.0, 3000.0, 30.0), (1.1, 1500.0, 60.0), (1.5, 600.0, 20.0)]
+    tables = [placed(weights, *each) for each in placements]
+    every = paths(9, schedule.stages)
+
+    def least(dear: Dear) -> float:
+        return min(
+            sum(weights) * (3 * seconds + dear.state * state + dear.kept * kept)
+            for seconds, state, kept in placements
+        )
+
+    for cap in (2_500, 4_000, 9_000, 10**9):
+        found = [float(CutProblem([table], schedule, cap).seconds(every).min()) for table in tables]
+        best = min(found)
+        if not np.isfinite(best):
+            continue
+        slope = 4 * 3 * 0.1 / 1400.0
+        scarcity = Scarcity(float(cap), least(FREE), [factor * slope for factor in (0.5, 1, 2, 4)], least)
+        free = CutProblem(tables[:1], schedule, None)
+        without, bound = pair_bound(free, 2 * best), pair_bound(free, 2 * best, scarcity)
+        assert without <= bound <= best * (1 + CLOSE)
+        if cap == 2_500:
+            assert bound > 1.02 * without
+        if cap == 10**9:
+            assert bound == without

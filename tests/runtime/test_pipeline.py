@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ScheduleKind
+from autopar.core.timeline import StageCost
 from autopar.errors import InputError, WorkerError
 from autopar.micro_batches import mask_seed
 from autopar.proof.precision import raise_model
@@ -38,6 +39,7 @@ from autopar.runtime.pipeline import StagedProgram
 from autopar.runtime.stage import Stage
 from autopar.runtime.torch_stage import Sends
 from autopar.signature import flatten_arguments
+from autopar.waits import order_of
 from tests.planning import forced
 from tests.pool import Pool
 from tests.targets import conjugates
@@ -84,6 +86,15 @@ SCHEDULED = {
         (ScheduleKind.DUALPIPEV, True),
     )
 }
+FILLED = {  # costs for which weights' gradients move
+    ScheduleKind.ZB1P: (StageCost(1.0, 1.0, 2.0), StageCost(3.0, 0.2, 0.2)),
+    ScheduleKind.ZBV: tuple(
+        StageCost(*each) for each in ((0.2, 0.2, 0.2), (2.0, 1.0, 2.0), (2.0, 1.0, 0.2), (1.0, 3.0, 3.0))
+    ),
+}
+SCHEDULED |= {
+    f"{kind.value}-filled": replace(SCHEDULED[kind.value], filling=costs) for kind, costs in FILLED.items()
+}
 BY_BATCH = [f"{name} x batch" for name in SCHEDULED]
 CASES: dict[str, tuple[tuple[int, ...], list[str], Pipeline]] = {
     **{name: ((1,), ["batch"], pipeline) for name, pipeline in SCHEDULED.items()},
@@ -92,6 +103,11 @@ CASES: dict[str, tuple[tuple[int, ...], list[str], Pipeline]] = {
     "four ranks": ((1,), ["batch"], Pipeline(4, MICRO_BATCHES, ScheduleKind.ONE_F_ONE_B, STARTS[4])),
     "no stages": ((2,), ["batch"], Pipeline(1, MICRO_BATCHES)),
 }
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULED if name.endswith("filled")])
+def test_waits_are_filled_here(name: str) -> None:
+    assert order_of(SCHEDULED[name]) != order_of(replace(SCHEDULED[name], filling=()))
 
 
 def make_net() -> Net:

@@ -1,0 +1,121 @@
+"""Placements where bytes have a price: the frontier of seconds and bytes.
+
+    bytes ^ x D
+          | |              least seconds + price * bytes of all placements, one line for each price;
+          |  `._   x       all placements x lie above them, those at the corners are worth having
+          |     `--x
+          +-------------->  seconds
+
+The program of placement.py is solved without integrality for one price after the other, each from the answer
+before: that takes a small part of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.core.graph import Graph
+from autopar.core.plan import Program
+from autopar.cost.prices import Prices
+from autopar.ilp.fold import Folding
+from autopar.ilp.linear_program import Answer, Terms
+from autopar.ilp.placement import Dear, Problem, Space
+from autopar.ilp.reading import is_whole, read
+from autopar.ilp.solver import Relaxation
+from autopar.ilp.symmetry import axes_alike, forget
+
+ANY = Dear(1e-15, 1e-15)  # with which the program is written: so small that no digit of a second is lost
+CORNERS = 8  # that are looked for
+DEAR = 30.0  # price of all bytes of the fastest, in its own seconds: no placement that takes less is sought
+APART = 1e-4  # of the seconds: nearer corners are one
+
+
+@dataclass(slots=True)
+class Priced:
+    """The placement program whose bytes may have any price; with `relaxed` for a bound on all placements, in
+    which with `again` operators may be computed again where that is cheaper."""
+
+    graph: Graph
+    prices: Prices
+    space: Space
+    folding: Folding
+    relaxed: bool = False
+    again: bool = False
+    problem: Problem = field(init=False)
+    relaxation: Relaxation = field(init=False)
+    seconds: NDArray[np.float64] = field(init=False)  # of each variable, and its bytes
+    lasting: NDArray[np.float64] = field(init=False)
+    kept: NDArray[np.float64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        alike = axes_alike(self.prices) if self.relaxed else ()
+        self.problem = problem = Problem(
+            self.graph,
+            self.prices,
+            forget(self.space, alike) if alike else self.space,
+            self.folding,
+            cap=None,
+            relaxed=self.relaxed,
+            alike=alike,
+            dear=ANY,
+            again=self.again,
+            copies_last=True,
+        )
+        count = len(problem.lp.costs)
+        self.lasting = _summed(problem.lasting, count)
+        self.kept = _summed(problem.memory, count) - self.lasting
+        self.seconds = np.asarray(problem.lp.costs) - _summed(problem.paid, count)
+        self.relaxation = Relaxation(problem.lp)
+
+    def least(self, dear: Dear) -> float:
+        """Seconds that no placement takes less than, its bytes by their prices among them."""
+        return self.solve(dear)[0]
+
+    def solve(self, dear: Dear) -> tuple[float, tuple[float, ...]]:
+        return self.relaxation.least(self.seconds + dear.state * self.lasting + dear.kept * self.kept)
+
+    def corners(self, flight: float, most: float) -> Iterator[Program]:
+        """Placements at the frontier of seconds and of bytes with `flight` micro-batches on their way, from
+        the fastest on, as far as they take less than `most` seconds."""
+        first = self.corner(0.0, flight)
+        last = self.corner(DEAR * first.seconds / max(1.0, first.nbytes), flight)
+        found, waiting = [first, last], [(first, last)]
+        while waiting and len(found) < CORNERS:
+            left, right = waiting.pop()
+            spared = left.nbytes - right.nbytes
+            if spared <= 0 or right.seconds <= left.seconds:
+                continue
+            price = (right.seconds - left.seconds) / spared
+            corner = self.corner(price, flight)
+            gain = left.seconds + price * left.nbytes - corner.seconds - price * corner.nbytes
+            if gain > APART * left.seconds:
+                found.append(corner)
+                waiting += [(corner, right), (left, corner)]
+        for corner in sorted(found, key=lambda each: each.seconds):
+            if corner.seconds < most and is_whole(self.problem, corner.answer):
+                yield read(self.problem, corner.answer)
+
+    def corner(self, price: float, flight: float) -> _Corner:
+        """The placement that is best if a byte has a price, in seconds."""
+        cost, values = self.solve(Dear(state=price, kept=price * flight))
+        each = np.asarray(values)
+        nbytes = float(each @ self.lasting + flight * (each @ self.kept))
+        return _Corner(float(each @ self.seconds), nbytes, Answer(values, cost, cost, "optimal"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Corner:
+    seconds: float
+    nbytes: float
+    answer: Answer
+
+
+def _summed(terms: Terms, count: int) -> NDArray[np.float64]:
+    found = np.zeros(count)
+    for amount, variable in terms:
+        found[variable] += amount
+    return found

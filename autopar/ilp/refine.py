@@ -1,0 +1,223 @@
+"""The last touches to a step with stages, each for as long as it makes the step faster.
+
+    moved     stages begin at any operator around where they begin now
+    filled    ranks that wait make gradients of weights meanwhile (waits.py)
+    mixed     operators follow faster placements as far as there is memory (mixture.py)
+
+The bound is on cuts at all places that were looked at, as close as is known. It holds for any order of W:
+what it knows of schedules is what must come before a rank's work and after it. Memory has its part in it by
+what `scarcity` says of all placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.core.costs import LinkLike
+from autopar.core.graph import Graph
+from autopar.core.pipeline import inseparable
+from autopar.core.plan import Program
+from autopar.core.recompute import Recompute
+from autopar.core.schedule import SPLIT_BACKWARD, Schedule
+from autopar.cost.intervals import choose_places, crossing_bytes, intervals
+from autopar.cost.memory import peak_memory
+from autopar.cost.prices import Prices
+from autopar.cost.step import step_cost
+from autopar.errors import InfeasibleError
+from autopar.ilp.mixture import Mixture
+from autopar.ilp.pairs import Scarcity
+from autopar.ilp.recompute import ladder
+from autopar.ilp.stages import MOST_PLACES, Cut, closer_bound, cuts, keep
+from autopar.ilp.step import RUNGS, Parting, Step, share_of, staged, step_of
+from autopar.waits import filled
+
+MOST_NEAR = 360  # places around those of a cut
+RECUTS = 2
+SETTLED = 0.3  # of all operators: if more can't follow other placements, new conversions join them
+WORTHWHILE = 2e-3  # of a step's seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Sought:
+    """Places at which cuts under `schedules` were sought, and a bound on the seconds of all of them."""
+
+    bound: float
+    places: Sequence[int]
+    schedules: Sequence[Schedule]
+
+
+@dataclass(slots=True)
+class Refinement:
+    """Makes steps of one graph and mesh faster. `schedules` are all that were looked at, `others` placements
+    that are faster and take more memory; `relaxed` are seconds that no placement takes less than."""
+
+    graph: Graph
+    prices: Prices
+    hop: LinkLike
+    cap: int | None
+    recompute: Recompute
+    schedules: Sequence[Schedule]
+    relaxed: float
+    others: Sequence[Program] = ()
+    scarcity: Scarcity | None = None
+    sought: list[_Sought] = field(default_factory=list)
+
+    def of(self, step: Step) -> Step:
+        """The step with all that makes it faster, and its bound."""
+        places = choose_places(crossing_bytes(self.graph, self.prices, step.solution.program), MOST_PLACES)
+        self.sought = [_Sought(step.bound, places, self.schedules)]
+        step = self.filled(self.moved(step))
+        if mixed := self.mixed(step):
+            step = self.filled(mixed)
+        return self.bounded(step)
+
+    def bounded(self, step: Step) -> Step:
+        """The step with the closest bound that is known."""
+        plain, bounds = replace(step.solution.program, recompute=()), []
+        scarcity = self.scarcity  # in seconds of the step's placement, of which all take a share
+        if scarcity and step.share:
+            scarcity = replace(scarcity, cap=scarcity.cap / step.share)
+        for each in self.sought:
+            table = intervals(self.graph, self.prices, plain, self.hop, places=each.places)
+            closer = closer_bound(table, each.schedules, most=step.seconds, scarcity=scarcity)
+            bounds.append(max(each.bound, step.share * closer))
+        return replace(step, bound=min(step.seconds, *bounds))
+
+    def moved(self, step: Step) -> Step:
+        """The step with its stages cut at any operator around where they are cut now, if they were sought at
+        some of many places."""
+        assert step.cut is not None and step.schedule is not None
+        solution, operators = step.solution, len(self.graph.operators)
+        if self.recompute is Recompute.AUTO:
+            solution = replace(solution, program=replace(solution.program, recompute=()))
+        for _ in range(RECUTS):
+            if step.cut.places == operators:
+                break
+            starts = step.cut.starts
+            places = _around(starts, operators)
+            try:
+                near = staged(
+                    self.graph,
+                    self.prices,
+                    solution,
+                    schedules=[step.schedule],
+                    hop=self.hop,
+                    cap=self.cap,
+                    relaxed=self.relaxed,
+                    places=places,
+                    known=starts,
+                    recompute=self.recompute,
+                )
+            except InfeasibleError:  # by what tables and replays differ
+                break
+            assert near.cut is not None
+            plain = self.plain(step.schedule)
+            known = near.bound if plain is step.schedule else 0.0
+            self.sought.append(_Sought(known, places, [plain]))
+            gain = 1 - near.seconds / step.seconds
+            step = replace(near, filling=step.filling) if gain > 0 else step
+            assert step.cut is not None
+            if gain < WORTHWHILE or not _at_edge(near.cut.starts, starts, places):
+                break
+        return step
+
+    def plain(self, schedule: Schedule) -> Schedule:
+        """The schedule before its waits were filled."""
+        return next(each for each in self.schedules if each.kind is schedule.kind)
+
+    def filled(self, step: Step) -> Step:
+        """The step with its waits filled, and with its stages moved to where that makes them even."""
+        for _ in range(RECUTS):
+            before, step = step, self.refilled(step)
+            if step is before:
+                break
+            step = self.moved(step) if self.moves(step) else step
+        return step
+
+    def moves(self, step: Step) -> bool:
+        """Whether stages may begin elsewhere: if they were sought at some of many places."""
+        return bool(self.sought) and step.cut is not None and step.cut.places < len(self.graph.operators)
+
+    def refilled(self, step: Step) -> Step:
+        """The step with its waits filled as they are now; itself if that isn't faster, or doesn't fit."""
+        assert step.cut is not None and step.schedule is not None
+        schedule = filled(self.plain(step.schedule), step.cut.stages)
+        if schedule == step.schedule:
+            return step
+        program, places = step.solution.program, _around(step.cut.starts, len(self.graph.operators))
+        table = intervals(self.graph, self.prices, program, self.hop, places=places)
+        found = keep(table, schedule, step.cut.starts)
+        fits = self.cap is None or max(found.rank_bytes) <= self.cap
+        if not fits or found.seconds >= step.seconds:
+            return step
+        found = replace(found, mixes=step.cut.mixes, places=step.cut.places)
+        return replace(self.with_cut(step, found, schedule), filling=step.cut.stages)
+
+    def with_cut(self, step: Step, cut: Cut, schedule: Schedule) -> Step:
+        """The step with another cut, of which no more is known than that it can't beat the bound."""
+        share = share_of(step.solution, self.relaxed)
+        cut = replace(cut, bound=min(cut.seconds, step.bound / share) if share else 0.0)
+        found = step_of(self.graph, self.prices, step.solution, cut, schedule, free=step.free, share=share)
+        return replace(found, filling=step.filling)
+
+    def mixed(self, step: Step) -> Step | None:
+        """A faster step whose stages follow, as far as memory goes, one of the `others`; None if none is
+        found."""
+        if not self.others or self.cap is None:
+            return None
+        assert step.cut is not None and step.schedule is not None
+        graph, prices, schedule = self.graph, self.prices, step.schedule
+        plain = replace(step.solution.program, recompute=())
+        mixture = Mixture(graph, [plain, *self.others], prices)
+        if len(mixture.settled) > SETTLED * len(graph.operators):
+            mixture = Mixture(graph, [plain, *self.others], prices, joins=True)
+        apart = inseparable(graph)
+        near = _around(step.cut.starts, len(graph.operators))
+        places = mixture.seams([place for place in near if place not in apart])
+        if len(places) <= schedule.stages:
+            return None
+        rungs = RUNGS if self.recompute is Recompute.AUTO and step.solution.program.recompute else 0
+        programs = [*(ladder(graph, prices, plain, rungs) if rungs else [plain]), *self.others]
+        tables = [intervals(graph, prices, each, self.hop, places=places) for each in programs]
+        known = _nearest(step.cut.starts, places)
+        inner = places if schedule.kind in SPLIT_BACKWARD else ()
+        try:
+            ((found, _),) = cuts(tables, [schedule], cap=self.cap, known=known)
+            parting = Parting(graph, prices, programs, self.hop, schedule, self.cap, inner, mixture, places)
+            program, exact = parting.of(found)
+        except InfeasibleError:
+            return None
+        if exact.seconds >= step.seconds:
+            return None
+        solution = replace(
+            step.solution,
+            program=program,
+            seconds=step_cost(graph, prices, replace(program, recompute=())).weighted(prices.once),
+            peak=peak_memory(graph, prices, program),
+        )
+        exact = replace(exact, places=len(places) - 1)
+        return self.with_cut(replace(step, solution=solution, free=exact.seconds), exact, schedule)
+
+
+def _nearest(starts: Sequence[int], places: Sequence[int]) -> tuple[int, ...] | None:
+    """The starts of stages moved to places, which begin with 0; None if some fall together."""
+    found = tuple(min(places, key=lambda place: abs(place - start)) for start in starts)
+    return found if len(set(found)) == len(found) and found[-1] < places[-1] else None
+
+
+def _at_edge(starts: Sequence[int], before: Sequence[int], places: Sequence[int]) -> bool:
+    """Whether one of the starts might have moved further than the places around it allowed."""
+    known = set(places)
+    return any(
+        old != new and not known.issuperset((new - 1, new + 1))
+        for new, old in zip(starts, before, strict=True)
+    )
+
+
+def _around(starts: Sequence[int], operators: int) -> tuple[int, ...]:
+    """As many places as may be, next to those where stages start."""
+    inner = starts[1:]
+    reach = max(1, (MOST_NEAR // max(1, len(inner)) - 1) // 2)
+    near = {start + by for start in inner for by in range(-reach, reach + 1)}
+    return (0, *sorted(place for place in near if 0 < place < operators), operators)
