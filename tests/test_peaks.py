@@ -29,3 +29,18 @@ SMALL = (
 def test_the_predicted_peak_is_the_measured_one(case: Case, pools: Callable[[int], Pool]) -> None:
     found = compare(case, pools(case.processes))
     assert found.predicted == pytest.approx(found.storages, rel=WITHIN)
+
+
+# What backward begins with is held by who calls it: of a loss some bytes, of outputs as much as these.
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tiny", 2, {"mesh": "2", "force": "batch"}),
+        Case("tiny", 2, {"mesh": "2", "force": "filter"}, "sgd"),
+        Case("small_unet", 4, {"mesh": "4", "force": "domain"}, "sgd"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_plan_of_one_stage_keeps_to_its_peak(case: Case, pools: Callable[[int], Pool]) -> None:
+    found = compare(case, pools(case.processes))
+    assert found.storages <= found.predicted

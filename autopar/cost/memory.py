@@ -441,8 +441,10 @@ class _Replay:
         firsts: dict[int, list[Weight]] = {self.first_use(weight): [] for weight in self.tape.weights}
         for weight in self.tape.weights:
             firsts[self.first_use(weight)].append(weight)
-        for value in self.tape.losses:
-            self.slots[value] = self.gradient(self.tape.nbytes[self.tape.root[value]])
+        begun = [self.gradient(self.tape.nbytes[self.tape.root[value]]) for value in self.tape.losses]
+        for value, key in zip(self.tape.losses, begun, strict=True):
+            self.heap.hold(key, 0)  # who calls backward holds what it begins with until it returns
+            self.slots[value] = key
         parts = {part.stop - 1: part for part in self.parts}
         part = None
         for number in reversed(range(len(self.calls))):
@@ -457,6 +459,8 @@ class _Replay:
                 for root in self.taken(part):
                     self.release(root)
                 self.copies, part = set(), None
+        for key in begun:
+            self.heap.drop(key)
 
     def first_use(self, weight: Weight) -> int:
         """The first call that takes the weight; -1 if none does."""
