@@ -79,7 +79,8 @@ def decide_all(
     choices = _Screen(graph_of, counts, batch, cluster, request, database).choices(stages)
     found: list[Decision] = []
     failures: list[AutoparError] = []
-    for choice in _few(choices):
+    few = _few(choices)
+    for choice in few:
         fastest = min((each.step.seconds for each in found), default=math.inf)
         if choice.seconds >= fastest:
             continue  # plans are hardly faster than their estimates
@@ -102,9 +103,23 @@ def decide_all(
         except (InfeasibleError, InputError, SolverError, TraceError) as error:
             failures.append(error)  # InputError: so few samples that a pin can't be had
     if not found:
-        raise min(failures, key=lambda error: getattr(error, "least", None) or math.inf)
+        raise _least(failures, len(few))
     note = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
     return replace(min(found, key=lambda each: each.step.seconds), notes=(note,))
+
+
+def _least(failures: Sequence[AutoparError], count: int) -> AutoparError:
+    """The error that asks for least memory, among so many choices."""
+    error = min(failures, key=lambda error: getattr(error, "least", None) or math.inf)
+    if not isinstance(error, InfeasibleError) or error.least is None or count == 1:
+        return error
+    return InfeasibleError(
+        where=f"{error.where}, the leanest of {count} choices of stages and micro-batches",
+        found=error.found,
+        wanted=error.wanted,
+        remedy=error.remedy,
+        least=error.least,
+    )
 
 
 def _few(choices: Sequence[Choice]) -> list[Choice]:

@@ -355,7 +355,7 @@ def _upsample(draft: Draft, x: str) -> str | None:
 
 def _batch_norm(draft: Draft, x: str) -> str | None:
     batch, channels, *space = draft.shape(x)
-    if batch < 2:  # torch's own gradient of one image is wrong where it arrives permuted
+    if batch < 2 or 1 in space:  # torch's own gradient is wrong where such an image comes permuted
         return None
     training = draft.chance(0.8)
     affine = [Ref(draft.parameter(channels)) for _ in "wb"] if draft.chance(0.7) else [None, None]
