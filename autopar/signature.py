@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,8 @@ def split_inputs(
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Split a call into its tensors and its constants.
 
-    Raises InputError for an object that holds tensors: a graph would keep those of the first call.
+    Raises InputError for an object that holds tensors: a graph would keep those of the first call; and for
+    sparse and nested tensors.
     """
     paths, structure = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     tensors: list[torch.Tensor] = []
@@ -89,7 +90,24 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argument
         else:
             _refuse_tensors_in(leaf, _argument_name(path))
             constants.append(leaf)
+    refuse_sparse((f"argument {name}", tensor) for name, tensor in zip(names, tensors, strict=True))
     return Arguments(tuple(tensors), tuple(names), tuple(constants), structure)
+
+
+def refuse_sparse(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise InputError for those of the named tensors that are sparse or nested."""
+    found = {name: _layout(tensor) for name, tensor in tensors if _layout(tensor) != "strided"}
+    if found:
+        raise InputError(
+            where=", ".join(found),
+            found=", ".join(f"a {layout} tensor" for layout in found.values()),
+            wanted="dense tensors, which plans can cut",
+            remedy="take its to_dense(), or of a nested one torch.nested.to_padded_tensor(tensor, padding)",
+        )
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
 
 
 def _refuse_tensors_in(leaf: Any, name: str) -> None:

@@ -44,6 +44,7 @@ from autopar.signature import (
     find_loss,
     flatten_arguments,
     flatten_results,
+    refuse_sparse,
     split_for_loss,
 )
 from autopar.simplify import without_dead_code, without_identities
@@ -146,9 +147,11 @@ def trace(
 
     With `loss_fn` the loss is inside the graph; `loss_only` says whether the model's own output
     leaves the graph beside it. What tensors a loss that is a module holds are constants of the graph.
-    Raises TraceError naming the user's line, and InputError for a loss that learns.
+    Raises TraceError naming the user's line, and InputError for a loss that learns and for tensors that are
+    sparse or nested.
     """
     _check_loss(model, loss_fn)
+    check_dense(model)
     arguments = flatten_arguments(args, kwargs or {})
     seen: list[_Seen] = []  # torch.export undoes what forward does to attributes
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=seen.append)
@@ -205,6 +208,21 @@ def _check_loss(model: nn.Module, loss_fn: LossFunction | None) -> None:
             wanted="all of them in the model, where optimizers and checkpoints find them",
             remedy="let the model hold this loss and return it, or freeze them by requires_grad_(False)",
         )
+
+
+def check_dense(model: nn.Module) -> None:
+    """Raise InputError for sparse and nested tensors that the model holds."""
+    plain = [(path, held.value) for path, held in attributes_of(model).items()]
+    refuse_sparse(
+        (f"{kind} {path}", tensor)
+        for kind, tensors in (
+            ("parameter", model.named_parameters()),
+            ("buffer", model.named_buffers()),
+            ("attribute", plain),
+        )
+        for path, tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    )
 
 
 def _distinct(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

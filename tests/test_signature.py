@@ -65,3 +65,19 @@ def test_objects_without_tensors_are_constants_of_the_call() -> None:
 
 def test_any_mapping_names_the_arguments() -> None:
     assert split_inputs(UserDict(x=X)) == ((), {"x": X})
+
+
+SPARSE = {
+    "sparse_coo": torch.eye(2).to_sparse(),
+    "sparse_csr": torch.eye(2).to_sparse_csr(),
+    "nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "nested jagged": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_and_nested_arguments_are_refused_by_name_all_at_once(name: str) -> None:
+    layout = name.split()[0]
+    wanted = f"argument input_1_edges, argument mask: found a {layout} tensor, a {layout} tensor, .*to_dense"
+    with pytest.raises(InputError, match=wanted):
+        flatten_arguments((X, {"edges": SPARSE[name]}), {"mask": SPARSE[name]})

@@ -57,6 +57,40 @@ def test_none_and_numbers_are_part_of_the_call_and_tensors_are_inputs() -> None:
     assert set(without.results.rebuild((x,))) == {"sum"}
 
 
+class Adjacent(nn.Module):
+    """A matrix that is held in one of three ways."""
+
+    def __init__(self, kind: str, matrix: Tensor) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        if kind == "buffer":
+            self.inner.register_buffer("matrix", matrix)
+        else:
+            self.inner.matrix = nn.Parameter(matrix) if kind == "parameter" else matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.matrix @ x
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+@pytest.mark.parametrize(
+    ("layout", "matrix"),
+    [
+        ("sparse_coo", torch.eye(3).to_sparse()),
+        ("sparse_csr", torch.eye(3).to_sparse_csr()),
+        ("nested", torch.nested.nested_tensor([torch.ones(1, 3), torch.ones(2, 3)])),
+    ],
+    ids=["COO", "CSR", "nested"],
+)
+def test_sparse_and_nested_tensors_that_a_model_holds_are_refused_by_name(
+    kind: str, layout: str, matrix: Tensor
+) -> None:
+    with pytest.raises(
+        InputError, match=rf"{kind} inner\.matrix: found a {layout} tensor, .*to_padded_tensor"
+    ):
+        trace(Adjacent(kind, matrix), (torch.randn(3, 2),))
+
+
 class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x

@@ -49,7 +49,7 @@ from autopar.rewrite.shorter import check_plan
 from autopar.runtime import serial
 from autopar.signature import flatten_arguments
 from autopar.target import Target
-from autopar.trace import Traced, trace
+from autopar.trace import Traced, check_dense, trace
 from costdb.database import Database
 
 FORCED_SHARE = 0.9  # of the flops of operators that have the forced factor
@@ -190,6 +190,7 @@ def _check_input(target: Target, cluster: ClusterSpec, *, steps: int, processes:
             wanted="parameters with values, which a proof computes with",
             remedy="build the model on the CPU",
         )
+    check_dense(target.model)
     if processes:
         cluster.check_local()
 

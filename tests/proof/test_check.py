@@ -217,6 +217,13 @@ def test_a_model_that_knows_no_float64_cannot_be_proved_and_is_told_so(micro_bat
         check(narrow, ClusterSpec.local(2), request, steps=1)
 
 
+def test_sparse_buffers_are_refused_by_name() -> None:
+    sparse = target("mlp")
+    sparse.model.register_buffer("edges", torch.eye(2).to_sparse_csr())
+    with pytest.raises(InputError, match="buffer edges: found a sparse_csr tensor"):
+        check(sparse, ClusterSpec.local(2), Request(measure=False, micro_batches=2), steps=1)
+
+
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     true = verify_module.total_gradient
 
