@@ -143,23 +143,17 @@ class Results:
 
     constants: tuple[Any, ...]
     structure: pytree.TreeSpec
-    dataclass_type: type | None
     dropped: tuple[str, ...]
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The model's output with `tensors` in the tensors' places."""
         leaves = [tensors[leaf.index] if isinstance(leaf, Leaf) else leaf for leaf in self.constants]
-        output = pytree.tree_unflatten(leaves, self.structure)
-        return self.dataclass_type(**output) if self.dataclass_type else output
+        return pytree.tree_unflatten(leaves, self.structure)
 
 
 def flatten_results(output: Any) -> tuple[tuple[torch.Tensor, ...], Results]:
-    """The tensors of an output (dataclasses and Hugging Face outputs included) and its structure."""
-    kind = None
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        kind = type(output)
-        output = {item.name: getattr(output, item.name) for item in dataclasses.fields(output)}
-    paths, structure = pytree.tree_flatten_with_path(output)
+    """The tensors of an output, and its structure, with dataclasses (so are Hugging Face's) at any depth."""
+    paths, structure = pytree.tree_flatten_with_path(_opened(output))
     tensors: list[torch.Tensor] = []
     constants: list[Any] = []
     dropped: list[str] = []
@@ -172,7 +166,65 @@ def flatten_results(output: Any) -> tuple[tuple[torch.Tensor, ...], Results]:
         else:
             constants.append(None)
             dropped.append(f"{pytree.keystr(path) or 'output'} ({type(leaf).__name__})")
-    return tuple(tensors), Results(tuple(constants), structure, kind, tuple(dropped))
+    return tuple(tensors), Results(tuple(constants), structure, tuple(dropped))
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Stands where a dataclass was, in a tree that torch flattens; unflattened, it is a dataclass again."""
+
+    kind: type
+    state: dict[str, Any]
+
+    @property
+    def context(self) -> tuple[type, tuple[str, ...]]:
+        return self.kind, tuple(self.state)
+
+
+def _opened(tree: Any) -> Any:
+    """`tree` with its dataclasses opened, at any depth."""
+    return pytree.tree_map(
+        lambda leaf: _open(leaf) if _is_dataclass(leaf) else leaf, tree, is_leaf=_is_dataclass
+    )
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _open(value: Any) -> _Opened:
+    """All that an instance holds, also beside its fields; of a dict, as Hugging Face's are, what makes it."""
+    fields = dataclasses.fields(value)
+    if isinstance(value, dict):
+        names = [item.name for item in fields if item.init]
+    else:
+        names = [*(item.name for item in fields), *getattr(value, "__dict__", ())]
+    return _Opened(
+        type(value), {name: _opened(getattr(value, name)) for name in names if hasattr(value, name)}
+    )
+
+
+def _close(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+    """The instance, made as copy.copy makes one: __post_init__ has done its work in forward."""
+    kind, names = context
+    state = dict(zip(names, values, strict=True))
+    if issubclass(kind, dict):
+        return kind(**state)
+    made = object.__new__(kind)
+    for name, value in state.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+pytree.register_pytree_node(
+    _Opened,
+    lambda opened: ([*opened.state.values()], opened.context),
+    _close,
+    flatten_with_keys_fn=lambda opened: (
+        [(pytree.GetAttrKey(name), value) for name, value in opened.state.items()],
+        opened.context,
+    ),
+)
 
 
 def find_loss(output: Any) -> torch.Tensor | None:

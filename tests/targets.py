@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -456,3 +458,25 @@ class Filtered(nn.Module):
 
 def filtered() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return Filtered(), (torch.randn(4, 1, 7, 6), torch.randn(4, 1, 7, 6))
+
+
+@dataclass(frozen=True)
+class Halves:
+    left: Tensor
+    right: tuple[Tensor, None]
+
+
+class Halved(nn.Module):
+    """An output of dataclasses in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> list[Halves]:
+        left, right = self.mlp(x).chunk(2, dim=1)
+        return [Halves(left, (right, None)), Halves(left + right, (x, None))]
+
+
+def halved() -> tuple[nn.Module, Tensor]:
+    return Halved(), torch.randn(6, 6)

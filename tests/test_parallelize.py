@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import autopar
 from tests.pool import Pool
@@ -134,3 +137,50 @@ def masked() -> list[Tensor]:
 def test_one_process_draws_the_serial_masks(pools: Pools) -> None:
     for first, second, ours, again in pools(1).run(masked):
         assert torch.equal(first, ours) and second.item() == pytest.approx(again.item(), rel=EXACT)
+
+
+@dataclass(frozen=True)
+class Sides:
+    left: Tensor
+    rest: tuple[Tensor, None]
+    norm: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "norm", self.left.square().mean())
+
+
+class Sided(nn.Module):
+    """Dataclasses in a dict and in a list in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.layer(x)
+        return {"a": Sides(y, (y + 1, None)), "all": [Sides(y * i, (x, None)) for i in range(2)], "n": 3}
+
+
+def sided() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The serial output and the parallel one."""
+    torch.manual_seed(0)
+    model, x = Sided().double(), torch.randn(4, 6, dtype=torch.float64)
+    serial = copy.deepcopy(model)(x)
+    parallel = autopar.parallelize(
+        model, autopar.ClusterSpec.local(dist.get_world_size()), (x,), measure=False
+    )
+    return pytree.tree_map(lambda leaf: leaf.detach(), (flat(serial), flat(parallel(x))))
+
+
+def flat(output: dict[str, Any]) -> Any:
+    """The tensors of all dataclasses by where they are, and what else is there."""
+    sides = [output["a"], *output["all"]]
+    assert list(output) == ["a", "all", "n"] and output["n"] == 3
+    assert all(type(each) is Sides and each.rest[1] is None for each in sides)
+    return [(each.left, each.rest[0], each.norm) for each in sides]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_output_has_its_dataclasses_at_any_depth(ranks: int, pools: Pools) -> None:
+    for serial, ours in pools(ranks).run(sided):
+        torch.testing.assert_close(ours, serial, rtol=EXACT, atol=EXACT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.signature import flatten_arguments, split_inputs
+from autopar.signature import flatten_arguments, flatten_results, split_inputs
 
 
 @dataclass
@@ -81,3 +81,56 @@ def test_sparse_and_nested_arguments_are_refused_by_name_all_at_once(name: str) 
     wanted = f"argument input_1_edges, argument mask: found a {layout} tensor, a {layout} tensor, .*to_dense"
     with pytest.raises(InputError, match=wanted):
         flatten_arguments((X, {"edges": SPARSE[name]}), {"mask": SPARSE[name]})
+
+
+# Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    y: tuple[Tensor, None]
+
+
+@dataclass
+class Doubled:
+    """What it holds isn't what it was made of."""
+
+    x: Tensor
+    factor: InitVar[int]
+    norm: Tensor = field(init=False)
+    unset: Tensor = field(init=False)
+
+    def __post_init__(self, factor: int) -> None:
+        self.x = self.x * factor
+        self.norm = self.x.sum()
+        self.beside = self.x[0]
+
+
+def test_dataclasses_in_an_output_are_taken_apart_and_made_again_at_any_depth() -> None:
+    output = {"a": Frozen(X, (X + 1, None)), "b": [Batch(Frozen(X + 2, (X + 3, None)))], "c": (Batch, "c")}
+    tensors, results = flatten_results(output)
+    assert [tensor[0] for tensor in tensors] == [0, 1, 2, 3]
+    again = results.rebuild(tuple(10 * tensor for tensor in tensors))
+    first, second, (kind, name) = again["a"], again["b"][0].x, again["c"]
+    assert type(first) is type(second) is Frozen and type(again["b"][0]) is Batch
+    found = [first.x, first.y[0], second.x, second.y[0]]
+    assert all(map(torch.equal, found, [10 * X, 10 * (X + 1), 10 * (X + 2), 10 * (X + 3)]))
+    assert first.y[1] is second.y[1] is kind is None and name == "c"
+    assert results.dropped == ("['c'][0] (type)",)
+
+
+def test_a_dataclass_is_made_as_it_was_not_as_its_init_would_make_it() -> None:
+    tensors, results = flatten_results([Doubled(X + 1, 2)])
+    [again] = results.rebuild(tensors)
+    assert type(again) is Doubled and not hasattr(again, "unset")
+    assert torch.equal(again.x, 2 * X + 2) and again.norm == 12 and again.beside == 2
+
+
+def test_outputs_of_transformers_are_made_again_at_any_depth() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    made = outputs.BaseModelOutput(last_hidden_state=X, hidden_states=(X + 1, X + 2))
+    tensors, results = flatten_results((X, {"inner": made}))
+    again = results.rebuild(tensors)[1]["inner"]
+    assert type(again) is type(made) and list(again) == ["last_hidden_state", "hidden_states"]
+    assert again["last_hidden_state"] is X and torch.equal(again[1][1], X + 2) and again.attentions is None

@@ -224,6 +224,11 @@ def test_sparse_buffers_are_refused_by_name() -> None:
         check(sparse, ClusterSpec.local(2), Request(measure=False, micro_batches=2), steps=1)
 
 
+def test_tensors_of_dataclasses_in_an_output_are_compared() -> None:
+    report = checked("halved", 2, force="batch")
+    assert report.passed and len(report.plan.program.outputs) == 4
+
+
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     true = verify_module.total_gradient
 
