@@ -47,7 +47,7 @@ from autopar.optimizer import OptimizerLike, state_of
 from autopar.options import AUTO, DEFAULT_OPTIMIZER, Options, settle
 from autopar.profile import Bar, Profile
 from autopar.profile import profile as measure_profile
-from autopar.proof.check import Report, check
+from autopar.proof.check import Report, check, check_input
 from autopar.request import DEFAULT_GAP, Request
 from autopar.rewrite.render import describe
 from autopar.runtime import serial, worker
@@ -281,6 +281,7 @@ def verify(
         request, cluster, force, stages, micro_batches, schedule, recompute=recompute, offload=offload
     )
     if auto:
+        check_input(target, cluster, steps=steps, processes=processes, micro_batches=auto.micro_batches or 1)
         compiler = Compiler(cluster, request, target.loss_fn, costdb=costdb)
         found = compiler.find_pipeline(target.model, target.args, target.kwargs, auto)
         request = settled(request, found)

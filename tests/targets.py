@@ -480,3 +480,24 @@ class Halved(nn.Module):
 
 def halved() -> tuple[nn.Module, Tensor]:
     return Halved(), torch.randn(6, 6)
+
+
+class Fixed(nn.Module):
+    """A model of batches of so many samples."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.layer, self.sizes = nn.Linear(6, 4), sizes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).view(next((size for size in self.sizes if size == len(x)), self.sizes[0]), 4)
+
+
+def fixed() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    """A view that knows the batch."""
+    return Fixed(8), (torch.randn(8, 6), torch.randn(8, 4)), nn.MSELoss()
+
+
+def uneven() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    """The batch or three samples of it, not two."""
+    return Fixed(8, 3), (torch.randn(8, 6), torch.randn(8, 4)), nn.MSELoss()

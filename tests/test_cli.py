@@ -207,6 +207,25 @@ def test_verify_proves_them_on_real_processes(
     assert code == 0 and found["passed"] is True and max(found["max_error"].values()) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("name", "count", "where", "found"),
+    [
+        ("fixed", 2, "micro-batch 1 of 2", "4 of 8 samples"),
+        ("uneven", 3, "micro-batch 3 of 3", "2 of 8 samples"),
+    ],
+)
+def test_a_micro_batch_that_the_serial_model_cannot_run_exits_with_2(
+    capsys: pytest.CaptureFixture[str], name: str, count: int, where: str, found: str
+) -> None:
+    words = ("verify", f"{TARGETS}:{name}", *LOCAL, "--steps", "1", "--micro-batches")
+    code, error = command(capsys, *words, str(count))
+    assert code == 2 and error["error"]["kind"] == "InputError"
+    assert error["error"]["where"].startswith(f"{where}: ") and "targets.py" in error["error"]["where"]
+    assert found in error["error"]["found"] and "--micro-batches 1" in error["error"]["remedy"]
+    code, passed = command(capsys, *words, "1")
+    assert code == 0 and passed["passed"] is True
+
+
 # streams
 
 

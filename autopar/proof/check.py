@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.compiler import graph_digest
 from autopar.core.plan import Plan
 from autopar.errors import InputError
 from autopar.ilp.space import Force, name_of
-from autopar.micro_batches import loss_weight, split_batch
+from autopar.micro_batches import batch_length, loss_weight, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.planning import search
@@ -41,15 +42,18 @@ from autopar.proof.verify import (
     Verdict,
     accumulate_eagerly,
     compare,
+    eager_call,
+    run_eagerly,
+    seed,
     train_eagerly,
     verify_simulated,
 )
 from autopar.request import Request
 from autopar.rewrite.shorter import check_plan
 from autopar.runtime import serial
-from autopar.signature import flatten_arguments
+from autopar.signature import Arguments, flatten_arguments
 from autopar.target import Target
-from autopar.trace import Traced, check_dense, trace
+from autopar.trace import Traced, check_dense, trace, user_line
 from costdb.database import Database
 
 FORCED_SHARE = 0.9  # of the flops of operators that have the forced factor
@@ -121,7 +125,7 @@ def check(
     With `processes` on real processes of this machine, else on simulated ranks. Raises InputError
     for a model that cannot be run in parallel, and what planning raises.
     """
-    _check_input(target, cluster, steps=steps, processes=processes)
+    check_input(target, cluster, steps=steps, processes=processes, micro_batches=request.micro_batches)
     if request.stages > 1 or request.micro_batches > 1:
         return _check_pipeline(target, cluster, request, steps=steps, processes=processes, database=database)
     traced = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn, loss_only=False)
@@ -179,10 +183,14 @@ def _check_pipeline(
     return Report(plan, _worse(compare(ours, theirs, casts), disagreement), request.force)
 
 
-def _check_input(target: Target, cluster: ClusterSpec, *, steps: int, processes: bool) -> None:
+def check_input(
+    target: Target, cluster: ClusterSpec, *, steps: int, processes: bool, micro_batches: int
+) -> None:
+    """Raise InputError for what can't be proved, whatever its plan."""
     if steps < 1:
         raise InputError(where="--steps", found=str(steps), wanted="at least 1", remedy="verify some steps")
     serial.check(target.model)
+    check_dense(target.model)
     if any(parameter.is_meta for parameter in target.model.parameters()):
         raise InputError(
             where="model",
@@ -190,9 +198,43 @@ def _check_input(target: Target, cluster: ClusterSpec, *, steps: int, processes:
             wanted="parameters with values, which a proof computes with",
             remedy="build the model on the CPU",
         )
-    check_dense(target.model)
     if processes:
         cluster.check_local()
+    if micro_batches > 1:
+        _check_micro_batches(target, micro_batches)
+
+
+def _check_micro_batches(target: Target, count: int) -> None:
+    """Raise InputError for a micro-batch that the eager model, or its loss, can't run although it runs the
+    whole batch; what is wrong with both is told where the model is traced and trained."""
+    arguments = flatten_arguments(target.args, target.kwargs)
+    batch = split_batch(arguments.tensors, count)
+    model = raise_model(copy.deepcopy(target.model))
+    causes = (_failure(target, model, arguments, micro.tensors, number) for number, micro in enumerate(batch))
+    number, cause = next(((place, each) for place, each in enumerate(causes) if each is not None), (0, None))
+    if cause is None or _failure(target, model, arguments, arguments.tensors) is not None:
+        return
+    lengths, total = [batch_length(micro.tensors) for micro in batch], batch_length(arguments.tensors)
+    raise InputError(
+        where=f"micro-batch {number + 1} of {count}: {user_line(cause)}",
+        found=f"{type(cause).__name__} with {lengths[number]} of {total} samples: {cause}",
+        wanted=f"a serial model that runs {', '.join(map(str, lengths))} samples, as it runs all {total}",
+        remedy="choose --micro-batches 1"
+        + (f", or another that divides {total}" if total % count else "")
+        + ", or let the model not depend on the size of the batch",
+    ) from cause
+
+
+def _failure(
+    target: Target, model: nn.Module, arguments: Arguments, tensors: Sequence[Tensor], number: int = 0
+) -> Exception | None:
+    """What the eager `model`, or the loss, raises for micro-batch `number`."""
+    torch.manual_seed(seed(0, number))
+    try:
+        run_eagerly(model, eager_call(model, arguments, tensors, target.loss_fn), target.loss_fn, {})
+    except Exception as cause:  # a forward raises anything
+        return cause
+    return None
 
 
 def _check_loss(target: Target, traced: Traced) -> None:

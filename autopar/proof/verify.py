@@ -56,6 +56,7 @@ SEED = 20_190_311  # every step draws its dropout masks from SEED + step on both
 KINDS = ("outputs", "loss", "gradients", "parameters", "buffers")
 
 Tensors = dict[str, Tensor]
+Call = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]  # the model's, the loss's
 
 
 @dataclass(slots=True)
@@ -121,15 +122,14 @@ def train_eagerly(
     Raises InputError for a loss or gradients that are not finite, which prove nothing.
     """
     record = Record()
-    args, kwargs, loss_args, loss_kwargs = eager_call(model, arguments, arguments.tensors, loss_fn)
+    call = eager_call(model, arguments, arguments.tensors, loss_fn)
     learned = [item for item in model.parameters() if item.requires_grad]
     optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
     for step in range(steps):
         torch.manual_seed(seed(step))
         model.zero_grad()
-        with raised_eager(record.casts, constants), inlined(), _running_in_float64():
-            output = model(*args, **kwargs)
-            loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
+        with _running_in_float64():
+            output, loss = run_eagerly(model, call, loss_fn, record.casts, constants)
         leaves, _ = flatten_results(output)
         note_outputs(record, leaves, loss, step)
         backward(loss, leaves)
@@ -160,11 +160,10 @@ def accumulate_eagerly(
     for step in range(steps):
         model.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
-        for number, (args, kwargs, loss_args, loss_kwargs) in enumerate(calls):
+        for number, call in enumerate(calls):
             torch.manual_seed(seed(step, number))
-            with raised_eager(record.casts, constants), inlined(), _running_in_float64():
-                output = model(*args, **kwargs)
-                loss = loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
+            with _running_in_float64():
+                _, loss = run_eagerly(model, call, loss_fn, record.casts, constants)
             assert loss is not None
             backward(loss * weights[number], ())
             total += weights[number] * loss.detach()
@@ -175,6 +174,20 @@ def accumulate_eagerly(
             optimizer.step()
     note_state(record, model)
     return record
+
+
+def run_eagerly(
+    model: nn.Module,
+    call: Call,
+    loss_fn: LossFunction | None,
+    casts: dict[str, None],
+    constants: Sequence[Tensor] = (),
+) -> tuple[Any, Tensor | None]:
+    """What the eager model gives for a call, and the loss, None if there is none."""
+    args, kwargs, loss_args, loss_kwargs = call
+    with raised_eager(casts, constants), inlined():
+        output = model(*args, **kwargs)
+        return output, loss_fn(output, *loss_args, **loss_kwargs) if loss_fn else find_loss(output)
 
 
 def _check_finite(record: Record, step: int) -> None:
@@ -212,7 +225,7 @@ def _running_in_float64() -> Iterator[None]:
 
 def eager_call(
     model: nn.Module, arguments: Arguments, tensors: Sequence[Tensor], loss_fn: LossFunction | None
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]:
+) -> Call:
     """The arguments of the model and those of its loss, in float64."""
     args, kwargs = arguments.rebuild(tuple(raise_tensor(tensor) for tensor in tensors))
     return split_for_loss(model, loss_fn, args, kwargs)

@@ -217,7 +217,20 @@ def test_a_model_that_knows_no_float64_cannot_be_proved_and_is_told_so(micro_bat
         check(narrow, ClusterSpec.local(2), request, steps=1)
 
 
-def test_sparse_buffers_are_refused_by_name() -> None:
+def test_a_micro_batch_that_the_serial_model_cannot_run_is_named_with_its_cause() -> None:
+    request = Request(measure=False, micro_batches=3)
+    with pytest.raises(InputError, match=r"micro-batch 3 of 3: .*2 of 8 samples.*3, 3, 2 samples") as error:
+        check(target("uneven"), ClusterSpec.local(2), request, steps=1)
+    assert isinstance(error.value.__cause__, RuntimeError) and ".view(" in error.value.where
+
+
+def test_what_the_whole_batch_cannot_run_either_is_no_micro_batches_fault() -> None:
+    broken = replace(target("uneven"), args=(torch.randn(9, 6), torch.randn(9, 4)))
+    with pytest.raises(InputError, match="torch.export can trace"):
+        check(broken, ClusterSpec.local(2), Request(measure=False, micro_batches=2), steps=1)
+
+
+def test_sparse_buffers_are_refused_before_the_serial_model_runs() -> None:
     sparse = target("mlp")
     sparse.model.register_buffer("edges", torch.eye(2).to_sparse_csr())
     with pytest.raises(InputError, match="buffer edges: found a sparse_csr tensor"):
