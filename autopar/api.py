@@ -103,11 +103,12 @@ def plan(
     devices, unless their number is given. With `recompute` "all" little is kept for backward and the rest
     is computed again; with "auto" as much as it takes to meet the memory cap, where that is faster than
     other ways to meet it. `offload` says which tensors wait for backward in the host's memory, where the
-    cluster has a link to it and there is one stage: "none", "all" that are worth a copy, or with "auto" as
-    many as a memory cap asks for and hide behind compute. `shard_state` says what of the trainable weights'
-    state is stored in shards, as far as their dims are long enough: "none", "optimizer" (and gradients, but
-    for full copies of weights and gradients that last all step), "gradients" (full weights last from forward
-    to backward), "weights", or as is best for each, "auto".
+    cluster has a link to it: "none", with one stage "all" that are worth a copy, or with "auto" as many as a
+    memory cap asks for and hide behind compute, in stages of schedules that don't split backward.
+    `shard_state` says what of the trainable weights' state is stored in shards, as far as their dims are long
+    enough: "none", "optimizer" (and gradients, but for full copies of weights and gradients that last all
+    step), "gradients" (full weights last from forward to backward), "weights", or as is best for each,
+    "auto".
 
     Raises InfeasibleError, SolverError, TraceError or InputError, also for what `parallelize` refuses.
     """
@@ -481,7 +482,7 @@ def _check_offload(cluster: ClusterSpec, ranks: int) -> None:
     found = None
     if ranks != 1:
         found, wanted = f"all with {ranks} stages", "one stage, whose forward backward follows at once"
-        remedy = "leave out --stages, or write --offload none"
+        remedy = "leave out --stages, or write --offload auto"
     elif cluster.host is None and cluster.device_type == "cpu":
         found, wanted = "all on CPUs, whose memory is the host's", "devices with memory of their own"
         remedy = "write --offload none"

@@ -338,7 +338,7 @@ class MeshProblem:
     ) -> Step | None:
         """What is better than `found` among placements that differ from it, or from the fastest, by few
         choices; None if the graph is too large to look at many."""
-        scarce = found is None or bool(found.solution.program.recompute)
+        scarce = found is None or bool(found.solution.program.recompute or found.solution.program.offload)
         if not is_worthwhile(len(self.graph.operators), scarce=scarce):
             return None
         space, solution = self.spaces[force], found.solution if found else fastest
@@ -436,6 +436,7 @@ class MeshProblem:
             self.hop,
             self.cap,
             self.request.recompute,
+            self.offload,
             self.schedules,
             fastest.bound,
         )
@@ -493,14 +494,15 @@ class MeshProblem:
             starts=starts,
             places=self.places,
             recompute=self.request.recompute,
+            offload=self.offload,
             beat=beat,
             limit=limit,
         )
 
     @property
     def offload(self) -> Offload:
-        """What may be moved to the host: of a pipeline's stages nothing."""
-        may = self.request.training and self.request.stages == 1 and self.cluster.host is not None
+        """What may be moved to the host."""
+        may = self.request.training and self.cluster.host is not None
         return self.request.offload if may else Offload.NONE
 
     def solve(
@@ -548,7 +550,7 @@ class MeshProblem:
             dear=dear,
             bounded=bounded,
             recompute=recompute,
-            offload=self.offload,
+            offload=self.offload if self.request.stages == 1 else Offload.NONE,
             beat=self.beat / self.request.micro_batches if bounded and self.request.stages == 1 else math.inf,
         )
         self.solved[force, cap, dear, bounded, recompute] = found

@@ -113,7 +113,9 @@ def report(
         stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
         offloaded=tuple(Offloaded(*item.moved, item.nbytes) for item in moved(graph, prices, program)),
-        offload_seconds=request.micro_batches * sum(wait_seconds(graph, prices, program)),
+        offload_seconds=0.0
+        if step.cut
+        else request.micro_batches * sum(wait_seconds(graph, prices, program)),
     )
 
 

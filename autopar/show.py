@@ -126,8 +126,9 @@ def _offload(plan: Plan) -> list[str]:
     names = ", ".join(f"{item.name} ({show_bytes(item.nbytes)})" for item in largest)
     others = len(plan.offloaded) - len(largest)
     nbytes = sum(item.nbytes for item in plan.offloaded)
+    where = "in all stages together" if plan.pipeline.is_staged else "per device"
     return [
-        f"offload   {show_bytes(nbytes)} per device wait for backward in host memory, which takes "
+        f"offload   {show_bytes(nbytes)} {where} wait for backward in host memory, which takes "
         f"{show_seconds(plan.offload_seconds)} of the step: {names}"
         + (f" and {others} more" if others else "")
     ]

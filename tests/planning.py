@@ -8,6 +8,7 @@ The rest of the pipeline is the real one, so what the tests run is what users ru
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -172,7 +173,7 @@ class Compiler(compiler.Compiler):
     pipeline: Pipeline = Pipeline()
     gathering: Gathering | None = None
     recompute: bool = False  # all but the last operator, the loss
-    offload: bool = False  # all that may be, but what backward reads first
+    offload: bool = False  # all that one stage makes and reads, but what backward reads first
     graphs: list[Graph] = field(default_factory=list)
 
     @property
@@ -194,15 +195,16 @@ class Compiler(compiler.Compiler):
         )
         if self.recompute:
             program = replace(program, recompute=((0, len(graph.operators) - 1),))
-        if self.offload:
-            prices = Prices(graph, dims, self.cluster, ROUGH)
-            items = movable(graph, prices, program)[:-1]
-            program = replace(program, offload=tuple(item.moved for item in items))
-        if request.stages == 1:
-            return plan_of(program, Pipeline(micro_batches=request.micro_batches))
         starts = self.pipeline.starts
         if request.homes is not None:
             starts = kept_starts(graph, request.homes, len(starts))
+        if self.offload:
+            prices = Prices(graph, dims, self.cluster.stage(request.stages), ROUGH)
+            items = movable(graph, prices, program)[:-1]
+            own = (item for item in items if bisect(starts, item.home) == bisect(starts, item.needed - 1))
+            program = replace(program, offload=tuple(item.moved for item in own))
+        if request.stages == 1:
+            return plan_of(program, Pipeline(micro_batches=request.micro_batches))
         return plan_of(program, replace(self.pipeline, starts=starts))
 
 

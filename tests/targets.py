@@ -72,6 +72,12 @@ def deep() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     return nn.Sequential(*layers), (torch.randn(512, 16), torch.randn(512, 16)), nn.MSELoss()
 
 
+def deeper() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    """The same, and so many that stages keep much more than they work with."""
+    layers = [layer for _ in range(24) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    return nn.Sequential(*layers), (torch.randn(512, 16), torch.randn(512, 16)), nn.MSELoss()
+
+
 def hooked() -> tuple[nn.Module, Tensor]:
     """A hook that the traced program would not run as it does here."""
     model, x = mlp()

@@ -458,6 +458,25 @@ def test_what_hides_is_offloaded_under_a_cap_that_asks_for_it(
     assert not command(capsys, *words, str(fast), "--memory", "1GB")[1]["offload"]["tensors"]
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_stages_offload_what_hides_and_compute_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, schedule: str
+) -> None:
+    fast = tmp_path / "fast.toml"
+    fast.write_text(HOSTED.replace("25GB/s", "25TB/s"))
+    words = (f"{TARGETS}:deeper", "--cluster", str(fast), "--stages", "2", "--micro-batches", "4")
+    words = (*words, "--schedule", schedule)
+    _, plain = command(capsys, "plan", *words)
+    words = (*words, "--memory", f"{int(0.8 * plain['peak_bytes'])}B")
+    code, found = command(capsys, "plan", *words)
+    assert code == 0 and found["offload"]["tensors"] and found["offload"]["seconds"] == 0
+    assert found["peak_bytes"] <= 0.8 * plain["peak_bytes"]
+    _, kept = command(capsys, "plan", *words, "--offload", "none")
+    assert not kept["offload"]["tensors"] and found["step_seconds"] < kept["step_seconds"]
+    code, found = command(capsys, "verify", *words)
+    assert code == 0 and found["passed"], found
+
+
 @pytest.mark.parametrize(
     "options",
     [("--micro-batches", "1"), ("--micro-batches", "3"), ("--micro-batches", "1", "--recompute", "auto")],

@@ -127,6 +127,8 @@ def test_what_is_offloaded_is_named_with_its_bytes_and_what_it_costs() -> None:
         "offload   36 kB per device wait for backward in host memory, which takes 2 ms of the step: "
         "relu_7 (8 kB), relu_6 (7 kB), relu_5 (6 kB), relu_4 (5 kB), relu_3 (4 kB), relu_2 (3 kB) and 2 more"
     )
+    staged = replace(STAGED, offloaded=tuple(items))
+    assert "36 kB in all stages together wait" in plan_text(staged, width=300)
     assert replace(found, offloaded=tuple(items[:1])).as_dict()["offload"] == {
         "tensors": [{"name": "relu_0", "layout": "S(0)·R", "bytes": 1000}],
         "bytes": 1000,

@@ -36,10 +36,12 @@ class Savings:
 @dataclass(frozen=True, slots=True)
 class Shares:
     """Of each operator the `seconds` that it takes to run it again, and the `spared` bytes that then need
-    not be kept, at best: those of what it makes, and its own."""
+    not be kept, at best: those of what it makes, and its own. Beside that no more than `away` bytes
+    hide in a second of a stage's forward."""
 
     seconds: Row
     spared: Row
+    away: float = 0.0
 
 
 def repeats(graph: Graph, prices: Prices, program: Program) -> list[tuple[int, int, float]]:

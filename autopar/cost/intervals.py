@@ -135,16 +135,18 @@ def intervals(
     hop: LinkLike,
     *,
     places: Sequence[int],
+    starts: Sequence[int] | None = None,
 ) -> Intervals:
     """Price every stage that `program` can be cut into at `places`.
 
-    `places` begin with 0 and end with the number of operators; `hop` links neighbouring stages.
+    `places` begin with 0 and end with the number of operators; `hop` links neighbouring stages. A stage moves
+    to the host what hides in it of what the program moves, or all if that is of the stages from `starts` on.
     """
     values = find_values(graph, program, training=prices.training)
     sums = _Seconds(graph, prices, program, values, places)
     state, sync, update, gradients, largest, buckets = _weights(graph, prices, program, values, hop, places)
     kept, working, early, split = _memory(
-        graph, prices, program, values, places, gradients, largest * prices.accumulates
+        graph, prices, program, values, places, gradients, largest * prices.accumulates, starts
     )
     rows = [_Crossing(places) for _ in range(4)]
     for value in values.of.values():
@@ -309,6 +311,7 @@ def _memory(
     places: Sequence[int],
     gradients: Table,
     largest: Table,
+    starts: Sequence[int] | None,
 ) -> tuple[Table, Table, Table, Halves]:
     """Bytes kept by a micro-batch in flight, and the most that any operator needs beside what is kept, at any
     time and with the gradients of the first backward; at other times a new gradient, at most the `largest`,
@@ -317,7 +320,7 @@ def _memory(
     What a stage keeps of what it received lies in its receive buffer (added by the caller), between the
     halves as long as it is needed; what it sends is a copy of its own.
     """
-    found = footing(graph, prices, program)
+    found = footing(graph, prices, program, starts=starts)
     rectangles = Rectangles(places)
     for place, own in enumerate(found.own):
         rectangles.add(-1, place, float(own))
@@ -326,6 +329,8 @@ def _memory(
             rectangles.add_each(storage.keepers, float(storage.nbytes))
         elif storage.keepers:
             rectangles.add_first(storage.home, storage.keepers[0], float(storage.nbytes))
+            if storage.until is not None and storage.until < places[-1]:
+                rectangles.add_first(storage.home, storage.until, -float(storage.nbytes))
     kept = rectangles.total()
     most, ahead = (
         np.array([max(amounts[low:high], default=0) for low, high in pairwise(places)])

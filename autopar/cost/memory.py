@@ -16,14 +16,14 @@ its storage, a gradient that is passed on too. What kernels need inside isn't co
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.plan import Program
-from autopar.cost.calls import CallMemory
-from autopar.cost.offload import moved
+from autopar.cost.offload import clock, hides_until, moved
 from autopar.cost.prices import Prices
 from autopar.cost.tape import Tape, TapeCall, Weight, record
 from autopar.runtime.gradient_sync import BUCKET_BYTES, Member, assign
@@ -45,13 +45,15 @@ class Peak:
 class KeptStorage:
     """Memory that backward reads: `home` is the place of the operator where it first occurs, `keepers`
     those of the operators that keep it, none if it is made again, `for_weights` of those that keep it between
-    the halves of a split backward too."""
+    the halves of a split backward too. A stage that has its home and reaches to the operator `until` keeps it
+    on the host."""
 
     name: str  # a tensor that lies in it
     nbytes: int
     home: int
     keepers: tuple[int, ...]
     for_weights: tuple[int, ...]
+    until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,19 @@ def peak_memory(graph: Graph, prices: Prices, program: Program) -> Peak:
     return _Replay(graph, prices, program).run()
 
 
-def footing(graph: Graph, prices: Prices, program: Program) -> Footing:
-    """What each operator of the largest rank holds, for cuts into pipeline stages to add up."""
-    replay = _Replay(graph, prices, program, staged=True)
+def footing(
+    graph: Graph, prices: Prices, program: Program, *, starts: Sequence[int] | None = None
+) -> Footing:
+    """What each operator of the largest rank holds, for cuts into pipeline stages to add up. A stage moves
+    what hides in it of what the program moves, or all if that is of the stages from `starts` on."""
+    replay = _Replay(graph, prices, program, staged=True, starts=starts or (0,))
     replay.run()
-    return replay.footing()
+    link = prices.cluster.host
+    if starts is None and link is not None:
+        until = hides_until(replay.moved, clock(graph, prices, program), link)
+    else:
+        until = [item.needed - 1 for item in replay.moved]
+    return replay.footing({item.root: place for item, place in zip(replay.moved, until, strict=True)})
 
 
 def lives(graph: Graph, prices: Prices, program: Program) -> tuple[Life, ...]:
@@ -161,10 +171,19 @@ class _Replay:
     """One step. Keys of storages are roots; ("again", root) of those that are computed again, ("back", root)
     of those that were fetched from the host, ("own", call) of scratch, ("gradient", number) of gradients.
 
-    For stages `staged` leaves out what is there all step, sums of gradients among it.
+    For stages `staged` leaves out what is there all step, sums of gradients among it. What is moved has left
+    when the stage that begins at one of `starts` has run, and is fetched when its backward begins.
     """
 
-    def __init__(self, graph: Graph, prices: Prices, program: Program, *, staged: bool = False) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        prices: Prices,
+        program: Program,
+        *,
+        staged: bool = False,
+        starts: Sequence[int] = (0,),
+    ) -> None:
         self.graph, self.prices, self.program, self.staged = graph, prices, program, staged
         self.tape: Tape = record(graph, prices, program)
         self.calls = self.tape.calls
@@ -173,7 +192,13 @@ class _Replay:
             for value in call.memory.takes:
                 self.firsts.setdefault(value, number)
         self.parts = self.find_parts() if prices.training else []
-        away = moved(graph, prices, program) if prices.training else []
+        self.starts = starts
+        self.moved = away = moved(graph, prices, program) if prices.training else []
+        read = [item.needed - 1 for item in away]
+        self.firsts_of = [
+            *(bisect_left(read, start) for start in starts),
+            len(away),
+        ]  # in the order, by stage
         self.order = [item.root for item in away]
         self.away = {root: number for number, root in enumerate(self.order)}
         self.marks: dict[int, list[int]] = {}  # what begins to leave after each call
@@ -181,8 +206,9 @@ class _Replay:
             self.marks.setdefault(item.call, []).append(item.root)
         self.departing: list[int] = []
         self.readers: Counter[int] = Counter()  # of each that is away, calls whose backward is to come
+        self.moved_from: dict[int, list[int]] = {}  # of each that is away, who would keep it, by place
         self.back: set[int] = set()  # those that were fetched
-        self.begun = False  # to fetch
+        self.begun: set[int] = set()  # stages that have begun to fetch
         self.heap = _Heap()
         self.copies: set[int] = set()  # roots that are there as copies
         self.variables: set[Hashable] = set()  # storages that a later call takes
@@ -235,7 +261,7 @@ class _Replay:
         users = (item.spec.nbytes for item in self.graph.inputs if item.kind is InputKind.USER)
         return self.prices.micro_batches * sum(users)
 
-    def footing(self) -> Footing:
+    def footing(self, until: Mapping[int, int]) -> Footing:
         homes: dict[int, int] = {}
         for call in self.calls:
             for value in (*call.memory.takes, *(item.value for item in call.memory.gives)):
@@ -252,6 +278,17 @@ class _Replay:
                 )
                 for root in dict.fromkeys((*self.keepers, *self.for_weights))
                 if self.tape.nbytes[root]
+            )
+            + tuple(
+                KeptStorage(
+                    self.tape.names[root],
+                    self.tape.nbytes[root],
+                    homes[root],
+                    keepers=tuple(sorted(places)),
+                    for_weights=(),
+                    until=until[root],
+                )
+                for root, places in self.moved_from.items()
             ),
             own=tuple(self.own[:last]),
             own_for_weights=tuple(self.own_for_weights[:last]),
@@ -343,11 +380,13 @@ class _Replay:
         for part in (*self.parts, None):
             stop = len(self.calls) if part is None else part.first
             while number < stop:
+                self.leave_before(number)
                 self.call(number)
                 if self.prices.training:
                     for root in self.calls[number].memory.keeps - self.tape.gathered:
                         if root in self.away:
                             self.readers[root] += 1
+                            self.moved_from.setdefault(root, []).append(self.calls[number].place)
                         else:
                             self.keep(root, self.calls[number].place, for_weight=self.has_weight(number))
                     self.keep_own(number)
@@ -365,6 +404,15 @@ class _Replay:
         if self.prices.accumulates or self.staged:  # of a step the loss alone is left
             for value in self.tape.outputs:
                 self.use(self.tape.root[value], left)
+
+    def leave_before(self, number: int) -> None:
+        """Before a stage's first call all that the one before moves has left."""
+        if number and self.stage_of(number) != self.stage_of(number - 1):
+            while self.departing:
+                self.heap.drop(self.departing.pop(0))
+
+    def stage_of(self, number: int) -> int:
+        return bisect_right(self.starts, self.calls[number].place) - 1
 
     def leave(self, root: int) -> None:
         """Begin to copy to the host; the one AHEAD before has left."""
@@ -513,7 +561,7 @@ class _Replay:
         }
         self.hold_back(number, incoming.values())
         if part is None and incoming:
-            self.read(call.memory)
+            self.read(number)
         gathered = call.memory.keeps & self.tape.gathered if part is None and incoming else frozenset()
         for root in gathered:
             self.heap.hold(("gathered", root), self.tape.nbytes[root])
@@ -539,16 +587,18 @@ class _Replay:
             self.add(value, key)
         self.note(call.place)
 
-    def read(self, memory: CallMemory) -> None:
-        """Fetch what a call reads from the host, and begin to fetch what is read after it."""
-        if not self.begun and (memory.own or memory.keeps - self.tape.gathered):
-            self.begun = True
-            self.fetch(len(self.order) - AHEAD, len(self.order))
+    def read(self, number: int) -> None:
+        """Fetch what a call reads from the host, and begin to fetch what its stage reads after it."""
+        memory, stage = self.calls[number].memory, self.stage_of(number)
+        first, stop = self.firsts_of[stage : stage + 2]
+        if stage not in self.begun and (memory.own or memory.keeps - self.tape.gathered):
+            self.begun.add(stage)
+            self.fetch(max(first, stop - AHEAD), stop)
         for root in sorted(memory.keeps & self.away.keys(), key=lambda root: -self.away[root]):
-            self.fetch(self.away[root] - AHEAD, self.away[root] + 1)
+            self.fetch(max(first, self.away[root] - AHEAD), self.away[root] + 1)
 
     def fetch(self, first: int, stop: int) -> None:
-        for root in self.order[max(0, first) : stop]:
+        for root in self.order[first:stop]:
             if self.readers[root] and root not in self.back:
                 self.back.add(root)
                 self.heap.hold(("back", root), self.tape.nbytes[root])

@@ -9,10 +9,14 @@
 Out and back, storages travel one after the other, in the order in which they are made and needed. When one is
 made, the AHEAD before it may still be under way; forward ends when all have left. Backward begins by fetching
 the last AHEAD, and when it reads one, the AHEAD before that. What is waited for copies is paid.
+
+Each pipeline stage does so for itself, with what it makes and reads itself: its forward ends before that of
+the whole, and its backward begins to fetch later.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,13 +33,14 @@ from autopar.runtime.offload import AHEAD
 @dataclass(frozen=True, slots=True)
 class Movable:
     """Memory of `nbytes` that backward reads, and no part that is computed again takes or makes: `root` on
-    the tape, known as `moved` after `call`. It is `made` when so many operators have run, and `needed` when
-    backward has so many still before it, by the call `read`."""
+    the tape, known as `moved` after `call`, for the operator at `home`. It is `made` when so many operators
+    have run, and `needed` when backward has so many still before it, by the call `read`."""
 
     moved: Moved
     root: int
     call: int
     nbytes: int
+    home: int
     made: int
     needed: int
     read: int
@@ -47,6 +52,13 @@ class Clock:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+
+    def within(self, start: int, stop: int) -> Clock:
+        """That of a stage with the operators [start, stop) alone, for moments in it."""
+        return Clock(
+            tuple(seconds - self.forward[start] for seconds in self.forward[: stop + 1]),
+            tuple(seconds - self.backward[stop] for seconds in self.backward[: stop + 1]),
+        )
 
 
 def movable(graph: Graph, prices: Prices, program: Program) -> list[Movable]:
@@ -66,6 +78,7 @@ def movable(graph: Graph, prices: Prices, program: Program) -> list[Movable]:
             root=root,
             call=made.call,
             nbytes=tape.nbytes[root],
+            home=tape.calls[made.call].place,
             made=made.operators,
             needed=tape.calls[read[root]].place + 1,
             read=read[root],
@@ -121,6 +134,21 @@ def backward_wait(items: Sequence[Movable], times: Clock, link: LinkLike) -> flo
         late = max(late, end - times.backward[item.needed])
         begun.append(times.backward[item.needed] + late)
     return late
+
+
+def hides_until(items: Sequence[Movable], times: Clock, link: LinkLike) -> list[int]:
+    """Of each of `items`, among which neither forward nor backward waits, the operator up to which a stage
+    must reach, about, so that its copies hide in the stage, too; none that there is if they never do.
+
+    In forward it must have left; in backward it may be the first that is fetched."""
+    until, ends = dict[int, int](), 0.0
+    for item in sorted(items, key=lambda item: item.call):
+        ends = max(ends, times.forward[item.made]) + copy_seconds(item, link)
+        latest = times.backward[item.needed] - copy_seconds(item, link)
+        left = bisect_left(times.forward, ends)
+        fetched = bisect_left(times.backward, -latest, key=lambda seconds: -seconds)
+        until[item.root] = max(item.needed, left, fetched) - 1
+    return [until[item.root] for item in items]
 
 
 def copy_seconds(item: Movable, link: LinkLike) -> float:

@@ -41,7 +41,7 @@ from autopar.cost.again import Shares
 from autopar.cost.halves import Halves
 from autopar.cost.intervals import Intervals
 from autopar.cost.rectangles import Row, Table
-from autopar.ilp.flights import endings, flights, forwards_before, in_flight, of_one, stages_of
+from autopar.ilp.flights import endings, flight, flights, forwards_before, in_flight, of_one, stages_of
 
 QUANTILES = tuple(step / 16 for step in range(17))  # of seconds per byte, tried as a price
 
@@ -235,7 +235,8 @@ class CutProblem:
         """Of a stage the seconds for gradients of inputs with the least that has to be computed again."""
         places, worth = np.asarray(self.table.places), shares.spared > 0
         always = self.lasting[stage] - self.table.gradients
-        excess = self.with_output(self.table.kept) + (always - cap) / self.flight(stage)
+        excess = self.with_output(self.table.kept) + (always - cap) / flight(self.schedule, stage)
+        excess = excess - shares.away * self.table.forward
         prices = shares.seconds[worth] / shares.spared[worth]
         found = np.zeros_like(excess)
         for price in np.unique(np.quantile(prices, QUANTILES)) if worth.any() else ():
@@ -392,12 +393,6 @@ class CutProblem:
         most = max(map(in_flight, each.all()), key=sum)
         held = [self.table.state[0, -1] + count * self.table.kept[0, -1] for count in most]
         return float(held[own.index(stage)] / sum(held)) if sum(held) else 1 / len(own)
-
-    def flight(self, stage: int) -> int:
-        """How many micro-batches the stage keeps whole at once."""
-        rank = self.schedule.rank_of(stage)
-        place = stages_of(self.schedule, rank).index(stage)
-        return max(counts[place] for counts in flights(self.schedule)[rank].all())
 
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
         """Peaks [cut, rank], all stages of a rank together."""

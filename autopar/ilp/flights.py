@@ -113,6 +113,13 @@ def in_flight(counts: Counts) -> Counts:
     return tuple(now + half for now, half in zip(counts[:stages], counts[stages : 2 * stages], strict=True))
 
 
+def flight(schedule: Schedule, stage: int) -> int:
+    """How many micro-batches a stage keeps whole at once."""
+    rank = schedule.rank_of(stage)
+    place = stages_of(schedule, rank).index(stage)
+    return max(counts[place] for counts in flights(schedule)[rank].all())
+
+
 def mean_flight(schedule: Schedule) -> float:
     """How many micro-batches a stage keeps whole at once, on the average stage."""
     kept = schedule.stages_per_rank

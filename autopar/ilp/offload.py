@@ -7,20 +7,25 @@ Under a cap no more is taken of what hides than it takes to fit; the larger ones
 doesn't do, parts are computed again (recompute.py), with what hides of the rest moved, or without: whichever
 fits and is faster. A tensor that a part takes or makes stays on the device. The exact replay of the step
 (cost/memory.py) says what fits.
+
+A pipeline stage moves what it makes and reads itself, and what hides in its own forward and backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.core.graph import Graph
-from autopar.core.offload import Offload
+from autopar.core.offload import Moved, Offload
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
+from autopar.core.schedule import Schedule
 from autopar.cost.again import again_seconds
 from autopar.cost.memory import peak_memory
 from autopar.cost.offload import (
+    Clock,
     Movable,
     backward_wait,
     clock,
@@ -31,6 +36,8 @@ from autopar.cost.offload import (
     wait_seconds,
 )
 from autopar.cost.prices import Prices
+from autopar.cost.values import find_values
+from autopar.ilp.flights import flight
 from autopar.ilp.recompute import Fitted, fit
 
 MOST_TRIED = 500  # tensors, the largest: the time that it takes to choose grows with the square
@@ -81,17 +88,44 @@ def everywhere(graph: Graph, prices: Prices, program: Program) -> Program:
 
 def hiding(graph: Graph, prices: Prices, program: Program) -> Program:
     """`program` with as much moved as neither forward nor backward waits for, and finds room on the host."""
-    link = prices.cluster.host
-    if link is None:
-        return program
-    times, room = clock(graph, prices, program), _Room(prices)
-    chosen: list[Movable] = []
-    for item in _worthwhile(graph, prices, program)[:MOST_TRIED]:
-        trial = sorted([*chosen, item], key=_order)
-        late = forward_wait(trial, times, link) > 0.0 or backward_wait(trial, times, link) > 0.0
-        if not late and room.takes(item):
-            chosen = trial
-    return _moving(program, chosen)
+    items, times = _worthwhile(graph, prices, program), clock(graph, prices, program)
+    return _moving(program, _hidden(prices, items, times, _Room(prices)))
+
+
+def hiding_of_stages(graph: Graph, prices: Prices, program: Program) -> Program:
+    """`program` with as much moved as hides if it runs as a whole, of what one stage makes: how much of it a
+    stage moves depends on the stage."""
+    free = find_values(graph, program, training=prices.training).free
+    items = [item for item in _worthwhile(graph, prices, program) if item.moved[0] not in free]
+    return _moving(program, _hidden(prices, items, clock(graph, prices, program), _Room(prices, copies=0)))
+
+
+def moving_in_stages(
+    graph: Graph,
+    prices: Prices,
+    program: Program,
+    away: Sequence[Container[Moved]],
+    *,
+    starts: Sequence[int],
+    schedule: Schedule,
+    most: int | None = None,
+) -> Program:
+    """`program` cut at `starts`, with as much moved of what each operator makes and has in `away` as hides in
+    its stage and finds room on the host for all micro-batches in flight; or the `most` largest of that."""
+    places = range(len(graph.operators))
+    items = [
+        item
+        for item in _worthwhile(graph, prices, program)
+        if item.home in places and item.moved in away[item.home]
+    ]
+    times, chosen = clock(graph, prices, program), list[Movable]()
+    rooms = [_Room(prices) for _ in range(schedule.ranks)]
+    for stage, (start, stop) in enumerate(pairwise((*starts, len(graph.operators)))):
+        own = [item for item in items if start <= item.home and item.needed <= stop]
+        room = replace(rooms[schedule.rank_of(stage)], copies=flight(schedule, stage))
+        chosen += _hidden(prices, own, times.within(start, stop), room)
+        rooms[schedule.rank_of(stage)] = room
+    return _moving(program, sorted(chosen, key=lambda item: -item.nbytes)[:most])
 
 
 def fewest(graph: Graph, prices: Prices, found: Fitted, cap: int) -> Fitted:
@@ -106,6 +140,19 @@ def fewest(graph: Graph, prices: Prices, found: Fitted, cap: int) -> Fitted:
         else:
             low = middle
     return found
+
+
+def _hidden(prices: Prices, items: Sequence[Movable], times: Clock, room: _Room) -> list[Movable]:
+    """As many of `items`, which begin with the largest, as neither forward nor backward waits for."""
+    link, chosen = prices.cluster.host, list[Movable]()
+    if link is None:
+        return chosen
+    for item in items[:MOST_TRIED]:
+        trial = sorted([*chosen, item], key=_order)
+        late = forward_wait(trial, times, link) > 0.0 or backward_wait(trial, times, link) > 0.0
+        if not late and room.takes(item):
+            chosen = trial
+    return chosen
 
 
 def _worthwhile(graph: Graph, prices: Prices, program: Program) -> list[Movable]:
@@ -126,19 +173,21 @@ def _order(item: Movable) -> tuple[int, int]:
     return item.read, item.call
 
 
+@dataclass
 class _Room:
-    """What is left of a device's share of its node's memory. Pinned memory comes in powers of two."""
+    """A device's share of its node's memory, for so many `copies` of each tensor. Pinned memory comes in
+    powers of two."""
 
-    def __init__(self, prices: Prices) -> None:
-        cluster = prices.cluster
-        self.left = None if cluster.host_memory is None else cluster.host_memory // cluster.devices_per_node
+    prices: Prices
+    copies: int = 1
+    taken: int = 0
 
     def takes(self, item: Movable) -> bool:
         """Take room for a tensor, if there is so much."""
-        nbytes = 1 << (item.nbytes - 1).bit_length()
-        if self.left is None:
-            return True
-        if nbytes > self.left:
-            return False
-        self.left -= nbytes
+        cluster = self.prices.cluster
+        nbytes = self.copies * (1 << (item.nbytes - 1).bit_length())
+        if cluster.host_memory is not None:
+            if self.taken + nbytes > cluster.host_memory // cluster.devices_per_node:
+                return False
+            self.taken += nbytes
         return True

@@ -16,20 +16,20 @@ from dataclasses import dataclass, field, replace
 
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
+from autopar.core.offload import Offload
 from autopar.core.pipeline import inseparable
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule
-from autopar.cost.intervals import choose_places, crossing_bytes, intervals
+from autopar.cost.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.cost.step import step_cost
 from autopar.errors import InfeasibleError
 from autopar.ilp.mixture import Mixture
 from autopar.ilp.pairs import Scarcity
-from autopar.ilp.recompute import ladder
 from autopar.ilp.stages import MOST_PLACES, Cut, closer_bound, cuts, keep
-from autopar.ilp.step import RUNGS, Parting, Step, share_of, staged, step_of
+from autopar.ilp.step import Parting, Step, levels, share_of, staged, step_of
 from autopar.waits import filled
 
 MOST_NEAR = 360  # places around those of a cut
@@ -57,6 +57,7 @@ class Refinement:
     hop: LinkLike
     cap: int | None
     recompute: Recompute
+    offload: Offload
     schedules: Sequence[Schedule]
     relaxed: float
     others: Sequence[Program] = ()
@@ -74,23 +75,36 @@ class Refinement:
 
     def bounded(self, step: Step) -> Step:
         """The step with the closest bound that is known."""
-        plain, bounds = replace(step.solution.program, recompute=()), []
+        plain, bounds = replace(step.solution.program, recompute=(), offload=()), []
         scarcity = self.scarcity  # in seconds of the step's placement, of which all take a share
         if scarcity and step.share:
             scarcity = replace(scarcity, cap=scarcity.cap / step.share)
         for each in self.sought:
             table = intervals(self.graph, self.prices, plain, self.hop, places=each.places)
-            closer = closer_bound(table, each.schedules, most=step.seconds, scarcity=scarcity)
+            closer = self.closer_bound(table, each.schedules, step.seconds, scarcity)
             bounds.append(max(each.bound, step.share * closer))
         return replace(step, bound=min(step.seconds, *bounds))
+
+    def closer_bound(
+        self, table: Intervals, schedules: Sequence[Schedule], most: float, scarcity: Scarcity | None
+    ) -> float:
+        """The bound on cuts under the schedules. Memory has no price where what is moved may hide."""
+        if self.offload is Offload.NONE:
+            return closer_bound(table, schedules, most=most, scarcity=scarcity)
+        split = [each for each in schedules if each.kind in SPLIT_BACKWARD]
+        whole = [each for each in schedules if each.kind not in SPLIT_BACKWARD]
+        most = closer_bound(table, split, most=most, scarcity=scarcity)
+        return closer_bound(table, whole, most=most)
 
     def moved(self, step: Step) -> Step:
         """The step with its stages cut at any operator around where they are cut now, if they were sought at
         some of many places."""
         assert step.cut is not None and step.schedule is not None
         solution, operators = step.solution, len(self.graph.operators)
+        plain = replace(solution.program, offload=())
         if self.recompute is Recompute.AUTO:
-            solution = replace(solution, program=replace(solution.program, recompute=()))
+            plain = replace(plain, recompute=())
+        solution = replace(solution, program=plain)
         for _ in range(RECUTS):
             if step.cut.places == operators:
                 break
@@ -108,13 +122,14 @@ class Refinement:
                     places=places,
                     known=starts,
                     recompute=self.recompute,
+                    offload=self.offload,
                 )
             except InfeasibleError:  # by what tables and replays differ
                 break
             assert near.cut is not None
-            plain = self.plain(step.schedule)
-            known = near.bound if plain is step.schedule else 0.0
-            self.sought.append(_Sought(known, places, [plain]))
+            unfilled = self.plain(step.schedule)
+            known = near.bound if unfilled is step.schedule else 0.0
+            self.sought.append(_Sought(known, places, [unfilled]))
             gain = 1 - near.seconds / step.seconds
             step = replace(near, filling=step.filling) if gain > 0 else step
             assert step.cut is not None
@@ -168,7 +183,7 @@ class Refinement:
             return None
         assert step.cut is not None and step.schedule is not None
         graph, prices, schedule = self.graph, self.prices, step.schedule
-        plain = replace(step.solution.program, recompute=())
+        plain = replace(step.solution.program, recompute=(), offload=())
         mixture = Mixture(graph, [plain, *self.others], prices)
         if len(mixture.settled) > SETTLED * len(graph.operators):
             mixture = Mixture(graph, [plain, *self.others], prices, joins=True)
@@ -177,14 +192,20 @@ class Refinement:
         places = mixture.seams([place for place in near if place not in apart])
         if len(places) <= schedule.stages:
             return None
-        rungs = RUNGS if self.recompute is Recompute.AUTO and step.solution.program.recompute else 0
-        programs = [*(ladder(graph, prices, plain, rungs) if rungs else [plain]), *self.others]
+        again = Recompute.AUTO if step.solution.program.recompute else Recompute.NONE
+        lean = levels(
+            graph,
+            prices,
+            plain,
+            recompute=again if self.recompute is Recompute.AUTO else Recompute.NONE,
+            offloads=bool(step.solution.program.offload),
+        )
+        programs = [*lean, *self.others]
         tables = [intervals(graph, prices, each, self.hop, places=places) for each in programs]
         known = _nearest(step.cut.starts, places)
-        inner = places if schedule.kind in SPLIT_BACKWARD else ()
         try:
             ((found, _),) = cuts(tables, [schedule], cap=self.cap, known=known)
-            parting = Parting(graph, prices, programs, self.hop, schedule, self.cap, inner, mixture, places)
+            parting = Parting(graph, prices, programs, self.hop, schedule, self.cap, places, mixture, places)
             program, exact = parting.of(found)
         except InfeasibleError:
             return None
@@ -193,7 +214,9 @@ class Refinement:
         solution = replace(
             step.solution,
             program=program,
-            seconds=step_cost(graph, prices, replace(program, recompute=())).weighted(prices.once),
+            seconds=step_cost(graph, prices, replace(program, recompute=(), offload=())).weighted(
+                prices.once
+            ),
             peak=peak_memory(graph, prices, program),
         )
         exact = replace(exact, places=len(places) - 1)

@@ -122,8 +122,9 @@ def cuts(
 def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
     """A lower bound on the seconds of all cuts under `cap`, whatever is computed again.
 
-    `table` is the one without that. To keep D bytes less for each micro-batch a stage takes at least the
-    seconds of the operators that spare most for theirs, and a part of one: with l seconds per byte,
+    `table` is the one without that. To keep D bytes less for each micro-batch, beside those that hide on the
+    way to the host, a stage takes at least the seconds of the operators that spare most for theirs, and a
+    part of one: with l seconds per byte,
 
         max over l of  l D - sum over its operators of max(0, l spared - seconds)
     """

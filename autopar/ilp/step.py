@@ -1,35 +1,42 @@
 """A placement as a whole training step: its micro-batches, and its stages where there are several.
 
 One group of ranks does M micro-batches one after the other and then what is done once: M t + E. With
-stages the cut is sought for this one placement (stages.py).
+stages the cut is sought for this one placement (stages.py). Where memory asks for it, stages choose among
+levels: parts are computed again, and under schedules that don't split backward what hides is moved to the
+host besides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
+from autopar.core.offload import Offload
 from autopar.core.pipeline import inseparable
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule
 from autopar.core.timeline import StageCost
 from autopar.cost.again import shares
-from autopar.cost.intervals import choose_places, crossing_bytes, intervals
+from autopar.cost.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.cost.prices import Prices
 from autopar.cost.step import StepCost, step_cost
 from autopar.errors import InfeasibleError
 from autopar.ilp.choose import Solution, refuse_beaten
 from autopar.ilp.cut_problem import Mix
 from autopar.ilp.mixture import Mixture, is_placed_alike
+from autopar.ilp.offload import hiding_of_stages, moving_in_stages
 from autopar.ilp.recompute import ladder
-from autopar.ilp.stages import MOST_PLACES, Cut, best, bound_again, cuts, keep
+from autopar.ilp.stages import MOST_PLACES, Cut, Found, best, bound_again, cuts, keep
 from autopar.units import show_bytes
 
 RUNGS = 5  # levels of recomputing, beside none, among which stages choose
+TRIES = 3  # of caps for tables, where the replay finds more
+LOWER = 0.99  # of the cap, beside what was too much
 PROBES = 4  # of where in a stage the level changes
 
 
@@ -93,6 +100,7 @@ def staged(
     places: Sequence[int] | None = None,
     known: Sequence[int] | None = None,
     recompute: Recompute = Recompute.NONE,
+    offload: Offload = Offload.NONE,
     beat: float = math.inf,
     limit: float = math.inf,
 ) -> Step:
@@ -101,10 +109,10 @@ def staged(
     of stages among them are where it is sought first.
 
     `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
-    was found with memory to spare. Where parts may be computed again so that it fits, stages choose for
-    themselves. Raises InputError or InfeasibleError as `cut` does, BeatenError if even without a cap neither
-    this placement nor another takes less than `beat` seconds, nor this one than `limit`: as it is cut here
-    without a cap, or by its bound under the cap.
+    was found with memory to spare. Where parts may be computed again so that it fits, or tensors moved,
+    stages choose for themselves. Raises InputError or InfeasibleError as `cut` does, BeatenError if even
+    without a cap neither this placement nor another takes less than `beat` seconds, nor this one than
+    `limit`: as it is cut here without a cap, or by its bound under the cap.
     """
     if starts is not None:
         places = tuple(sorted({0, *starts, len(graph.operators)}))
@@ -114,33 +122,162 @@ def staged(
         apart = inseparable(graph)
         places = tuple(place for place in places if place not in apart)
     table = intervals(graph, prices, solution.program, hop, places=places)
-    programs = [solution.program]
-    if starts is None:
+    if starts is not None:
+        schedule = schedules[0]
+        found = keep(table, schedule, starts)
+        free = found.seconds
+        program, found = _parted(graph, prices, [solution.program], hop, schedule, None, found)
+    else:
         uncapped = cuts([table], schedules, cap=None, known=known)
         found, schedule = best(uncapped)
-        free, bound = found.seconds, found.bound
-        refuse_beaten(bound * share_of(solution, relaxed), beat)
+        free = found.seconds
+        refuse_beaten(found.bound * share_of(solution, relaxed), beat)
         refuse_beaten(free, limit)
         if cap is not None and max(found.rank_bytes) > cap:
-            if recompute is Recompute.AUTO:
-                programs = ladder(graph, prices, solution.program, RUNGS)
-                spared = shares(graph, prices, solution.program)
-                bound = max(bound, bound_again(table, spared, schedules, cap=cap))
-                refuse_beaten(bound, limit)
-            tables = [table, *(intervals(graph, prices, each, hop, places=places) for each in programs[1:])]
-            found, schedule = best(cuts(tables, schedules, cap=cap, known=known, free=uncapped))
-            bound = bound if len(tables) > 1 else found.bound
-    else:
-        found, schedule = keep(table, schedules[0], starts), schedules[0]
-        free, bound = found.seconds, found.bound
-    if programs[-1].recompute:
-        limited = None if starts is not None else cap
-        inner = table.places if schedule.kind in SPLIT_BACKWARD else ()
-        program, exact = Parting(graph, prices, programs, hop, schedule, limited, inner).of(found)
-        solution = replace(solution, program=program)
-        found = replace(exact, places=found.places)
-    found = replace(found, bound=min(bound, found.seconds))
+            lean = _Lean(
+                graph, prices, solution.program, hop, cap, table, uncapped, known, recompute, offload
+            )
+            program, found, schedule = lean.fastest(schedules, bound=found.bound, limit=limit)
+        else:
+            inner = table.places
+            program, found = _parted(graph, prices, [solution.program], hop, schedule, cap, found, inner)
+    solution = replace(solution, program=program)
+    found = replace(found, bound=min(found.bound, found.seconds))
     return step_of(graph, prices, solution, found, schedule, free=free, share=share_of(solution, relaxed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to meet a cap: with some schedules, and with what hides on the host, or without. Its cuts take
+    at least `bound` seconds."""
+
+    schedules: Sequence[Schedule]
+    offloads: bool
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Lean:
+    """Cuts of one placement that meet a cap: `table` is that of the placement as it is, `free` are its best
+    cuts without the cap."""
+
+    graph: Graph
+    prices: Prices
+    program: Program
+    hop: LinkLike
+    cap: int
+    table: Intervals
+    free: Sequence[Found]
+    known: Sequence[int] | None
+    recompute: Recompute
+    offload: Offload
+
+    def fastest(
+        self, schedules: Sequence[Schedule], *, bound: float, limit: float
+    ) -> tuple[Program, Cut, Schedule]:
+        """The fastest way's program, and its cut with a bound for all of them, at least `bound`. Raises
+        BeatenError if none takes less than `limit` seconds, the InfeasibleError that asks for least if none
+        meets the cap."""
+        waiting = self.ways(schedules)
+        refuse_beaten(max(bound, min(way.bound for way in waiting)), limit)
+        bounds, failures = list[float](), list[InfeasibleError]()
+        fastest: tuple[Program, Cut, Schedule] | None = None
+        while waiting:
+            way = waiting.pop(0)
+            if fastest and way.bound >= fastest[1].seconds:
+                bounds.append(way.bound)
+                continue
+            try:
+                program, cut, schedule = self.cut(way)
+            except InfeasibleError as error:  # of an estimate of what hides, perhaps
+                failures.append(error)
+                waiting += [self.plain(way.schedules)] if way.offloads else []
+                continue
+            bounds.append(max(way.bound, cut.bound))
+            if fastest is None or cut.seconds < fastest[1].seconds:
+                fastest = program, cut, schedule
+        if fastest is None:
+            raise min(failures, key=lambda error: error.least or 0)
+        program, cut, schedule = fastest
+        return program, replace(cut, bound=max(bound, min(bounds))), schedule
+
+    def ways(self, schedules: Sequence[Schedule]) -> list[_Way]:
+        """The ways there are, the one that promises most first."""
+        link = self.prices.cluster.host
+        if self.offload is not Offload.AUTO or link is None:
+            return [self.plain(schedules)]
+        split = [each for each in schedules if each.kind in SPLIT_BACKWARD]
+        whole = [each for each in schedules if each.kind not in SPLIT_BACKWARD]
+        found = [self.plain(split)] if split else []
+        if whole:
+            found.append(_Way(whole, True, self.bound(whole, away=link.bandwidth)))
+        return sorted(found, key=lambda way: way.bound)
+
+    def plain(self, schedules: Sequence[Schedule]) -> _Way:
+        """The way that moves nothing."""
+        return _Way(schedules, False, self.bound(schedules) if self.recompute is Recompute.AUTO else 0.0)
+
+    def bound(self, schedules: Sequence[Schedule], *, away: float = 0.0) -> float:
+        spared = replace(shares(self.graph, self.prices, self.program), away=away)
+        return bound_again(self.table, spared, schedules, cap=self.cap)
+
+    def cut(self, way: _Way) -> tuple[Program, Cut, Schedule]:
+        """The best cut of a way as it runs; its bound is none if stages choose among levels. Where the replay
+        finds more than the tables do, it is sought anew under a cap that is lower by as much."""
+        graph, prices, hop, places = self.graph, self.prices, self.hop, self.table.places
+        programs = levels(graph, prices, self.program, recompute=self.recompute, offloads=way.offloads)
+        lean = [intervals(graph, prices, each, hop, places=places) for each in programs[1:]]
+        cap = self.cap
+        for left in reversed(range(TRIES)):
+            cut, schedule = best(self.cuts([self.table, *lean], way, cap))
+            try:
+                program, exact = _parted(graph, prices, programs, hop, schedule, self.cap, cut, places)
+                break
+            except InfeasibleError as error:
+                if not left or error.least is None:
+                    raise
+                cap = int(LOWER * cap * self.cap / error.least)
+        if len(programs) == 1:
+            return program, exact, schedule
+        shared = any(each.stages_per_rank > 1 for each in way.schedules)
+        if shared and not programs[0].recompute:  # levels part a rank's memory by a rule that may be wrong
+            with contextlib.suppress(InfeasibleError):
+                cut, other = best(self.cuts([self.table], way, self.cap))
+                if cut.seconds < exact.seconds:
+                    program, exact, schedule = programs[0], cut, other
+        return program, replace(exact, bound=0.0), schedule
+
+    def cuts(self, tables: Sequence[Intervals], way: _Way, cap: int) -> list[Found]:
+        return cuts(tables, way.schedules, cap=cap, known=self.known, free=self.free)
+
+
+def levels(
+    graph: Graph, prices: Prices, program: Program, *, recompute: Recompute, offloads: bool
+) -> list[Program]:
+    """The placement as it is, and others that need less memory: parts are computed again, if they may be, and
+    what hides is moved, if it `offloads`."""
+    found = ladder(graph, prices, program, RUNGS) if recompute is Recompute.AUTO else [program]
+    if not offloads:
+        return found
+    lean = [hiding_of_stages(graph, prices, each) for each in found]
+    return [found[0], *(each for each in lean if each.recompute or each.offload)]
+
+
+def _parted(
+    graph: Graph,
+    prices: Prices,
+    programs: Sequence[Program],
+    hop: LinkLike,
+    schedule: Schedule,
+    cap: int | None,
+    found: Cut,
+    places: Sequence[int] = (),
+) -> tuple[Program, Cut]:
+    """What the stages of a cut run of their levels, and the cut as it then is."""
+    if not any(each.recompute or each.offload for each in programs):
+        return programs[0], found
+    program, exact = Parting(graph, prices, programs, hop, schedule, cap, places).of(found)
+    return program, replace(exact, bound=found.bound, places=found.places)
 
 
 def step_of(
@@ -157,7 +294,7 @@ def step_of(
     fullest = max(range(schedule.ranks), key=lambda rank: cut.rank_bytes[rank])
     return Step(
         solution=solution,
-        cost=step_cost(graph, prices, solution.program),
+        cost=step_cost(graph, prices, replace(solution.program, offload=())),  # what is moved hides
         seconds=cut.seconds,
         bound=share * cut.bound,
         peak_bytes=cut.rank_bytes[fullest],
@@ -179,8 +316,8 @@ def share_of(solution: Solution, relaxed: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where in each stage of a cut its leaner level ends and the richer one begins: of recomputing, or of
-    placements, between which a stage turns at `seams`.
+    """Where in each stage of a cut its leaner level ends and the richer one begins: of what is computed again
+    and moved, or of placements, between which a stage turns at `seams`.
 
     The tables say about where; how far that can be moved is found by replaying all stages at once. Parts that
     are computed again and reach over a cut are cut there, too, which the tables don't know.
@@ -192,7 +329,7 @@ class Parting:
     hop: LinkLike
     schedule: Schedule
     cap: int | None
-    inner: Sequence[int]  # places between which halves of backward are told apart
+    inner: Sequence[int]  # places between which moments are told apart
     mixture: Mixture | None = None
     seams: Sequence[int] = ()
 
@@ -219,7 +356,9 @@ class Parting:
                     by = -by
                 now[stage] = min(max(now[stage] + by, 0), fitting[stage])
         program, found = replayed(fitting)
-        if self.cap is not None and (most := max(found.rank_bytes)) > self.cap:
+        if self.cap is None:
+            return program, found
+        if (most := max(found.rank_bytes)) > self.cap:
             raise InfeasibleError(
                 where="memory cap of a pipeline whose stages compute parts again",
                 found=f"{show_bytes(self.cap)} per device",
@@ -227,6 +366,20 @@ class Parting:
                 remedy="raise --memory, or use more devices or stages",
                 least=most,
             )
+        return self.fewest(
+            cut, [each[place] for each, place in zip(turns, fitting, strict=True)], found, program
+        )
+
+    def fewest(self, cut: Cut, turns: Sequence[int], found: Cut, program: Program) -> tuple[Program, Cut]:
+        """The same with as few tensors moved, the largest, as still fit."""
+        low, high = -1, len(program.offload)
+        while high - low > 1:
+            middle = (low + high) // 2
+            lean, trial = self.replayed(cut, turns, middle)
+            if max(trial.rank_bytes) <= (self.cap or 0):
+                high, program, found = middle, lean, trial
+            else:
+                low = middle
         return program, found
 
     def turns(self, mix: Mix, start: int, stop: int) -> Sequence[int]:
@@ -236,7 +389,8 @@ class Parting:
             return range(start, stop + 1)
         return [place for place in self.seams if start <= place <= stop]
 
-    def replayed(self, cut: Cut, turns: Sequence[int]) -> tuple[Program, Cut]:
+    def replayed(self, cut: Cut, turns: Sequence[int], most: int | None = None) -> tuple[Program, Cut]:
+        """The program in which stages turn so and move what hides, or the `most` largest of it; its cut."""
         operators = len(self.graph.operators)
         spans = [
             (level, first, last)
@@ -255,9 +409,18 @@ class Parting:
             rungs = len(self.programs) - len(self.mixture.programs)  # levels that are placed like the first
             levels = [max(0, level - rungs) for level, first, last in spans for _ in range(first, last)]
             placed = self.mixture.program(levels) or placed
-        program = replace(placed, recompute=tuple(parts))
+        program = replace(placed, recompute=tuple(parts), offload=())
+        if any(each.offload for each in self.programs):
+            away = [
+                frozenset(self.programs[level].offload)
+                for level, first, last in spans
+                for _ in range(first, last)
+            ]
+            program = moving_in_stages(
+                self.graph, self.prices, program, away, starts=cut.starts, schedule=self.schedule, most=most
+            )
         places = sorted({*self.inner, *cut.starts, operators})
-        table = intervals(self.graph, self.prices, program, self.hop, places=places)
+        table = intervals(self.graph, self.prices, program, self.hop, places=places, starts=cut.starts)
         return program, keep(table, self.schedule, cut.starts)
 
 

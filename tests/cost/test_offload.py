@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.cluster import Link
-from autopar.cost.offload import Clock, Movable, backward_wait, copy_seconds, forward_wait
+from autopar.cost.offload import (
+    Clock,
+    Movable,
+    backward_wait,
+    copy_seconds,
+    forward_wait,
+    hides_until,
+)
 from autopar.runtime.offload import AHEAD
 
 SLOW = Link(0.0, 1.0)
@@ -13,7 +22,9 @@ TIMES = Clock(forward=(0, 1, 2, 3, 4, 20), backward=(24, 22, 20, 18, 16, 0))
 
 
 def item(nbytes: int, *, made: int, needed: int) -> Movable:
-    return Movable(("x", ()), root=made, call=made, nbytes=nbytes, made=made, needed=needed, read=needed)
+    return Movable(
+        ("x", ()), root=made, call=made, nbytes=nbytes, home=made, made=made, needed=needed, read=needed
+    )
 
 
 def test_the_figures_below_are_for_two_ahead() -> None:
@@ -60,3 +71,30 @@ def test_backward_begins_two_ahead_and_waits_for_what_it_reads(nbytes: list[int]
 
 def test_every_copy_has_a_latency() -> None:
     assert copy_seconds(item(6, made=1, needed=1), Link(0.5, 2.0)) == 3.5
+
+
+def test_a_stage_has_a_clock_of_its_own() -> None:
+    assert TIMES.within(0, 5) == TIMES
+    stage = TIMES.within(2, 4)
+    assert stage.forward[2:] == (0, 1, 2)
+    assert stage.backward[2:] == (4, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "until"),
+    [
+        (1, 2),  # gone at 2; backward of a stage with operators 1 and 2 begins 2 before it is needed
+        (2, 2),  # gone at 3, when operator 2 has run
+        (3, 3),  # gone at 4
+        (5, 4),  # gone at 6, while operator 4 runs
+        (20, 5),  # never: it would be gone at 21
+    ],
+)
+def test_copies_hide_in_a_stage_that_goes_on_long_enough(nbytes: int, until: int) -> None:
+    (found,) = hides_until([item(nbytes, made=1, needed=2)], TIMES, SLOW)
+    assert found == until
+
+
+def test_copies_leave_one_after_the_other() -> None:
+    items = [replace(item(1, made=1, needed=needed), root=needed) for needed in (2, 1, 0)]
+    assert hides_until(items, TIMES, SLOW) == [2, 2, 3]  # gone at 2, 3 and 4

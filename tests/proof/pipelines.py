@@ -23,6 +23,7 @@ from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.verify import MOMENTUM, RATE, Record, difference, floor_of, seed
 from autopar.rewrite.program import rewrite
 from autopar.rewrite.stages import StageProgram, split
+from autopar.runtime.offload import offload
 from tests.proof.models import ROUNDING, Model, aten, evaluate, leaves
 from tests.proof.plans import LEAST
 
@@ -185,6 +186,8 @@ TRAPS = (
     "empty stage",
     "recomputed part",
     "recomputed part over a cut",
+    "offloaded tensor",
+    "offloaded tensor for a later stage",
 )
 
 
@@ -220,6 +223,10 @@ def traps(model: Model, program: Program, dims: Dims, pipeline: Pipeline) -> set
         "recomputed part over a cut": any(
             first < start < stop for first, stop in program.recompute for start in pipeline.starts
         ),
+        "offloaded tensor": any(offload in part for part in calls),
+        "offloaded tensor for a later stage": any(
+            node.args[0].target is offload for stage in cut for node in results(stage)
+        ),
     }
     return {name for name in TRAPS if found[name]}
 
@@ -227,6 +234,10 @@ def traps(model: Model, program: Program, dims: Dims, pipeline: Pipeline) -> set
 def relayed(stage: StageProgram) -> list[str]:
     """The values that a stage received and sends on, by name."""
     places = [node for node in stage.graph.nodes if node.op == "placeholder"][: len(stage.received)]
+    return [node.args[0].name for node in results(stage) if node.args[0] in places]
+
+
+def results(stage: StageProgram) -> list[fx.Node]:
+    """What a stage sends on: copies."""
     (output,) = (node for node in stage.graph.nodes if node.op == "output")
-    sent: list[fx.Node] = list(output.args[0])[: len(stage.sent)]
-    return [node.args[0].name for node in sent if node.args[0] in places]
+    return list(output.args[0])[: len(stage.sent)]

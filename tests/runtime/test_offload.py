@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 
 from autopar.core.costs import OptimizerState
 from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
+from autopar.core.pipeline import Pipeline
+from autopar.core.schedule import ScheduleKind
+from autopar.cost.intervals import intervals
 from autopar.cost.memory import peak_memory
 from autopar.cost.prices import Prices
 from autopar.errors import InputError
+from autopar.ilp import stages
+from autopar.ilp.flights import scheduled
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.rewrite.render import describe
@@ -277,6 +283,48 @@ def peaks(layers: int, *, away: bool, copies: int = 0) -> tuple[float, float]:
 def test_the_predicted_peak_is_the_measured_one(away: bool, layers: int, copies: int, pools: Pools) -> None:
     for predicted, measured in pools(2).run(partial(peaks, away=away, copies=copies), layers):
         assert predicted == pytest.approx(measured, abs=0.1)
+
+
+def staged_peaks(kind: ScheduleKind, *, away: bool) -> tuple[float, float]:
+    """The most that a step of two stages holds on this rank, as predicted and as measured, in activations."""
+    torch.manual_seed(0)
+    starts = (0, 10, 20, 30) if kind is ScheduleKind.INTERLEAVED else (0, 20)
+    pipeline = Pipeline(2, 4, kind, starts)
+    compiler = forced(Mesh((1,)), ["batch"], pipeline=pipeline, offload=away)
+    ours = ParallelModule(Deep(20, 0).double(), compiler, describe=describe, device=CPU, by_steps=True)
+    x = torch.randn(2 * ROWS, WIDTH, dtype=torch.float64)
+    ours.prepare(x)
+    graph, program = compiler.graphs[0], ours.plan.program
+    dims = Dims(graph, find_atoms(graph), Mesh((1,)))
+    prices = Prices(graph, dims, compiler.cluster.stage(2), ROUGH, optimizer=OptimizerState(0.0))
+    prices.micro_batches, prices.accumulates = 4, True
+    places = range(len(graph.operators) + 1)
+    table = intervals(graph, prices, program, compiler.cluster.intra, places=places, starts=starts)
+    schedule = scheduled(kind, 2, len(starts) // 2, 4)
+    predicted = stages.keep(table, schedule, starts).rank_bytes[dist.get_rank()]
+
+    def step() -> None:
+        ours.zero_grad(set_to_none=False)
+        ours.train_step(x)
+
+    step()
+    step()
+
+    def alive() -> Iterator[Tensor]:
+        yield from ours.parameters()
+        yield from (item.grad for item in ours.parameters() if item.grad is not None)
+        yield x
+
+    return predicted / ACTIVATION, peak_bytes(step, alive(), CPU) / ACTIVATION
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.INTERLEAVED])
+def test_stages_hold_less_while_what_they_keep_is_away(kind: ScheduleKind, pools: Pools) -> None:
+    kept, moved = (pools(2).run(partial(staged_peaks, away=away), kind) for away in (False, True))
+    for (expected, measured), (less_expected, less) in zip(kept, moved, strict=True):
+        assert expected == pytest.approx(measured, rel=0.1)
+        assert less_expected == pytest.approx(less, rel=0.1)
+        assert less < 0.75 * measured
 
 
 def test_a_deeper_net_needs_no_more_memory_on_the_device(pools: Pools) -> None:

@@ -100,6 +100,7 @@ CASES: dict[str, tuple[tuple[int, ...], list[str], Pipeline]] = {
     **{name: ((1,), ["batch"], pipeline) for name, pipeline in SCHEDULED.items()},
     **{name: ((2,), ["batch"], SCHEDULED[name.split()[0]]) for name in BY_BATCH},
     "zbv x filter": ((2,), ["filter"], SCHEDULED["zbv"]),
+    **{f"{name}, offloaded": ((1,), ["batch"], SCHEDULED[name]) for name in ("gpipe", "1f1b", "interleaved")},
     "four ranks": ((1,), ["batch"], Pipeline(4, MICRO_BATCHES, ScheduleKind.ONE_F_ONE_B, STARTS[4])),
     "no stages": ((2,), ["batch"], Pipeline(1, MICRO_BATCHES)),
 }
@@ -126,7 +127,7 @@ def parallel(
 ) -> ParallelModule:
     shape, wanted, pipeline = CASES[case]
     pipeline = replace(pipeline, starts=starts or pipeline.starts)
-    compiler = forced(Mesh(shape), wanted, pipeline=pipeline)
+    compiler = forced(Mesh(shape), wanted, pipeline=pipeline, offload=case.endswith("offloaded"))
     return ParallelModule(
         model, compiler, describe=describe, device=CPU, by_steps=True, exact_random=True, **options
     )
