@@ -37,9 +37,10 @@ from autopar.ilp.choose import Solution
 from autopar.ilp.fold import fold
 from autopar.ilp.placement import FREE, Dear
 from autopar.ilp.recompute import sparing
+from autopar.mesh_problem import MeshProblem
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Atoms, Dims
-from autopar.planning import Decision, MeshProblem, decide
+from autopar.planning import Decision, decide
 from autopar.request import Request
 from costdb.database import Database
 

@@ -1,7 +1,8 @@
 """Dependencies point one way.
 
-    errors, units  <-  core  <-  convert, ops, emit  <-  cost  <-  ilp  <-  request  <-  planning
-                        core  <-  runtime             rewrite  <-  compiler  <-  proof  <-  api  <-  cli
+    errors, units  <-  core  <-  convert, ops, emit  <-  cost  <-  ilp  <-  request
+                        core  <-  runtime             request  <-  mesh_problem  <-  planning
+                                                      rewrite  <-  compiler  <-  proof  <-  api  <-  cli
 
 - `core` is data: no graphs of torch.fx, no solver, no process group.
 - `ops` and `convert` know `core` alone; a rule writes calls through an interface.
@@ -53,6 +54,7 @@ ABOVE = {
     "target",
     "request",
     "report",
+    "mesh_problem",
     "planning",
     "compiler",
     "proof",
@@ -91,10 +93,11 @@ ALLOWED: dict[str, set[str]] = {
     "target": BASE | {"signature", "trace"},
     "request": BASE | {"ilp"},
     "report": BASE | {"cluster", "convert", "cost", "ilp", "micro_batches", "ops", "request"},
-    "planning": BASE
-    | {"cluster", "convert", "cost", "costdb", "ilp", "micro_batches", "ops", "report", "request"},
+    "mesh_problem": BASE | {"cluster", "cost", "ilp", "ops", "request"},
+    "planning": BASE | {"cluster", "cost", "costdb", "ilp", "mesh_problem", "ops", "report", "request"},
     "estimates": BASE | {"cost"},
-    "auto": BASE | {"cluster", "cost", "costdb", "estimates", "ilp", "ops", "planning", "request"},
+    "auto": BASE
+    | {"cluster", "cost", "costdb", "estimates", "ilp", "mesh_problem", "ops", "planning", "request"},
     "checkpoints": set(),
     "optimizer": BASE,
     "options": BASE | {"request"},

@@ -22,7 +22,8 @@ from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.model import Company
 from autopar.errors import InfeasibleError
-from autopar.planning import MEASURING_ROUNDS, Decision, Found, MeshProblem, decide, finish
+from autopar.mesh_problem import MeshProblem
+from autopar.planning import MEASURING_ROUNDS, Decision, Found, decide, finish
 from autopar.request import Request
 from costdb.database import Database
 

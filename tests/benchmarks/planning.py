@@ -38,10 +38,10 @@ from tests.planning import weight_bytes
 
 PHASES = {  # the functions in which each phase happens, as their callers name them
     "trace": ("autopar.compiler.trace",),
-    "price": ("autopar.planning.build_space",),
+    "price": ("autopar.mesh_problem.build_space",),
     "write": ("autopar.ilp.placement.Problem.__init__",),
     "solve": ("autopar.ilp.choose.solve", "autopar.ilp.symmetry.solve"),
-    "cut": ("autopar.planning.staged",),
+    "cut": ("autopar.mesh_problem.staged",),
 }
 REST = "rest"
 INTRA, INTER = Link(2e-6, 450e9), Link(5e-6, 50e9)

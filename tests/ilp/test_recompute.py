@@ -28,8 +28,8 @@ from autopar.ilp.recompute import everything, fit, ladder
 from autopar.ilp.space import build_space
 from autopar.ilp.stages import best, bound_again, cuts, keep, least_bytes
 from autopar.ilp.step import once, staged
+from autopar.mesh_problem import MeshProblem
 from autopar.ops.analysis import find_atoms
-from autopar.planning import MeshProblem
 from autopar.request import Request
 from tests.ilp.brute_force import (
     BruteForce,

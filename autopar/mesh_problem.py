@@ -1,0 +1,433 @@
+"""One mesh's problem: what the best step on it is, its placement and its cut into stages.
+
+Every placement is solved once, whatever is asked of the step. All stages have the same mesh and share one
+placement, in which a memory cap may have its part; refined, they may turn to others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+from autopar.cluster import ClusterSpec, Link
+from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
+from autopar.core.offload import Offload
+from autopar.core.pipeline import kept_starts, stages_per_rank
+from autopar.core.plan import Program
+from autopar.core.recompute import Recompute
+from autopar.core.schedule import Schedule, ScheduleKind
+from autopar.cost.intervals import choose_places, crossing_bytes, intervals
+from autopar.cost.memory import peak_memory
+from autopar.cost.model import CostModel
+from autopar.cost.prices import Prices
+from autopar.cost.step import step_cost
+from autopar.errors import InfeasibleError, InputError
+from autopar.ilp.checkpoints import respect
+from autopar.ilp.choose import BeatenError, Solution, refuse_beaten
+from autopar.ilp.exchange import MOST_OPERATORS, Exchange
+from autopar.ilp.flights import mean_flight, scheduled
+from autopar.ilp.fold import Folding, fold
+from autopar.ilp.frontier import Priced
+from autopar.ilp.near_cuts import is_worthwhile, near_step
+from autopar.ilp.pairs import Scarcity
+from autopar.ilp.placement import FREE, Dear, Problem, Space
+from autopar.ilp.refine import Refinement
+from autopar.ilp.space import Force, Kinds, build_space, is_heavy, kind_by_axis, name_of
+from autopar.ilp.stages import MOST_PLACES
+from autopar.ilp.step import Step, once, staged, unstaged
+from autopar.ilp.symmetry import choose_named
+from autopar.ops.dims import Atoms, Dims
+from autopar.request import Request
+
+PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
+PRICE_STEPS = 4  # of the bisection between them
+KNOWN_STEPS = 2  # the same, where a plan that fits is known
+BOUNDED = (0.5, 0.8, 1.0, 1.2, 1.6)  # times what a byte has cost: prices for a bound
+SAME = 1e-9  # of seconds: less is rounding
+NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
+MIXED = 3  # placements, beside a step's own, that its operators may follow
+FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
+
+Asked = tuple[Force | None, int | None, Dear, bool, Recompute]  # of a placement: see `MeshProblem.solve`
+
+
+@dataclass(slots=True)
+class MeshProblem:
+    """One mesh's problem; each placement is solved once, whatever is asked of the step."""
+
+    graph: Graph
+    atoms: Atoms
+    mesh: Mesh
+    cluster: ClusterSpec
+    model: CostModel
+    request: Request
+    cap: int | None
+    hop: Link
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.schedules = [
+            scheduled(kind, request.stages, stages_per_rank(kind), request.micro_batches)
+            for kind in stageable(self.graph, request)
+        ]
+        self.dims = Dims(self.graph, self.atoms, self.mesh)
+        self.prices = Prices(
+            self.graph,
+            self.dims,
+            self.cluster,
+            self.model,
+            training=self.request.training,
+            optimizer=self.request.optimizer,
+            once=once(self.request.stages, self.request.micro_batches),
+            micro_batches=self.request.micro_batches,
+            accumulates=self.request.training and self.request.micro_batches > 1,
+        )
+        self.folding = fold(self.graph, self.dims, self.request.pins)
+
+    dims: Dims = dataclasses.field(init=False)
+    prices: Prices = dataclasses.field(init=False)
+    folding: Folding = dataclasses.field(init=False)
+    schedules: list[Schedule] = dataclasses.field(init=False)
+    beat: float = math.inf  # seconds of a step; no placement is sought that can't take less
+    others: float = math.inf  # seconds that no step on another mesh takes less than
+    rival: Step | None = None  # what can't be faster under any schedule is timed under its schedule alone
+    places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
+    spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
+    solved: dict[Asked, Solution] = dataclasses.field(default_factory=dict)
+
+    def plan(
+        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
+    ) -> Step:
+        """The best step; in it the model's own checkpoints, if no others are asked for. Its bound is none if
+        it need not be `bounded`."""
+        found = self.fastest(force, deadline, cap=cap, bounded=bounded)
+        if self.request.training and self.request.recompute is Recompute.AUTO:
+            count = self.request.micro_batches
+            found = respect(self.graph, self.prices, found, micro_batches=count, hop=self.hop, cap=cap)
+        if bounded and found.cut is not None and len(self.graph.operators) <= MOST_OPERATORS:
+            found = dataclasses.replace(found, bound=min(found.seconds, self.least(force, deadline)))
+        return found
+
+    def least(self, force: Force | None, deadline: float | None) -> float:
+        """Seconds that no step with stages takes less than, whatever the placement and the cut."""
+        fastest = self.solve(force, deadline, cap=None)
+        program = fastest.program
+        places = self.places or choose_places(crossing_bytes(self.graph, self.prices, program), MOST_PLACES)
+        table = intervals(self.graph, self.prices, program, self.hop, places=places)
+        space = self.spaces[force]
+        return Exchange(self.graph, self.prices, space, self.folding, fastest, table).bound(self.schedules)
+
+    def fastest(
+        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
+    ) -> Step:
+        """The best step; with stages under a cap, of several placements for which memory has a price."""
+        if self.request.relay:
+            return unstaged(self.graph, self.prices, self.solve(force, deadline, cap=None), 1)
+        if self.request.stages == 1:
+            solution = self.solve(force, deadline, cap=cap, bounded=bounded)
+            return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
+        fastest = self.solve(force, deadline, cap=None, bounded=bounded)
+        try:
+            found = self.cut(fastest, force, deadline, cap, bounded=bounded)
+        except BeatenError:
+            raise
+        except InfeasibleError as error:
+            hopeless = cap is not None and error.least is not None and error.least > FAR * cap
+            near = self.near(fastest, None, force, deadline, cap) if bounded and not hopeless else None
+            if near is None:
+                raise
+            return near
+        return (self.near(fastest, found, force, deadline, cap) if bounded else None) or found
+
+    def cut(
+        self,
+        fastest: Solution,
+        force: Force | None,
+        deadline: float | None,
+        cap: int | None,
+        *,
+        bounded: bool,
+    ) -> Step:
+        """The best step of the fastest placement, or under a cap of others for which memory has a price."""
+        if bounded:
+            refuse_beaten(self.even_seconds(fastest.bound), self.beat)
+        if not self.has_room(fastest, cap):
+            return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
+        try:
+            found = self.stage(fastest, cap, beat=self.beat if bounded else math.inf)
+        except BeatenError:
+            raise
+        except InfeasibleError:
+            return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
+        dear = found.gap > max(NEAR, self.request.gap)
+        if dear and self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
+            others = self.leaner(fastest, force, deadline, cap, known=found)
+            return min([found, *others], key=lambda step: step.seconds)
+        return found
+
+    def near(
+        self,
+        fastest: Solution,
+        found: Step | None,
+        force: Force | None,
+        deadline: float | None,
+        cap: int | None,
+    ) -> Step | None:
+        """What is better than `found` among placements that differ from it, or from the fastest, by few
+        choices; None if the graph is too large to look at many."""
+        scarce = found is None or bool(found.solution.program.recompute or found.solution.program.offload)
+        if not is_worthwhile(len(self.graph.operators), scarce=scarce):
+            return None
+        space, solution = self.spaces[force], found.solution if found else fastest
+
+        def step_of(program: Program) -> Step:
+            seconds = step_cost(self.graph, self.prices, program).weighted(self.prices.once)
+            peak = peak_memory(self.graph, self.prices, program)
+            placed = dataclasses.replace(fastest, program=program, seconds=seconds, peak=peak)
+            return self.stage(placed, cap, fastest.bound)
+
+        scarce_cap = None if cap is None else math.inf  # under which weights may be gathered again
+        problem = Problem(self.graph, self.prices, space, self.folding, cap=scarce_cap)
+        return near_step(problem, solution.program, found, step_of, deadline=deadline)
+
+    def leaner(
+        self,
+        fastest: Solution,
+        force: Force | None,
+        deadline: float | None,
+        cap: int | None,
+        *,
+        known: Step | None = None,
+    ) -> list[Step]:
+        """Placements that meet the cap; fewer if one that meets it is `known`. If they compute parts again
+        for that, also those that are chosen with a view to it, which may promise more than parts hold."""
+        kept = min(map(mean_flight, self.schedules))
+        unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
+
+        def at(price: float, recompute: Recompute) -> Solution:
+            dear = Dear(state=price * unit, kept=price * unit * kept)
+            return self.solve(force, deadline, cap=None, dear=dear, recompute=recompute)
+
+        asked, best, found = self.request.recompute, known, list[Step]()
+        for recompute in (Recompute.NONE, asked) if asked is Recompute.AUTO else (asked,):
+            if not found or best is None or best.solution.program.recompute:
+                found += self.priced(fastest, partial(at, recompute=recompute), cap, known=best)
+                best = min([*found, *([best] if best else [])], key=lambda step: step.seconds, default=None)
+        return found if found or known else [self.stage(at(PRICES[1], asked), cap, fastest.bound)]
+
+    def priced(
+        self, fastest: Solution, at: Callable[[float], Solution], cap: int | None, *, known: Step | None
+    ) -> list[Step]:
+        """Those that meet the cap of the placements `at` some prices of memory: bisected to where they just
+        do without computing anything again."""
+        low, high = map(math.log, PRICES)
+        found: dict[float, Step] = {}
+        failed: list[Program] = []
+        beaten: list[Program] = []
+        for _ in range(KNOWN_STEPS if known else PRICE_STEPS):
+            middle = (low + high) / 2
+            placed = at(math.exp(middle))
+            best = min(found, key=lambda price: found[price].seconds, default=None)
+            if placed.program in failed:
+                low = middle
+            elif known and known.free * placed.seconds >= known.seconds * fastest.seconds:
+                high = middle  # slower even if it computed nothing again
+            elif not self.has_room(placed, cap):
+                low = middle
+            elif best is not None and (
+                placed.program in beaten or self.even_seconds(placed.seconds) >= found[best].seconds
+            ):
+                low, high = (low, middle) if best < middle else (middle, high)
+            else:
+                try:
+                    limit = math.inf if best is None else found[best].seconds
+                    found[middle] = step = self.stage(placed, cap, fastest.bound, limit=limit)
+                except BeatenError:
+                    beaten.append(placed.program)
+                    low, high = (low, middle) if best is not None and best < middle else (middle, high)
+                    continue
+                except InfeasibleError:
+                    low = middle
+                    failed.append(placed.program)
+                    continue
+                plain = self.request.recompute is Recompute.ALL or not step.solution.program.recompute
+                low, high = (low, middle) if plain else (middle, high)
+        return list(found.values())
+
+    def even_seconds(self, seconds: float) -> float:
+        """Of a step in which all stages of a placement took the same part of `seconds`, and none waited."""
+        return self.request.micro_batches * seconds / self.request.stages
+
+    def has_room(self, solution: Solution, cap: int | None) -> bool:
+        """Whether the cap holds a rank's part of all state; no cut meets it else."""
+        return cap is None or solution.peak.state <= cap * self.request.stages
+
+    def refined(self, step: Step) -> Step:
+        """The step with all that makes it faster where it is, with a closer bound."""
+        if step.cut is None:
+            return step
+        fastest = self.solve(self.request.force, None, cap=None)
+        refinement = Refinement(
+            self.graph,
+            self.prices,
+            self.hop,
+            self.cap,
+            self.request.recompute,
+            self.offload,
+            self.schedules,
+            fastest.bound,
+        )
+        fixed = self.request.homes is not None or self.places is not None
+        few = len(self.graph.operators) <= MOST_OPERATORS  # with a bound of their own
+        if few or fixed or self.graph.checkpoints:
+            return refinement.refilled(step)
+        if self.cap is not None and step.solution.seconds > fastest.seconds * (1 + SAME):
+            refinement.others, refinement.scarcity = self.others_than(step, fastest)
+        found = refinement.of(step)
+        return dataclasses.replace(found, bound=min(found.bound, self.others))
+
+    def others_than(self, step: Step, fastest: Solution) -> tuple[list[Program], Scarcity | None]:
+        """Of a step that memory made slower: placements that are faster and take more, and what memory makes
+        all placements take, by prices around what a byte has cost."""
+        force, kept, solution = self.request.force, min(map(mean_flight, self.schedules)), step.solution
+        ask = partial(Priced, self.graph, self.prices, self.spaces[force], self.folding)
+        corners = list(ask().corners(kept, solution.seconds * (1 - SAME)))
+        spared = fastest.peak.state - solution.peak.state + kept * (fastest.peak.kept - solution.peak.kept)
+        others = [*corners[:1], *corners[1:][1 - MIXED :]]
+        if spared <= 0:
+            return others, None
+        again = self.request.recompute is not Recompute.NONE
+        price = self.request.micro_batches * (solution.seconds - fastest.seconds) / spared
+        return others, Scarcity(
+            cap=float(self.cap or 0),
+            free=fastest.bound,
+            prices=[factor * price for factor in BOUNDED],
+            least=cache(ask(relaxed=True, again=again).least),
+        )
+
+    def stage(
+        self,
+        solution: Solution,
+        cap: int | None,
+        relaxed: float | None = None,
+        *,
+        beat: float = math.inf,
+        limit: float = math.inf,
+    ) -> Step:
+        """The placement's best step under any of the schedules; see `staged`."""
+        starts, schedules = None, self.schedules
+        if self.rival and self.rival.schedule and self.even_seconds(solution.seconds) >= self.rival.seconds:
+            schedules = [self.rival.schedule]
+        if self.request.homes is not None:
+            starts = kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
+        return staged(
+            self.graph,
+            self.prices,
+            solution,
+            schedules=schedules,
+            hop=self.hop,
+            cap=cap,
+            relaxed=relaxed,
+            starts=starts,
+            places=self.places,
+            recompute=self.request.recompute,
+            offload=self.offload,
+            beat=beat,
+            limit=limit,
+        )
+
+    @property
+    def offload(self) -> Offload:
+        """What may be moved to the host."""
+        may = self.request.training and self.cluster.host is not None
+        return self.request.offload if may else Offload.NONE
+
+    def solve(
+        self,
+        force: Force | None,
+        deadline: float | None,
+        *,
+        cap: int | None,
+        dear: Dear = FREE,
+        bounded: bool = True,
+        recompute: Recompute | None = None,
+    ) -> Solution:
+        """The best placement of the whole graph, with `recompute` instead of the request's; see `choose`."""
+        recompute = self.request.recompute if recompute is None else recompute
+        for proven in (True, False)[: 1 if bounded else 2]:
+            if (force, cap, dear, proven, recompute) in self.solved:
+                return self.solved[force, cap, dear, proven, recompute]
+        if cap is not None:
+            fastest = self.solve(force, deadline, cap=None, bounded=bounded)
+            if fastest.peak.nbytes <= cap:
+                return fastest
+        if force not in self.spaces:
+            if force is not None:
+                check_force(self.graph, self.prices, force)
+            self.spaces[force] = build_space(
+                self.graph,
+                self.prices,
+                self.folding,
+                force=force,
+                pins=self.request.pins if force is self.request.force else None,
+                stored=self.request.stored,
+                local_inputs=self.request.local_inputs,
+                user_layouts=self.request.user_layouts,
+                local_outputs=self.request.local_outputs,
+                shard_state=self.request.shard_state,
+            )
+        found = choose_named(
+            self.graph,
+            self.prices,
+            self.spaces[force],
+            self.folding,
+            cap=cap,
+            gap=self.request.gap,
+            time_limit=None if deadline is None else max(0.1, deadline - time.monotonic()),
+            dear=dear,
+            bounded=bounded,
+            recompute=recompute,
+            offload=self.offload if self.request.stages == 1 else Offload.NONE,
+            beat=self.beat / self.request.micro_batches if bounded and self.request.stages == 1 else math.inf,
+        )
+        self.solved[force, cap, dear, bounded, recompute] = found
+        return found
+
+
+def stageable(graph: Graph, request: Request) -> list[ScheduleKind]:
+    """The schedules whose stages have an operator each; raises InputError if none are left."""
+    kinds, most = request.kinds(), len(graph.operators)
+    found = [kind for kind in kinds if request.stages * stages_per_rank(kind) <= most]
+    if kinds and not found:
+        least = min(request.stages * stages_per_rank(kind) for kind in kinds)
+        raise InputError(
+            where="--stages",
+            found=f"{least} stages for {most} operators",
+            wanted=f"at most {most}",
+            remedy="use fewer stages",
+        )
+    return found
+
+
+def check_force(graph: Graph, prices: Prices, force: Force) -> None:
+    """Raise InfeasibleError for a kind of which no operator that computes has a factor as long as an axis."""
+    kinds, mesh = Kinds(graph, prices.dims), prices.dims.mesh
+    heavy = [item for item in graph.operators if is_heavy(item, prices)]
+    by_axis = kind_by_axis(force, mesh)
+    for wanted in dict.fromkeys(by_axis):
+        least = min((mesh.shape[axis] for axis in kinds.axes() if by_axis[axis] is wanted), default=1)
+        longest = max((kinds.longest(item, wanted) for item in heavy), default=0)
+        if longest < least or not longest:
+            raise InfeasibleError(
+                where=f"--force {name_of(force)} on mesh {mesh}",
+                found=f"no {wanted.value} factor longer than {longest}"
+                if longest
+                else f"no {wanted.value} factor",
+                wanted=f"an operator with one of at least {least}, the size of an axis",
+                remedy="choose another kind, a smaller mesh or larger inputs",
+            )
