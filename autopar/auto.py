@@ -24,17 +24,20 @@ from functools import lru_cache
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
+from autopar.core.offload import Offload
 from autopar.core.placement import Shard
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.intervals import crossing_bytes
+from autopar.cost.memory import peak_memory
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.step import step_cost
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.estimates import Choice, Screened, bottleneck
 from autopar.ilp.choose import Solution
 from autopar.ilp.fold import fold
+from autopar.ilp.offload import hiding
 from autopar.ilp.placement import FREE, Dear
 from autopar.ilp.recompute import sparing
 from autopar.mesh_problem import MeshProblem
@@ -284,11 +287,15 @@ class _Screen:
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
-        graph, program, again, spared = problem.graph, solution.program, 0.0, 0
+        graph, program, again, spared, hidden = problem.graph, solution.program, 0.0, 0, 0
         prices = [problem.prices.operator(item, program.strategies[item.name]) for item in graph.operators]
         largest = solution.peak.kept * sample.count / ranks  # of the fewest micro-batches
-        if self.request.recompute is Recompute.AUTO and solution.peak.state / ranks + largest > self.cap:
+        scarce = solution.peak.state / ranks + largest > self.cap
+        if scarce and self.request.recompute is Recompute.AUTO:
             again, spared = sparing(graph, problem.prices, program)
+        if scarce and ranks == 1 and problem.offload is Offload.AUTO:
+            away = hiding(graph, problem.prices, program)
+            hidden = max(0, solution.peak.kept - peak_memory(graph, problem.prices, away).kept)
         launches = 2 * sum(len(price.calls) for price in prices)
         seconds, samples = [price.seconds for price in prices], self.batch // sample.count
         cost = step_cost(graph, problem.prices, program)
@@ -310,6 +317,7 @@ class _Screen:
             kept_bytes=solution.peak.kept,
             again=again,
             lean_bytes=max(0, solution.peak.kept - spared),
+            hidden_bytes=hidden,
         )
 
     def least_crossing(self, problem: MeshProblem, solution: Solution) -> int:

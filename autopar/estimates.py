@@ -46,8 +46,9 @@ class Screened:
     seconds of the slowest stage of the most even cut, `weights` those that gradients of weights alone take,
     `fixed` those that don't shrink with the samples. `shards` says for which part of the seconds the
     `samples` are shared by how many devices; only where placements are free can uneven ones be split
-    otherwise. Of `hop_bytes` are the values that cross a good cut. If
-    everything is computed again in backward, that takes `again` seconds and `lean_bytes` are kept."""
+    otherwise. Of `hop_bytes` are the values that cross a good cut. If everything is computed again in
+    backward, that takes `again` seconds and `lean_bytes` are kept. Without stages `hidden_bytes` of what is
+    kept hide on their way to the host and back."""
 
     ranks: int
     mesh: Mesh
@@ -65,6 +66,7 @@ class Screened:
     kept_bytes: int
     again: float
     lean_bytes: int
+    hidden_bytes: int = 0
 
     def choice(self, micro_batches: int, kinds: Sequence[ScheduleKind], cap: float) -> Choice:
         """That of the best schedule; without stages there are no `kinds`."""
@@ -72,9 +74,11 @@ class Screened:
         return min(found, key=lambda each: (each.nbytes > cap, each.seconds))
 
     def under(self, kind: ScheduleKind | None, micro_batches: int, cap: float) -> Choice:
-        """With as much computed again as it takes to meet the cap: in proportion."""
+        """With as much computed again as it takes to meet the cap beside what hides: in proportion."""
         seconds = self.seconds(kind, micro_batches)
         nbytes = self.nbytes(kind, micro_batches, self.kept_bytes)
+        if kind is None:
+            nbytes -= min(max(0.0, nbytes - cap), self.hidden_bytes * self.count / micro_batches)
         spared = nbytes - self.nbytes(kind, micro_batches, self.lean_bytes)
         if nbytes > cap and spared > 0:
             share = min(1.0, (nbytes - cap) / spared)

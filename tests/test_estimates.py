@@ -49,6 +49,15 @@ def test_no_cut_has_a_faster_slowest_part(parts: int) -> None:
         assert bottleneck(seconds, parts) == pytest.approx(least)
 
 
+def test_what_hides_comes_before_what_is_computed_again_and_of_one_stage_alone() -> None:
+    one = replace(EVEN, ranks=1, slowest=3.0, hidden_bytes=10)
+    for cap, seconds, nbytes in ((140, 12.0, 140), (135, 12.0, 135), (130, 12.0, 130), (115, 14.0, 115)):
+        found = one.under(None, 4, cap)  # 140 bytes; 4 seconds take 30 of them less
+        assert (found.seconds, found.nbytes) == (pytest.approx(seconds), pytest.approx(nbytes))
+    staged = replace(EVEN, hidden_bytes=10)
+    assert staged.under(ScheduleKind.GPIPE, 4, 1) == EVEN.under(ScheduleKind.GPIPE, 4, 1)
+
+
 def test_an_estimate_is_near_to_what_planning_comes_to() -> None:
     screen = _Screen(graph_of, [1, 2, 4, 8, 16], BATCH, CLUSTER, OPEN, None)
     choices = screen.choices(2)
