@@ -212,8 +212,9 @@ class CutProblem:
             return
         between, count = _Levels.of(self.table, self.levels), self.schedule.micro_batches
         seconds = np.stack([count * each.seconds + each.sync + each.update for each in self.levels])
+        holds = [self.holds_of(each) for each in self.levels]
         for stage in range(self.schedule.stages):
-            nbytes = np.stack([self.bytes_of(stage, each) for each in self.levels])
+            nbytes = np.stack([self.bytes_of(stage, *each) for each in zip(self.levels, holds, strict=True)])
             self.mixes.append(_Mixes.under(self.cap * self.part(stage), nbytes, seconds))
             self.tables.append(between.mixed(self.mixes[-1]))
 
@@ -365,18 +366,22 @@ class CutProblem:
 
     def stage_bytes(self, stage: int) -> Table:
         """The peak of a rank with this one stage alone."""
-        return self.bytes_of(stage, self.tables[stage])
+        return self.bytes_of(stage, self.tables[stage], self.holds[stage])
 
-    def bytes_of(self, stage: int, table: Intervals) -> Table:
+    def bytes_of(self, stage: int, table: Intervals, holds: Holds) -> Table:
         """The same, had the stage these tables."""
-        rank, holds = self.schedule.rank_of(stage), self.holds_of(table)
-        received_back = self.table.received_back
+        rank, received_back = self.schedule.rank_of(stage), self.table.received_back
         place = stages_of(self.schedule, rank).index(stage)
         peak = np.full_like(holds.kept, -np.inf)
         for moments, beside in zip(flights(self.schedule)[rank], self.beside(table, holds), strict=True):
             for count, half, back in of_one(moments, place):
-                held = count * holds.kept + half * holds.held + back * received_back[:, None]
-                peak = np.maximum(peak, held + beside)
+                held = count * holds.kept
+                if half:
+                    held += half * holds.held
+                if back:
+                    held += back * received_back[:, None]
+                held += beside
+                np.maximum(peak, held, out=peak)
         (ending,) = of_one((endings(self.schedule)[rank][place],), place)
         peak = np.maximum(peak, table.summing + ending[2] * received_back[:, None])
         return np.triu(self.always_there(stage, table) + peak, 1)

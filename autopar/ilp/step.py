@@ -149,7 +149,7 @@ def staged(
 @dataclass(frozen=True, slots=True)
 class _Way:
     """A way to meet a cap: with some schedules, and with what hides on the host, or without. Its cuts take
-    at least `bound` seconds."""
+    at least `bound` seconds, 0 if that isn't known beforehand."""
 
     schedules: Sequence[Schedule]
     offloads: bool
@@ -189,8 +189,9 @@ class _Lean:
                 continue
             try:
                 program, cut, schedule = self.cut(way)
-            except InfeasibleError as error:  # of an estimate of what hides, perhaps
+            except InfeasibleError as error:  # by what tables and replays differ, perhaps
                 failures.append(error)
+                bounds += [way.bound] if way.bound else []
                 waiting += [self.plain(way.schedules)] if way.offloads else []
                 continue
             bounds.append(max(way.bound, cut.bound))
