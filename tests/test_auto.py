@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import plan
-from autopar.auto import ROUGH, decide_all
+from autopar.auto import ROUGH, _Screen, decide_all
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.plan import Alternative
 from autopar.core.schedule import ScheduleKind
+from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, InputError, TraceError
+from autopar.estimates import Choice
 from autopar.ilp import step
 from autopar.ilp.choose import BeatenError
-from autopar.planning import _prefer_simpler, decide, finish, search
+from autopar.planning import Decision, _prefer_simpler, decide, finish, search
 from autopar.request import Request
 from autopar.simplify import only_loss
 from autopar.trace import trace
@@ -58,6 +61,31 @@ def test_without_stages_no_micro_batch_has_fewer_samples_than_there_are_devices(
     found = finish(decide_all(graph_of, BATCH, fast, OPEN)).plan
     alone = search(graph_of(1), fast, Request(measure=False, alternatives=False)).plan
     assert found.step_seconds <= alone.step_seconds * (1 + ROUGH)  # meshes are compared by estimates
+
+
+@pytest.mark.parametrize(("measure", "planned"), [(True, [4, 2, 1]), (False, [4, 2])])
+def test_measured_plans_may_be_faster_than_estimates_of_others(
+    monkeypatch: pytest.MonkeyPatch, measure: bool, planned: list[int]
+) -> None:
+    """So what an estimate puts a little behind them is planned, too."""
+    local, asked = ClusterSpec.local(4), list[int]()
+    seconds = {4: 1.0, 2: 0.8, 1: 0.7}  # of plans
+    estimates = {4: 0.6, 2: 0.7, 1: 1.1}
+
+    def choices(self: _Screen, ranks: int | None) -> list[Choice]:
+        self.model = CostModel.of(local, None)
+        return [Choice(ranks, Mesh((4 // ranks,)), 4, estimates[ranks], 0.0) for ranks in estimates]
+
+    def decided(graph: Graph, cluster: ClusterSpec, request: Request, **_: Any) -> Decision:
+        asked.append(request.stages)
+        step: Any = SimpleNamespace(seconds=seconds[request.stages])
+        nothing: Any = None
+        return Decision(nothing, step, cluster, request, None)
+
+    monkeypatch.setattr(_Screen, "choices", choices)
+    monkeypatch.setattr("autopar.auto.decide", decided)
+    found = decide_all(graph_of, BATCH, local, replace(OPEN, measure=measure))
+    assert asked == planned and found.step.seconds == min(seconds[ranks] for ranks in planned)
 
 
 class SoughtError(Exception):
