@@ -78,6 +78,29 @@ def caps(graph: Graph, prices: Prices, solution: Solution, schedule: Schedule, c
     return [most - (most - free.state_bytes) * step // (count + 1) for step in range(1, count + 1)]
 
 
+def sought(
+    graph: Graph,
+    prices: Prices,
+    solution: Solution,
+    schedules: list[Schedule],
+    cap: int,
+    *,
+    recompute: Recompute = Recompute.AUTO,
+    offload: Offload = Offload.AUTO,
+) -> Step:
+    """The best step under the cap."""
+    return staged(
+        graph,
+        prices,
+        solution,
+        schedules=schedules,
+        hop=HOP,
+        cap=cap,
+        recompute=recompute,
+        offload=offload,
+    )
+
+
 def check(graph: Graph, prices: Prices, step: Step, cap: int) -> None:
     """What is said of a step is so."""
     program, cut, schedule = step.solution.program, step.cut, step.schedule
@@ -107,16 +130,7 @@ def test_what_is_moved_hides_in_its_stage_and_the_cap_is_kept(kind: ScheduleKind
         found = {}
         for offload in (Offload.NONE, Offload.AUTO):
             try:
-                found[offload] = staged(
-                    graph,
-                    prices,
-                    solution,
-                    schedules=[schedule],
-                    hop=HOP,
-                    cap=cap,
-                    recompute=Recompute.AUTO,
-                    offload=offload,
-                )
+                found[offload] = sought(graph, prices, solution, [schedule], cap, offload=offload)
             except InfeasibleError:
                 continue
             check(graph, prices, found[offload], cap)
@@ -134,16 +148,7 @@ def test_schedules_that_split_backward_move_nothing(kind: ScheduleKind) -> None:
     prices, solution = made(graph, 10.0)
     (cap,) = caps(graph, prices, solution, schedule, 1)
     with_whole = [schedule, schedule_of(ScheduleKind.ONE_F_ONE_B)]
-    step = staged(
-        graph,
-        prices,
-        solution,
-        schedules=with_whole,
-        hop=HOP,
-        cap=cap,
-        recompute=Recompute.AUTO,
-        offload=Offload.AUTO,
-    )
+    step = sought(graph, prices, solution, with_whole, cap)
     assert step.schedule is not None
     assert step.schedule.kind not in SPLIT_BACKWARD or not step.solution.program.offload
 
@@ -156,16 +161,7 @@ def test_the_host_has_room_for_every_micro_batch_in_flight() -> None:
     cap = caps(graph, prices, solution, schedule, 6)[0]
     for tensors in (0, 1, 3, 100):
         prices, solution = made(graph, 10.0, host_memory=max(1, tensors * COUNT * size))
-        step = staged(
-            graph,
-            prices,
-            solution,
-            schedules=[schedule],
-            hop=HOP,
-            cap=cap,
-            recompute=Recompute.AUTO,
-            offload=Offload.AUTO,
-        )
+        step = sought(graph, prices, solution, [schedule], cap)
         assert step.cut is not None
         known = {item.moved: item for item in movable(graph, prices, step.solution.program)}
         items = [known[each] for each in step.solution.program.offload]
@@ -217,15 +213,13 @@ def test_cut_parts_and_what_is_moved_are_about_the_best_and_the_gap_is_true(
         best = min(seconds for seconds, nbytes in every if nbytes <= cap)
         assert bound_again(table, spared, [schedule], cap=cap) <= best * (1 + CLOSE)
         try:
-            step = staged(
+            step = sought(
                 graph,
                 prices,
                 solution,
-                schedules=[schedule],
-                hop=HOP,
-                cap=cap,
+                [schedule],
+                cap,
                 recompute=Recompute.AUTO if again else Recompute.NONE,
-                offload=Offload.AUTO,
             )
         except InfeasibleError:
             assert cap < 1.1 * peaks[0], "levels are few"
