@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 from torch.fx.traceback import annotate, preserve_node_meta
 
@@ -43,11 +44,14 @@ def inlined() -> Iterator[None]:
         with _region(next(numbers)):
             yield
 
+    other_kind = "_checkpoint_without_reentrant_generator"
+    if hasattr(torch.utils.checkpoint, other_kind + "_impl"):  # torch 2.14 and later
+        other_kind += "_impl"
     where = "torch.utils.checkpoint."
     with (
         preserve_node_meta(),
         patch(where + "CheckpointFunction", Reentrant),
-        patch(where + "_checkpoint_without_reentrant_generator", around),
+        patch(where + other_kind, around),
     ):
         yield
 

@@ -507,3 +507,22 @@ def fixed() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
 def uneven() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     """The batch or three samples of it, not two."""
     return Fixed(8, 3), (torch.randn(8, 6), torch.randn(8, 4)), nn.MSELoss()
+
+
+class Chaotic(nn.Module):
+    """The logistic map, which doubles an error at every turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(63, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sigmoid(self.start(x))
+        for _ in range(40):
+            x = 4 * x * (1 - x)
+        return x.mean()
+
+
+def chaotic() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Chaotic(), torch.randn(4, 63)

@@ -11,7 +11,6 @@ factor don't use it for nearly all of their flops.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,10 +38,11 @@ from autopar.proof.precision import (
 from autopar.proof.processes import Disagreement, Job, trace_lengths, train_on_processes
 from autopar.proof.verify import (
     TOLERANCE,
+    Record,
     Verdict,
     accumulate_eagerly,
-    compare,
     eager_call,
+    judge,
     run_eagerly,
     seed,
     train_eagerly,
@@ -86,6 +86,7 @@ class Report:
             "sharded_flops_share": self.plan.sharded_flops_share,
             "gathered_ops": list(self.plan.gathered_ops),
             "raised_casts": list(self.verdict.raised_casts),
+            "rounding_error": self.verdict.rounding,
             "status": self.plan.status,
             "cluster": self.plan.cluster,
             "mesh": str(self.plan.mesh),
@@ -106,6 +107,11 @@ class Report:
         lines.append(
             f"mesh {self.plan.mesh}: parallel training {verdict} serial training ({TOLERANCE:.0e} allowed)"
         )
+        if self.verdict.is_rounding:
+            lines.append(
+                f"unproved: serial training differs from itself by {self.verdict.rounding:.1e} if parameters "
+                "are rounded otherwise; verify fewer --steps or, above all for a batch norm, more samples"
+            )
         if self.vacuous:
             lines.append(f"vacuous: less than {FORCED_SHARE:.0%} of what could be sharded by {kind}was")
         return "\n".join(lines)
@@ -177,10 +183,13 @@ def _check_pipeline(
             )
     weights = [loss_weight(graph, micro.share) for micro in batch]
     constants = written_constants(traced.graph)
-    theirs = accumulate_eagerly(
-        model, arguments, batch, weights, target.loss_fn, steps=steps, constants=constants
-    )
-    return Report(plan, _worse(compare(ours, theirs, casts), disagreement), request.force)
+
+    def serially(model: nn.Module) -> Record:
+        return accumulate_eagerly(
+            model, arguments, batch, weights, target.loss_fn, steps=steps, constants=constants
+        )
+
+    return Report(plan, judge(ours, model, serially, casts, disagreement), request.force)
 
 
 def check_input(
@@ -255,8 +264,11 @@ def _verify_processes(
     ours, disagreement = train_on_processes(job)
     model = raise_model(copy.deepcopy(target.model))
     constants = written_constants(traced.graph)
-    theirs = train_eagerly(model, traced.arguments, target.loss_fn, steps=steps, constants=constants)
-    return _worse(compare(ours, theirs, casts), disagreement)
+
+    def serially(model: nn.Module) -> Record:
+        return train_eagerly(model, traced.arguments, target.loss_fn, steps=steps, constants=constants)
+
+    return judge(ours, model, serially, casts, disagreement)
 
 
 def _job(
@@ -278,13 +290,3 @@ def _job(
         state={name: tensor.detach() for name, tensor in state.items()},
         steps=steps,
     )
-
-
-def _worse(verdict: Verdict, disagreement: dict[str, tuple[float, str]]) -> Verdict:
-    """The verdict with the errors by which ranks differ from rank 0, where those are larger."""
-    errors, worst = dict(verdict.max_error), verdict.worst
-    for kind, (error, where) in disagreement.items():
-        if error > max(errors.values(), default=0.0) or math.isinf(error):
-            worst = where
-        errors[kind] = max(errors[kind], error)
-    return replace(verdict, max_error=errors, worst=worst)

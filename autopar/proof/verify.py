@@ -12,9 +12,10 @@ taken tensor by tensor: some true gradients are 0 (a key's bias), and need the f
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from autopar.trace import Traced, user_line
 
 TOLERANCE = 1e-9
 FLOOR = 1e-3
+ROUNDINGS = 100  # errors of so many times what one rounding of the parameters does may be rounding
 RATE, MOMENTUM = 0.01, 0.9
 SEED = 20_190_311  # every step draws its dropout masks from SEED + step on both sides
 KINDS = ("outputs", "loss", "gradients", "parameters", "buffers")
@@ -76,15 +78,25 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The largest error of each kind, and the tensor that has it."""
+    """The largest error of each kind, and the tensor that has it.
+
+    Of a proof that failed `rounding` is the error of the serial model against itself, its parameters rounded
+    otherwise.
+    """
 
     max_error: dict[str, float]
     worst: str
     raised_casts: tuple[str, ...] = ()
+    rounding: float | None = None
 
     @property
     def passed(self) -> bool:
         return all(error <= TOLERANCE for error in self.max_error.values())
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the errors may come from rounding alone, so that nothing is proved either way."""
+        return self.rounding is not None and max(self.max_error.values()) <= ROUNDINGS * self.rounding
 
 
 def verify_simulated(
@@ -102,8 +114,12 @@ def verify_simulated(
     with float64_by_default():
         ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
     constants = written_constants(traced.graph)
-    theirs = train_eagerly(serial_model, traced.arguments, loss_fn, steps=steps, constants=constants)
-    return compare(ours, theirs, casts)
+    return judge(
+        ours,
+        serial_model,
+        lambda model: train_eagerly(model, traced.arguments, loss_fn, steps=steps, constants=constants),
+        casts,
+    )
 
 
 # -- the serial side ------------------------------------------------------------------------------------
@@ -402,6 +418,51 @@ def _update_buffers(
 
 
 # -- the comparison ---------------------------------------------------------------------------------------
+
+
+def judge(
+    ours: Record,
+    model: nn.Module,
+    train: Callable[[nn.Module], Record],
+    casts: tuple[str, ...],
+    disagreement: Mapping[str, tuple[float, str]] | None = None,
+) -> Verdict:
+    """The verdict on what the ranks computed, and on their disagreement among themselves.
+
+    `train` makes of a serial model what they should have; the one given is changed. A verdict that fails also
+    says what rounding does to it.
+    """
+    theirs = train(copy.deepcopy(model))
+    verdict = _worse(compare(ours, theirs, casts), disagreement or {})
+    if verdict.passed or math.inf in verdict.max_error.values():
+        return verdict
+    try:
+        rounded = train(_rounded(model))
+    except InputError:  # it trains to NaN
+        return replace(verdict, rounding=math.inf)
+    return replace(verdict, rounding=max(compare(rounded, theirs).max_error.values()))
+
+
+def _rounded(model: nn.Module) -> nn.Module:
+    """The model, every number that it learns moved in place to a neighbour, up or down at random."""
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                continue
+            sides = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + sides.to(parameter) * torch.finfo(parameter.dtype).eps)
+    return model
+
+
+def _worse(verdict: Verdict, disagreement: Mapping[str, tuple[float, str]]) -> Verdict:
+    """The verdict with the errors by which ranks differ from rank 0, where those are larger."""
+    errors, worst = dict(verdict.max_error), verdict.worst
+    for kind, (error, where) in disagreement.items():
+        if error > max(errors.values(), default=0.0) or math.isinf(error):
+            worst = where
+        errors[kind] = max(errors[kind], error)
+    return replace(verdict, max_error=errors, worst=worst)
 
 
 def compare(ours: Record, theirs: Record, casts: tuple[str, ...] = ()) -> Verdict:

@@ -136,7 +136,7 @@ def _launch(
             rank, failure = next(iter(error.failures.items()))
             raise _worker_error(f"rank {rank} of {num_processes}", failure) from None
         except SignalException as error:
-            _end(_children() - others)
+            _end_all_but(others)
             _end_tails()
             raise _interruption(error.sigval, timeout) from None
 
@@ -152,12 +152,16 @@ def _children() -> set[int]:
     return found
 
 
-def _end(ranks: set[int]) -> None:
-    """End ranks of which the agent doesn't know: a signal may come while it starts them."""
-    for rank in ranks:
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(rank, signal.SIGKILL)
-            os.waitpid(rank, 0)
+def _end_all_but(others: set[int]) -> None:
+    """End ranks of which the agent doesn't know: a signal may come while it starts them.
+
+    The kernel's list of children can leave some out while others end, so it is read until it has none.
+    """
+    while ranks := _children() - others:
+        for rank in ranks:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(rank, signal.SIGKILL)
+                os.waitpid(rank, 0)
 
 
 def _end_tails() -> None:

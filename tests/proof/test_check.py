@@ -253,6 +253,16 @@ def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not report.passed and not report.vacuous
     assert report.verdict.max_error["gradients"] > 1e-3
     assert report.verdict.max_error["outputs"] > 1e-9, "a later step sees it"
+    assert not report.verdict.is_rounding and "unproved" not in str(report)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_model_that_rounding_alone_changes_fails_and_the_report_says_why(micro_batches: int) -> None:
+    cut = Request(force=Parallelism.CHANNEL, measure=False, micro_batches=micro_batches)
+    report = check(target("chaotic"), ClusterSpec.local(3), cut, steps=1)
+    assert not report.passed and 1e-9 < max(report.verdict.max_error.values()) < math.inf
+    assert report.verdict.is_rounding and "unproved" in str(report)
+    assert report.as_dict()["rounding_error"] == report.verdict.rounding > 1e-9
 
 
 # Vacuous proofs
