@@ -526,3 +526,24 @@ class Chaotic(nn.Module):
 def chaotic() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return Chaotic(), torch.randn(4, 63)
+
+
+class Experts(nn.Module):
+    """A mixture of experts: every sample by the matrix of the one that it is sorted to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.last = nn.Linear(16, 4), nn.Linear(16, 8)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, expert = self.gate(x).softmax(-1).max(-1)
+        order = expert.argsort()
+        ends = F.one_hot(expert, 4).sum(0).cumsum(0).int()
+        y = torch._grouped_mm(x[order].bfloat16(), self.experts.bfloat16(), ends).float()
+        out: Tensor = self.last(x + torch.zeros_like(x).index_put((order,), y) * weight.unsqueeze(-1))
+        return out
+
+
+def experts() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    return Experts(), (torch.randn(32, 16), torch.randint(8, (32,))), nn.CrossEntropyLoss()

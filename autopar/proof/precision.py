@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
         args, kwargs = _lift_tree(item.args, lift), _lift_tree(item.kwargs, lift)
         if (args, kwargs) != (item.args, item.kwargs):
             casts.append(f"{item.name} ({item.target})")
-        operators.append(replace(item, args=args, kwargs=kwargs))
+        target = _WITHOUT_FLOAT64.get(item.target, item.target)
+        operators.append(replace(item, target=target, args=args, kwargs=kwargs))
     specs = {
         name: TensorSpec(spec.shape, raised(spec.dtype), spec.requires_grad)
         for name, spec in graph.specs.items()
@@ -105,7 +107,7 @@ class _RaiseCasts(TorchFunctionMode):
         if any(isinstance(item, torch.dtype) and item in LOW for item in (*args, *kwargs.values())):
             self.note(function)
         args, kwargs = pytree.tree_map(_raised_leaf, (args, kwargs))
-        return _DRAWS.get(function, function)(*args, **kwargs)
+        return _INSTEAD.get(function, function)(*args, **kwargs)
 
     def note(self, function: Any) -> None:
         line = next(reversed([line for line in map(_user_frame, traceback.extract_stack()) if line]), "")
@@ -143,12 +145,36 @@ def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return drawn
 
 
-_DRAWS: dict[Any, Callable[..., Tensor]] = {
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Rows of `a` (T, k), up to each of `offs` (G), by their own matrix of `b` (G, k, n), as in mixtures of
+    experts. In float64, which torch's doesn't know; rows after the last are zeros.
+    """
+    if a.dim() != 2 or b.dim() != 3 or offs is None or bias is not None:
+        return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+    if a.is_meta:
+        return a.new_empty(len(a), b.shape[2])
+    bounds = [0, *offs.tolist()]
+    parts = [a[start:stop] @ each for (start, stop), each in zip(pairwise(bounds), b, strict=True)]
+    return torch.cat([*parts, a.new_zeros(len(a) - bounds[-1], b.shape[2])])
+
+
+_library = torch.library.Library("autopar_proof", "FRAGMENT")
+_library.define(str(torch.ops.aten._grouped_mm.default._schema).removeprefix("aten::"))
+_library.impl("_grouped_mm", _grouped_mm, "CompositeImplicitAutograd")
+_WITHOUT_FLOAT64 = {torch.ops.aten._grouped_mm.default: torch.ops.autopar_proof._grouped_mm.default}
+_INSTEAD: dict[Any, Callable[..., Tensor]] = {
     torch.randn_like: _like(torch.randn),
     torch.rand_like: _like(torch.rand),
     functional.dropout: _dropout,
     torch.dropout: lambda input, p, train: _dropout(input, p, train),
     torch.dropout_: lambda input, p, train: _dropout(input, p, train, inplace=True),
+    torch._grouped_mm: _grouped_mm,
 }
 _NAMED_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 

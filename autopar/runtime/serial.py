@@ -21,13 +21,11 @@ _MODULE_HOOKS = {
     "_backward_pre_hooks": "backward pre-hook",
     "_state_dict_hooks": "state_dict hook",
     "_state_dict_pre_hooks": "state_dict pre-hook",
-    "_load_state_dict_pre_hooks": "load_state_dict pre-hook",
     "_load_state_dict_post_hooks": "load_state_dict post-hook",
 }
 _HARMLESS = {  # the names of libraries' own
     "make_inputs_require_grads",  # transformers: traced checkpoints need no gradient of their inputs
     "output_capturing_hook",  # transformers, at the first call: what it captures is traced as an output
-    "_weight_norm_compat_hook",  # torch: renames weights of old checkpoints, which else are missed by name
 }
 _PARAMETER_HOOKS = {
     "_backward_hooks": "gradient hook",

@@ -54,6 +54,7 @@ class Container(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._stored: dict[str, Stored] = {}
+        self._before_loading: tuple[Callable[..., Any], ...] = ()  # the serial module's own hooks
 
     def mirror(self, module: nn.Module, seen: dict[int, Container] | None = None) -> None:
         """Grow the tree below like the one below `module`."""
@@ -61,6 +62,7 @@ class Container(nn.Module):
         seen[id(module)] = self
         self.training = module.training
         self._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        self._before_loading = tuple(module._load_state_dict_pre_hooks.values())
         for name, child in module._modules.items():
             if child is not None and id(child) not in seen:
                 container = Container()
@@ -100,7 +102,12 @@ class Container(nn.Module):
                 destination[prefix + name] = stored.gather(destination.pop(prefix + name, None))
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """As nn.Module's, with each full tensor cut to this rank's part first."""
+        """As nn.Module's, with each full tensor cut to this rank's part first.
+
+        Before it the serial module's own hooks see the full ones: they may rename those of old checkpoints.
+        """
+        for hook in self._before_loading:
+            hook(state_dict, prefix, *rest)
         cut = dict(state_dict)
         for name, stored in self._stored.items():
             full = cut.get(prefix + name)

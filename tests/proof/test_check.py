@@ -366,6 +366,26 @@ def test_an_operator_without_float64_is_refused_by_name(name: str) -> None:
         precision.in_float64(torch.matmul, (torch.ones(2, 3).double(), torch.ones(2, 3).double()), {})
 
 
+@pytest.mark.parametrize(("processes", "micro_batches"), [(False, 1), (False, 2), (True, 2)])
+def test_a_mixture_of_experts_is_proved_though_its_products_have_no_float64(
+    processes: bool, micro_batches: int
+) -> None:
+    request = Request(measure=False, micro_batches=micro_batches)
+    report = check(target("experts"), ClusterSpec.local(2), request, steps=2, processes=processes)
+    assert report.passed
+    assert any("bfloat16" in cast for cast in report.verdict.raised_casts)
+
+
+def test_grouped_products_are_torchs() -> None:
+    a, b, ends = torch.randn(16, 8), torch.randn(4, 8, 16), torch.tensor([4, 4, 10, 16], dtype=torch.int32)
+    found = precision._grouped_mm(a.double(), b.double(), ends)
+    assert torch.allclose(found.float(), torch._grouped_mm(a, b, ends), atol=1e-5)
+    few = precision._grouped_mm(a, b, ends.clamp(max=10))
+    assert torch.equal(few[10:], torch.zeros(6, 16)) and torch.allclose(
+        few[:10].double(), found[:10], atol=1e-5
+    )
+
+
 def test_nan_is_an_error_and_null_in_json() -> None:
     record = verify_module.Record(outputs={"y": torch.tensor([math.nan])})
     other = verify_module.Record(outputs={"y": torch.tensor([1.0])})

@@ -322,6 +322,36 @@ def test_state_dicts_are_the_serial_models(plan: str, pools: Pools) -> None:
     on_ranks(pools, plan, _state)
 
 
+def _old_state(plan: str) -> None:
+    def renamed(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in [name for name in state if name.startswith(prefix + "old.")]:
+            state[prefix + name.removeprefix(prefix + "old.")] = state.pop(name)
+
+    def halved(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        assert type(module) is nn.Linear
+        state[prefix + "weight"] = state[prefix + "weight"] / 2
+
+    serial = make_net()
+    serial._register_load_state_dict_pre_hook(renamed)
+    serial.up.register_load_state_dict_pre_hook(halved)
+    ours = parallel(serial, plan)
+    ours(*batch())
+    old = {f"old.{name}": item + 1 for name, item in make_net().state_dict().items()}
+    kept = list(old)
+    assert str(ours.load_state_dict(old)) == "<All keys matched successfully>"
+    assert list(old) == kept
+    serial = make_net()
+    serial._register_load_state_dict_pre_hook(renamed)
+    serial.up.register_load_state_dict_pre_hook(halved)
+    serial.load_state_dict(old)
+    assert gap(ours.state_dict(), serial.state_dict()) == 0
+
+
+@mixed_plans
+def test_hooks_that_change_what_is_loaded_run_as_in_the_serial_model(plan: str, pools: Pools) -> None:
+    on_ranks(pools, plan, _old_state)
+
+
 def _checkpoint(plan: str, folder: str) -> None:
     warnings.simplefilter("ignore")
 
