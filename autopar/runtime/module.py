@@ -451,6 +451,7 @@ class ParallelModule(Container):
         model = self._model[0]
         self.fill(model, self._store)
         self._model = (serial.hollow(model),)
+        self.load_as(self._model[0])
         refuse_whole_tensor(self, mesh)
         step_fast(self, mesh)
         return mesh

@@ -54,7 +54,7 @@ class Container(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._stored: dict[str, Stored] = {}
-        self._before_loading: tuple[Callable[..., Any], ...] = ()  # the serial module's own hooks
+        self._before_loading: tuple[Callable[..., Any], ...] = ()
 
     def mirror(self, module: nn.Module, seen: dict[int, Container] | None = None) -> None:
         """Grow the tree below like the one below `module`."""
@@ -62,7 +62,6 @@ class Container(nn.Module):
         seen[id(module)] = self
         self.training = module.training
         self._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        self._before_loading = tuple(module._load_state_dict_pre_hooks.values())
         for name, child in module._modules.items():
             if child is not None and id(child) not in seen:
                 container = Container()
@@ -89,6 +88,12 @@ class Container(nn.Module):
                         made[id(tensor)] = store(f"{prefix}.{name}" if prefix else name, tensor)
                     getattr(container, kind)[name], container._stored[name] = made[id(tensor)]
 
+    def load_as(self, module: nn.Module) -> None:
+        """Run the hooks of `module` and of those below it before loading; they live as long as it does."""
+        containers: dict[str, Any] = dict(self.named_modules())
+        for path, source in module.named_modules():
+            containers[path]._before_loading = tuple(source._load_state_dict_pre_hooks.values())
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """As nn.Module's, with full tensors: a collective over the ranks that share them.
 
@@ -102,10 +107,8 @@ class Container(nn.Module):
                 destination[prefix + name] = stored.gather(destination.pop(prefix + name, None))
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """As nn.Module's, with each full tensor cut to this rank's part first.
-
-        Before it the serial module's own hooks see the full ones: they may rename those of old checkpoints.
-        """
+        """As nn.Module's, with each full tensor cut to this rank's part first; before that the hooks of the
+        serial module see them, which may rename those of old checkpoints."""
         for hook in self._before_loading:
             hook(state_dict, prefix, *rest)
         cut = dict(state_dict)

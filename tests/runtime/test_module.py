@@ -7,6 +7,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -323,7 +324,8 @@ def test_state_dicts_are_the_serial_models(plan: str, pools: Pools) -> None:
 
 
 def _old_state(plan: str) -> None:
-    def renamed(state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def renamed(net: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        assert type(net) is Net
         for name in [name for name in state if name.startswith(prefix + "old.")]:
             state[prefix + name.removeprefix(prefix + "old.")] = state.pop(name)
 
@@ -331,18 +333,18 @@ def _old_state(plan: str) -> None:
         assert type(module) is nn.Linear
         state[prefix + "weight"] = state[prefix + "weight"] / 2
 
-    serial = make_net()
-    serial._register_load_state_dict_pre_hook(renamed)
-    serial.up.register_load_state_dict_pre_hook(halved)
-    ours = parallel(serial, plan)
+    def hooked() -> nn.Module:
+        net = make_net()
+        net._register_load_state_dict_pre_hook(MethodType(renamed, net))
+        net.up.register_load_state_dict_pre_hook(halved)
+        return net
+
+    serial, ours = hooked(), parallel(hooked(), plan)  # no other reference to what it was made of
     ours(*batch())
     old = {f"old.{name}": item + 1 for name, item in make_net().state_dict().items()}
     kept = list(old)
     assert str(ours.load_state_dict(old)) == "<All keys matched successfully>"
     assert list(old) == kept
-    serial = make_net()
-    serial._register_load_state_dict_pre_hook(renamed)
-    serial.up.register_load_state_dict_pre_hook(halved)
     serial.load_state_dict(old)
     assert gap(ours.state_dict(), serial.state_dict()) == 0
 
@@ -402,6 +404,7 @@ def test_all_ranks_start_from_rank_zeros_values(plan: str, pools: Pools) -> None
 
 def _memory(plan: str) -> None:
     model = make_net()
+    model._register_load_state_dict_pre_hook(model.load_state_dict)  # holds the model
     weight = weakref.ref(model.middle.weight)
     ours = parallel(model, plan)
     ours.prepare(*batch())
