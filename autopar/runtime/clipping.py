@@ -31,9 +31,14 @@ _GUARDED = ("get_total_norm", "_get_total_norm")  # in torch's module, by versio
 
 
 def total_norm(
-    gradients: Iterable[Tensor], norm_type: float, *, group: dist.ProcessGroup | None, device: torch.device
+    gradients: Iterable[Tensor],
+    norm_type: float,
+    *,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> Tensor:
-    """The norm of this rank's `gradients` and those of the other ranks of `group`, a scalar.
+    """The norm of this rank's `gradients` and those of the other ranks of `group`, a scalar of `dtype`.
 
     Without `group` it is that of the gradients alone. Collective.
     """
@@ -43,11 +48,18 @@ def total_norm(
         largest = own.amax().to(torch.float64)
         if group is not None:
             transport.all_reduce(largest, group, dist.ReduceOp.MAX)
-        return largest.to(own.dtype)
+        return largest.to(dtype)
     powers = own.to(torch.float64).pow(norm_type).sum()
     if group is not None:
         transport.all_reduce(powers, group)
-    return powers.pow(1 / norm_type).to(own.dtype)
+    return powers.pow(1 / norm_type).to(dtype)
+
+
+def norm_dtype(learning: Iterable[torch.dtype]) -> torch.dtype:
+    """That of the norm over parameters of these dtypes, as torch promotes them: the same on all ranks, also
+    where none of the parameters is."""
+    reals = [dtype.to_real() for dtype in learning]
+    return functools.reduce(torch.promote_types, reals) if reals else torch.get_default_dtype()
 
 
 def scale(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:

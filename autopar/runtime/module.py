@@ -32,12 +32,12 @@ from autopar.heap import keep_freed_memory
 from autopar.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.runtime import groups, serial
 from autopar.runtime.bound import Bound, find_in, gradient_key
-from autopar.runtime.clipping import refuse_torch_clipping, scale, total_norm
+from autopar.runtime.clipping import norm_dtype, refuse_torch_clipping, scale, total_norm
 from autopar.runtime.gradient_sync import BUCKET_BYTES
 from autopar.runtime.held import Held, State
 from autopar.runtime.local_inputs import LocalInputs
 from autopar.runtime.optimizers import refuse_whole_tensor, step_fast
-from autopar.runtime.parameters import device_mesh, distribute, sharding_key
+from autopar.runtime.parameters import device_mesh, distribute, nothing, sharding_key
 from autopar.runtime.pipeline import StagedProgram
 from autopar.runtime.random import differ_by_stage
 from autopar.runtime.relay import Relay
@@ -115,6 +115,7 @@ class ParallelModule(Container):
         self._homes: Mapping[str, int] = {}  # the first stage of each
         self._pipeline = Pipeline()
         self._held: Held | None = None  # with stages
+        self._nothing: tuple[nn.Parameter, ...] = ()  # with stages: in a tuple as the model is
         self._programs: dict[tuple[Any, ...], Bound | StagedProgram | Relay] = {}
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
@@ -193,7 +194,8 @@ class ParallelModule(Container):
         held = {name: item for name, item in self.named_parameters() if item.grad is not None}
         mine = [item.grad for name, item in held.items() if item.grad is not None and self._counts(name)]
         group = None if isinstance(self._current, Bound | None) else self._current.group
-        norm = total_norm(mine, float(norm_type), group=group, device=self._device)
+        dtype = norm_dtype(dtype for dtype, learns in self._states().values() if learns)
+        norm = total_norm(mine, float(norm_type), dtype=dtype, group=group, device=self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise InputError(
                 where="clip_grad_norm_",
@@ -445,7 +447,7 @@ class ParallelModule(Container):
         if isinstance(made, StagedExecutable):
             self._holders = dict.fromkeys(self._pinned, (0,)) | dict(made.holders)
             self._homes, self._pipeline = made.homes, made.pipeline
-            self._held = Held(self._device)
+            self._held, self._nothing = Held(self._device), (nothing(mesh),)
             differ_by_stage(dist.get_rank() // made.mesh.num_devices)
             refuse_torch_clipping(mesh)
         model = self._model[0]
@@ -530,6 +532,17 @@ class ParallelModule(Container):
     def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[Any]:  # parameters() and buffers() too
         self._require_placed()
         yield from super()._named_members(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of this rank. On a pipeline rank where none learns one more comes, without a name and without
+        elements: no optimizer takes an empty list."""
+        learns = False
+        for item in super().parameters(recurse):
+            learns = learns or item.requires_grad
+            yield item
+        for item in () if learns else self._nothing:
+            item.requires_grad_()  # again, where all were frozen before
+            yield item
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, with serial names and full tensors on all ranks; a collective."""

@@ -77,6 +77,12 @@ def distribute(part: InputPart, values: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 
+def nothing(mesh: DeviceMesh) -> nn.Parameter:
+    """A parameter on `mesh` that learns and has no elements."""
+    values = torch.empty(0, device=mesh.device_type)
+    return nn.Parameter(DTensor.from_local(values, mesh, [DReplicate()] * mesh.ndim, run_check=False))
+
+
 def _placements(layout: Layout) -> tuple[DPlacement, ...]:
     return tuple(DShard(item.dim) if isinstance(item, Shard) else DReplicate() for item in layout)
 

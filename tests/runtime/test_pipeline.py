@@ -226,6 +226,50 @@ def test_conjugates_and_negatives_that_are_only_noted_cross_every_cut(pools: Poo
     on_ranks(pools, "1f1b", _noted)
 
 
+class Late(nn.Module):
+    """A net whose first and last two operators have no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(torch.tanh(self.net(torch.tanh(x * 2.0))), y)
+
+
+def _without_parameters(case: str, starts: tuple[int, ...]) -> list[int]:
+    kinds: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
+        lambda learned: torch.optim.SGD(learned, 0.1, momentum=0.9),
+        lambda learned: torch.optim.AdamW(learned, 0.1),
+        lambda learned: torch.optim.Adam(learned, 0.1, foreach=True),
+        lambda learned: torch.optim.Adagrad(learned, 0.1),
+    ]
+    for make in kinds:
+        torch.manual_seed(0)
+        serial = Late().double()
+        ours = parallel(case, copy.deepcopy(serial), starts)
+        ours.prepare(*batch())
+        ours.requires_grad_(False)
+        ours.net.requires_grad_(True)
+        pair = [make([item for item in model.parameters() if item.requires_grad]) for model in (serial, ours)]
+        for seed in range(3):
+            data = batch(seed=seed)
+            assert gap(step(ours, *data, seed=seed), accumulate(serial, *data, seed=seed)) < EXACT
+            theirs = nn.utils.clip_grad_norm_(serial.parameters(), 0.1)
+            assert gap(ours.clip_grad_norm_(0.1), theirs) < EXACT
+            for model, optimizer in zip((serial, ours), pair, strict=True):
+                optimizer.step()
+                model.zero_grad()
+        assert gap(ours.state_dict(), serial.state_dict()) < EXACT
+    return [item.numel() for item in ours.parameters()]
+
+
+@pytest.mark.parametrize("starts", [(0, 1), (0, 4)])
+def test_a_rank_without_parameters_has_an_optimizer_too(starts: tuple[int, int], pools: Pools) -> None:
+    found = on_ranks(pools, "1f1b", _without_parameters, starts)
+    assert sorted(found) == [[0], [48, 8]]
+
+
 def _accumulate(case: str) -> None:
     serial, ours = prepared(case)
     for set_to_none in (True, False):
