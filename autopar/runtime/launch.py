@@ -144,12 +144,22 @@ def _launch(
 def _children() -> set[int]:
     """The ranks, of this launch and others, whose parent is this process."""
     found = set()
-    for path in Path("/proc/self/task").glob("*/children"):
-        for child in path.read_text().split():
-            with suppress(OSError):  # it ended meanwhile
-                if b"autopar.runtime" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.add(int(child))
+    for child in _processes():
+        with suppress(OSError):  # it ended meanwhile
+            if b"autopar.runtime" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.add(int(child))
     return found
+
+
+def _processes() -> list[str]:
+    """The processes whose parent is this one, by threads. One that ends meanwhile leaves its own to another,
+    and all are asked anew. None where the kernel doesn't say."""
+    while Path("/proc/thread-self/children").exists():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            threads = os.listdir("/proc/self/task")
+            lists = [Path(f"/proc/self/task/{thread}/children").read_text() for thread in threads]
+            return [child for each in lists for child in each.split()]
+    return []
 
 
 def _end_all_but(others: set[int]) -> None:

@@ -18,6 +18,7 @@ import pytest
 from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from autopar.errors import InputError, WorkerError
+from autopar.runtime import launch
 from autopar.runtime.launch import run_function, run_script
 from autopar.runtime.worker import init
 
@@ -180,6 +181,20 @@ def test_a_run_over_time_is_ended(write: Write, capfd: pytest.CaptureFixture[str
     assert run_script(script, 2, timeout=1.0) == 4
     assert "all ranks: found still running after 1.0 s" in capfd.readouterr().err
     assert processes(script) == []
+
+
+def test_processes_are_found_while_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    listdir, asked = os.listdir, []
+
+    def with_one_that_ends(path: str) -> list[str]:
+        asked.append(path)
+        return [*listdir(path), "0"] if len(asked) == 1 else listdir(path)
+
+    monkeypatch.setattr(launch.os, "listdir", with_one_that_ends)
+    with subprocess.Popen(["sleep", str(PROMPT)]) as child:
+        assert str(child.pid) in launch._processes()
+        child.kill()
+    assert len(asked) == 2
 
 
 def test_ranks_that_are_just_being_started_are_ended(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
