@@ -45,6 +45,7 @@ REFUSED = (
     InputError.exit_code,
     SolverError.exit_code,
 )  # with which a rank ends that autopar refused something
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the environment variable that says where torch writes the traceback
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -114,10 +115,17 @@ def _raised(kind: type[BaseException], error: BaseException, traceback: Tracebac
 
 
 class _LastWords(ErrorHandler):
-    """Leaves the traceback to the launcher, which prints it once, and ends the rank."""
+    """Leaves the traceback to the launcher, which prints it once, and ends the rank.
+
+    The launcher may end the rank at any moment because of another's failure, so it finds the whole traceback
+    or none: a part of it would fail the launcher.
+    """
 
     def record_exception(self, e: BaseException) -> NoReturn:
+        path = os.environ[_ERROR_FILE]
+        os.environ[_ERROR_FILE] = draft = f"{path}.draft"
         super().record_exception(e)
+        os.replace(draft, path)
         time.sleep(LINGER)
         end(e.exit_code if isinstance(e, AutoparError) else 1)
 

@@ -53,6 +53,17 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(total)
 """
+DIES_WRITING = """
+import json, os, signal
+
+def written_in_part(data, file):
+    file.write(json.dumps(data)[:9])
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+json.dump = written_in_part
+raise ValueError("one layer too many")
+"""
 EXITS = """
 import os, sys, time
 if os.environ["RANK"] == "1":
@@ -160,6 +171,13 @@ def test_a_killed_rank_ends_all_and_is_named(write: Write, capfd: pytest.Capture
     assert time.monotonic() - begin < PROMPT
     assert "rank 1 of 2: found death by SIGKILL" in capfd.readouterr().err
     assert processes(script) == []
+
+
+def test_a_rank_that_dies_while_it_writes_its_traceback_is_named(
+    write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_script(write(DIES_WRITING), 1) == 4
+    assert "rank 0 of 1: found death by SIGKILL" in capfd.readouterr().err
 
 
 @pytest.mark.long
