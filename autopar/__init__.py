@@ -3,9 +3,9 @@
 from autopar.api import compare, parallelize, plan, timeline
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.mesh import Mesh
-from autopar.core.plan import Plan
 from autopar.errors import AutoparError
-from autopar.runtime.module import ParallelModule
+from autopar.results.plan import Plan
+from autopar.runtime.module.parallel_module import ParallelModule
 
 __all__ = [
     "AutoparError",

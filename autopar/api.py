@@ -1,8 +1,8 @@
 """The two doors: `plan` decides and prints, `parallelize` decides and runs.
 
-trace       nn.Module -> graph of ATen operators          trace.py
+trace       nn.Module -> graph of ATen operators          trace/
 annotate    measured costs of every strategy               cost/
-solve       integer program over all placements            ilp/
+solve       integer program over all placements            solve/
 rewrite     local operators and collectives of a rank      rewrite/
 run         DTensor parameters outside, local ones inside  runtime/
 """
@@ -23,40 +23,41 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar.ops
-import autopar.runtime.collectives
-import autopar.runtime.random  # noqa: F401  (register the rules and the operators that programs call)
-from autopar.agree import agree
+import autopar.runtime.collectives.placement_moves
+import autopar.runtime.collectives.random  # noqa: F401  (register the rules and the operators that programs call)
 from autopar.cluster import ClusterSpec
-from autopar.compare import Comparer
+from autopar.comparing.measured import Job, run_rows
+from autopar.comparing.profile import Bar, Profile
+from autopar.comparing.profile import profile as measure_profile
+from autopar.comparing.strategies import Comparer
 from autopar.compiler import Auto, Compiler
-from autopar.contest import Job, run_rows
-from autopar.core.comparison import Comparison
 from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.pipeline import stages_per_rank
-from autopar.core.plan import Plan
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.core.timeline import Timeline
-from autopar.cost.model import Company, Progress
+from autopar.cost.machine.model import Company, Progress
 from autopar.errors import InputError
-from autopar.ilp.fold import Pins
-from autopar.ilp.space import Force, Parallelism
-from autopar.optimizer import OptimizerLike, state_of
-from autopar.options import AUTO, DEFAULT_OPTIMIZER, Options, settle
-from autopar.profile import Bar, Profile
-from autopar.profile import profile as measure_profile
+from autopar.planning.agree import agree
+from autopar.planning.optimizer_state import OptimizerLike, state_of
+from autopar.planning.options import AUTO, DEFAULT_OPTIMIZER, Options, settle
+from autopar.planning.request import DEFAULT_GAP, Request
 from autopar.proof.check import Report, check, check_input
-from autopar.request import DEFAULT_GAP, Request
+from autopar.results.comparison import Comparison
+from autopar.results.plan import Plan
 from autopar.rewrite.render import describe
-from autopar.runtime import serial, worker
-from autopar.runtime.module import ParallelModule
-from autopar.signature import LossFunction, split_inputs
-from autopar.simulate import simulate
-from autopar.target import Target, load_target
+from autopar.runtime.launch import worker
+from autopar.runtime.module import serial_model
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.schedules.fill_bubbles import order_of
+from autopar.schedules.simulate import simulate
+from autopar.solve.placement.fold import Pins
+from autopar.solve.placement.space import Force, Parallelism
+from autopar.trace.call_signature import LossFunction, split_inputs
+from autopar.trace.target import Target, load_target
 from autopar.units import parse_bytes
-from autopar.waits import order_of
 from costdb.database import Database
 
 TIMEOUT = timedelta(minutes=10)
@@ -112,7 +113,7 @@ def plan(
 
     Raises InfeasibleError, SolverError, TraceError or InputError, also for what `parallelize` refuses.
     """
-    serial.check(model)
+    serial_model.check(model)
     request = make_request(mesh, force, memory, time_limit, gap, optimizer, measure, shard_state=shard_state)
     request, auto = with_pipeline(
         request, cluster, force, stages, micro_batches, schedule, recompute=recompute, offload=offload
@@ -316,7 +317,7 @@ def compare(
     """
     request = make_request(None, None, memory, time_limit, gap, optimizer, measure, shard_state=shard_state)
     made = load_target(target) if isinstance(target, str) else target
-    serial.check(made.model)
+    serial_model.check(made.model)
     if run:
         return run_rows(Job(made.source, cluster, request, optimizer, costdb, bar), made)
     with Database.open(costdb) as database, bar.shown() if bar else nullcontext():

@@ -25,15 +25,15 @@ from rich.console import Console, Group, RenderableType
 
 from autopar import api
 from autopar.cluster import ClusterSpec
-from autopar.draw import timeline_text, write_trace
 from autopar.errors import AutoparError, InputError, WorkerError
-from autopar.options import AUTO, settle, write
-from autopar.progress import ProgressBar
-from autopar.request import DEFAULT_GAP
-from autopar.runtime.launch import INTERRUPTED, start_script
-from autopar.show import WIDTH, render
-from autopar.table import render_comparison
-from autopar.target import load_target
+from autopar.planning.options import AUTO, settle, write
+from autopar.planning.request import DEFAULT_GAP
+from autopar.results.draw_timeline import timeline_text, write_trace
+from autopar.results.progress_bar import ProgressBar
+from autopar.results.render_comparison import render_comparison
+from autopar.results.render_plan import WIDTH, render
+from autopar.runtime.launch.launch import INTERRUPTED, start_script
+from autopar.trace.target import load_target
 
 app = typer.Typer(
     name="autopar",

@@ -15,31 +15,31 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from autopar.agree import agree, measure_links
-from autopar.auto import decide_all
 from autopar.cluster import ClusterSpec
 from autopar.core.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
-from autopar.core.plan import Plan, Program
-from autopar.cost.model import Company, Progress
+from autopar.cost.machine.model import Company, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, TraceError
-from autopar.garbage import uncollected
-from autopar.micro_batches import batch_length, cut_inputs, is_sum, reducer_of, split_batch
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from autopar.ops.independence import mixing_operator, rows_instead
-from autopar.planning import decide, finish, search
-from autopar.request import Request
-from autopar.rewrite.program import RankProgram, rewrite
+from autopar.planning.agree import agree, measure_links
+from autopar.planning.pipeline_search import decide_all
+from autopar.planning.request import Request
+from autopar.planning.search import decide, finish, search
+from autopar.results.plan import Plan, Program
+from autopar.rewrite.defer_sync import Deferred, defer
+from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.samples import find_samples
-from autopar.rewrite.shorter import check_plan, check_programs
-from autopar.rewrite.stages import StageProgram, split
-from autopar.rewrite.sync import Deferred, defer
-from autopar.signature import Arguments, LossFunction, flatten_arguments
-from autopar.simplify import only_loss, with_masks_by_dims, without_gradients
-from autopar.trace import Traced, trace
+from autopar.rewrite.split_stages import StageProgram, split
+from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
+from autopar.sharding.atoms import Dims
+from autopar.sharding.sample_independence import mixing_operator, rows_instead
+from autopar.sharding.strategies import find_atoms
+from autopar.trace.call_signature import Arguments, LossFunction, flatten_arguments
+from autopar.trace.export import Traced, trace
+from autopar.trace.micro_batches import batch_length, cut_inputs, is_sum, reducer_of, split_batch
+from autopar.trace.simplify import only_loss, with_masks_by_dims, without_gradients
+from autopar.trace.uncollected import uncollected
 from costdb.database import Database
 
 

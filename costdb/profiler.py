@@ -10,7 +10,7 @@ import torch
 
 from autopar.core.graph import Call
 from autopar.errors import CostMissingError
-from autopar.heap import keep_freed_memory
+from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from costdb import operands
 from costdb.footprint import observe, saved_bytes
 from costdb.measurement import Measurement

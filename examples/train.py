@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.launch import run_script
+from autopar.runtime.launch.launch import run_script
 
 Batch = tuple[Tensor, ...] | dict[str, Tensor]
 

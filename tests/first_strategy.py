@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import autopar.ops
-import autopar.runtime.collectives
-import autopar.runtime.random  # noqa: F401  (registers the operators that programs call)
+import autopar.runtime.collectives.placement_moves
+import autopar.runtime.collectives.random  # noqa: F401  (registers the operators that programs call)
 from autopar import compiler
 from autopar.cluster import ClusterSpec
 from autopar.convert.path import tree
@@ -28,19 +28,19 @@ from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, kept_starts
 from autopar.core.placement import B, Layout, P, Partial, R, Shard
-from autopar.core.plan import Plan, Program
-from autopar.cost.collectives import CollectiveTable
-from autopar.cost.model import CostModel
-from autopar.cost.offload import movable
-from autopar.cost.prices import Prices
-from autopar.ilp.space import storable
-from autopar.ops.analysis import find_atoms, strategies_of
-from autopar.ops.dims import Dims
-from autopar.ops.equation import GATHERED, Option
-from autopar.ops.rule import Strategy
-from autopar.request import Request
-from autopar.signature import LossFunction
-from autopar.trace import Traced
+from autopar.cost.machine.collectives import CollectiveTable
+from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.offload import movable
+from autopar.planning.request import Request
+from autopar.results.plan import Plan, Program
+from autopar.sharding.atoms import Dims
+from autopar.sharding.equation import GATHERED, Option
+from autopar.sharding.rule import Strategy
+from autopar.sharding.strategies import find_atoms, strategies_of
+from autopar.solve.placement.space import storable
+from autopar.trace.call_signature import LossFunction
+from autopar.trace.export import Traced
 
 ROUGH = CostModel(
     DeviceModel(

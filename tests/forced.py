@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 
 import autopar.ops
-import autopar.runtime.collectives  # noqa: F401  (registers the operators that programs call)
+import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators that programs call)
 from autopar.convert.path import tree
 from autopar.core.graph import Graph, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import B, Layout, Placement, R
-from autopar.core.plan import Program
-from autopar.ops.analysis import options_of
-from autopar.ops.dims import Dims
-from autopar.ops.equation import GATHERED, Option
-from autopar.ops.rule import Strategy
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
-from autopar.rewrite.program import rewrite
-from autopar.trace import trace
+from autopar.results.plan import Program
+from autopar.rewrite.rank_program import rewrite
+from autopar.sharding.atoms import Dims
+from autopar.sharding.equation import GATHERED, Option
+from autopar.sharding.rule import Strategy
+from autopar.sharding.strategies import options_of
+from autopar.trace.export import trace
 
 Forced = tuple[Dims, Program]
 

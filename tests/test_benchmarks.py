@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from autopar.compiler import Compiler
 from autopar.core.mesh import Mesh
 from autopar.errors import CheckError
-from autopar.planning import Found as Planned
-from autopar.request import Request
+from autopar.planning.request import Request
+from autopar.planning.search import Found as Planned
 from tests.benchmarks.__main__ import measure
 from tests.benchmarks.cases import BENCHMARKS
 from tests.benchmarks.contest import Contestant, Timed, shared, too_slow

@@ -19,8 +19,8 @@ import autopar
 from autopar.cli import finite, main
 from autopar.core.costs import Collective
 from autopar.errors import InputError
-from autopar.options import VARIABLE, Options, read, settle, write
-from autopar.runtime import launch
+from autopar.planning.options import VARIABLE, Options, read, settle, write
+from autopar.runtime.launch import launch
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ROOT / "tests" / "targets.py"
@@ -398,7 +398,7 @@ def test_run_wants_a_script_and_a_cluster_of_this_machine(
 def test_profile_measures_what_planning_then_reads(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.profile.SIZES", (4096, 65536))
+    monkeypatch.setattr("autopar.comparing.profile.SIZES", (4096, 65536))
     path = tmp_path / "costs.sqlite"
     words = (f"{TARGETS}:mlp", *LOCAL, "--mesh", "2", "--costdb", str(path))
     code, found = command(capsys, "profile", *words)
@@ -657,7 +657,7 @@ def test_another_versions_database_and_bad_costs_are_refused(
 
 
 def test_parallelize_outside_a_launcher_says_how_to_launch() -> None:
-    from autopar.target import load_target
+    from autopar.trace.target import load_target
 
     assert "RANK" not in os.environ
     target = load_target(f"{TARGETS}:mlp")

@@ -16,8 +16,9 @@ from autopar.api import verify
 from autopar.cluster import ClusterSpec
 from autopar.core.mesh import Mesh
 from autopar.errors import InputError, WorkerError
-from autopar.runtime import groups, transport, worker
-from autopar.target import load_target
+from autopar.runtime.collectives import groups, transport
+from autopar.runtime.launch import worker
+from autopar.trace.target import load_target
 from tests.benchmarks import namespaces
 from tests.benchmarks.namespaces import Host, hosts, obstacle, run_on_hosts
 

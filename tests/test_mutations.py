@@ -15,35 +15,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import autopar.convert.table
-import autopar.ops.equation
+import autopar.convert.moves
 import autopar.proof.pipeline
 import autopar.proof.ranks
-import autopar.rewrite.stages
+import autopar.rewrite.split_stages
+import autopar.sharding.equation
 from autopar.core.graph import InputKind, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, R, Shard
 from autopar.errors import AutoparError
-from autopar.ilp.choose import choose
-from autopar.ilp.placement import Problem, TensorClass, Use
 from autopar.ops.batch_norm import BatchNorm
-from autopar.ops.dims import Dims
 from autopar.ops.loss import CrossEntropy
-from autopar.ops.rule import Rule, Site
-from autopar.ops.window import Window
 from autopar.proof import simulated
-from autopar.rewrite.stages import StageProgram
-from autopar.runtime import convolution as runtime_convolution
-from autopar.runtime import gradient_sync, groups
-from autopar.runtime.gradient_sync import GradientSync, Member
-from autopar.runtime.recompute import Recomputed
-from tests.ilp.brute_force import BruteForce, random_prices, small_space, twice, unfolded
+from autopar.rewrite.split_stages import StageProgram
+from autopar.runtime.collectives import convolution as runtime_convolution
+from autopar.runtime.collectives import groups
+from autopar.runtime.parameters import gradient_buckets
+from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
+from autopar.runtime.saved.recompute import Recomputed
+from autopar.sharding.atoms import Dims
+from autopar.sharding.rule import Rule, Site
+from autopar.sharding.window import Window
+from autopar.solve.placement.problem import Problem, TensorClass, Use
+from autopar.solve.placement.search import choose
 from tests.pool import Pool
 from tests.proof.models import Model, Script
 from tests.proof.pipelines import draw_batch, prove_pipeline
 from tests.proof.plans import dims_of, forced, prove
 from tests.runtime.cases import TIMEOUT
+from tests.solve.brute_force import BruteForce, random_prices, small_space, twice, unfolded
 
 aten = torch.ops.aten
 Patch = pytest.MonkeyPatch
@@ -221,7 +222,7 @@ def average_weight_gradients(patch: Patch) -> None:
 
 def forget_gradient_sums(patch: Patch) -> None:
     """Operands that lack the sharded factor stay R: nobody sums their gradients."""
-    patch.setattr(autopar.ops.equation, "B", R)
+    patch.setattr(autopar.sharding.equation, "B", R)
 
 
 def omit_all_reduces(patch: Patch) -> None:
@@ -251,7 +252,7 @@ def draw_masks_apart(patch: Patch) -> None:
 
 def ignore_minor_axes(patch: Patch) -> None:
     """Moves of a major axis although a minor one shards the same dim."""
-    patch.setattr(autopar.convert.table, "legal", lambda move: True)
+    patch.setattr(autopar.convert.moves, "legal", lambda move: True)
 
 
 def reverse_major_and_minor(patch: Patch) -> None:
@@ -303,7 +304,7 @@ def sum_a_mean_loss(patch: Patch) -> None:
 
 def draw_the_first_stages_masks(patch: Patch) -> None:
     """A later stage begins with the generator as the first one did, and draws its masks."""
-    patch.setattr(autopar.rewrite.stages, "_is_serial_draw", lambda node: False)
+    patch.setattr(autopar.rewrite.split_stages, "_is_serial_draw", lambda node: False)
 
 
 def charge_shared_moves_twice(patch: Patch) -> None:
@@ -368,7 +369,7 @@ def _sums(*, mean: bool) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         if mean:
-            patch.setattr(gradient_sync.dist, "all_reduce", averaged)
+            patch.setattr(gradient_buckets.dist, "all_reduce", averaged)
         member = Member(0, "weight", "a@2", torch.float32, 8)
         sync = GradientSync([member], lambda index, total: totals.update({index: total.clone()}))
         root = torch.ones(2, requires_grad=True)

@@ -25,26 +25,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.agree import agree, measure_links
 from autopar.cluster import ClusterSpec
-from autopar.compare import SERIAL, Comparer
+from autopar.comparing.measured_peak import peak_bytes
+from autopar.comparing.profile import Bar
+from autopar.comparing.strategies import SERIAL, Comparer
+from autopar.comparing.time_in_turns import Runner, largest, time_in_turn
 from autopar.compiler import Compiler
-from autopar.core.comparison import Comparison, Measured, Row
-from autopar.core.plan import Plan
-from autopar.cost.model import Company
+from autopar.cost.machine.model import Company
 from autopar.errors import AutoparError, InputError
-from autopar.optimizer import KNOWN
-from autopar.profile import Bar
-from autopar.request import Request
+from autopar.planning.agree import agree, measure_links
+from autopar.planning.optimizer_state import KNOWN
+from autopar.planning.request import Request
+from autopar.results.comparison import Comparison, Measured, Row
+from autopar.results.plan import Plan
 from autopar.rewrite.render import describe
-from autopar.runtime import worker
-from autopar.runtime.laps import Runner, largest, time_in_turn
-from autopar.runtime.launch import run_function
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.peak import peak_bytes
-from autopar.signature import find_loss, flatten_results, split_for_loss
-from autopar.target import Target, load_target
-from autopar.trace import trace
+from autopar.runtime.launch import worker
+from autopar.runtime.launch.launch import run_function
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.trace.call_signature import find_loss, flatten_results, split_for_loss
+from autopar.trace.export import trace
+from autopar.trace.target import Target, load_target
 from costdb.database import Database
 
 TIMEOUT = timedelta(minutes=10)

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.offload import HostStorage
-from autopar.runtime.parameters import local
+from autopar.runtime.parameters.parameters import local
+from autopar.runtime.saved.offload import HostStorage
 
 
 def peak_bytes(step: Callable[[], object], alive: Iterable[Tensor], device: torch.device) -> int:

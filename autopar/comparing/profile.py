@@ -16,19 +16,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from autopar.agree import agree
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph
-from autopar.core.plan import Plan
-from autopar.cost import links
-from autopar.cost.model import Company, setting_of
+from autopar.cost.machine import measure_collectives
+from autopar.cost.machine.model import Company, setting_of
 from autopar.errors import AutoparError, InputError
-from autopar.planning import measure_operators, search
-from autopar.request import Request
-from autopar.runtime import worker
-from autopar.runtime.launch import run_function
-from autopar.target import Target, load_target
-from autopar.trace import trace
+from autopar.planning.agree import agree
+from autopar.planning.request import Request
+from autopar.planning.search import measure_operators, search
+from autopar.results.plan import Plan
+from autopar.runtime.launch import worker
+from autopar.runtime.launch.launch import run_function
+from autopar.trace.export import trace
+from autopar.trace.target import Target, load_target
 from autopar.units import show_bytes, show_seconds
 from costdb.database import Database
 from costdb.measurement import CollectiveMeasurement
@@ -92,7 +92,7 @@ class Job:
     """What every rank is told; `source` is the target's, None for collectives only."""
 
     cluster: ClusterSpec
-    points: list[links.Point]
+    points: list[measure_collectives.Point]
     database: str
     source: str | None
     request: Request
@@ -113,7 +113,7 @@ def profile(
         )
     if target is not None:
         _graph(target)  # what cannot be traced is bad input, and no worker's failure
-    points = links.wanted(cluster, SIZES)
+    points = measure_collectives.wanted(cluster, SIZES)
     job = Job(cluster, points, str(database.path), target.source if target else None, request, bar)
     found = run_function(profile_rank, cluster.num_devices, job)[0]
     if isinstance(found, AutoparError):
@@ -129,7 +129,7 @@ def profile_rank(job: Job) -> Profile | AutoparError:
     first = dist.get_rank() == 0
     try:
         with job.bar.shown() if first else nullcontext():
-            collectives = links.measure(job.points, TIMEOUT, job.bar)
+            collectives = measure_collectives.measure(job.points, TIMEOUT, job.bar)
             return agree(lambda company: _store(job, setting, collectives, company), job.cluster)
     except AutoparError as error:
         return error

@@ -25,17 +25,17 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cluster import ClusterSpec
 from autopar.compiler import Compiler
-from autopar.core.comparison import Comparison, Row
 from autopar.core.schedule import ScheduleKind, check_schedule
-from autopar.cost.model import Company, Progress, setting_of, using_threads
+from autopar.cost.machine.model import Company, Progress, setting_of, using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
-from autopar.ilp.space import Force, Kinds, Parallelism, is_heavy
-from autopar.micro_batches import batch_length
-from autopar.planning import Found, search
-from autopar.request import Request
-from autopar.signature import flatten_arguments
-from autopar.target import Target
-from autopar.trace import Traced
+from autopar.planning.request import Request
+from autopar.planning.search import Found, search
+from autopar.results.comparison import Comparison, Row
+from autopar.solve.placement.space import Force, Kinds, Parallelism, is_heavy
+from autopar.trace.call_signature import flatten_arguments
+from autopar.trace.export import Traced
+from autopar.trace.micro_batches import batch_length
+from autopar.trace.target import Target
 from autopar.units import show_bytes
 from costdb.database import Database
 

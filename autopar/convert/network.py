@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.convert.table import Action, Effect, effect_of, exists
+from autopar.convert.moves import Action, Effect, effect_of, exists
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Partial, Placement, Shard
 

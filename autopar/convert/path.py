@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from autopar.convert.table import canonical, moves
+from autopar.convert.moves import canonical, moves
 from autopar.core.move import Move
 from autopar.core.placement import B, Layout, P, Placement, R, Shard
 from autopar.errors import RuleError

@@ -25,7 +25,7 @@ def stages_per_rank(schedule: ScheduleKind) -> int:
 class Pipeline:
     """`ranks` groups of devices, each a mesh of its own, hold the stages; `starts[s]` is the number of
     the first operator of stage s. Without stages `ranks` is 1 and `starts` is (0,). Where the schedule's
-    waits are filled with gradients of weights (waits.py) `filling` are the stages' costs, as planned."""
+    waits are filled with gradients of weights (fill_bubbles.py) `filling` are the stages' planned costs."""
 
     ranks: int = 1
     micro_batches: int = 1

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from autopar.core.placement import Shard
-from autopar.ops.dims import Atoms, Relation
-from autopar.ops.equation import Equation, Labels, Option
-from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.sharding.atoms import Atoms, Relation
+from autopar.sharding.equation import Equation, Labels, Option
+from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 _KEYS = (1, 2)  # the operands key and value

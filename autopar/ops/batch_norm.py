@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from autopar.ops.equation import Equation, Kind
-from autopar.ops.rule import Instance, Rule, Sample, Site, register
+from autopar.sharding.equation import Equation, Kind
+from autopar.sharding.rule import Instance, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from autopar.ops.dims import Relation
-from autopar.ops.equation import Equation, Kind
-from autopar.ops.halo import Need, fetch, needed, place_along
-from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
-from autopar.ops.window import Window, per_dim
+from autopar.sharding.atoms import Relation
+from autopar.sharding.equation import Equation, Kind
+from autopar.sharding.halo import Need, fetch, needed, place_along
+from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.sharding.window import Window, per_dim
 
 aten = torch.ops.aten
 _SPACE = "dhw"

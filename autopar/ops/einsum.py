@@ -10,8 +10,8 @@ from string import ascii_letters
 
 import torch
 
-from autopar.ops.equation import Equation, Kind
-from autopar.ops.rule import Instance, Rule, Sample, register
+from autopar.sharding.equation import Equation, Kind
+from autopar.sharding.rule import Instance, Rule, Sample, register
 
 aten = torch.ops.aten
 

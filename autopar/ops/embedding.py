@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from autopar.core.placement import Shard
-from autopar.ops.dims import Atoms
-from autopar.ops.equation import Equation, Kind
-from autopar.ops.rule import Instance, Rule, Sample, Site, register
+from autopar.sharding.atoms import Atoms
+from autopar.sharding.equation import Equation, Kind
+from autopar.sharding.rule import Instance, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import torch
 
-from autopar.ops.equation import Equation, Kind, Labels
-from autopar.ops.rule import Instance, Rule, Sample, register
+from autopar.sharding.equation import Equation, Kind, Labels
+from autopar.sharding.rule import Instance, Rule, Sample, register
 
 aten = torch.ops.aten
 

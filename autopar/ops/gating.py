@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from autopar.ops.dims import Relation
-from autopar.ops.equation import Equation
-from autopar.ops.rule import Handle, Instance, Regroup, Rule, Sample, Site, register
+from autopar.sharding.atoms import Relation
+from autopar.sharding.equation import Equation
+from autopar.sharding.rule import Handle, Instance, Regroup, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 

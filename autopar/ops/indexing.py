@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from autopar.core.graph import Ref
-from autopar.ops.equation import Equation, Labels
-from autopar.ops.rule import Instance, Rule, Sample, register
+from autopar.sharding.equation import Equation, Labels
+from autopar.sharding.rule import Instance, Rule, Sample, register
 
 aten = torch.ops.aten
 

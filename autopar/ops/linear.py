@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import torch
 
-from autopar.ops.equation import Equation, Kind, parse
-from autopar.ops.rule import Instance, Rule, Sample, register
+from autopar.sharding.equation import Equation, Kind, parse
+from autopar.sharding.rule import Instance, Rule, Sample, register
 
 aten = torch.ops.aten
 

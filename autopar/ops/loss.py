@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from autopar.core.placement import Shard
-from autopar.ops.dims import Atoms
-from autopar.ops.equation import Equation, Kind, Labels
-from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.ops.softmax import shifted, sum_of_exponentials
-from autopar.ops.statistics import narrowed, widened
+from autopar.sharding.atoms import Atoms
+from autopar.sharding.equation import Equation, Kind, Labels
+from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.sharding.statistics import narrowed, widened
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from autopar.ops.dims import Atoms, Relation
-from autopar.ops.equation import Equation, Kind, Option
-from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
-from autopar.ops.statistics import affine, narrowed, normalise, widened
+from autopar.sharding.atoms import Atoms, Relation
+from autopar.sharding.equation import Equation, Kind, Option
+from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.sharding.statistics import affine, narrowed, normalise, widened
 
 aten = torch.ops.aten
 

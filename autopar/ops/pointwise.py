@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from autopar.core.graph import may_learn
-from autopar.ops.equation import Equation
-from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.sharding.equation import Equation
+from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 

@@ -22,10 +22,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from autopar.ops.equation import Equation, Kind, Labels
-from autopar.ops.halo import fetch, result_rows
-from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
-from autopar.ops.window import Window, per_dim
+from autopar.sharding.equation import Equation, Kind, Labels
+from autopar.sharding.halo import fetch, result_rows
+from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.sharding.window import Window, per_dim
 
 aten = torch.ops.aten
 _SPACE = "dhw"

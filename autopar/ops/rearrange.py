@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from autopar.ops.dims import Dim, Relation
-from autopar.ops.equation import Equation
-from autopar.ops.rule import Handle, Instance, Regroup, Rule, Sample, Site, register
+from autopar.sharding.atoms import Dim, Relation
+from autopar.sharding.equation import Equation
+from autopar.sharding.rule import Handle, Instance, Regroup, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from autopar.core.graph import Ref
-from autopar.ops.equation import Equation, Labels
-from autopar.ops.rule import Instance, Rule, Sample, register
+from autopar.sharding.equation import Equation, Labels
+from autopar.sharding.rule import Instance, Rule, Sample, register
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from autopar.ops.equation import Equation, Kind, Labels
-from autopar.ops.rule import Instance, Rule, Sample, Site, register
+from autopar.sharding.equation import Equation, Kind, Labels
+from autopar.sharding.rule import Instance, Rule, Sample, Site, register
 
 aten = torch.ops.aten
 

@@ -22,10 +22,10 @@ from fractions import Fraction
 
 import torch
 
-from autopar.ops.equation import Equation, Kind
-from autopar.ops.halo import fetch, result_rows
-from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
-from autopar.ops.window import RowMap, Window
+from autopar.sharding.equation import Equation, Kind
+from autopar.sharding.halo import fetch, result_rows
+from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.sharding.window import RowMap, Window
 
 aten = torch.ops.aten
 _SPACE = "dhw"

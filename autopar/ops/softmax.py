@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from autopar.ops.equation import Equation, Kind
-from autopar.ops.rule import Handle, Instance, Rule, Sample, Site, register
-from autopar.ops.statistics import cast, wide
+from autopar.sharding.equation import Equation, Kind
+from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
+from autopar.sharding.statistics import cast, wide
 
 aten = torch.ops.aten
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from autopar.ops.dims import Relation
-from autopar.ops.equation import Equation, Kind
-from autopar.ops.halo import fetch
-from autopar.ops.rule import Instance, Regroup, Rule, Sample, Site, register
-from autopar.ops.window import Window
+from autopar.sharding.atoms import Relation
+from autopar.sharding.equation import Equation, Kind
+from autopar.sharding.halo import fetch
+from autopar.sharding.rule import Instance, Regroup, Rule, Sample, Site, register
+from autopar.sharding.window import Window
 
 aten = torch.ops.aten
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call
-from autopar.cost import links
-from autopar.cost.model import Company, measure_calls, network_of, setting_of
+from autopar.cost.machine import measure_collectives
+from autopar.cost.machine.model import Company, measure_calls, network_of, setting_of
 from autopar.errors import AutoparError
 from costdb.database import Database
 
@@ -76,7 +76,7 @@ def _unpacked(packed: bytes) -> Call:
 
 def measure_links(cluster: ClusterSpec, costdb: str | None, timeout: timedelta) -> None:
     """Measure what the database lacks of the cluster's collectives; collective."""
-    missing: list[links.Point] = []
+    missing: list[measure_collectives.Point] = []
     if dist.get_rank() == 0:
         with Database.open(costdb) as database:
             known = {
@@ -86,11 +86,11 @@ def measure_links(cluster: ClusterSpec, costdb: str | None, timeout: timedelta) 
             }
         missing = [
             (span, kind, nbytes)
-            for span, kind, nbytes in links.wanted(cluster)
+            for span, kind, nbytes in measure_collectives.wanted(cluster)
             if (span.size, span.nodes, kind) not in known
         ]
     missing = _tell(missing)
-    found = links.measure(missing, timeout)
+    found = measure_collectives.measure(missing, timeout)
     if found and dist.get_rank() == 0:
         with Database.open(costdb) as database:
             database.write_collectives(network_of(cluster), found)

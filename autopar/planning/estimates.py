@@ -22,8 +22,8 @@ from autopar.core.costs import LinkLike
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind
-from autopar.cost.collectives import send_recv
-from autopar.cost.step import StepCost
+from autopar.cost.machine.collectives import send_recv
+from autopar.cost.program.step import StepCost
 
 HALVINGS = 40  # of the interval in which a bottleneck is sought
 OTHERWISE = 1.05  # times as slow at most: what samples don't divide among devices evenly is split otherwise

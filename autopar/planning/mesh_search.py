@@ -18,31 +18,31 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.pipeline import kept_starts, stages_per_rank
-from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind
-from autopar.cost.intervals import choose_places, crossing_bytes, intervals
-from autopar.cost.memory import peak_memory
-from autopar.cost.model import CostModel
-from autopar.cost.prices import Prices
-from autopar.cost.step import step_cost
+from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.step import step_cost
+from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.checkpoints import respect
-from autopar.ilp.choose import BeatenError, Solution, refuse_beaten
-from autopar.ilp.exchange import MOST_OPERATORS, Exchange
-from autopar.ilp.flights import mean_flight, scheduled
-from autopar.ilp.fold import Folding, fold
-from autopar.ilp.frontier import Priced
-from autopar.ilp.near_cuts import is_worthwhile, near_step
-from autopar.ilp.pairs import Scarcity
-from autopar.ilp.placement import FREE, Dear, Problem, Space
-from autopar.ilp.refine import Refinement
-from autopar.ilp.space import Force, Kinds, build_space, is_heavy, kind_by_axis, name_of
-from autopar.ilp.stages import MOST_PLACES
-from autopar.ilp.step import Step, once, staged, unstaged
-from autopar.ilp.symmetry import choose_named
-from autopar.ops.dims import Atoms, Dims
-from autopar.request import Request
+from autopar.planning.request import Request
+from autopar.results.plan import Program
+from autopar.schedules.in_flight import mean_flight, scheduled
+from autopar.sharding.atoms import Atoms, Dims
+from autopar.solve.placement.fold import Folding, fold
+from autopar.solve.placement.memory_frontier import Priced
+from autopar.solve.placement.problem import FREE, Dear, Problem, Space
+from autopar.solve.placement.search import BeatenError, Solution, refuse_beaten
+from autopar.solve.placement.space import Force, Kinds, build_space, is_heavy, kind_by_axis, name_of
+from autopar.solve.placement.symmetry import choose_named
+from autopar.solve.stages.cut_search import MOST_PLACES
+from autopar.solve.stages.joint_bound import MOST_OPERATORS, Exchange
+from autopar.solve.stages.local_search import is_worthwhile, near_step
+from autopar.solve.stages.rank_bounds import Scarcity
+from autopar.solve.stages.refine import Refinement
+from autopar.solve.stages.step import Step, once, staged, unstaged
+from autopar.solve.stages.user_checkpoints import respect
 
 PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 PRICE_STEPS = 4  # of the bisection between them

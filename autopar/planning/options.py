@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.core.mesh import Mesh
 from autopar.errors import InputError
-from autopar.request import DEFAULT_GAP
+from autopar.planning.request import DEFAULT_GAP
 
 VARIABLE = "AUTOPAR_OPTIONS"  # of the environment: a JSON object of options by name
 AUTO = "auto"

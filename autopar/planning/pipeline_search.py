@@ -26,25 +26,25 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.placement import Shard
-from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.intervals import crossing_bytes
-from autopar.cost.memory import peak_memory
-from autopar.cost.model import Company, CostModel, Progress
-from autopar.cost.step import step_cost
+from autopar.cost.machine.model import Company, CostModel, Progress
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.step import step_cost
+from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
-from autopar.estimates import Choice, Screened, bottleneck
-from autopar.ilp.choose import Solution
-from autopar.ilp.fold import fold
-from autopar.ilp.offload import hiding
-from autopar.ilp.placement import FREE, Dear
-from autopar.ilp.recompute import sparing
-from autopar.mesh_problem import MeshProblem
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Atoms, Dims
-from autopar.planning import Decision, decide
-from autopar.request import Request
+from autopar.planning.estimates import Choice, Screened, bottleneck
+from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.request import Request
+from autopar.planning.search import Decision, decide
+from autopar.results.plan import Program
+from autopar.sharding.atoms import Atoms, Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.memory.offload import hiding
+from autopar.solve.memory.recompute import sparing
+from autopar.solve.placement.fold import fold
+from autopar.solve.placement.problem import FREE, Dear
+from autopar.solve.placement.search import Solution
 from costdb.database import Database
 
 SAMPLE = 16  # micro-batches of the graph that is screened, about

@@ -8,23 +8,23 @@ import math
 from collections.abc import Sequence
 
 from autopar.cluster import ClusterSpec
-from autopar.convert.table import effect
+from autopar.convert.moves import effect
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
-from autopar.core.plan import Alternative, Layer, Offloaded, Plan, Stage
-from autopar.cost.gathering import regathers
-from autopar.cost.offload import moved, wait_seconds
-from autopar.cost.prices import Prices
-from autopar.cost.values import Values, find_values
-from autopar.ilp.checkpoints import notes as checkpoint_notes
-from autopar.ilp.exchange import MOST_OPERATORS
-from autopar.ilp.gathering import gathering_notes, when, whole_notes
-from autopar.ilp.space import Force, Kinds, kind_by_axis
-from autopar.ilp.step import Step
-from autopar.micro_batches import loss_notes
-from autopar.ops.dims import Dims
-from autopar.ops.equation import Option
-from autopar.request import Request
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.gathering import regathers
+from autopar.cost.program.offload import moved, wait_seconds
+from autopar.cost.program.values import Values, find_values
+from autopar.planning.request import Request
+from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
+from autopar.sharding.atoms import Dims
+from autopar.sharding.equation import Option
+from autopar.solve.placement.shard_state import gathering_notes, when, whole_notes
+from autopar.solve.placement.space import Force, Kinds, kind_by_axis
+from autopar.solve.stages.joint_bound import MOST_OPERATORS
+from autopar.solve.stages.step import Step
+from autopar.solve.stages.user_checkpoints import notes as checkpoint_notes
+from autopar.trace.micro_batches import loss_notes
 
 
 def report(

@@ -14,8 +14,8 @@ from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.errors import InputError
-from autopar.ilp.fold import Pins
-from autopar.ilp.space import Force
+from autopar.solve.placement.fold import Pins
+from autopar.solve.placement.space import Force
 
 DEFAULT_GAP = 1e-3
 MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds

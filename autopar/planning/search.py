@@ -1,7 +1,7 @@
 """From a traced graph and a cluster to the best plan over all meshes.
 
 For every mesh that fits the links: cut the dims, price the strategies, solve, and with pipeline stages
-cut the answer into them (mesh_problem.py). The graph is that of one micro-batch. On a machine that can
+cut the answer into them (mesh_search.py). The graph is that of one micro-batch. On a machine that can
 measure, the calls that the winner uses are measured and the program is solved again, until it uses nothing
 that is not measured or the rounds are over.
 """
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
-from autopar.core.plan import Alternative, Plan
-from autopar.cost.model import Company, CostModel, Progress
-from autopar.cost.prices import Prices
+from autopar.cost.machine.model import Company, CostModel, Progress
+from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
-from autopar.ilp.choose import Solution
-from autopar.ilp.space import Parallelism, name_of
-from autopar.ilp.step import Step
-from autopar.mesh_problem import SAME, MeshProblem, stageable
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from autopar.report import report
-from autopar.request import Request
+from autopar.planning.mesh_search import SAME, MeshProblem, stageable
+from autopar.planning.report import report
+from autopar.planning.request import Request
+from autopar.results.plan import Alternative, Plan
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.placement.search import Solution
+from autopar.solve.placement.space import Parallelism, name_of
+from autopar.solve.stages.step import Step
 from costdb.database import Database
 
 MEASURING_ROUNDS = 6

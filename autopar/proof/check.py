@@ -20,13 +20,9 @@ from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.compiler import graph_digest
-from autopar.core.plan import Plan
 from autopar.errors import InputError
-from autopar.ilp.space import Force, name_of
-from autopar.micro_batches import batch_length, loss_weight, split_batch
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from autopar.planning import search
+from autopar.planning.request import Request
+from autopar.planning.search import search
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import (
     float64_by_default,
@@ -48,12 +44,16 @@ from autopar.proof.verify import (
     train_eagerly,
     verify_simulated,
 )
-from autopar.request import Request
-from autopar.rewrite.shorter import check_plan
-from autopar.runtime import serial
-from autopar.signature import Arguments, flatten_arguments
-from autopar.target import Target
-from autopar.trace import Traced, check_dense, trace, user_line
+from autopar.results.plan import Plan
+from autopar.rewrite.unequal_micro_batches import check_plan
+from autopar.runtime.module import serial_model
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.placement.space import Force, name_of
+from autopar.trace.call_signature import Arguments, flatten_arguments
+from autopar.trace.export import Traced, check_dense, trace, user_line
+from autopar.trace.micro_batches import batch_length, loss_weight, split_batch
+from autopar.trace.target import Target
 from costdb.database import Database
 
 FORCED_SHARE = 0.9  # of the flops of operators that have the forced factor
@@ -198,7 +198,7 @@ def check_input(
     """Raise InputError for what can't be proved, whatever its plan."""
     if steps < 1:
         raise InputError(where="--steps", found=str(steps), wanted="at least 1", remedy="verify some steps")
-    serial.check(target.model)
+    serial_model.check(target.model)
     check_dense(target.model)
     if any(parameter.is_meta for parameter in target.model.parameters()):
         raise InputError(

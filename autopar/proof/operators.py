@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-import autopar.runtime.collectives
-import autopar.runtime.random  # noqa: F401  (registers the operators that programs call)
+import autopar.runtime.collectives.placement_moves
+import autopar.runtime.collectives.random  # noqa: F401  (registers the operators that programs call)
 from autopar.convert.path import tree
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, may_learn
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, R
-from autopar.core.plan import Program
-from autopar.ops.analysis import find_atoms, strategies_of
-from autopar.ops.dims import Dims
-from autopar.ops.rule import Sample, Strategy
 from autopar.proof.precision import raise_tensor, widest
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.proof.simulated import simulate_typed
-from autopar.rewrite.program import RankProgram, rewrite
-from autopar.trace import _HIDDEN_WRITES, USABLE_RESULTS
+from autopar.results.plan import Program
+from autopar.rewrite.rank_program import RankProgram, rewrite
+from autopar.sharding.atoms import Dims
+from autopar.sharding.rule import Sample, Strategy
+from autopar.sharding.strategies import find_atoms, strategies_of
+from autopar.trace.export import _HIDDEN_WRITES, USABLE_RESULTS
 
 
 class OneOperator:

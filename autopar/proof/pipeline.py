@@ -17,16 +17,16 @@ from torch import Tensor, fx, nn
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline
-from autopar.core.plan import Program
 from autopar.errors import CheckError
-from autopar.micro_batches import MicroBatch, loss_weight
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.proof.verify import MOMENTUM, RATE, Record, Tensors, seed, start_state
-from autopar.rewrite.program import rewrite
+from autopar.results.plan import Program
+from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
-from autopar.rewrite.stages import StageProgram, split
+from autopar.rewrite.split_stages import StageProgram, split
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.trace.micro_batches import MicroBatch, loss_weight
 
 Values = list[tuple[Tensor, ...]]  # of each rank
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from autopar.cluster import ClusterSpec
 from autopar.compiler import Compiler, check_rows, graph_digest
 from autopar.core.graph import Graph, InputKind
-from autopar.core.plan import Plan
 from autopar.errors import CheckError
-from autopar.micro_batches import MicroBatch, split_batch
+from autopar.planning.request import Request
 from autopar.proof.precision import float64_by_default, raise_graph, raise_model, raise_tensor
 from autopar.proof.verify import (
     KINDS,
@@ -33,15 +32,16 @@ from autopar.proof.verify import (
     note_outputs,
     seed,
 )
-from autopar.request import Request
+from autopar.results.plan import Plan
 from autopar.rewrite.render import describe
-from autopar.runtime import worker
-from autopar.runtime.launch import run_function
-from autopar.runtime.module import ParallelModule
-from autopar.signature import Arguments, find_loss, flatten_arguments, flatten_results
-from autopar.simplify import only_loss
-from autopar.target import Target, load_target
-from autopar.trace import Traced, trace
+from autopar.runtime.launch import worker
+from autopar.runtime.launch.launch import run_function
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments, flatten_results
+from autopar.trace.export import Traced, trace
+from autopar.trace.micro_batches import MicroBatch, split_batch
+from autopar.trace.simplify import only_loss
+from autopar.trace.target import Target, load_target
 
 Disagreement = dict[str, tuple[float, str]]  # kind -> the largest error, and which tensor on which rank
 

@@ -21,11 +21,11 @@ from torch import Tensor, fx, nn
 from autopar.core.mesh import parse_key
 from autopar.core.placement import Layout
 from autopar.errors import CheckError
-from autopar.ops.dims import Dims
 from autopar.proof.precision import in_float64
 from autopar.proof.simulated import Call, simulate
-from autopar.runtime.offload import moves, saving_there
-from autopar.runtime.recompute import Recomputed
+from autopar.runtime.saved.offload import moves, saving_there
+from autopar.runtime.saved.recompute import Recomputed
+from autopar.sharding.atoms import Dims
 
 Meaning = Callable[[Any, Sequence[Call]], list[Tensor]]
 

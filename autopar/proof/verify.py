@@ -21,14 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.checkpoints import inlined
 from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Layout
-from autopar.core.plan import Program
 from autopar.errors import AutoparError, CheckError, InputError
-from autopar.micro_batches import MicroBatch, mask_seed
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
 from autopar.proof.precision import (
     float64_by_default,
     raise_graph,
@@ -39,16 +34,21 @@ from autopar.proof.precision import (
     written_constants,
 )
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
-from autopar.rewrite.program import rewrite
+from autopar.results.plan import Program
+from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
-from autopar.signature import (
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
     find_loss,
     flatten_results,
     split_for_loss,
 )
-from autopar.trace import Traced, user_line
+from autopar.trace.checkpoint_regions import inlined
+from autopar.trace.export import Traced, user_line
+from autopar.trace.micro_batches import MicroBatch, mask_seed
 
 TOLERANCE = 1e-9
 FLOOR = 1e-3

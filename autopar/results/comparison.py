@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.core.plan import Plan
+from autopar.results.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        from autopar.show import as_text
-        from autopar.table import render_comparison
+        from autopar.results.render_comparison import render_comparison
+        from autopar.results.render_plan import as_text
 
         return as_text(render_comparison(self))
 

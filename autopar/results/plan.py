@@ -203,6 +203,6 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        from autopar.show import plan_text
+        from autopar.results.render_plan import plan_text
 
         return plan_text(self)

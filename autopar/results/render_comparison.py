@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from autopar.core.comparison import Comparison, Row
-from autopar.core.plan import Plan
+from autopar.results.comparison import Comparison, Row
+from autopar.results.plan import Plan
 from autopar.units import show_bytes, show_seconds
 
 ABSENT = "-"

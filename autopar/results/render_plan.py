@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from autopar.core.placement import replicated, show
-from autopar.core.plan import Alternative, Layer, Plan, Stage
+from autopar.results.plan import Alternative, Layer, Plan, Stage
 from autopar.units import show_bytes, show_seconds
 
 LIGHT = 2e-3  # layers below this share of the step, and without flops, are summed up in one line

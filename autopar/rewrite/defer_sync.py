@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-import autopar.runtime.collectives  # noqa: F401  (registers the operators that are looked for)
+import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators that are looked for)
 from autopar.core.executable import Gather
 from autopar.core.mesh import parse_key
 

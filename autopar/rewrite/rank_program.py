@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.convert.table import canonical, effect, gathers
+from autopar.convert.moves import canonical, effect, gathers
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, TensorSpec
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard, show
-from autopar.core.plan import Program
 from autopar.errors import CheckError
-from autopar.ops.dims import Dims
-from autopar.ops.rule import Site, rule_of
+from autopar.results.plan import Program
 from autopar.rewrite.emit import GraphEmitter
-from autopar.runtime.offload import offload
-from autopar.runtime.regather import AGAIN
+from autopar.runtime.saved.offload import offload
+from autopar.runtime.saved.regather import AGAIN
+from autopar.sharding.atoms import Dims
+from autopar.sharding.rule import Site, rule_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ import torch
 from torch import fx, nn
 
 from autopar.core.graph import Graph
-from autopar.core.plan import Program
 from autopar.core.recompute import Segment
-from autopar.rewrite.program import RankProgram
-from autopar.runtime.recompute import Recomputed
+from autopar.results.plan import Program
+from autopar.rewrite.rank_program import RankProgram
+from autopar.runtime.saved.recompute import Recomputed
 
 # Operators that keep a tensor for backward before they fill it: torch stops to compute again too early there.
 _KEEP_BEFORE_THEY_FILL = {torch.ops.aten.rrelu.default, torch.ops.aten.rrelu_with_noise.default}

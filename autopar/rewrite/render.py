@@ -22,7 +22,7 @@ from torch import fx
 
 from autopar.core.executable import Executable, InputPart, StagedExecutable
 from autopar.core.placement import show
-from autopar.runtime.recompute import Recomputed
+from autopar.runtime.saved.recompute import Recomputed
 
 WIDTH = 100  # columns, after which a call's arguments are wrapped
 _INDENT = "    "

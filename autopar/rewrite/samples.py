@@ -13,7 +13,7 @@ from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.core.part import Part
 from autopar.core.placement import Layout
 from autopar.core.samples import Samples
-from autopar.ops.dims import Atom, Dims
+from autopar.sharding.atoms import Atom, Dims
 
 
 def find_samples(graph: Graph, layouts: Mapping[str, Layout], dims: Dims) -> Samples | None:

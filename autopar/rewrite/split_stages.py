@@ -25,7 +25,7 @@ from torch import fx
 
 from autopar.core.graph import Graph, InputKind, TensorSpec
 from autopar.errors import InputError
-from autopar.rewrite.program import RankProgram
+from autopar.rewrite.rank_program import RankProgram
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 from autopar.core.executable import Executable, InputPart, StagedExecutable
 from autopar.core.graph import Graph, InputKind
-from autopar.core.plan import Program
 from autopar.errors import InputError
-from autopar.ops.analysis import find_atoms, is_legal, options_of
-from autopar.ops.dims import Dims
+from autopar.results.plan import Program
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms, is_legal, options_of
 
 
 def check_plan(program: Program, graph: Graph, shorter: Graph) -> None:

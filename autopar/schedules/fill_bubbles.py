@@ -19,8 +19,8 @@ from dataclasses import replace
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ALWAYS_SPLIT, Action, ActionKind, Schedule, Slot
 from autopar.core.timeline import StageCost
-from autopar.schedules import build_schedule
-from autopar.simulate import Receives, Run
+from autopar.schedules.orders import build_schedule
+from autopar.schedules.simulate import Receives, Run
 
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT  # noqa: E741
 

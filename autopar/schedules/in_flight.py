@@ -7,10 +7,10 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from autopar.core.deliveries import leaves, needed_by, proved, sent_by
 from autopar.core.schedule import Action, ActionKind, Schedule, ScheduleKind
-from autopar.schedules import build_schedule
-from autopar.simulate import Receives
+from autopar.schedules.deliveries import leaves, needed_by, proved, sent_by
+from autopar.schedules.orders import build_schedule
+from autopar.schedules.simulate import Receives
 
 Counts = tuple[int, ...]
 Moments = tuple[Counts, ...]

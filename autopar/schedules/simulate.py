@@ -29,7 +29,7 @@ syncs are done. There is no barrier: a rank may update while another computes.
 
 **Memory.** A rank always holds its stages' state and the batch; `kept` from the start of F to the end of
 B or I, `kept_for_weight` from the end of I to the end of W, `sent_back` from the end of B or I to the start
-of what needs the message that proves its arrival (core/deliveries.py), `working` while an action runs, or
+of what needs the message that proves its arrival (deliveries.py), `working` while an action runs, or
 `halving` if that is I, and `summing` when a stage's gradient sums start. Of the state `gradients` come with
 a stage's first B or W, until whose end actions need `early` and `halving_early` instead.
 
@@ -43,10 +43,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
-from autopar.core.deliveries import leaves, needed_by, proved, sent_by
 from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, ScheduleKind, Slot
 from autopar.core.timeline import Beside, Event, Held, StageCost, Timeline
 from autopar.errors import CheckError, InputError
+from autopar.schedules.deliveries import leaves, needed_by, proved, sent_by
 
 FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
 INPUT_GRADIENT, WEIGHT_GRADIENT = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

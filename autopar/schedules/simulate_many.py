@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from autopar.core.deliveries import Message, leaves, needed_by, sent_by
 from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, Slot
-from autopar.simulate import Receives
+from autopar.schedules.deliveries import Message, leaves, needed_by, sent_by
+from autopar.schedules.simulate import Receives
 
 Seconds: TypeAlias = Any  # a float array [stage, cut], or [cut] of one stage
 Rows: TypeAlias = Any  # numbers of rows, [place]

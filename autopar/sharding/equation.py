@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from autopar.core.placement import B, P, Placement, R, Shard
-from autopar.ops.window import RowMap
+from autopar.sharding.window import RowMap
 
 
 class Kind(Enum):

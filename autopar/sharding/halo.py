@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from autopar.core.placement import Shard
-from autopar.ops.rule import Handle, Site
-from autopar.ops.window import RowMap
+from autopar.sharding.rule import Handle, Site
+from autopar.sharding.window import RowMap
 
 
 def result_rows(site: Site, dim: int) -> tuple[int, int]:

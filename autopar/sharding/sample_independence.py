@@ -12,10 +12,10 @@ from autopar.core.graph import Graph, GraphInput, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import P, Shard
 from autopar.errors import RuleError
-from autopar.ops.analysis import find_atoms, options_of
-from autopar.ops.dims import Atom, Dims
-from autopar.ops.equation import Kind, Option
-from autopar.ops.rule import Instance, rule_of
+from autopar.sharding.atoms import Atom, Dims
+from autopar.sharding.equation import Kind, Option
+from autopar.sharding.rule import Instance, rule_of
+from autopar.sharding.strategies import find_atoms, options_of
 
 
 def mixing_operator(graph: Graph, samples: int, *, end: Operator | None) -> Operator | None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.ops.rule import Handle, Site
+from autopar.sharding.rule import Handle, Site
 
 aten = torch.ops.aten
 

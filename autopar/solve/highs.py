@@ -18,7 +18,7 @@ import pulp
 from numpy.typing import NDArray
 
 from autopar.errors import SolverError
-from autopar.ilp.linear_program import Answer, LinearProgram
+from autopar.solve.linear_program import Answer, LinearProgram
 
 DIGITS = 9  # of a variable's number: PuLP hands variables over sorted by name
 LARGEST = 1e3  # cost: HiGHS takes less than 1e-7 for nothing, and so may a plan of microseconds be

@@ -23,7 +23,6 @@ from torch.export.graph_signature import InputKind as ExportedKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar.checkpoints import inlined, region_of
 from autopar.core.graph import (
     Graph,
     GraphInput,
@@ -36,8 +35,7 @@ from autopar.core.graph import (
     refs,
 )
 from autopar.errors import InputError, TraceError
-from autopar.garbage import uncollected
-from autopar.signature import (
+from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
     Results,
@@ -47,8 +45,10 @@ from autopar.signature import (
     refuse_sparse,
     split_for_loss,
 )
-from autopar.simplify import without_dead_code, without_identities
-from autopar.state import attributes_of, buffers_of, noted, replaced_in, write_back
+from autopar.trace.checkpoint_regions import inlined, region_of
+from autopar.trace.module_state import attributes_of, buffers_of, noted, replaced_in, write_back
+from autopar.trace.simplify import without_dead_code, without_identities
+from autopar.trace.uncollected import uncollected
 
 aten = torch.ops.aten
 
@@ -677,7 +677,7 @@ def _module_of(node: fx.Node) -> str:
     return re.sub(r"^model(\.|$)", "", re.sub(r"@\d+$", "", str(path)))
 
 
-_OURS = (__file__.rsplit("/", 1)[0] + "/", sysconfig.get_path("stdlib") + "/")
+_OURS = (__file__.rsplit("/", 2)[0] + "/", sysconfig.get_path("stdlib") + "/")
 
 
 def is_library(file: str) -> bool:

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
-from autopar.signature import LossFunction, split_inputs
-from autopar.trace import user_line
+from autopar.trace.call_signature import LossFunction, split_inputs
+from autopar.trace.export import user_line
 
 SEED = 0
 SHAPE = "(model, inputs) or (model, inputs, loss_fn), inputs a tuple or dict of tensors or one tensor"

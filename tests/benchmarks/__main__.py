@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from autopar.runtime.launch import run_function
+from autopar.runtime.launch.launch import run_function
 from tests.benchmarks.cases import BENCHMARKS, Benchmark, run
 from tests.benchmarks.contest import Timed
 from tests.benchmarks.statistics import Ratio, ratio

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cluster import ClusterSpec
-from autopar.runtime.launch import run_function
+from autopar.runtime.launch.launch import run_function
 from autopar.units import show_bytes, show_seconds
 from tests.benchmarks.capped import Tightened, run_rank
 

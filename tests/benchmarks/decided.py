@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.agree import agree, measure_links
 from autopar.cluster import ClusterSpec
+from autopar.comparing.measured import TIMEOUT, Contest, Job
 from autopar.compiler import Compiler
-from autopar.contest import TIMEOUT, Contest, Job
 from autopar.core.costs import OptimizerState
-from autopar.core.plan import Plan
-from autopar.cost.model import Company
+from autopar.cost.machine.model import Company
 from autopar.errors import InfeasibleError
-from autopar.request import Request
-from autopar.runtime import worker
-from autopar.target import Target, load_target
+from autopar.planning.agree import agree, measure_links
+from autopar.planning.request import Request
+from autopar.results.plan import Plan
+from autopar.runtime.launch import worker
+from autopar.trace.target import Target, load_target
 from costdb.database import Database
 from tests.benchmarks.contest import Contestant, Timed, compete
 from tests.benchmarks.hierarchical import Way, decide_all

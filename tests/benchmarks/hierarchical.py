@@ -20,11 +20,11 @@ from enum import Enum
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
-from autopar.cost.model import Company
+from autopar.cost.machine.model import Company
 from autopar.errors import InfeasibleError
-from autopar.mesh_problem import MeshProblem
-from autopar.planning import MEASURING_ROUNDS, Decision, Found, decide, finish
-from autopar.request import Request
+from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.request import Request
+from autopar.planning.search import MEASURING_ROUNDS, Decision, Found, decide, finish
 from costdb.database import Database
 
 

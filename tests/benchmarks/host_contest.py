@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.plan import Plan
 from autopar.errors import CheckError, InfeasibleError
-from autopar.runtime import worker
+from autopar.results.plan import Plan
+from autopar.runtime.launch import worker
 from examples import characters
 from tests.benchmarks.contest import Contestant, Timed, compete
 

@@ -32,11 +32,11 @@ from rich.table import Table
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.mesh import Mesh
-from autopar.core.plan import Plan
 from autopar.core.schedule import ScheduleKind
-from autopar.request import Request
-from autopar.runtime.launch import run_function
-from autopar.target import load_target
+from autopar.planning.request import Request
+from autopar.results.plan import Plan
+from autopar.runtime.launch.launch import run_function
+from autopar.trace.target import load_target
 from autopar.units import show_bytes, show_seconds
 from tests.benchmarks.__main__ import ALLOCATORS, environment
 from tests.benchmarks.decided import STATE, Found, Trial, find_plans, run_rank

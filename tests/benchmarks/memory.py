@@ -25,17 +25,17 @@ from rich.table import Table
 
 from autopar.api import make_request, with_pipeline
 from autopar.cluster import ClusterSpec
+from autopar.comparing.measured import Contest, Job
+from autopar.comparing.measured_peak import peak_bytes
 from autopar.compiler import Compiler
-from autopar.contest import Contest, Job
-from autopar.core.comparison import Row
 from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.core.placement import Layout, R, Shard
-from autopar.core.plan import Plan
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from autopar.request import Request
-from autopar.runtime.peak import peak_bytes
-from autopar.target import load_target
+from autopar.planning.request import Request
+from autopar.results.comparison import Row
+from autopar.results.plan import Plan
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.trace.target import load_target
 from autopar.units import show_bytes
 from tests.pool import Pool
 

@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from autopar.errors import InputError, WorkerError
-from autopar.runtime import call, worker
+from autopar.runtime.launch import call_main, worker
 
 Result = TypeVar("Result")
 
@@ -111,7 +111,7 @@ def run_on_hosts(
     """
     with tempfile.TemporaryDirectory(prefix="autopar-") as name:
         folder = Path(name)
-        (folder / call.CALL).write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, arguments)))
+        (folder / call_main.CALL).write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, arguments)))
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(len(on)):
@@ -120,7 +120,8 @@ def run_on_hosts(
         finally:
             _end(processes)
         return [
-            pickle.loads((folder / call.RESULT.format(rank=rank)).read_bytes()) for rank in range(len(on))
+            pickle.loads((folder / call_main.RESULT.format(rank=rank)).read_bytes())
+            for rank in range(len(on))
         ]
 
 
@@ -205,7 +206,7 @@ def _start(
         "TORCHELASTIC_ERROR_FILE": _error_file(folder, rank),
         worker.LAUNCHER: os.getpid(),
     }
-    command = [sys.executable, "-m", "autopar.runtime", call.__file__, str(folder)]
+    command = [sys.executable, "-m", "autopar.runtime", call_main.__file__, str(folder)]
     return subprocess.Popen(  # `ip netns exec` becomes the command: the process is our own child
         ["ip", "netns", "exec", on[rank].namespace, *command],
         env=os.environ | {name: str(value) for name, value in given.items()} | environment,

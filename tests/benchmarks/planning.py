@@ -28,20 +28,20 @@ from torch import Tensor, nn
 import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.compiler import Compiler, build_stages
-from autopar.core.plan import Plan
 from autopar.errors import CheckError, InfeasibleError
-from autopar.request import Request
+from autopar.planning.request import Request
+from autopar.results.plan import Plan
 from autopar.units import show_bytes, show_seconds
 from examples.characters import gpt
 from tests.benchmarks.wide_resnet import wide_resnet
-from tests.planning import weight_bytes
+from tests.first_strategy import weight_bytes
 
 PHASES = {  # the functions in which each phase happens, as their callers name them
     "trace": ("autopar.compiler.trace",),
-    "price": ("autopar.mesh_problem.build_space",),
-    "write": ("autopar.ilp.placement.Problem.__init__",),
-    "solve": ("autopar.ilp.choose.solve", "autopar.ilp.symmetry.solve"),
-    "cut": ("autopar.mesh_problem.staged",),
+    "price": ("autopar.planning.mesh_search.build_space",),
+    "write": ("autopar.solve.placement.problem.Problem.__init__",),
+    "solve": ("autopar.solve.placement.search.solve", "autopar.solve.placement.symmetry.solve"),
+    "cut": ("autopar.planning.mesh_search.staged",),
 }
 REST = "rest"
 INTRA, INTER = Link(2e-6, 450e9), Link(5e-6, 50e9)

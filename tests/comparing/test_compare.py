@@ -17,15 +17,15 @@ import autopar
 from autopar import api
 from autopar.cli import main
 from autopar.cluster import ClusterSpec, Link
-from autopar.compare import ORDER
-from autopar.contest import heats
-from autopar.core.comparison import Comparison, Measured, Row, spearman
-from autopar.core.plan import Plan
+from autopar.comparing.measured import heats
+from autopar.comparing.strategies import ORDER
 from autopar.errors import InfeasibleError, InputError
-from autopar.request import DEFAULT_GAP
-from autopar.target import Target, load_target
+from autopar.planning.request import DEFAULT_GAP
+from autopar.results.comparison import Comparison, Measured, Row, spearman
+from autopar.results.plan import Plan
+from autopar.trace.target import Target, load_target
 
-TARGETS = Path(__file__).parent / "targets.py"
+TARGETS = Path(__file__).parents[1] / "targets.py"
 NET, MLP = f"{TARGETS}:net", f"{TARGETS}:mlp"
 TWO, FOUR = ClusterSpec.local(2), ClusterSpec.local(4)
 KEYS = {
@@ -229,7 +229,7 @@ def test_every_row_that_fits_runs_and_takes_the_bytes_that_are_predicted() -> No
 
 
 def test_what_cannot_run_here_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.contest.run_function", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr("autopar.comparing.measured.run_function", lambda *_: pytest.fail("launched"))
     two_nodes = ClusterSpec(nodes=2, devices_per_node=2, inter=Link(50e-6, 1e9))
     with pytest.raises(InputError, match="--cluster: found 2 nodes, wanted devices of this machine"):
         autopar.compare(NET, two_nodes, run=True)

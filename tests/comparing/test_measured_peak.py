@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.peak import StorageTracker, peak_bytes
+from autopar.comparing.measured_peak import StorageTracker, peak_bytes
 from tests.pool import Pool
 
 N = 4000  # bytes of a vector

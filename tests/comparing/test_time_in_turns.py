@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.laps import ROUNDS, WARM_UPS, Runner, time_in_turn
+from autopar.comparing.time_in_turns import ROUNDS, WARM_UPS, Runner, time_in_turn
 from tests.pool import Pool
 
 PAUSE = 0.05

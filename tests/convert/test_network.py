@@ -7,19 +7,19 @@ import itertools
 import pytest
 
 from autopar.cluster import ClusterSpec, Link
+from autopar.convert.moves import effect, gathers, moves
 from autopar.convert.network import Alike, unnamed
 from autopar.convert.path import interesting
-from autopar.convert.table import effect, gathers, moves
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, P, R, Shard
-from autopar.cost.collectives import CollectiveTable
-from autopar.cost.model import CostModel
-from autopar.cost.prices import Prices
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from tests.ilp.brute_force import DEVICE
+from autopar.cost.machine.collectives import CollectiveTable
+from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.prices import Prices
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
 from tests.proof.models import Script
+from tests.solve.brute_force import DEVICE
 
 TENSORS = ("x", "weight")
 ENDS = {3: [(Shard(0), Shard(1), R), (R, Shard(0), Shard(0))], 2: [(Shard(0), Shard(1)), (R, Shard(0))]}

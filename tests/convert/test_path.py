@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import autopar.runtime.collectives  # noqa: F401  (registers the operators that programs call)
+import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators that programs call)
+from autopar.convert.moves import legal, moves
 from autopar.convert.path import interesting, tree
-from autopar.convert.table import legal, moves
 from autopar.core.graph import Graph, GraphInput, InputKind, TensorSpec
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.placement import B, Layout, P, Placement, R, Shard, show
-from autopar.core.plan import Program
-from autopar.ops.dims import Atoms, Dims
 from autopar.proof.ranks import run
-from autopar.rewrite.program import rewrite
+from autopar.results.plan import Program
+from autopar.rewrite.rank_program import rewrite
+from autopar.sharding.atoms import Atoms, Dims
 
 SHAPE = (5, 7)
 PLACEMENTS: tuple[Placement, ...] = (R, P, B, Shard(0), Shard(1))

@@ -13,11 +13,11 @@ import autopar.ops  # noqa: F401  (registers every family)
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.placement import P, Shard
-from autopar.ops.analysis import find_atoms, options_of
-from autopar.ops.dims import Dims
-from autopar.ops.equation import PARTIAL
-from autopar.ops.rule import Sample
 from autopar.proof.operators import OneOperator, error, strategies
+from autopar.sharding.atoms import Dims
+from autopar.sharding.equation import PARTIAL
+from autopar.sharding.rule import Sample
+from autopar.sharding.strategies import find_atoms, options_of
 from tests.forced import Forced, check_against_serial, forced, option
 
 aten = torch.ops.aten

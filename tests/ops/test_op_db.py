@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 import autopar.ops  # noqa: F401  (registers every family)
 from autopar.core.mesh import Mesh
-from autopar.ops.equation import UNSHARDED
-from autopar.ops.rule import RULES, Sample
 from autopar.proof.operators import error, strategies
+from autopar.sharding.equation import UNSHARDED
+from autopar.sharding.rule import RULES, Sample
 
 aten = torch.ops.aten
 # How many samples of an operator, and how many strategies of each on a mesh, are tried, evenly chosen.

@@ -8,8 +8,8 @@ import pytest
 
 import autopar.ops  # noqa: F401  (registers every family)
 from autopar.core.mesh import Mesh
-from autopar.ops.rule import RULES, Sample
 from autopar.proof.operators import error, strategies
+from autopar.sharding.rule import RULES, Sample
 
 # How many strategies of a sample are tried, evenly chosen: three shards and two axes repeat what two show.
 FEW = {Mesh((2,)): 10, Mesh((3,)): 1, Mesh((2, 2)): 2}

@@ -8,13 +8,13 @@ from itertools import combinations
 
 import pytest
 
-from autopar.auto import _Screen
 from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.step import StepCost
-from autopar.estimates import OTHERWISE, Screened, bottleneck
-from autopar.planning import decide
-from tests.test_auto import BATCH, CLUSTER, OPEN, graph_of
+from autopar.cost.program.step import StepCost
+from autopar.planning.estimates import OTHERWISE, Screened, bottleneck
+from autopar.planning.pipeline_search import _Screen
+from autopar.planning.search import decide
+from tests.planning.test_pipeline_search import BATCH, CLUSTER, OPEN, graph_of
 
 EVEN = Screened(
     ranks=2,

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import plan
-from autopar.auto import ROUGH, _Screen, decide_all
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
-from autopar.core.plan import Alternative
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.model import CostModel
+from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError, InputError, TraceError
-from autopar.estimates import Choice
-from autopar.ilp import step
-from autopar.ilp.choose import BeatenError
-from autopar.planning import Decision, _prefer_simpler, decide, finish, search
-from autopar.request import Request
-from autopar.simplify import only_loss
-from autopar.trace import trace
+from autopar.planning.estimates import Choice
+from autopar.planning.pipeline_search import ROUGH, _Screen, decide_all
+from autopar.planning.request import Request
+from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
+from autopar.results.plan import Alternative
+from autopar.solve.placement.search import BeatenError
+from autopar.solve.stages import step
+from autopar.trace.export import trace
+from autopar.trace.simplify import only_loss
 from examples.characters import gpt
 
 BATCH = 16
@@ -83,7 +83,7 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
         return Decision(nothing, step, cluster, request, None)
 
     monkeypatch.setattr(_Screen, "choices", choices)
-    monkeypatch.setattr("autopar.auto.decide", decided)
+    monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     found = decide_all(graph_of, BATCH, local, replace(OPEN, measure=measure))
     assert asked == planned and found.step.seconds == min(seconds[ranks] for ranks in planned)
 

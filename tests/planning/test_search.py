@@ -12,14 +12,14 @@ import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.compiler import Compiler, build, build_stages
 from autopar.core.mesh import Mesh
-from autopar.core.plan import Plan
-from autopar.ilp.fold import fold
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from autopar.request import Request
-from autopar.trace import Traced, trace
+from autopar.planning.request import Request
+from autopar.results.plan import Plan
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.placement.fold import fold
+from autopar.trace.export import Traced, trace
 from examples.characters import gpt
-from tests.planning import weight_bytes
+from tests.first_strategy import weight_bytes
 
 NODE = ClusterSpec(devices_per_node=8, device="h100", memory="80GB", intra=Link(2e-6, 450e9))
 TWO_NODES = ClusterSpec(

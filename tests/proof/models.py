@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs, memory_order
-from autopar.simplify import only_loss
+from autopar.trace.simplify import only_loss
 
 aten = torch.ops.aten
 LARGEST = 600  # elements of a tensor

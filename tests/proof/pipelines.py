@@ -16,14 +16,14 @@ from torch import Tensor, fx, nn
 
 from autopar.core.graph import InputKind
 from autopar.core.pipeline import Pipeline
-from autopar.core.plan import Program
-from autopar.micro_batches import MicroBatch, is_sum, loss_weight
-from autopar.ops.dims import Dims
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.verify import MOMENTUM, RATE, Record, difference, floor_of, seed
-from autopar.rewrite.program import rewrite
-from autopar.rewrite.stages import StageProgram, split
-from autopar.runtime.offload import offload
+from autopar.results.plan import Program
+from autopar.rewrite.rank_program import rewrite
+from autopar.rewrite.split_stages import StageProgram, split
+from autopar.runtime.saved.offload import offload
+from autopar.sharding.atoms import Dims
+from autopar.trace.micro_batches import MicroBatch, is_sum, loss_weight
 from tests.proof.models import ROUNDING, Model, aten, evaluate, leaves
 from tests.proof.plans import LEAST
 

@@ -15,27 +15,27 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import autopar.ops
-import autopar.runtime.collectives
-import autopar.runtime.random  # noqa: F401  (registers the operators that programs call)
+import autopar.runtime.collectives.placement_moves
+import autopar.runtime.collectives.random  # noqa: F401  (registers the operators that programs call)
+from autopar.convert.moves import canonical, effect
 from autopar.convert.path import tree
-from autopar.convert.table import canonical, effect
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.offload import Moved
 from autopar.core.placement import Layout, P, R, Shard
-from autopar.core.plan import Program
 from autopar.core.recompute import Segment
-from autopar.ilp.space import Kinds
-from autopar.ops.analysis import find_atoms, is_legal, options_of
-from autopar.ops.dims import Dims
-from autopar.ops.equation import GATHERED
-from autopar.ops.rule import Strategy
 from autopar.proof.ranks import Meaning, distribute, run, total_gradient
 from autopar.proof.simulated import simulate, simulate_typed
-from autopar.rewrite.program import rewrite
+from autopar.results.plan import Program
+from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
+from autopar.sharding.atoms import Dims
+from autopar.sharding.equation import GATHERED
+from autopar.sharding.rule import Strategy
+from autopar.sharding.strategies import find_atoms, is_legal, options_of
+from autopar.solve.placement.space import Kinds
 from tests.proof.models import ROUNDING, Model, serial
 
 MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]

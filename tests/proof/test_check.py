@@ -15,13 +15,13 @@ from autopar.cluster import ClusterSpec
 from autopar.core.mesh import Mesh
 from autopar.core.recompute import Recompute
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.space import Parallelism
+from autopar.planning.request import Request
 from autopar.proof import check as check_module
 from autopar.proof import precision, processes
 from autopar.proof import verify as verify_module
 from autopar.proof.check import Report, check
-from autopar.request import Request
-from autopar.target import Target, load_target
+from autopar.solve.placement.space import Parallelism
+from autopar.trace.target import Target, load_target
 
 TARGETS = Path(__file__).parents[1] / "targets.py"
 SIMULATED_AND_REAL = [(False, 1), (False, 2), (True, 2), pytest.param(True, 1, marks=pytest.mark.long)]

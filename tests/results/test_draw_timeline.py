@@ -9,14 +9,14 @@ import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 
-from autopar import draw
 from autopar.core.schedule import ActionKind, Schedule, ScheduleKind
 from autopar.core.timeline import Beside, StageCost, Timeline
-from autopar.draw import perfetto, timeline_text, write_trace
 from autopar.errors import InputError
-from autopar.schedules import build_schedule
-from autopar.simulate import Receives, simulate
-from tests.test_simulate import cases
+from autopar.results import draw_timeline
+from autopar.results.draw_timeline import perfetto, timeline_text, write_trace
+from autopar.schedules.orders import build_schedule
+from autopar.schedules.simulate import Receives, simulate
+from tests.schedules.test_simulate import cases
 
 
 def example(kind: ScheduleKind, ranks: int, stages: int, micro_batches: int) -> Timeline:
@@ -56,7 +56,7 @@ def test_the_modules_picture_is_1f1b() -> None:
     schedule = build_schedule(ScheduleKind.ONE_F_ONE_B, ranks=2, micro_batches=3)
     text = timeline_text(simulate(schedule, [StageCost(1, 1, 1)] * 2), width=32)
     rows = [line for line in text.splitlines() if line.startswith("rank ") and " waits " not in line]
-    assert len(rows) == 2 and all(row in (draw.__doc__ or "") for row in rows)
+    assert len(rows) == 2 and all(row in (draw_timeline.__doc__ or "") for row in rows)
 
 
 def test_several_stages_per_rank_as_text() -> None:

@@ -12,16 +12,16 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import autopar.ops
-import autopar.runtime.collectives  # noqa: F401  (registers the operators that programs call)
+import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators that programs call)
 from autopar.core.graph import Graph, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R, Shard
-from autopar.core.plan import Program
 from autopar.errors import CheckError
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from autopar.ops.rule import Strategy
-from autopar.rewrite.program import RankProgram, rewrite
+from autopar.results.plan import Program
+from autopar.rewrite.rank_program import RankProgram, rewrite
+from autopar.sharding.atoms import Dims
+from autopar.sharding.rule import Strategy
+from autopar.sharding.strategies import find_atoms
 from examples.photographs import unet
 from tests.forced import Forced, check_against_serial, forced, option, traced
 

@@ -15,13 +15,13 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import inseparable
 from autopar.core.placement import Shard
 from autopar.errors import InputError
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from autopar.rewrite.program import RankProgram, rewrite
-from autopar.rewrite.stages import StageProgram, _is_random, split
-from autopar.simplify import only_loss
+from autopar.rewrite.rank_program import RankProgram, rewrite
+from autopar.rewrite.split_stages import StageProgram, _is_random, split
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.trace.simplify import only_loss
+from tests.first_strategy import force
 from tests.forced import forced, option, traced
-from tests.planning import force
 from tests.proof.pipelines import relayed
 
 aten, autopar = torch.ops.aten, torch.ops.autopar

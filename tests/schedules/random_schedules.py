@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from autopar.core.schedule import Schedule, ScheduleKind, check_schedule
 from autopar.errors import InputError
-from autopar.schedules import build_schedule
+from autopar.schedules.orders import build_schedule
 
 STAGES_PER_RANK = {
     ScheduleKind.GPIPE: 1,

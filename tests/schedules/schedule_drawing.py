@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.core.schedule import Overlap, Schedule
 from autopar.core.timeline import StageCost
-from autopar.simulate import simulate
+from autopar.schedules.simulate import simulate
 
 CELL = 4  # columns of a time step
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from autopar.core.deliveries import Message, leaves, needed_by, proved, sent_by
 from autopar.core.schedule import Action, Overlap, Schedule, ScheduleKind, Slot
 from autopar.core.timeline import StageCost
-from autopar.schedules import build_schedule
-from autopar.simulate import simulate
-from tests.random_schedules import schedules
+from autopar.schedules.deliveries import Message, leaves, needed_by, proved, sent_by
+from autopar.schedules.orders import build_schedule
+from autopar.schedules.simulate import simulate
+from tests.schedules.random_schedules import schedules
 
 
 def actions(slot: Slot) -> tuple[Action, ...]:

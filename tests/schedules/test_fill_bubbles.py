@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ALWAYS_SPLIT, Action, ActionKind, Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
-from autopar.schedules import build_schedule
-from autopar.simulate import simulate
-from autopar.waits import filled, order_of
-from tests.random_schedules import schedules
+from autopar.schedules.fill_bubbles import filled, order_of
+from autopar.schedules.orders import build_schedule
+from autopar.schedules.simulate import simulate
+from tests.schedules.random_schedules import schedules
 
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT  # noqa: E741
 CLOSE = 1e-9

@@ -10,9 +10,9 @@ import pytest
 
 from autopar.core.schedule import Action, ActionKind, Schedule, ScheduleKind, check_schedule, rank_of_stage
 from autopar.errors import InputError
-from autopar.schedules import GENERATORS, build_schedule
-from tests.schedule_drawing import drawing
-from tests.torch_schedules import MULTI, SINGLE, Recorder, Shape, multi, single_programs
+from autopar.schedules.orders import GENERATORS, build_schedule
+from tests.schedules.schedule_drawing import drawing
+from tests.schedules.torch_schedules import MULTI, SINGLE, Recorder, Shape, multi, single_programs
 
 
 def shapes(kinds: Iterable[ScheduleKind]) -> Iterator[Shape]:

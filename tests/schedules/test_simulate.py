@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, ScheduleKind
 from autopar.core.timeline import Beside, Event, Peak, StageCost, Timeline
 from autopar.errors import CheckError, InputError
-from autopar.schedules import build_schedule
-from autopar.simulate import Receives, simulate
+from autopar.schedules.orders import build_schedule
+from autopar.schedules.simulate import Receives, simulate
 from tests.core.test_schedule import schedule as written
-from tests.random_schedules import schedules
-from tests.torch_schedules import multi_programs, rendezvous_seconds, single_programs
+from tests.schedules.random_schedules import schedules
+from tests.schedules.torch_schedules import multi_programs, rendezvous_seconds, single_programs
 
 K = ScheduleKind
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD

@@ -7,12 +7,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from autopar.clock import CutCosts, step_seconds
 from autopar.core.pipeline import VIRTUAL
 from autopar.core.schedule import ScheduleKind
 from autopar.core.timeline import StageCost
-from autopar.schedules import build_schedule
-from autopar.simulate import simulate
+from autopar.schedules.orders import build_schedule
+from autopar.schedules.simulate import simulate
+from autopar.schedules.simulate_many import CutCosts, step_seconds
 
 NAMES = ("forward", "input_gradient", "weight_gradient", "send_output", "send_gradient", "sync", "update")
 CUTS = 5

@@ -18,11 +18,11 @@ from autopar.core.cut import balanced, chunked, has_empty, longest
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R, Shard
-from autopar.ops.analysis import find_atoms, options_of
-from autopar.ops.dims import UNEVEN, Atoms, Dims
-from autopar.ops.rule import Instance, rule_of
-from autopar.ops.window import RowMap
-from autopar.trace import trace
+from autopar.sharding.atoms import UNEVEN, Atoms, Dims
+from autopar.sharding.rule import Instance, rule_of
+from autopar.sharding.strategies import find_atoms, options_of
+from autopar.sharding.window import RowMap
+from autopar.trace.export import trace
 from examples.photographs import UNet, noisy
 
 MESHES = [Mesh((2,)), Mesh((4,)), Mesh((2, 2))]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import autopar.ops  # noqa: F401  (registers every family)
 from autopar.core.mesh import Mesh, parse_key
-from autopar.ops.analysis import find_atoms, strategies_of
-from autopar.ops.dims import Dims
-from autopar.ops.rule import Sample, Strategy
 from autopar.proof.operators import OneOperator, error, program_for
-from autopar.rewrite.program import rewrite
+from autopar.rewrite.rank_program import rewrite
+from autopar.sharding.atoms import Dims
+from autopar.sharding.rule import Sample, Strategy
+from autopar.sharding.strategies import find_atoms, strategies_of
 
 aten = torch.ops.aten
 SMALL = st.integers(1, 4)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.micro_batches import reducer_of
-from autopar.ops.independence import mixing_operator, rows_instead
-from autopar.trace import trace
+from autopar.sharding.sample_independence import mixing_operator, rows_instead
+from autopar.trace.export import trace
+from autopar.trace.micro_batches import reducer_of
 
 SAMPLES = 6
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.ops.resize import MOST_EXACT_FACTOR, Interpolation, Lerp
-from autopar.ops.window import RowMap, Window
+from autopar.sharding.window import RowMap, Window
 
 SMALL = st.integers(1, 4)
 

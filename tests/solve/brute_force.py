@@ -17,23 +17,23 @@ import networkx as nx
 import torch
 
 from autopar.cluster import ClusterSpec
+from autopar.convert.moves import canonical, moves
 from autopar.convert.path import interesting, tree
-from autopar.convert.table import canonical, moves
 from autopar.core.costs import Collective, DeviceModel
 from autopar.core.graph import Graph, InputKind, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.placement import B, Layout, R
-from autopar.core.plan import Program
-from autopar.cost.collectives import CollectiveTable
-from autopar.cost.memory import peak_memory
-from autopar.cost.model import CostModel
-from autopar.cost.prices import Prices
-from autopar.ilp.fold import Folding
-from autopar.ilp.placement import Space
-from autopar.ilp.space import build_space
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
+from autopar.cost.machine.collectives import CollectiveTable
+from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.results.plan import Program
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.placement.fold import Folding
+from autopar.solve.placement.problem import Space
+from autopar.solve.placement.space import build_space
 from tests.proof.models import Script
 
 aten = torch.ops.aten

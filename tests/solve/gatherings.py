@@ -9,14 +9,14 @@ from typing import Any
 
 import networkx as nx
 
+from autopar.convert.moves import canonical, moves
 from autopar.convert.path import interesting
-from autopar.convert.table import canonical, moves
 from autopar.core.gathering import Gathering
 from autopar.core.move import Move
 from autopar.core.placement import B, Layout, P, R, Shard
-from autopar.core.plan import Program
-from autopar.cost.memory import peak_memory
-from tests.ilp.brute_force import BruteForce
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.results.plan import Program
+from tests.solve.brute_force import BruteForce
 
 
 def is_gather(move: Move) -> bool:

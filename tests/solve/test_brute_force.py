@@ -14,17 +14,18 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R
-from autopar.cost.memory import peak_memory
-from autopar.cost.step import step_cost
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.step import step_cost
 from autopar.errors import InfeasibleError, SolverError
-from autopar.ilp.choose import _Search, choose, least
-from autopar.ilp.fold import fold
-from autopar.ilp.linear_program import Answer
-from autopar.ilp.placement import Problem, Space
-from autopar.ilp.space import build_space
-from autopar.ops.analysis import options_of
-from autopar.rewrite.program import rewrite
-from tests.ilp.brute_force import (
+from autopar.rewrite.rank_program import rewrite
+from autopar.sharding.strategies import options_of
+from autopar.solve.linear_program import Answer
+from autopar.solve.placement.fold import fold
+from autopar.solve.placement.problem import Problem, Space
+from autopar.solve.placement.search import _Search, choose, least
+from autopar.solve.placement.space import build_space
+from tests.proof.models import Script
+from tests.solve.brute_force import (
     GRAPHS,
     BruteForce,
     blocks,
@@ -38,8 +39,7 @@ from tests.ilp.brute_force import (
     twice,
     unfolded,
 )
-from tests.ilp.gatherings import EveryGathering
-from tests.proof.models import Script
+from tests.solve.gatherings import EveryGathering
 
 aten = torch.ops.aten
 

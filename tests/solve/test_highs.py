@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from autopar.ilp.linear_program import LinearProgram
-from autopar.ilp.solver import solve
+from autopar.solve.highs import solve
+from autopar.solve.linear_program import LinearProgram
 
 COUNT = 25  # more than have one digit
 

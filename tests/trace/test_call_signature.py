@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.signature import flatten_arguments, flatten_results, split_inputs
+from autopar.trace.call_signature import flatten_arguments, flatten_results, split_inputs
 
 
 @dataclass

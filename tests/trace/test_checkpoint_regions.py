@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.api import make_request
-from autopar.checkpoints import inlined
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.plan import Plan
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
-from autopar.planning import search
+from autopar.planning.request import Request
+from autopar.planning.search import search
 from autopar.proof.check import check
 from autopar.proof.verify import verify_simulated
-from autopar.request import Request
-from autopar.target import Target
-from autopar.trace import trace
+from autopar.results.plan import Plan
+from autopar.trace.checkpoint_regions import inlined
+from autopar.trace.export import trace
+from autopar.trace.target import Target
 
 TWO = ClusterSpec(devices_per_node=2, device="h100", intra=Link(2e-6, 450e9))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar.core.graph import InputKind
 from autopar.errors import InputError, TraceError
-from autopar.trace import trace
+from autopar.trace.export import trace
 
 
 class Difference(nn.Module):
@@ -97,7 +97,7 @@ class Branching(nn.Module):
 
 
 def test_a_branch_on_values_is_refused_at_the_users_line() -> None:
-    with pytest.raises(TraceError, match=r"test_trace\.py.*return x if x\.sum\(\) > 0|test_trace\.py:\d+"):
+    with pytest.raises(TraceError, match=r"test_export\.py.*return x if x\.sum\(\) > 0|test_export\.py:\d+"):
         trace(Branching(), (torch.randn(3),))
 
 
@@ -105,7 +105,7 @@ def test_a_branch_on_values_is_refused_at_the_users_line() -> None:
 def test_sizes_and_numbers_that_depend_on_values_are_refused_at_their_line(
     function: Callable[[Tensor], Tensor],
 ) -> None:
-    with pytest.raises(TraceError, match=r"test_trace\.py:\d+: .*depends on values"):
+    with pytest.raises(TraceError, match=r"test_export\.py:\d+: .*depends on values"):
         trace(Function(function), (torch.randn(4, 3),))
 
 
@@ -226,7 +226,7 @@ WRITES = [write_after_view, write_to_one_view_of_two, write_to_a_reshaped_tensor
 
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_that_others_would_see_is_refused_at_its_line(write: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(TraceError, match=r"test_trace\.py:\d+: .*in-place write"):
+    with pytest.raises(TraceError, match=r"test_export\.py:\d+: .*in-place write"):
         trace(Function(write), (torch.randn(4, 3),))
 
 
@@ -246,7 +246,7 @@ def set_data(x: Tensor) -> Tensor:
     ("write", "found"), [(write_through_data, "in-place write"), (set_data, r"tensor\.data = .*copy_")]
 )
 def test_data_cannot_be_written_nor_set(write: Callable[[Tensor], Tensor], found: str) -> None:
-    with pytest.raises(TraceError, match=rf"test_trace\.py:\d+: .*{found}"):
+    with pytest.raises(TraceError, match=rf"test_export\.py:\d+: .*{found}"):
         trace(Function(write), (torch.randn(4, 3),))
 
 

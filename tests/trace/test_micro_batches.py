@@ -13,8 +13,8 @@ import autopar
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph
 from autopar.errors import InputError
-from autopar.micro_batches import is_sum, loss_notes, loss_weight, mask_seed, split_batch
-from autopar.trace import trace
+from autopar.trace.export import trace
+from autopar.trace.micro_batches import is_sum, loss_notes, loss_weight, mask_seed, split_batch
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 SAMPLES, CLASSES = 10, 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.trace import trace
+from autopar.trace.export import trace
 
 
 class Layer(nn.Module):

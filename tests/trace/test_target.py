@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.errors import InputError
-from autopar.target import load_target
+from autopar.trace.target import load_target
 
 GOOD = """
 import torch

@@ -19,7 +19,7 @@ import torch
 
 from autopar.core.costs import DeviceModel, Footprint, OperatorCost
 from autopar.core.graph import Call, TensorSpec, may_learn
-from autopar.cost.flops import Flops, training_flops
+from autopar.cost.machine.flops import Flops, training_flops
 from costdb import operands
 from costdb.footprint import footprint, saved_bytes
 from costdb.measurement import Measurement

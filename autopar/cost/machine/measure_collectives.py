@@ -19,11 +19,11 @@ from typing import assert_never
 
 import torch
 
-import autopar.runtime.collectives  # noqa: F401  (registers the moves)
+import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the moves)
 from autopar.cluster import ClusterSpec
 from autopar.core.costs import Collective
 from autopar.core.mesh import Mesh
-from autopar.runtime import groups, transport
+from autopar.runtime.collectives import groups, transport
 from autopar.units import show_bytes
 from costdb.collective_profiler import measure_collective
 from costdb.measurement import CollectiveMeasurement

@@ -19,9 +19,9 @@ import torch
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.costs import Collective, DeviceModel, OperatorCost
 from autopar.core.graph import Call, TensorSpec
-from autopar.cost.collectives import CollectiveTable
-from autopar.cost.compute import cost, estimate
-from autopar.cost.devices import calibrate, device_model
+from autopar.cost.machine.collectives import CollectiveTable
+from autopar.cost.machine.compute import cost, estimate
+from autopar.cost.machine.devices import calibrate, device_model
 from costdb.database import Database
 from costdb.measurement import Measurement
 from costdb.profiler import measure_together, portions

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.convert.table import EFFECTS, Action
-from autopar.cost.kept import stand_ins
-from autopar.cost.strips import strip_bytes
+from autopar.convert.moves import EFFECTS, Action
+from autopar.cost.operators.halo_convolution import strip_bytes
+from autopar.cost.operators.saved import stand_ins
 from autopar.rewrite.emit import GraphEmitter, Written
 from costdb.footprint import footprint
 from costdb.slopes import passes

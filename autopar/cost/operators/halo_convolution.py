@@ -14,7 +14,7 @@ import torch
 
 from autopar.core.graph import Call, TensorSpec
 from autopar.rewrite.emit import GraphEmitter
-from autopar.runtime.convolution import Convolution, Side, neighbours
+from autopar.runtime.collectives.convolution import Convolution, Side, neighbours
 
 
 def strip_calls(emitter: GraphEmitter) -> Iterator[Call]:

@@ -15,28 +15,28 @@ from typing import Any
 
 import numpy as np
 
-import autopar.runtime.collectives
-import autopar.runtime.random  # noqa: F401  (registers the operators that rules write)
+import autopar.runtime.collectives.placement_moves
+import autopar.runtime.collectives.random  # noqa: F401  (registers the operators that rules write)
 from autopar.cluster import ClusterSpec, Link
+from autopar.convert.moves import Action, effect
 from autopar.convert.network import Alike, Change, Network, Numbers, Placements, Seconds, network
 from autopar.convert.network import Price as PriceOfChange
-from autopar.convert.table import Action, effect
 from autopar.core.costs import ADAM, Collective, DeviceModel, OperatorCost, OptimizerState
 from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec, map_refs
 from autopar.core.mesh import parse_key
 from autopar.core.move import Move
 from autopar.core.placement import Layout
-from autopar.cost.calls import OperatorCalls, read_calls
-from autopar.cost.flops import flops
-from autopar.cost.kept import Kept, keep, stand_ins
-from autopar.cost.model import CostModel
-from autopar.cost.strips import foreign, strip_calls
+from autopar.cost.machine.flops import flops
+from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.calls import OperatorCalls, read_calls
+from autopar.cost.operators.halo_convolution import foreign, strip_calls
+from autopar.cost.operators.saved import Kept, keep, stand_ins
 from autopar.errors import AutoparError
-from autopar.ops.dims import Dims
-from autopar.ops.equation import Option
-from autopar.ops.rule import GATHER, Site, Strategy, rule_of
 from autopar.rewrite.emit import GraphEmitter, Written
-from autopar.runtime.gradient_sync import ALONE_BYTES, BUCKET_BYTES
+from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
+from autopar.sharding.atoms import Dims
+from autopar.sharding.equation import Option
+from autopar.sharding.rule import GATHER, Site, Strategy, rule_of
 
 _COLLECTIVE = {
     Action.ALL_REDUCE: Collective.ALL_REDUCE,

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from autopar.core.graph import Call
-from autopar.cost.strips import own_convolution, strip_bytes
+from autopar.cost.operators.halo_convolution import own_convolution, strip_bytes
 from autopar.rewrite.emit import GraphEmitter, Written
-from autopar.runtime.recompute import stays
+from autopar.runtime.saved.recompute import stays
 from costdb.footprint import footprint
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.convert.table import canonical, gathers
+from autopar.convert.moves import canonical, gathers
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.placement import Layout
-from autopar.core.plan import Program
-from autopar.cost.prices import Prices
-from autopar.cost.values import Value, Values, find_values
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.values import Value, Values, find_values
+from autopar.results.plan import Program
 
 
 @dataclass(frozen=True, slots=True)

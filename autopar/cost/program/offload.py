@@ -4,7 +4,7 @@
     out            a ------  b ------                      c ------      |
     backward   [ op 4 ][  op 3  ][ op 2 ] waits [ op 1 ][ op 0 ]         c is kept by 4, b by 2, a by 1
     back      c  b ----- a --------------------
-             ^ begun ahead of time, as runtime/offload.py does
+             ^ begun ahead of time, as runtime/saved/offload.py does
 
 Out and back, storages travel one after the other, in the order in which they are made and needed. When one is
 made, the AHEAD before it may still be under way; forward ends when all have left. Backward begins by fetching
@@ -24,10 +24,10 @@ from itertools import accumulate
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.offload import Moved
-from autopar.core.plan import Program
-from autopar.cost.prices import Prices
-from autopar.cost.tape import record
-from autopar.runtime.offload import AHEAD
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.tape import record
+from autopar.results.plan import Program
+from autopar.runtime.saved.offload import AHEAD
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.core.graph import Graph, InputKind
-from autopar.core.plan import Program
-from autopar.cost.offload import clock, hides_until, moved
-from autopar.cost.prices import Prices
-from autopar.cost.tape import Tape, TapeCall, Weight, record
-from autopar.runtime.gradient_sync import BUCKET_BYTES, Member, assign
-from autopar.runtime.offload import AHEAD
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.offload import clock, hides_until, moved
+from autopar.cost.program.tape import Tape, TapeCall, Weight, record
+from autopar.results.plan import Program
+from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Member, assign
+from autopar.runtime.saved.offload import AHEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,7 +645,7 @@ class _Replay:
 
 
 class _Sums:
-    """What becomes of weights' gradients, as `runtime/gradient_sync.py` and `runtime/bound.py` have it.
+    """What becomes of weights' gradients, as gradient_buckets.py and bound_program.py have it.
 
     A gradient that ranks sum waits for the others of its bucket, whose memory is there all the time; a
     large one is summed where it lies. Those of earlier micro-batches are there from the start.

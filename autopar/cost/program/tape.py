@@ -3,8 +3,8 @@
     operators     0 linear      1 relu            values   0 x   1 w   2 w gathered   3 y   4 y relu
     calls         s_to_b (1)->2   linear (0, 2)->3   relu (3)->4
 
-Conversions stand at their first use, as `rewrite/program.py` writes them; those that are left to the end
-of a step (`rewrite/sync.py`) do nothing here. A value that is a view shares the storage of its *root*.
+Conversions stand at their first use, as `rewrite/rank_program.py` writes them; those that are left to the end
+of a step (`rewrite/defer_sync.py`) do nothing here. A value that is a view shares the storage of its *root*.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.convert.table import Action, canonical, effect, gathers
+from autopar.convert.moves import Action, canonical, effect, gathers
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
-from autopar.core.plan import Program
-from autopar.cost.calls import CallMemory, Given, Gradient
-from autopar.cost.gathering import copies, copy_bytes
-from autopar.cost.prices import Prices
-from autopar.cost.recent import Recent, placement_of
-from autopar.cost.values import leading
+from autopar.cost.operators.calls import CallMemory, Given, Gradient
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.gathering import copies, copy_bytes
+from autopar.cost.program.recent import Recent, placement_of
+from autopar.cost.program.values import leading
+from autopar.results.plan import Program
 
 Key = tuple[str, Layout]
 

@@ -6,7 +6,8 @@
 
 A value is *free* if every pipeline stage can make it for itself: what depends on weights alone, and what
 has no gradient and depends on the user's inputs alone (masks, positions). All others have one home.
-`rewrite/stages.py` cuts programs by the same rules, but that it hands on what comes from written buffers.
+`rewrite/split_stages.py` cuts programs by the same rules, but that it hands on what comes from written
+buffers.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.convert.table import canonical, effect, gathers
+from autopar.convert.moves import canonical, effect, gathers
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.move import Move
 from autopar.core.placement import Layout
-from autopar.core.plan import Program
-from autopar.cost.recent import Recent, placement_of
+from autopar.cost.program.recent import Recent, placement_of
+from autopar.results.plan import Program
 
 Key = tuple[str, Layout]
 
@@ -33,7 +34,7 @@ class Value:
 
     `home` is where it is made, -1 for an input; `uses` are the places of operators and conversions that
     take it, in order; `carriers` those of operators with a home that need it, through free values too.
-    `move` made it from another layout, `leads` if that is done once a step (rewrite/sync.py).
+    `move` made it from another layout, `leads` if that is done once a step (rewrite/defer_sync.py).
     """
 
     name: str
@@ -154,7 +155,7 @@ def leading(
     source: Layout, needs: Collection[Layout], moves: Sequence[Move], gathering: Gathering = Gathering.KEEP
 ) -> list[Move]:
     """Of a weight's moves from `source` those that are made once a step: `r_to_b`, left to its end, and the
-    gathers of a weight that is gathered once; each the only use of what is before it (rewrite/sync.py)."""
+    gathers of a weight that is gathered once; each the only use of what is before it (defer_sync.py)."""
     found: list[Move] = []
     while source not in needs:
         onward = [move for move in moves if move.source == source]

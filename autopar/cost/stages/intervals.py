@@ -17,21 +17,21 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.convert.table import effect
+from autopar.convert.moves import effect
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph, InputKind
-from autopar.core.plan import Program
 from autopar.core.schedule import ALWAYS_SPLIT, SPLIT_BACKWARD, ScheduleKind
-from autopar.cost.again import repeated
-from autopar.cost.collectives import all_reduce, send_recv
-from autopar.cost.gathering import copies, copy_bytes, regathers
-from autopar.cost.halves import Halves, beside, halves
-from autopar.cost.memory import footing
-from autopar.cost.prices import Prices
-from autopar.cost.rectangles import Rectangles, Row, Table
-from autopar.cost.step import move_seconds
-from autopar.cost.values import Value, Values, find_values
-from autopar.runtime.gradient_sync import ALONE_BYTES, BUCKET_BYTES
+from autopar.cost.interval_table import Rectangles, Row, Table
+from autopar.cost.machine.collectives import all_reduce, send_recv
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.gathering import copies, copy_bytes, regathers
+from autopar.cost.program.peak_memory import footing
+from autopar.cost.program.recompute import repeated
+from autopar.cost.program.step import move_seconds
+from autopar.cost.program.values import Value, Values, find_values
+from autopar.cost.stages.split_backward import Halves, beside, halves
+from autopar.results.plan import Program
+from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 
 # For each forward or backward of a stage: torch's runtime, its messages, autograd. Two stages of two linear
 # layers of 8 took 0.66 ms more for every micro-batch more (torch 2.13, gloo, one thread of a Xeon).

@@ -4,8 +4,8 @@
     between                                  what they need: taken values, and gradients of results
     second half   gradients of weights
 
-Of a stage that doesn't split cleanly the first half is all of backward (runtime/stage.py), and so it is of
-the first stage, which has no gradients of inputs to make.
+Of a stage that doesn't split cleanly the first half is all of backward (runtime/execute/stage.py), and so it
+is of the first stage, which has no gradients of inputs to make.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.core.graph import Graph, InputKind
-from autopar.cost.memory import Footing
-from autopar.cost.rectangles import Rectangles, Row, Table
-from autopar.cost.values import Values
+from autopar.cost.interval_table import Rectangles, Row, Table
+from autopar.cost.program.peak_memory import Footing
+from autopar.cost.program.values import Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ def halves(
 
 
 def splits_cleanly(graph: Graph, values: Values, places: Sequence[int]) -> NDArray[np.bool_]:
-    """Whether `runtime/stage.py` splits the backward of a stage [p, q]: each of its weights meets what it
-    received, in one operator."""
+    """Whether `runtime/execute/stage.py` splits the backward of a stage [p, q]: each of its weights meets
+    what it received, in one operator."""
     faults, since = Rectangles(places), _since(graph, values)
     for item in graph.inputs:
         if item.kind is InputKind.PARAMETER and item.spec.requires_grad:

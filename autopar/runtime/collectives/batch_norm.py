@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime import groups, registry, transport
-from autopar.runtime.memory import dense, memory_format
+from autopar.runtime import registry
+from autopar.runtime.collectives import groups, transport
+from autopar.runtime.collectives.memory_format import dense, memory_format
 
 Moments = tuple[Tensor, Tensor]  # mean and biased variance of each channel
 

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime import groups, registry, transport
-from autopar.runtime.rows import Rows, expect, overlap
+from autopar.runtime import registry
+from autopar.runtime.collectives import groups, transport
+from autopar.runtime.collectives.row_ranges import Rows, expect, overlap
 
 aten = torch.ops.aten
 

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from autopar.core.mesh import Mesh, parse_key
 from autopar.errors import AutoparError, InputError
-from autopar.runtime.wires import Wires, connect
+from autopar.runtime.collectives.local_sockets import Wires, connect
 
 _groups: WeakKeyDictionary[ProcessGroup, WeakValueDictionary[str, ProcessGroup]] = WeakKeyDictionary()
 _listed: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup | None]] = WeakKeyDictionary()

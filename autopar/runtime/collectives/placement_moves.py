@@ -39,9 +39,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime import batch_norm, convolution, groups, regather, registry, transport
-from autopar.runtime.memory import memory_format
-from autopar.runtime.rows import Rows, expect, overlap
+from autopar.runtime import registry
+from autopar.runtime.collectives import batch_norm, convolution, groups, transport
+from autopar.runtime.collectives.memory_format import memory_format
+from autopar.runtime.collectives.row_ranges import Rows, expect, overlap
+from autopar.runtime.saved import regather
 
 __all__ = ["batch_norm", "convolution"]  # so that importing this module registers every operator
 

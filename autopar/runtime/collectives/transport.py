@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from autopar.runtime import groups
-from autopar.runtime.wires import Exchange
+from autopar.runtime.collectives import groups
+from autopar.runtime.collectives.local_sockets import Exchange
 
 # torch 2.13 renamed these two and warns at the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

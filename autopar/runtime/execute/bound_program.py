@@ -22,11 +22,11 @@ from autopar.core.mesh import Mesh
 from autopar.core.placement import R
 from autopar.core.samples import Samples
 from autopar.errors import InputError
-from autopar.runtime import groups
-from autopar.runtime.gradient_sync import GradientSync, Member
-from autopar.runtime.memory import dense
-from autopar.runtime.parameters import Leaves, local, scatter_once
-from autopar.runtime.regather import freeing
+from autopar.runtime.collectives import groups
+from autopar.runtime.collectives.memory_format import dense
+from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
+from autopar.runtime.parameters.parameters import Leaves, local, scatter_once
+from autopar.runtime.saved.regather import freeing
 
 
 class Bound:

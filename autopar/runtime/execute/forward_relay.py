@@ -22,9 +22,9 @@ from torch import Tensor
 from autopar.core.executable import StagedExecutable
 from autopar.core.graph import TensorSpec, may_learn
 from autopar.errors import InputError
-from autopar.micro_batches import MicroBatch
-from autopar.runtime.pipeline import pipeline_group
-from autopar.runtime.stage import Stage
+from autopar.runtime.execute.stage import Stage
+from autopar.runtime.execute.staged_program import pipeline_group
+from autopar.trace.micro_batches import MicroBatch
 
 
 class Relay:

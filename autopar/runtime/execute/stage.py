@@ -27,14 +27,14 @@ from torch import Tensor, fx, nn
 
 from autopar.core.executable import Executable, InputPart
 from autopar.core.graph import InputKind, TensorSpec
-from autopar.micro_batches import MicroBatch, mask_seed
-from autopar.runtime.between import Between
-from autopar.runtime.bound import by_first_use, cut_input, summed
-from autopar.runtime.gradient_sync import BUCKET_BYTES, Sums, assign
-from autopar.runtime.memory import settled
-from autopar.runtime.parameters import Leaves, local
-from autopar.runtime.recompute import Recomputed
-from autopar.runtime.regather import freeing
+from autopar.runtime.collectives.memory_format import settled
+from autopar.runtime.execute.bound_program import by_first_use, cut_input, summed
+from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Sums, assign
+from autopar.runtime.parameters.parameters import Leaves, local
+from autopar.runtime.saved.recompute import Recomputed
+from autopar.runtime.saved.regather import freeing
+from autopar.runtime.saved.split_backward import Between
+from autopar.trace.micro_batches import MicroBatch, mask_seed
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from autopar.core.executable import StagedExecutable
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
-from autopar.micro_batches import MicroBatch
-from autopar.runtime import groups
-from autopar.runtime.parameters import local
-from autopar.runtime.stage import Stage
+from autopar.runtime.collectives import groups
+from autopar.runtime.execute.stage import Stage
+from autopar.runtime.parameters.parameters import local
+from autopar.trace.micro_batches import MicroBatch
 
 
 class StagedProgram:
@@ -48,7 +48,9 @@ class StagedProgram:
         timeout: timedelta,
         exact_random: bool,
     ) -> None:
-        from autopar.runtime.torch_stage import schedule_of  # with torch's compiler, which takes a second
+        from autopar.runtime.execute.torch_stage import (
+            schedule_of,  # with torch's compiler, which takes a second
+        )
 
         self.executable = made
         self._find, self._device = find, device

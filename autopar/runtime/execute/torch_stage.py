@@ -20,12 +20,12 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _wait_batch_p2p
 
-from autopar.core.deliveries import Message, proved
 from autopar.core.executable import StagedExecutable
 from autopar.core.graph import TensorSpec
 from autopar.core.schedule import ScheduleKind
-from autopar.runtime.stage import Stage
-from autopar.waits import order_of
+from autopar.runtime.execute.stage import Stage
+from autopar.schedules.deliveries import Message, proved
+from autopar.schedules.fill_bubbles import order_of
 
 SINGLE: dict[ScheduleKind, Any] = {ScheduleKind.GPIPE: ScheduleGPipe, ScheduleKind.ONE_F_ONE_B: Schedule1F1B}
 MULTIPLE: dict[ScheduleKind, Any] = {

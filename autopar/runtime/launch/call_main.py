@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
     result = pickle.dumps(function(*arguments))
     (folder / RESULT.format(rank=os.environ["RANK"])).write_bytes(result)
 
-    from autopar.runtime import worker  # not before the caller's sys.path
+    from autopar.runtime.launch import worker  # not before the caller's sys.path
 
     worker.leave()
     worker.end(0)

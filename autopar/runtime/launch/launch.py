@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autopar.errors import InputError, WorkerError
-from autopar.runtime import call, worker
+from autopar.runtime.launch import call_main, worker
 
 Result = TypeVar("Result")
 
@@ -89,9 +89,9 @@ def run_function(
     """
     with tempfile.TemporaryDirectory(prefix="autopar-") as name:
         folder = Path(name)
-        (folder / call.CALL).write_bytes(pickle.dumps(sys.path) + _pickled(function, arguments))
-        _launch([call.__file__, name], num_processes, timeout)
-        results = (folder / call.RESULT.format(rank=rank) for rank in range(num_processes))
+        (folder / call_main.CALL).write_bytes(pickle.dumps(sys.path) + _pickled(function, arguments))
+        _launch([call_main.__file__, name], num_processes, timeout)
+        results = (folder / call_main.RESULT.format(rank=rank) for rank in range(num_processes))
         return [pickle.loads(result.read_bytes()) for result in results]
 
 

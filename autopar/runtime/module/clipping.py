@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from autopar.errors import InputError
-from autopar.runtime import transport
+from autopar.runtime.collectives import transport
 
 _staged: list[weakref.ref[DeviceMesh]] = []
 _GUARDED = ("get_total_norm", "_get_total_norm")  # in torch's module, by version

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.core.executable import InputPart
-from autopar.runtime.parameters import gather, local
+from autopar.runtime.parameters.parameters import gather, local
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 from autopar.core.samples import Samples
 from autopar.errors import InputError
-from autopar.runtime.serial import without_memory
-from autopar.signature import Arguments
+from autopar.runtime.module.serial_model import without_memory
+from autopar.trace.call_signature import Arguments
 
 Key = tuple[Any, ...]
 

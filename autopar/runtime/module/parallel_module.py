@@ -28,23 +28,24 @@ from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
-from autopar.heap import keep_freed_memory
-from autopar.micro_batches import MicroBatch, mask_seed, split_batch
-from autopar.runtime import groups, serial
-from autopar.runtime.bound import Bound, find_in, gradient_key
-from autopar.runtime.clipping import norm_dtype, refuse_torch_clipping, scale, total_norm
-from autopar.runtime.gradient_sync import BUCKET_BYTES
-from autopar.runtime.held import Held, State
-from autopar.runtime.local_inputs import LocalInputs
-from autopar.runtime.optimizers import refuse_whole_tensor, step_fast
-from autopar.runtime.parameters import device_mesh, distribute, nothing, sharding_key
-from autopar.runtime.pipeline import StagedProgram
-from autopar.runtime.random import differ_by_stage
-from autopar.runtime.relay import Relay
-from autopar.runtime.sampler import BatchSampler
-from autopar.runtime.tree import Container, Stored
-from autopar.signature import Arguments, find_loss, flatten_arguments
-from autopar.simplify import no_loss
+from autopar.runtime.collectives import groups
+from autopar.runtime.collectives.random import differ_by_stage
+from autopar.runtime.execute.bound_program import Bound, find_in, gradient_key
+from autopar.runtime.execute.forward_relay import Relay
+from autopar.runtime.execute.staged_program import StagedProgram
+from autopar.runtime.launch.glibc_heap import keep_freed_memory
+from autopar.runtime.module import serial_model
+from autopar.runtime.module.clipping import norm_dtype, refuse_torch_clipping, scale, total_norm
+from autopar.runtime.module.containers import Container, Stored
+from autopar.runtime.module.local_inputs import LocalInputs
+from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast
+from autopar.runtime.module.rank_states import Held, State
+from autopar.runtime.module.sampler import BatchSampler
+from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
+from autopar.runtime.parameters.parameters import device_mesh, distribute, nothing, sharding_key
+from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
+from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
+from autopar.trace.simplify import no_loss
 
 TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits for one that has died
 
@@ -100,7 +101,7 @@ class ParallelModule(Container):
         local_inputs: bool = False,
     ) -> None:
         super().__init__()
-        serial.check(model)
+        serial_model.check(model)
         keep_freed_memory()
         self.mirror(model)
         self._compile, self._describe = compile, describe
@@ -360,7 +361,7 @@ class ParallelModule(Container):
         for name, (dtype, learns) in self._states().items():
             theirs = traced[name]
             if theirs.dtype != dtype:
-                theirs.data = serial.without_memory(theirs.detach(), dtype)
+                theirs.data = serial_model.without_memory(theirs.detach(), dtype)
             theirs.requires_grad_(learns)
 
     def _update_held(self) -> None:
@@ -452,7 +453,7 @@ class ParallelModule(Container):
             refuse_torch_clipping(mesh)
         model = self._model[0]
         self.fill(model, self._store)
-        self._model = (serial.hollow(model),)
+        self._model = (serial_model.hollow(model),)
         self.load_as(self._model[0])
         refuse_whole_tensor(self, mesh)
         step_fast(self, mesh)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.runtime import transport
+from autopar.runtime.collectives import transport
 
 State = tuple[torch.dtype, bool]  # dtype, and whether it learns
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.runtime import groups
+from autopar.runtime.collectives import groups
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default: large enough for full bandwidth
 ALONE_BYTES = 4 * 2**20  # copying so much takes a CPU longer than starting one more all-reduce

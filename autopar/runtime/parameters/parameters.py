@@ -31,8 +31,9 @@ from autopar.core.executable import InputPart
 from autopar.core.mesh import AXIS_NAMES, Mesh
 from autopar.core.placement import Broadcast, Layout, Partial, Shard, show
 from autopar.errors import CheckError, InputError
-from autopar.runtime import groups, registry
-from autopar.runtime.memory import settled
+from autopar.runtime import registry
+from autopar.runtime.collectives import groups
+from autopar.runtime.collectives.memory_format import settled
 
 _BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient
 

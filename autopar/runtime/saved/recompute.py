@@ -33,8 +33,8 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from autopar.runtime.between import Between, Box, halved
-from autopar.runtime.regather import Anew, anew, is_again, noting
+from autopar.runtime.saved.regather import Anew, anew, is_again, noting
+from autopar.runtime.saved.split_backward import Between, Box, halved
 
 Body: TypeAlias = Callable[..., tuple[list[Tensor], list[Tensor]]]
 

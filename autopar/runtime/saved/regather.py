@@ -27,8 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.errors import InputError
 from autopar.runtime import registry
-from autopar.runtime.between import Between, Box, halved
-from autopar.runtime.offload import Offloading, Saved, moves, offloading
+from autopar.runtime.saved.offload import Offloading, Saved, moves, offloading
+from autopar.runtime.saved.split_backward import Between, Box, halved
 
 AGAIN = "_again"  # ends the names of the operators whose results don't stay
 

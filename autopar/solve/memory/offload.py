@@ -6,7 +6,7 @@
 Under a cap no more is taken of what hides than it takes to fit; the larger ones come first. If all of it
 doesn't do, parts are computed again (recompute.py), with what hides of the rest moved, or without: whichever
 fits and is faster. A tensor that a part takes or makes stays on the device. The exact replay of the step
-(cost/memory.py) says what fits.
+(cost/program/peak_memory.py) says what fits.
 
 A pipeline stage moves what it makes and reads itself, and what hides in its own forward and backward.
 """
@@ -19,12 +19,10 @@ from itertools import pairwise
 
 from autopar.core.graph import Graph
 from autopar.core.offload import Moved, Offload
-from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule
-from autopar.cost.again import again_seconds
-from autopar.cost.memory import peak_memory
-from autopar.cost.offload import (
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.offload import (
     Clock,
     Movable,
     backward_wait,
@@ -35,10 +33,12 @@ from autopar.cost.offload import (
     moved,
     wait_seconds,
 )
-from autopar.cost.prices import Prices
-from autopar.cost.values import find_values
-from autopar.ilp.flights import flight
-from autopar.ilp.recompute import Fitted, fit
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.recompute import again_seconds
+from autopar.cost.program.values import find_values
+from autopar.results.plan import Program
+from autopar.schedules.in_flight import flight
+from autopar.solve.memory.recompute import Fitted, fit
 
 MOST_TRIED = 500  # tensors, the largest: the time that it takes to choose grows with the square
 

@@ -8,10 +8,10 @@ For a price of memory and a limit L the best set of disjoint parts
 
     minimise  sum of (F - price * S)    over parts with W <= L
 
-is a shortest path over positions, as all terms add up. Prices and limits on a grid give the candidates,
-from the fastest to the leanest; the exact replay of the step (cost/memory.py) says which of them fit. Equal
-layers of a deep model join all at the same price, so the fastest that fit then give up the parts that they
-don't need. Source of the path: Chen et al., 2016; of the prices: Lagrange.
+is a shortest path over positions, as all terms add up. Prices and limits on a grid give the candidates, from
+the fastest to the leanest; the exact replay of the step (peak_memory.py) says which of them fit. Equal layers
+of a deep model join all at the same price, so the fastest that fit then give up the parts that they don't
+need. Source of the path: Chen et al., 2016; of the prices: Lagrange.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from itertools import islice
 import numpy as np
 
 from autopar.core.graph import Graph, InputKind
-from autopar.core.plan import Program
 from autopar.core.recompute import Segment
-from autopar.cost.again import Savings, savings
-from autopar.cost.intervals import choose_places, crossing_bytes
-from autopar.cost.memory import Peak, peak_memory
-from autopar.cost.prices import Prices
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.peak_memory import Peak, peak_memory
+from autopar.cost.program.recompute import Savings, savings
+from autopar.cost.stages.intervals import choose_places, crossing_bytes
+from autopar.results.plan import Program
 
 MOST_PLACES = 600  # where parts may begin and end; tables grow with the square
 PRICES = (0.05, 0.15, 0.3, 0.5, 0.7, 1.0, 1.5, 3.0, 10.0, 100.0)  # of seconds per byte over the whole graph

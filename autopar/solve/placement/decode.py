@@ -10,18 +10,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.convert.moves import canonical, gathers
 from autopar.convert.path import tree
-from autopar.convert.table import canonical, gathers
 from autopar.core.gathering import Gathering
 from autopar.core.move import Move
 from autopar.core.placement import Layout
-from autopar.core.plan import Program
-from autopar.cost.values import can_lead, leading
+from autopar.cost.program.values import can_lead, leading
 from autopar.errors import RuleError
-from autopar.ilp.linear_program import Answer
-from autopar.ilp.phases import completes, gathers_in_disguise
-from autopar.ilp.placement import Problem, Stored, TensorClass
-from autopar.ops.rule import Strategy
+from autopar.results.plan import Program
+from autopar.sharding.rule import Strategy
+from autopar.solve.linear_program import Answer
+from autopar.solve.placement.gather_phases import completes, gathers_in_disguise
+from autopar.solve.placement.problem import Problem, Stored, TensorClass
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from autopar.ilp.linear_program import LinearProgram, Numbers
+from autopar.solve.linear_program import LinearProgram, Numbers
 
 ONE = -1  # stands for the constant 1 among variables
 

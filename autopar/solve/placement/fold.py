@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from autopar.core.graph import Graph, Operator, map_refs
-from autopar.ops.dims import Dims
+from autopar.sharding.atoms import Dims
 
 Pins = Mapping[str, Sequence[str | None]]  # layer or operator name -> a factor, or None, for each axis
 

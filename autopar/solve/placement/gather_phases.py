@@ -15,8 +15,8 @@ from enum import Enum, auto
 
 import numpy as np
 
+from autopar.convert.moves import gathers
 from autopar.convert.network import Flags, Network
-from autopar.convert.table import gathers
 from autopar.core.gathering import Gathering
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Partial

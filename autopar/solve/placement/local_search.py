@@ -3,7 +3,7 @@
 The linear program knows what is kept until backward, not what is there for a moment, and parts that are
 computed again only roughly. So the plan that it likes best may not be the best that fits, but near it:
 
-    one operator class, or an input, or an output, is split another way      conversions follow (reading.py)
+    one operator class, or an input, or an output, is split another way      conversions follow (decode.py)
     what is computed again stays, or none is, or it is fitted anew           recompute.py
     beside it what waits in the host's memory, or alone                      offload.py
 
@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autopar.core.offload import Offload
-from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
-from autopar.cost.memory import Peak, peak_memory
-from autopar.cost.step import step_cost
+from autopar.cost.program.peak_memory import Peak, peak_memory
+from autopar.cost.program.step import step_cost
 from autopar.errors import RuleError
-from autopar.ilp.offload import spare
-from autopar.ilp.placement import Problem
-from autopar.ilp.reading import Choices, choices_of, spelled
-from autopar.ilp.recompute import fit
+from autopar.results.plan import Program
+from autopar.solve.memory.offload import spare
+from autopar.solve.memory.recompute import fit
+from autopar.solve.placement.decode import Choices, choices_of, spelled
+from autopar.solve.placement.problem import Problem
 
 EFFORT = 8_000  # operators that are replayed, from all starts
 FITTING = 100  # replays that it takes to fit parts anew, about

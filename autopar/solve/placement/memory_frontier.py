@@ -6,7 +6,7 @@
           |     `--x
           +-------------->  seconds
 
-The program of placement.py is solved without integrality for one price after the other, each from the answer
+The program of problem.py is solved without integrality for one price after the other, each from the answer
 before: that takes a small part of the first.
 """
 
@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.core.graph import Graph
-from autopar.core.plan import Program
-from autopar.cost.prices import Prices
-from autopar.ilp.fold import Folding
-from autopar.ilp.linear_program import Answer, Terms
-from autopar.ilp.placement import Dear, Problem, Space
-from autopar.ilp.reading import is_whole, read
-from autopar.ilp.solver import Relaxation
-from autopar.ilp.symmetry import axes_alike, forget
+from autopar.cost.operators.prices import Prices
+from autopar.results.plan import Program
+from autopar.solve.highs import Relaxation
+from autopar.solve.linear_program import Answer, Terms
+from autopar.solve.placement.decode import is_whole, read
+from autopar.solve.placement.fold import Folding
+from autopar.solve.placement.problem import Dear, Problem, Space
+from autopar.solve.placement.symmetry import axes_alike, forget
 
 ANY = Dear(1e-15, 1e-15)  # with which the program is written: so small that no digit of a second is lost
 CORNERS = 8  # that are looked for

@@ -2,7 +2,7 @@
 
 **Sets.** Operators v with strategies s (one option for each mesh axis). Tensors t with layouts p;
 uses (t, v): one for each place among v's operands, also when v takes t twice. Moves a of t: legal
-changes of one placement on one axis (convert/table.py).
+changes of one placement on one axis (convert/moves.py).
 
 **Variables.** x[v,s] in {0,1}: operator v runs as s; for an input, x[t,p]: how it is kept or passed; for
 an output, x[t,p]: how it leaves the graph.
@@ -15,9 +15,10 @@ r[v,s] <= x[v,s]: what v makes is made again in backward instead, where that may
 
 Costs are seconds of one micro-batch; what is done once a step, the optimizer's update and the sums of
 gradients by those r_to_b that lead from where a weight is stored, counts `once` of its seconds
-(cost/prices.py): the flow of a weight goes through phases (phases.py), by when it is gathered: x[t,p] of a
-weight in shards is one variable for each way of gathering it that may serve. `price`, seconds per byte,
-is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row could state the cap.
+(cost/operators/prices.py): the flow of a weight goes through phases (gather_phases.py), by when it is
+gathered: x[t,p] of a weight in shards is one variable for each way of gathering it that may serve. `price`,
+seconds per byte, is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row could state
+the cap.
 
 **Subject to**
     one       sum_s x[v,s] = 1                                      every operator runs one way
@@ -60,21 +61,21 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.convert.moves import canonical
 from autopar.convert.network import Alike, Flags, Network, Numbers, order, unnamed
 from autopar.convert.path import interesting
-from autopar.convert.table import canonical
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Broadcast, Layout, R, Shard
-from autopar.cost.prices import Prices
-from autopar.ilp.flow_rows import ONE, FlowRows
-from autopar.ilp.fold import Folding
-from autopar.ilp.linear_program import LinearProgram, Terms
-from autopar.ilp.phases import Phase, Place, completing, first_phase, phased
+from autopar.cost.operators.prices import Prices
 from autopar.ops.pointwise import Dropout, Pointwise
-from autopar.ops.rule import Strategy, rule_of
 from autopar.ops.views import Expand, Permute, Reshape, Split
+from autopar.sharding.rule import Strategy, rule_of
+from autopar.solve.linear_program import LinearProgram, Terms
+from autopar.solve.placement.flow_rows import ONE, FlowRows
+from autopar.solve.placement.fold import Folding
+from autopar.solve.placement.gather_phases import Phase, Place, completing, first_phase, phased
 
 Marginal = dict[Layout, Terms]
 Stored = tuple[Layout, Gathering]  # how an input lies, and when it is gathered if it is a weight

@@ -10,22 +10,22 @@ from dataclasses import dataclass, replace
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
 from autopar.core.placement import replicated
-from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
-from autopar.cost.memory import Peak, peak_memory
-from autopar.cost.prices import Prices
-from autopar.cost.step import step_cost
-from autopar.cost.values import find_values
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.peak_memory import Peak, peak_memory
+from autopar.cost.program.step import step_cost
+from autopar.cost.program.values import find_values
 from autopar.errors import CheckError, InfeasibleError, SolverError
-from autopar.ilp.fold import Folding
-from autopar.ilp.linear_program import Answer
-from autopar.ilp.nearby import Near, near
-from autopar.ilp.offload import everywhere, spare
-from autopar.ilp.placement import FREE, Dear, Problem, Space
-from autopar.ilp.reading import is_whole, read
-from autopar.ilp.recompute import everything, fit
-from autopar.ilp.remedies import remedies
-from autopar.ilp.solver import solve
+from autopar.results.plan import Program
+from autopar.solve.highs import solve
+from autopar.solve.linear_program import Answer
+from autopar.solve.memory.offload import everywhere, spare
+from autopar.solve.memory.recompute import everything, fit
+from autopar.solve.memory.remedies import remedies
+from autopar.solve.placement.decode import is_whole, read
+from autopar.solve.placement.fold import Folding
+from autopar.solve.placement.local_search import Near, near
+from autopar.solve.placement.problem import FREE, Dear, Problem, Space
 from autopar.units import show_bytes
 
 MEMORY_ROUNDS = 8

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from autopar.convert.table import gathers
+from autopar.convert.moves import gathers
 from autopar.core.gathering import Gathering, ShardState
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
-from autopar.core.plan import Program
-from autopar.ilp.phases import completes
-from autopar.ops.dims import Dims
+from autopar.results.plan import Program
+from autopar.sharding.atoms import Dims
+from autopar.solve.placement.gather_phases import completes
 
 _WORDS = {Gathering.AGAIN: "gathered again in backward", Gathering.ONCE: "gathered once a step"}
 

@@ -11,21 +11,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import Enum
 
-from autopar.convert.table import canonical
+from autopar.convert.moves import canonical
 from autopar.core.cut import chunked, nested
 from autopar.core.gathering import ShardState
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, P, Placement, R, Shard
-from autopar.cost.prices import Prices
+from autopar.cost.operators.prices import Prices
 from autopar.errors import InputError
-from autopar.ilp.fold import Folding, Pins, pin_of
-from autopar.ilp.gathering import most_sharded, ways
-from autopar.ilp.placement import Space
-from autopar.ops.analysis import options_of, strategies_of
-from autopar.ops.dims import Atom, Dims
-from autopar.ops.equation import UNSUMMED, Option
-from autopar.ops.rule import Regroup, Strategy, rule_of
+from autopar.sharding.atoms import Atom, Dims
+from autopar.sharding.equation import UNSUMMED, Option
+from autopar.sharding.rule import Regroup, Strategy, rule_of
+from autopar.sharding.strategies import options_of, strategies_of
+from autopar.solve.placement.fold import Folding, Pins, pin_of
+from autopar.solve.placement.problem import Space
+from autopar.solve.placement.shard_state import most_sharded, ways
 
 
 class Parallelism(Enum):

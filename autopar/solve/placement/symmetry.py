@@ -20,14 +20,14 @@ from autopar.core.graph import Graph
 from autopar.core.offload import Offload
 from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
-from autopar.cost.prices import Prices
+from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, SolverError
-from autopar.ilp.choose import Solution, choose, refuse_beaten
-from autopar.ilp.fold import Folding
-from autopar.ilp.linear_program import Answer
-from autopar.ilp.placement import FREE, Dear, Problem, Space
-from autopar.ilp.solver import solve
-from autopar.ops.rule import Strategy
+from autopar.sharding.rule import Strategy
+from autopar.solve.highs import solve
+from autopar.solve.linear_program import Answer
+from autopar.solve.placement.fold import Folding
+from autopar.solve.placement.problem import FREE, Dear, Problem, Space
+from autopar.solve.placement.search import Solution, choose, refuse_beaten
 
 SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen something
 WORTH = 0.01  # a gap for which the whole program is tried after all

@@ -34,14 +34,22 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.clock import CutCosts, step_seconds
 from autopar.core.schedule import ActionKind, Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
-from autopar.cost.again import Shares
-from autopar.cost.halves import Halves
-from autopar.cost.intervals import Intervals
-from autopar.cost.rectangles import Row, Table
-from autopar.ilp.flights import endings, flight, flights, forwards_before, in_flight, of_one, stages_of
+from autopar.cost.interval_table import Row, Table
+from autopar.cost.program.recompute import Shares
+from autopar.cost.stages.intervals import Intervals
+from autopar.cost.stages.split_backward import Halves
+from autopar.schedules.in_flight import (
+    endings,
+    flight,
+    flights,
+    forwards_before,
+    in_flight,
+    of_one,
+    stages_of,
+)
+from autopar.schedules.simulate_many import CutCosts, step_seconds
 
 QUANTILES = tuple(step / 16 for step in range(17))  # of seconds per byte, tried as a price
 

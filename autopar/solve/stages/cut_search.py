@@ -2,11 +2,11 @@
 
 **Sets.** Places p = 0 < ... < n where a cut may lie; K ranks, M micro-batches, S stages. A cut is a path
 0 = p_0 < p_1 < ... < p_S = n, stage k the interval [p_k, p_(k+1)); it takes F + B seconds for one
-micro-batch, B = I + W, and E once a step, to sum gradients and to update (cost/intervals.py).
+micro-batch, B = I + W, and E once a step, to sum gradients and to update (cost/stages/intervals.py).
 
-**Minimise** the step time of the schedule (clock.py), the longest path through all its actions: no closed
-form holds for uneven stages. **Subject to** each rank's bytes <= cap. What cuts take, keep and can't fall
-below, Q_k of stage k, say tables (cut_problem.py).
+**Minimise** the step time of the schedule (simulate_many.py), the longest path through all its actions: no
+closed form holds for uneven stages. **Subject to** each rank's bytes <= cap. What cuts take, keep and can't
+fall below, Q_k of stage k, say tables (cut_costs.py).
 
 **Search.** Under growing thresholds on Q, the path with the least sum of seconds. Q looks at stages one by
 one: where ranks have several, also paths whose cuts were moved until ranks fit and are as busy as each other.
@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 
 from autopar.core.schedule import Schedule
 from autopar.core.timeline import StageCost
-from autopar.cost.again import Shares
-from autopar.cost.intervals import Intervals
-from autopar.cost.rectangles import Table
+from autopar.cost.interval_table import Table
+from autopar.cost.program.recompute import Shares
+from autopar.cost.stages.intervals import Intervals
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.cut_problem import CutProblem, Mix, Path, Paths, bottleneck
-from autopar.ilp.pairs import Scarcity, pair_bound
+from autopar.solve.stages.cut_costs import CutProblem, Mix, Path, Paths, bottleneck
+from autopar.solve.stages.rank_bounds import Scarcity, pair_bound
 from autopar.units import show_bytes
 
 MOST_PLACES = 240  # of cuts; tables and paths grow with the square

@@ -35,20 +35,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.convert.moves import canonical
 from autopar.convert.network import Flags, Numbers, Seconds
 from autopar.convert.path import interesting
-from autopar.convert.table import canonical
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator
 from autopar.core.placement import Layout
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind
-from autopar.cost.intervals import Intervals
-from autopar.cost.prices import Price, Prices
-from autopar.cost.rectangles import Rectangles, Row, Table
-from autopar.cost.values import Values, find_values
-from autopar.ilp.choose import Solution
-from autopar.ilp.flights import forwards_before
-from autopar.ilp.fold import Folding
-from autopar.ilp.placement import Space
+from autopar.cost.interval_table import Rectangles, Row, Table
+from autopar.cost.operators.prices import Price, Prices
+from autopar.cost.program.values import Values, find_values
+from autopar.cost.stages.intervals import Intervals
+from autopar.schedules.in_flight import forwards_before
+from autopar.solve.placement.fold import Folding
+from autopar.solve.placement.problem import Space
+from autopar.solve.placement.search import Solution
 
 MOST_OPERATORS = 40
 WHOLE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)  # one stage for each rank, backward in one

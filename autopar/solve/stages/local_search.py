@@ -3,9 +3,9 @@
     placement A    40 seconds    |------ 24 ------|--- 16 ---|      a step goes by the slower stage
     placement B    41 seconds    |----- 21 -----|---- 20 ----|      faster
 
-A neighbour differs by one choice, or by two where there are few (nearby.py). Cutting takes longer than
-replaying, so only small graphs are searched so, in which stages are uneven: of many operators some cut is
-even enough.
+A neighbour differs by one choice, or by two where there are few (placement/local_search.py). Cutting takes
+longer than replaying, so only small graphs are searched so, in which stages are uneven: of many operators
+some cut is even enough.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from autopar.core.plan import Program
 from autopar.errors import InfeasibleError, RuleError
-from autopar.ilp.nearby import FASTER, changed
-from autopar.ilp.placement import Problem
-from autopar.ilp.reading import Choices, choices_of, spelled
-from autopar.ilp.step import Step
+from autopar.results.plan import Program
+from autopar.solve.placement.decode import Choices, choices_of, spelled
+from autopar.solve.placement.local_search import FASTER, changed
+from autopar.solve.placement.problem import Problem
+from autopar.solve.stages.step import Step
 
 EFFORT = 4_000  # operators that are cut
 FEW = 100  # cuts: fewer are not worth to begin where memory is scarce

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
+from autopar.convert.moves import canonical
 from autopar.convert.path import tree
-from autopar.convert.table import canonical
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.move import Move
 from autopar.core.placement import Layout
-from autopar.core.plan import Program
-from autopar.cost.prices import Prices
-from autopar.cost.recent import placement_of
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.recent import placement_of
 from autopar.errors import RuleError
+from autopar.results.plan import Program
 
 Levels = Sequence[int]  # of each operator the number of its placement
 Need = tuple[int, Layout]  # what an operator of a placement takes

@@ -24,7 +24,7 @@ so for each price, seconds per byte,
 
 with c the micro-batches that a stage keeps at the moment when the rank keeps most. What a stage takes with
 its bytes at these prices is at least its part of what all operators together take so on any placement
-(frontier.py): that is more than its part of their seconds alone.
+(memory_frontier.py): that is more than its part of their seconds alone.
 
 **Stages in a loop**, K ranks, backward whole. Let x_r and y_r be the seconds of a micro-batch in the first
 and in the second stage of rank r, forward and backward. With all its work a rank waits until the first
@@ -48,12 +48,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.core.schedule import Schedule, ScheduleKind
-from autopar.cost.rectangles import Table
-from autopar.ilp.cut_problem import CutProblem, bottleneck
-from autopar.ilp.flights import Counts, flights, stages_of
-from autopar.ilp.linear_program import LinearProgram
-from autopar.ilp.placement import Dear
-from autopar.ilp.solver import solve
+from autopar.cost.interval_table import Table
+from autopar.schedules.in_flight import Counts, flights, stages_of
+from autopar.solve.highs import solve
+from autopar.solve.linear_program import LinearProgram
+from autopar.solve.placement.problem import Dear
+from autopar.solve.stages.cut_costs import CutProblem, bottleneck
 
 CLOSE = 2e-4  # of the seconds, to which the bound is sought
 LAPS = 2

@@ -1,7 +1,7 @@
 """The last touches to a step with stages, each for as long as it makes the step faster.
 
     moved     stages begin at any operator around where they begin now
-    filled    ranks that wait make gradients of weights meanwhile (waits.py)
+    filled    ranks that wait make gradients of weights meanwhile (fill_bubbles.py)
     mixed     operators follow faster placements as far as there is memory (mixture.py)
 
 The bound is on cuts at all places that were looked at, as close as is known. It holds for any order of W:
@@ -18,19 +18,19 @@ from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
 from autopar.core.pipeline import inseparable
-from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule
-from autopar.cost.intervals import Intervals, choose_places, crossing_bytes, intervals
-from autopar.cost.memory import peak_memory
-from autopar.cost.prices import Prices
-from autopar.cost.step import step_cost
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.step import step_cost
+from autopar.cost.stages.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError
-from autopar.ilp.mixture import Mixture
-from autopar.ilp.pairs import Scarcity
-from autopar.ilp.stages import MOST_PLACES, Cut, closer_bound, cuts, keep
-from autopar.ilp.step import Parting, Step, levels, share_of, staged, step_of
-from autopar.waits import filled
+from autopar.results.plan import Program
+from autopar.schedules.fill_bubbles import filled
+from autopar.solve.stages.cut_search import MOST_PLACES, Cut, closer_bound, cuts, keep
+from autopar.solve.stages.mixture import Mixture
+from autopar.solve.stages.rank_bounds import Scarcity
+from autopar.solve.stages.step import Parting, Step, levels, share_of, staged, step_of
 
 MOST_NEAR = 360  # places around those of a cut
 RECUTS = 2

@@ -17,21 +17,21 @@ from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
 from autopar.core.pipeline import inseparable
-from autopar.core.plan import Program
 from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule
 from autopar.core.timeline import StageCost
-from autopar.cost.again import shares
-from autopar.cost.intervals import Intervals, choose_places, crossing_bytes, intervals
-from autopar.cost.prices import Prices
-from autopar.cost.step import StepCost, step_cost
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.recompute import shares
+from autopar.cost.program.step import StepCost, step_cost
+from autopar.cost.stages.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError
-from autopar.ilp.choose import Solution, refuse_beaten
-from autopar.ilp.cut_problem import Mix
-from autopar.ilp.mixture import Mixture, is_placed_alike
-from autopar.ilp.offload import hiding_of_stages, moving_in_stages
-from autopar.ilp.recompute import ladder
-from autopar.ilp.stages import MOST_PLACES, Cut, Found, best, bound_again, cuts, keep
+from autopar.results.plan import Program
+from autopar.solve.memory.offload import hiding_of_stages, moving_in_stages
+from autopar.solve.memory.recompute import ladder
+from autopar.solve.placement.search import Solution, refuse_beaten
+from autopar.solve.stages.cut_costs import Mix
+from autopar.solve.stages.cut_search import MOST_PLACES, Cut, Found, best, bound_again, cuts, keep
+from autopar.solve.stages.mixture import Mixture, is_placed_alike
 from autopar.units import show_bytes
 
 RUNGS = 5  # levels of recomputing, beside none, among which stages choose
@@ -46,7 +46,7 @@ class Step:
     seconds of all stages together. Of these alone the bound is larger by 1 / `share`; if memory had no end
     the placement would take `free` seconds. Bytes are those of the fullest rank.
 
-    Where operators are few another placement may be cut more evenly: there exchange.py bounds the plan."""
+    Where operators are few another placement may be cut more evenly: there joint_bound.py bounds the plan."""
 
     solution: Solution
     cost: StepCost

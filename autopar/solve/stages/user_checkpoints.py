@@ -12,10 +12,10 @@ from dataclasses import replace
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.recompute import Recompute
-from autopar.cost.memory import peak_memory
-from autopar.cost.prices import Prices
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.peak_memory import peak_memory
 from autopar.errors import InfeasibleError
-from autopar.ilp.step import Step, staged, unstaged
+from autopar.solve.stages.step import Step, staged, unstaged
 
 
 def respect(

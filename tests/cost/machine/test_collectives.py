@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.core.costs import Collective
-from autopar.cost.collectives import CollectiveTable, seconds
+from autopar.cost.machine.collectives import CollectiveTable, seconds
 from costdb.measurement import CollectiveMeasurement
 
 AR, AG, RS, A2A, SR = (

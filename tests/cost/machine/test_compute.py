@@ -10,7 +10,7 @@ import torch
 
 from autopar.core.costs import DeviceModel, OperatorCost, Saved
 from autopar.core.graph import Call, TensorSpec
-from autopar.cost.compute import cost, estimate
+from autopar.cost.machine.compute import cost, estimate
 from autopar.errors import CostMissingError, InputError
 from costdb.measurement import Measurement
 

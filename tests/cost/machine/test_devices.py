@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.cost import devices
-from autopar.cost.devices import GPUS, calibrate, device_model
+from autopar.cost.machine import devices
+from autopar.cost.machine.devices import GPUS, calibrate, device_model
 from autopar.errors import InputError
 from costdb.database import Database
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from autopar.core.graph import Call, TensorSpec
-from autopar.cost.flops import _FORMS, Flops, flops, training_flops
+from autopar.cost.machine.flops import _FORMS, Flops, flops, training_flops
 from costdb.operands import empty, fill, tensors
 
 ATEN = torch.ops.aten

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.costs import Collective
-from autopar.cost import links
+from autopar.cost.machine import measure_collectives
 from costdb.measurement import CollectiveMeasurement
 from tests.pool import Pool
 
@@ -22,21 +22,27 @@ def two_nodes_of(count: int) -> ClusterSpec:
 
 
 def _measure(cluster: ClusterSpec, size: int) -> list[CollectiveMeasurement]:
-    wanted = links.wanted(cluster, [4096])
-    return links.measure([point for point in wanted if point[0].size == size], TIMEOUT)
+    wanted = measure_collectives.wanted(cluster, [4096])
+    return measure_collectives.measure([point for point in wanted if point[0].size == size], TIMEOUT)
 
 
 def test_groups_of_every_axis_and_pair_of_axes_are_wanted() -> None:
-    assert [(span.size, span.nodes) for span in links.spans(ClusterSpec.local(4))] == [(2, 1), (4, 1)]
-    assert links.wanted(ClusterSpec.local(1)) == []
+    assert [(span.size, span.nodes) for span in measure_collectives.spans(ClusterSpec.local(4))] == [
+        (2, 1),
+        (4, 1),
+    ]
+    assert measure_collectives.wanted(ClusterSpec.local(1)) == []
 
 
 def test_groups_are_told_apart_by_the_nodes_that_they_span() -> None:
-    found = links.spans(two_nodes_of(2))
+    found = measure_collectives.spans(two_nodes_of(2))
     assert [(span.size, span.nodes) for span in found] == [(2, 1), (2, 2), (4, 2)]
-    assert [span.copies for span in links.spans(two_nodes_of(1))] == [1]
+    assert [span.copies for span in measure_collectives.spans(two_nodes_of(1))] == [1]
     four = ClusterSpec(nodes=4, devices_per_node=1, inter=LINK)
-    assert [(span.size, span.nodes, span.copies) for span in links.spans(four)] == [(2, 2, 2), (4, 4, 1)]
+    assert [(span.size, span.nodes, span.copies) for span in measure_collectives.spans(four)] == [
+        (2, 2, 2),
+        (4, 4, 1),
+    ]
 
 
 @pytest.mark.parametrize(("world", "size"), [pytest.param(3, 3, marks=pytest.mark.long), (4, 2)])

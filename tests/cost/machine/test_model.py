@@ -12,8 +12,8 @@ import torch
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.costs import Collective, DeviceModel, Saved
 from autopar.core.graph import Call, TensorSpec
-from autopar.cost import model
-from autopar.cost.model import CostModel, network_of, setting_of, using_threads
+from autopar.cost.machine import model
+from autopar.cost.machine.model import CostModel, network_of, setting_of, using_threads
 from costdb.database import Database
 from costdb.measurement import CollectiveMeasurement, Measurement
 

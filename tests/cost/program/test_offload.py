@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cluster import Link
-from autopar.cost.offload import (
+from autopar.cost.program.offload import (
     Clock,
     Movable,
     backward_wait,
@@ -15,7 +15,7 @@ from autopar.cost.offload import (
     forward_wait,
     hides_until,
 )
-from autopar.runtime.offload import AHEAD
+from autopar.runtime.saved.offload import AHEAD
 
 SLOW = Link(0.0, 1.0)
 TIMES = Clock(forward=(0, 1, 2, 3, 4, 20), backward=(24, 22, 20, 18, 16, 0))

@@ -6,9 +6,9 @@ import torch
 
 from autopar.core.graph import Ref
 from autopar.core.mesh import Mesh
-from autopar.cost.values import find_values
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
+from autopar.cost.program.values import find_values
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
 from tests.proof.models import Script
 from tests.proof.plans import forced
 

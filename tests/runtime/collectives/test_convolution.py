@@ -15,12 +15,12 @@ from torch import Tensor
 from autopar.core.mesh import Mesh, parse_key
 from autopar.errors import CheckError, InputError
 from autopar.proof.simulated import simulate
-from autopar.runtime import collectives, groups
-from autopar.runtime.convolution import Along, edge
+from autopar.runtime.collectives import groups, placement_moves
+from autopar.runtime.collectives.convolution import Along, edge
 from tests.pool import Pool
 from tests.runtime.cases import TIMEOUT, all_keys, groups_of
 
-assert collectives  # its import registers the operators
+assert placement_moves  # its import registers the operators
 Pools = Callable[[int], Pool]
 ops = torch.ops.autopar
 

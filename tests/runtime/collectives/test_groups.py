@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autopar.core.mesh import Mesh, parse_key
 from autopar.errors import InputError
-from autopar.runtime import groups
+from autopar.runtime.collectives import groups
 from tests.pool import Pool, PoolError
 from tests.runtime.cases import TIMEOUT, all_keys
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.core.mesh import Mesh
-from autopar.runtime import groups, transport, wires
-from autopar.runtime.wires import PeerError, Wires
+from autopar.runtime.collectives import groups, local_sockets, transport
+from autopar.runtime.collectives.local_sockets import PeerError, Wires
 from tests.pool import Pool
 
 LIMIT = timedelta(seconds=60)
@@ -95,20 +95,20 @@ def test_ranks_that_send_to_each_other_do_not_block(ranks: int, pools: Callable[
 @contextmanager
 def _unreachable() -> Iterator[None]:
     """As if this rank were on another machine."""
-    before = wires._open
-    wires._open = lambda undo, name: None
+    before = local_sockets._open
+    local_sockets._open = lambda undo, name: None
     try:
         yield
     finally:
-        wires._open = before
+        local_sockets._open = before
 
 
 def _connected_but_for(lonely: int, ranks: int) -> bool:
     key = _set_up(ranks)
     if dist.get_rank() != lonely:
-        return wires.connect(groups.group(key), LIMIT) is None
+        return local_sockets.connect(groups.group(key), LIMIT) is None
     with _unreachable():
-        return wires.connect(groups.group(key), LIMIT) is None
+        return local_sockets.connect(groups.group(key), LIMIT) is None
 
 
 def test_either_all_ranks_have_streams_or_none(pools: Callable[[int], Pool]) -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 from autopar.core.mesh import Mesh, parse_key
 from autopar.errors import CheckError
 from autopar.proof.simulated import simulate
-from autopar.runtime import groups
+from autopar.runtime.collectives import groups
 from tests.pool import Pool
 from tests.runtime.cases import (
     DIM,

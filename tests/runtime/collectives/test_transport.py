@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.core.mesh import Mesh
-from autopar.runtime import groups, transport
+from autopar.runtime.collectives import groups, transport
 from tests.pool import Pool
 
 SIZES = (1, 129, 2 * transport.SMALL_BYTES)  # elements: the last do not meet at one rank

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import InputError
 from tests.pool import Pool
-from tests.runtime.test_pipeline import EXACT, Net, accumulate, batch, gap, on_ranks, parallel, step
+from tests.runtime.execute.test_staged_program import (
+    EXACT,
+    Net,
+    accumulate,
+    batch,
+    gap,
+    on_ranks,
+    parallel,
+    step,
+)
 
 Pools = Callable[[int], Pool]
 

@@ -13,22 +13,22 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from autopar.cluster import ClusterSpec
+from autopar.comparing.measured_peak import StorageTracker
 from autopar.compiler import build_stages
 from autopar.core.executable import Executable
 from autopar.core.pipeline import Pipeline
-from autopar.core.plan import Plan
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.halves import splits_cleanly as planned_to_split
-from autopar.cost.values import find_values
-from autopar.planning import search
-from autopar.request import Request
-from autopar.runtime.between import Between, Box
-from autopar.runtime.peak import StorageTracker
-from autopar.runtime.recompute import Recomputed
-from autopar.runtime.regather import freeing
-from autopar.runtime.stage import splits_cleanly
-from autopar.simplify import only_loss
-from autopar.trace import Traced, trace
+from autopar.cost.program.values import find_values
+from autopar.cost.stages.split_backward import splits_cleanly as planned_to_split
+from autopar.planning.request import Request
+from autopar.planning.search import search
+from autopar.results.plan import Plan
+from autopar.runtime.execute.stage import splits_cleanly
+from autopar.runtime.saved.recompute import Recomputed
+from autopar.runtime.saved.regather import freeing
+from autopar.runtime.saved.split_backward import Between, Box
+from autopar.trace.export import Traced, trace
+from autopar.trace.simplify import only_loss
 
 
 class Chain(nn.Module):

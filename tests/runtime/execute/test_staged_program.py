@@ -29,18 +29,18 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ScheduleKind
 from autopar.core.timeline import StageCost
 from autopar.errors import InputError, WorkerError
-from autopar.micro_batches import mask_seed
 from autopar.proof.precision import raise_model
 from autopar.rewrite.render import describe
-from autopar.runtime import worker
-from autopar.runtime.launch import run_function
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.pipeline import StagedProgram
-from autopar.runtime.stage import Stage
-from autopar.runtime.torch_stage import Sends
-from autopar.signature import flatten_arguments
-from autopar.waits import order_of
-from tests.planning import forced
+from autopar.runtime.execute.stage import Stage
+from autopar.runtime.execute.staged_program import StagedProgram
+from autopar.runtime.execute.torch_stage import Sends
+from autopar.runtime.launch import worker
+from autopar.runtime.launch.launch import run_function
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.schedules.fill_bubbles import order_of
+from autopar.trace.call_signature import flatten_arguments
+from autopar.trace.micro_batches import mask_seed
+from tests.first_strategy import forced
 from tests.pool import Pool
 from tests.targets import conjugates
 

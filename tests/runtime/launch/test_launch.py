@@ -18,9 +18,9 @@ import pytest
 from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from autopar.errors import InputError, WorkerError
-from autopar.runtime import launch
-from autopar.runtime.launch import run_function, run_script
-from autopar.runtime.worker import init
+from autopar.runtime.launch import launch
+from autopar.runtime.launch.launch import run_function, run_script
+from autopar.runtime.launch.worker import init
 
 PROMPT = 60.0  # seconds within which a failure must end everything, process start on a busy machine included
 LAUNCH = "import sys; from autopar.runtime.launch import run_script; sys.exit(run_script(sys.argv[1], 2))"

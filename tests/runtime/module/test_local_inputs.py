@@ -17,12 +17,12 @@ import autopar
 from autopar.core.mesh import Mesh
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.sampler import BatchSampler
-from tests.planning import forced
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.sampler import BatchSampler
+from tests.first_strategy import forced
 from tests.pool import Pool
-from tests.runtime.test_module import CPU, EXACT, PLANS, gap, make_net
-from tests.runtime.test_module import batch as images
+from tests.runtime.module.test_parallel_module import CPU, EXACT, PLANS, gap, make_net
+from tests.runtime.module.test_parallel_module import batch as images
 
 Pools = Callable[[int], Pool]
 

@@ -16,9 +16,9 @@ import autopar
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R, Shard
 from autopar.errors import InputError
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.sampler import BatchSampler
-from tests.runtime.test_local_inputs import EXACT, Pools, costs, data, gap, local, make, on_ranks
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.sampler import BatchSampler
+from tests.runtime.module.test_local_inputs import EXACT, Pools, costs, data, gap, local, make, on_ranks
 
 assert costs  # a fixture
 

@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar.core.mesh import Mesh
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.optimizers import _at_steps, _hooks
-from tests.planning import forced
+from autopar.runtime.module.optimizers import _at_steps, _hooks
+from autopar.runtime.module.parallel_module import ParallelModule
+from tests.first_strategy import forced
 from tests.pool import Pool
 
 Pools = Callable[[int], Pool]

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from autopar.core.mesh import Mesh
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
-from autopar.runtime.module import ParallelModule
-from tests.planning import forced
+from autopar.runtime.module.parallel_module import ParallelModule
+from tests.first_strategy import forced
 from tests.pool import Pool
 
 Pools = Callable[[int], Pool]

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autopar.errors import InputError
-from autopar.runtime.sampler import BatchSampler
+from autopar.runtime.module.sampler import BatchSampler
 
 UNEVEN = (range(3), range(3, 6), range(6, 7))  # a batch of 7 on three ranks
 OVERLAPPING = (range(4), range(4), range(3, 7), range(7))

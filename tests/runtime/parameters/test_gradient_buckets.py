@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.core.mesh import Mesh
-from autopar.runtime import groups
-from autopar.runtime.gradient_sync import ALONE_BYTES, GradientSync, Member, Sums, assign
+from autopar.runtime.collectives import groups
+from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, GradientSync, Member, Sums, assign
 from tests.pool import Pool
 from tests.runtime.cases import TIMEOUT
 

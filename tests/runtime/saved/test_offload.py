@@ -11,27 +11,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 
+from autopar.comparing.measured_peak import StorageTracker, peak_bytes
 from autopar.core.costs import OptimizerState
 from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.intervals import intervals
-from autopar.cost.memory import peak_memory
-from autopar.cost.prices import Prices
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.stages.intervals import intervals
 from autopar.errors import InputError
-from autopar.ilp import stages
-from autopar.ilp.flights import scheduled
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
 from autopar.rewrite.render import describe
-from autopar.runtime import offload
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.offload import AHEAD, HostStorage, saving_there
-from autopar.runtime.peak import StorageTracker, peak_bytes
-from tests.planning import ROUGH, forced
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.saved import offload
+from autopar.runtime.saved.offload import AHEAD, HostStorage, saving_there
+from autopar.schedules.in_flight import scheduled
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.stages import cut_search
+from tests.first_strategy import ROUGH, forced
 from tests.pool import Pool
-from tests.runtime.test_gathering import train
+from tests.runtime.saved.test_regather import train
 
 Pools = Callable[[int], Pool]
 Patch = pytest.MonkeyPatch
@@ -301,7 +301,7 @@ def staged_peaks(kind: ScheduleKind, *, away: bool) -> tuple[float, float]:
     places = range(len(graph.operators) + 1)
     table = intervals(graph, prices, program, compiler.cluster.intra, places=places, starts=starts)
     schedule = scheduled(kind, 2, len(starts) // 2, 4)
-    predicted = stages.keep(table, schedule, starts).rank_bytes[dist.get_rank()]
+    predicted = cut_search.keep(table, schedule, starts).rank_bytes[dist.get_rank()]
 
     def step() -> None:
         ours.zero_grad(set_to_none=False)

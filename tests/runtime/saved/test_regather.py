@@ -14,17 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autopar.comparing.measured_peak import peak_bytes
 from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
-from autopar.runtime import groups, regather, transport
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.parameters import local
-from autopar.runtime.peak import peak_bytes
-from tests.planning import forced
+from autopar.runtime.collectives import groups, transport
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.parameters.parameters import local
+from autopar.runtime.saved import regather
+from tests.first_strategy import forced
 from tests.pool import Pool
 
 Pools = Callable[[int], Pool]

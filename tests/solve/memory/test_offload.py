@@ -14,23 +14,24 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
-from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
-from autopar.cost.collectives import CollectiveTable
-from autopar.cost.memory import peak_memory
-from autopar.cost.model import CostModel
-from autopar.cost.offload import clock, movable, wait_seconds
-from autopar.cost.prices import Prices
-from autopar.cost.step import step_cost
+from autopar.cost.machine.collectives import CollectiveTable
+from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.offload import clock, movable, wait_seconds
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.step import step_cost
 from autopar.errors import InfeasibleError
-from autopar.ilp import offload
-from autopar.ilp.choose import choose, total_seconds
-from autopar.ilp.offload import everywhere, fitted, hiding, spare
-from autopar.ilp.recompute import fit
-from autopar.ilp.space import build_space
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from tests.ilp.brute_force import (
+from autopar.results.plan import Program
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.memory import offload
+from autopar.solve.memory.offload import everywhere, fitted, hiding, spare
+from autopar.solve.memory.recompute import fit
+from autopar.solve.placement.search import choose, total_seconds
+from autopar.solve.placement.space import build_space
+from tests.proof.models import Script
+from tests.solve.brute_force import (
     DEVICE,
     BruteForce,
     blocks,
@@ -41,7 +42,6 @@ from tests.ilp.brute_force import (
     small_space,
     unfolded,
 )
-from tests.proof.models import Script
 
 aten = torch.ops.aten
 

@@ -13,25 +13,25 @@ from autopar.cluster import Link
 from autopar.core.gathering import Gathering, ShardState
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
-from autopar.core.plan import Program
 from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.again import again_seconds, shares
-from autopar.cost.intervals import intervals
-from autopar.cost.memory import peak_memory
-from autopar.cost.prices import Prices
-from autopar.cost.step import step_cost
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.recompute import again_seconds, shares
+from autopar.cost.program.step import step_cost
+from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
-from autopar.ilp.choose import Solution, choose, total_seconds
-from autopar.ilp.flights import scheduled
-from autopar.ilp.recompute import everything, fit, ladder
-from autopar.ilp.space import build_space
-from autopar.ilp.stages import best, bound_again, cuts, keep, least_bytes
-from autopar.ilp.step import once, staged
-from autopar.mesh_problem import MeshProblem
-from autopar.ops.analysis import find_atoms
-from autopar.request import Request
-from tests.ilp.brute_force import (
+from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.request import Request
+from autopar.results.plan import Program
+from autopar.schedules.in_flight import scheduled
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.memory.recompute import everything, fit, ladder
+from autopar.solve.placement.search import Solution, choose, total_seconds
+from autopar.solve.placement.space import build_space
+from autopar.solve.stages.cut_search import best, bound_again, cuts, keep, least_bytes
+from autopar.solve.stages.step import once, staged
+from tests.solve.brute_force import (
     BruteForce,
     blocks,
     branches,
@@ -42,7 +42,7 @@ from tests.ilp.brute_force import (
     small_space,
     unfolded,
 )
-from tests.ilp.gatherings import EveryGathering
+from tests.solve.gatherings import EveryGathering
 
 CLOSE = 1e-6  # relative
 WITHIN = 0.02  # of the best there is

@@ -10,23 +10,23 @@ import pytest
 
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
-from autopar.core.plan import Program
 from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind
-from autopar.cost.again import shares
-from autopar.cost.intervals import intervals
-from autopar.cost.memory import peak_memory
-from autopar.cost.offload import Movable, backward_wait, clock, forward_wait, movable
-from autopar.cost.prices import Prices
-from autopar.cost.step import step_cost
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.offload import Movable, backward_wait, clock, forward_wait, movable
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.recompute import shares
+from autopar.cost.program.step import step_cost
+from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
-from autopar.ilp.choose import Solution
-from autopar.ilp.flights import flight, scheduled
-from autopar.ilp.stages import bound_again, keep
-from autopar.ilp.step import Step, once, staged
-from tests.ilp.brute_force import blocks
-from tests.ilp.test_offload import deep, gpus, placed, prices_of
-from tests.ilp.test_recompute import HOP, partings
+from autopar.results.plan import Program
+from autopar.schedules.in_flight import flight, scheduled
+from autopar.solve.placement.search import Solution
+from autopar.solve.stages.cut_search import bound_again, keep
+from autopar.solve.stages.step import Step, once, staged
+from tests.solve.brute_force import blocks
+from tests.solve.memory.test_offload import deep, gpus, placed, prices_of
+from tests.solve.memory.test_recompute import HOP, partings
 
 CLOSE = 1e-6  # relative
 WITHIN, SELDOM = 0.04, 0.15  # of the best there is: tables count what is under way at a stage's end twice

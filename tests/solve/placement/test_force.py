@@ -9,12 +9,12 @@ import pytest
 import autopar
 from autopar import api
 from autopar.cluster import ClusterSpec
-from autopar.core.plan import Plan
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.space import Parallelism, name_of
-from autopar.target import Target, load_target
+from autopar.results.plan import Plan
+from autopar.solve.placement.space import Parallelism, name_of
+from autopar.trace.target import Target, load_target
 
-TARGETS = Path(__file__).parents[1] / "targets.py"
+TARGETS = Path(__file__).parents[2] / "targets.py"
 FOUR = ClusterSpec.local(4)
 BATCH, FILTER = Parallelism.BATCH, Parallelism.FILTER
 

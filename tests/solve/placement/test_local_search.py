@@ -10,12 +10,12 @@ import pytest
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.recompute import Recompute
-from autopar.ilp import nearby
-from autopar.ilp.choose import choose
-from autopar.ilp.nearby import Near, near
-from autopar.ilp.placement import Problem
-from autopar.ilp.space import build_space
-from tests.ilp.brute_force import random_prices, scores, unfolded
+from autopar.solve.placement import local_search
+from autopar.solve.placement.local_search import Near, near
+from autopar.solve.placement.problem import Problem
+from autopar.solve.placement.search import choose
+from autopar.solve.placement.space import build_space
+from tests.solve.brute_force import random_prices, scores, unfolded
 
 
 def scarce(graph: Graph) -> tuple[Problem, Near, int]:
@@ -39,12 +39,12 @@ def test_nothing_is_tried_after_the_deadline(monkeypatch: pytest.MonkeyPatch) ->
     """It may pass between two plans, of which there are many, and then the best so far stays."""
     problem, start, cap = scarce(scores())
     tried = []
-    replay = nearby.peak_memory
-    monkeypatch.setattr(nearby, "peak_memory", lambda *given: tried.append(given) or replay(*given))
+    replay = local_search.peak_memory
+    monkeypatch.setattr(local_search, "peak_memory", lambda *given: tried.append(given) or replay(*given))
     assert near(problem, [start], cap, Recompute.NONE, deadline=time.monotonic()) == start and not tried
     near(problem, [start], cap, Recompute.NONE)
     many, ticks = len(tried), iter(range(10_000))
     tried.clear()
-    monkeypatch.setattr(nearby.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(local_search.time, "monotonic", lambda: next(ticks))
     near(problem, [start], cap, Recompute.NONE, deadline=5)
     assert 0 < len(tried) <= 5 < many

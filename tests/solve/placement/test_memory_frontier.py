@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from autopar.core.mesh import Mesh
-from autopar.cost.memory import peak_memory
-from autopar.ilp.choose import total_seconds
-from autopar.ilp.fold import fold
-from autopar.ilp.frontier import Priced
-from autopar.ilp.placement import FREE, Dear
-from tests.ilp.brute_force import BruteForce, blocks, chain, random_prices, small_space, unfolded
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.solve.placement.fold import fold
+from autopar.solve.placement.memory_frontier import Priced
+from autopar.solve.placement.problem import FREE, Dear
+from autopar.solve.placement.search import total_seconds
+from tests.solve.brute_force import BruteForce, blocks, chain, random_prices, small_space, unfolded
 
 CLOSE = 1e-6
 

@@ -16,11 +16,11 @@ from autopar.core.gathering import ShardState
 from autopar.core.graph import InputKind
 from autopar.core.move import Move
 from autopar.core.placement import B, P, Shard
-from autopar.core.plan import Plan
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.gathering import gathering_notes
-from autopar.target import Target
-from autopar.trace import trace
+from autopar.results.plan import Plan
+from autopar.solve.placement.shard_state import gathering_notes
+from autopar.trace.export import trace
+from autopar.trace.target import Target
 
 
 class Net(nn.Module):

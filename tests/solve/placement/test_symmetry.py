@@ -10,15 +10,15 @@ import pytest
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
-from autopar.cost.collectives import CollectiveTable
-from autopar.cost.model import CostModel
-from autopar.cost.prices import Prices
-from autopar.ilp.choose import choose
-from autopar.ilp.space import build_space
-from autopar.ilp.symmetry import WORTH, axes_alike, choose_named
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from tests.ilp.brute_force import DEVICE, branches, chain, unfolded
+from autopar.cost.machine.collectives import CollectiveTable
+from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.prices import Prices
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.placement.search import choose
+from autopar.solve.placement.space import build_space
+from autopar.solve.placement.symmetry import WORTH, axes_alike, choose_named
+from tests.solve.brute_force import DEVICE, branches, chain, unfolded
 
 ONE_NODE = ClusterSpec(devices_per_node=8, intra=Link(1e-6, 1e8))
 GPU = replace(DEVICE, kind="cuda")  # whose copies beside a collective cost nothing

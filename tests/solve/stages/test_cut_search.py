@@ -17,9 +17,11 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import VIRTUAL
 from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
-from autopar.cost.gathering import copies, copy_bytes
-from autopar.cost.halves import Halves
-from autopar.cost.intervals import (
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.gathering import copies, copy_bytes
+from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.step import step_cost
+from autopar.cost.stages.intervals import (
     CALL_SECONDS,
     SPLIT_SECONDS,
     Intervals,
@@ -27,21 +29,19 @@ from autopar.cost.intervals import (
     crossing_bytes,
     intervals,
 )
-from autopar.cost.memory import peak_memory
-from autopar.cost.prices import Prices
-from autopar.cost.step import step_cost
+from autopar.cost.stages.split_backward import Halves
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.cut_problem import CutProblem
-from autopar.ilp.flights import Flights, flights, in_flight, scheduled
-from autopar.ilp.stages import cut, cuts
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from autopar.rewrite.program import rewrite
-from autopar.rewrite.stages import split
-from autopar.simulate import simulate
-from tests.ilp.brute_force import GRAPHS, blocks, random_prices
+from autopar.rewrite.rank_program import rewrite
+from autopar.rewrite.split_stages import split
+from autopar.schedules.in_flight import Flights, flights, in_flight, scheduled
+from autopar.schedules.simulate import simulate
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.stages.cut_costs import CutProblem
+from autopar.solve.stages.cut_search import cut, cuts
 from tests.proof.models import Script
 from tests.proof.plans import draw_program
+from tests.solve.brute_force import GRAPHS, blocks, random_prices
 
 aten = torch.ops.aten
 HOP = Link(latency=0.5, bandwidth=1000.0)
@@ -224,8 +224,8 @@ def test_a_search_that_begins_at_a_known_cut_is_not_slower(
     tables = [random_table(Random(seed), 20) for seed in range(4)]
     best = [cut(table, schedule) for table in tables]
     for limit in ("ROUNDS", "MOST_NODES"):
-        monkeypatch.setattr(f"autopar.ilp.stages.{limit}", 0)
-    monkeypatch.setattr("autopar.ilp.stages.THRESHOLDS", (1.5,))
+        monkeypatch.setattr(f"autopar.solve.stages.cut_search.{limit}", 0)
+    monkeypatch.setattr("autopar.solve.stages.cut_search.THRESHOLDS", (1.5,))
     hasty = [cut(table, schedule) for table in tables]
     known = [
         cuts([table], [schedule], known=each.starts)[0][0] for table, each in zip(tables, best, strict=True)
@@ -248,7 +248,7 @@ def test_the_least_memory_that_would_do_is_told() -> None:
 def test_the_bound_holds_where_the_proof_is_not_finished(
     kind: ScheduleKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.ilp.stages.MOST_NODES", 3)
+    monkeypatch.setattr("autopar.solve.stages.cut_search.MOST_NODES", 3)
     for seed in range(4):
         schedule = schedule_of(kind, 2, 4)
         table = random_table(Random(seed), 9)

@@ -11,13 +11,13 @@ from autopar.cluster import Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.schedule import Schedule, ScheduleKind
-from autopar.cost.intervals import intervals
-from autopar.ilp.choose import choose
-from autopar.ilp.exchange import Exchange
-from autopar.ilp.flights import scheduled
-from autopar.ilp.stages import cut
-from autopar.ilp.step import once
-from tests.ilp.brute_force import (
+from autopar.cost.stages.intervals import intervals
+from autopar.schedules.in_flight import scheduled
+from autopar.solve.placement.search import choose
+from autopar.solve.stages.cut_search import cut
+from autopar.solve.stages.joint_bound import Exchange
+from autopar.solve.stages.step import once
+from tests.solve.brute_force import (
     BruteForce,
     blocks,
     branches,

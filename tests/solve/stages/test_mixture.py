@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.core.mesh import Mesh
-from autopar.cost.prices import Prices
-from autopar.ilp.mixture import Mixture, is_placed_alike
-from autopar.ops.analysis import find_atoms
-from autopar.ops.dims import Dims
-from autopar.trace import trace
-from tests.planning import ROUGH, force
+from autopar.cost.operators.prices import Prices
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.stages.mixture import Mixture, is_placed_alike
+from autopar.trace.export import trace
+from tests.first_strategy import ROUGH, force
 from tests.proof.models import Model, draw_model
 from tests.proof.plans import dims_of, draw_program, limit_of, magnified, prove
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.intervals import Intervals
-from autopar.ilp.cut_problem import CutProblem
-from autopar.ilp.pairs import Scarcity, pair_bound
-from autopar.ilp.placement import FREE, Dear
-from tests.ilp.test_stages import random_table, schedule_of
+from autopar.cost.stages.intervals import Intervals
+from autopar.solve.placement.problem import FREE, Dear
+from autopar.solve.stages.cut_costs import CutProblem
+from autopar.solve.stages.rank_bounds import Scarcity, pair_bound
+from tests.solve.stages.test_cut_search import random_table, schedule_of
 
 CLOSE = 1e-9
 TURNING = [kind for kind in ScheduleKind if kind.is_v]

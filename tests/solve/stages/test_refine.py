@@ -9,10 +9,10 @@ import torch
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.plan import Plan
 from autopar.core.schedule import ScheduleKind
-from autopar.ilp.refine import Refinement
-from autopar.ilp.step import Step
+from autopar.results.plan import Plan
+from autopar.solve.stages.refine import Refinement
+from autopar.solve.stages.step import Step
 from examples.characters import gpt
 
 CLUSTER = ClusterSpec(
