@@ -31,6 +31,7 @@ from autopar.comparing.profile import Bar, Profile
 from autopar.comparing.profile import profile as measure_profile
 from autopar.comparing.strategies import Comparer
 from autopar.compiler import Auto, Compiler
+from autopar.core.force import Force, Parallelism, Pins
 from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
@@ -53,8 +54,6 @@ from autopar.runtime.module import serial_model
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.schedules.fill_bubbles import order_of
 from autopar.schedules.simulate import simulate
-from autopar.solve.placement.fold import Pins
-from autopar.solve.placement.space import Force, Parallelism
 from autopar.trace.call_signature import LossFunction, split_inputs
 from autopar.trace.target import Target, load_target
 from autopar.units import parse_bytes

@@ -31,7 +31,8 @@ from autopar.planning.request import DEFAULT_GAP
 from autopar.results.draw_timeline import timeline_text, write_trace
 from autopar.results.progress_bar import ProgressBar
 from autopar.results.render_comparison import render_comparison
-from autopar.results.render_plan import WIDTH, render
+from autopar.results.render_plan import render
+from autopar.results.text import WIDTH
 from autopar.runtime.launch.launch import INTERRUPTED, start_script
 from autopar.trace.target import load_target
 

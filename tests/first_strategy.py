@@ -22,21 +22,21 @@ from autopar import compiler
 from autopar.cluster import ClusterSpec
 from autopar.convert.path import tree
 from autopar.core.costs import DeviceModel
-from autopar.core.executable import Executable
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline, kept_starts
 from autopar.core.placement import B, Layout, P, Partial, R, Shard
+from autopar.core.program import Program
+from autopar.core.strategy import GATHERED, Option, Strategy
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.offload import movable
 from autopar.planning.request import Request
-from autopar.results.plan import Plan, Program
+from autopar.results.plan import Plan
+from autopar.runtime.execute.executable import Executable
 from autopar.sharding.atoms import Dims
-from autopar.sharding.equation import GATHERED, Option
-from autopar.sharding.rule import Strategy
 from autopar.sharding.strategies import find_atoms, strategies_of
 from autopar.solve.placement.space import storable
 from autopar.trace.call_signature import LossFunction

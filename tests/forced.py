@@ -13,12 +13,11 @@ from autopar.convert.path import tree
 from autopar.core.graph import Graph, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import B, Layout, Placement, R
+from autopar.core.program import Program
+from autopar.core.strategy import GATHERED, Option, Strategy
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
-from autopar.results.plan import Program
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.atoms import Dims
-from autopar.sharding.equation import GATHERED, Option
-from autopar.sharding.rule import Strategy
 from autopar.sharding.strategies import options_of
 from autopar.trace.export import trace
 

@@ -25,13 +25,14 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cluster import ClusterSpec
 from autopar.compiler import Compiler
+from autopar.core.force import Force, Parallelism
 from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.cost.machine.model import Company, Progress, setting_of, using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
 from autopar.planning.request import Request
 from autopar.planning.search import Found, search
 from autopar.results.comparison import Comparison, Row
-from autopar.solve.placement.space import Force, Kinds, Parallelism, is_heavy
+from autopar.solve.placement.space import Kinds, is_heavy
 from autopar.trace.call_signature import flatten_arguments
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import batch_length

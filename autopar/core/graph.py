@@ -12,9 +12,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+
+Tree: TypeAlias = Any  # nested tuples, lists and dicts of an operator's arguments
 
 
 def may_learn(dtype: torch.dtype) -> bool:
@@ -128,7 +131,7 @@ class Graph:
         return tuple((region[0], region[-1] + 1) for region in regions)
 
 
-def refs(tree: Any) -> Iterator[Ref]:
+def refs(tree: Tree) -> Iterator[Ref]:
     """Every `Ref` in nested tuples, lists and dicts, in order."""
     match tree:
         case Ref():
@@ -141,7 +144,7 @@ def refs(tree: Any) -> Iterator[Ref]:
                 yield from refs(item)
 
 
-def map_refs(tree: Any, replace: Callable[[Ref], Any]) -> Any:
+def map_refs(tree: Tree, replace: Callable[[Ref], Tree]) -> Tree:
     """`tree` with every `Ref` replaced."""
     match tree:
         case Ref():
@@ -180,7 +183,7 @@ class Call:
     def key(self) -> str:
         """Canonical text: equal keys cost the same on one device."""
 
-        def show(tree: Any) -> str:
+        def show(tree: Tree) -> str:
             match tree:
                 case tuple() | list():
                     return "(" + ",".join(map(show, tree)) + ")"

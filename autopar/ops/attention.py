@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from autopar.core.placement import Shard
+from autopar.core.strategy import Option
 from autopar.sharding.atoms import Atoms, Relation
-from autopar.sharding.equation import Equation, Labels, Option
+from autopar.sharding.equation import Equation, Labels
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 
 aten = torch.ops.aten

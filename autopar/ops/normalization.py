@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from autopar.core.strategy import Option
 from autopar.sharding.atoms import Atoms, Relation
-from autopar.sharding.equation import Equation, Kind, Option
+from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.sharding.statistics import affine, narrowed, normalise, widened
 

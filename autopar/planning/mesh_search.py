@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from autopar.cluster import ClusterSpec, Link
+from autopar.core.force import Force, name_of
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.pipeline import kept_starts, stages_per_rank
+from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.machine.model import CostModel
@@ -27,14 +29,13 @@ from autopar.cost.program.step import step_cost
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError, InputError
 from autopar.planning.request import Request
-from autopar.results.plan import Program
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.solve.placement.fold import Folding, fold
 from autopar.solve.placement.memory_frontier import Priced
 from autopar.solve.placement.problem import FREE, Dear, Problem, Space
 from autopar.solve.placement.search import BeatenError, Solution, refuse_beaten
-from autopar.solve.placement.space import Force, Kinds, build_space, is_heavy, kind_by_axis, name_of
+from autopar.solve.placement.space import Kinds, build_space, is_heavy, kind_by_axis
 from autopar.solve.placement.symmetry import choose_named
 from autopar.solve.stages.cut_search import MOST_PLACES
 from autopar.solve.stages.joint_bound import MOST_OPERATORS, Exchange

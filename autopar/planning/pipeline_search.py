@@ -26,6 +26,7 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.placement import Shard
+from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import Company, CostModel, Progress
@@ -37,7 +38,6 @@ from autopar.planning.estimates import Choice, Screened, bottleneck
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.planning.search import Decision, decide
-from autopar.results.plan import Program
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.memory.offload import hiding

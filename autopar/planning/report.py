@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from autopar.cluster import ClusterSpec
 from autopar.convert.moves import effect
+from autopar.core.force import Force
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
+from autopar.core.strategy import Option
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import moved, wait_seconds
@@ -18,9 +20,8 @@ from autopar.cost.program.values import Values, find_values
 from autopar.planning.request import Request
 from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
-from autopar.sharding.equation import Option
 from autopar.solve.placement.shard_state import gathering_notes, when, whole_notes
-from autopar.solve.placement.space import Force, Kinds, kind_by_axis
+from autopar.solve.placement.space import Kinds, kind_by_axis
 from autopar.solve.stages.joint_bound import MOST_OPERATORS
 from autopar.solve.stages.step import Step
 from autopar.solve.stages.user_checkpoints import notes as checkpoint_notes

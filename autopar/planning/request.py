@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.core.costs import ADAM, OptimizerState
+from autopar.core.force import Force, Pins
 from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
@@ -14,8 +15,6 @@ from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.errors import InputError
-from autopar.solve.placement.fold import Pins
-from autopar.solve.placement.space import Force
 
 DEFAULT_GAP = 1e-3
 MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds

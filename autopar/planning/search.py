@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec
+from autopar.core.force import Parallelism, name_of
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import Company, CostModel, Progress
@@ -29,7 +30,6 @@ from autopar.results.plan import Alternative, Plan
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.search import Solution
-from autopar.solve.placement.space import Parallelism, name_of
 from autopar.solve.stages.step import Step
 from costdb.database import Database
 

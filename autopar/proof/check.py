@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.compiler import graph_digest
+from autopar.core.force import Force, name_of
 from autopar.errors import InputError
 from autopar.planning.request import Request
 from autopar.planning.search import search
@@ -49,11 +50,11 @@ from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.runtime.module import serial_model
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.placement.space import Force, name_of
 from autopar.trace.call_signature import Arguments, flatten_arguments
-from autopar.trace.export import Traced, check_dense, trace, user_line
+from autopar.trace.export import Traced, check_dense, trace
 from autopar.trace.micro_batches import batch_length, loss_weight, split_batch
 from autopar.trace.target import Target
+from autopar.trace.user_source import user_line
 from costdb.database import Database
 
 FORCED_SHARE = 0.9  # of the flops of operators that have the forced factor

@@ -20,15 +20,16 @@ from autopar.convert.path import tree
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, may_learn
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, R
+from autopar.core.program import Program
+from autopar.core.strategy import Strategy
 from autopar.proof.precision import raise_tensor, widest
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.proof.simulated import simulate_typed
-from autopar.results.plan import Program
 from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.sharding.atoms import Dims
-from autopar.sharding.rule import Sample, Strategy
+from autopar.sharding.rule import Sample
 from autopar.sharding.strategies import find_atoms, strategies_of
-from autopar.trace.export import _HIDDEN_WRITES, USABLE_RESULTS
+from autopar.trace.graph_builder import _HIDDEN_WRITES, USABLE_RESULTS
 
 
 class OneOperator:

@@ -17,10 +17,10 @@ from torch import Tensor, fx, nn
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline
+from autopar.core.program import Program
 from autopar.errors import CheckError
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
 from autopar.proof.verify import MOMENTUM, RATE, Record, Tensors, seed, start_state
-from autopar.results.plan import Program
 from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.split_stages import StageProgram, split

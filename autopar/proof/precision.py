@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Graph, TensorSpec
 from autopar.errors import InputError
-from autopar.trace.export import is_library
 from autopar.trace.simplify import with_masks_by_dims
+from autopar.trace.user_source import is_library
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 LOW_COMPLEX = (torch.complex64, torch.complex32)

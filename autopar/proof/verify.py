@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Layout
+from autopar.core.program import Program
 from autopar.errors import AutoparError, CheckError, InputError
 from autopar.proof.precision import (
     float64_by_default,
@@ -34,7 +35,6 @@ from autopar.proof.precision import (
     written_constants,
 )
 from autopar.proof.ranks import assemble, distribute, run, total_gradient
-from autopar.results.plan import Program
 from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.sharding.atoms import Dims
@@ -47,8 +47,9 @@ from autopar.trace.call_signature import (
     split_for_loss,
 )
 from autopar.trace.checkpoint_regions import inlined
-from autopar.trace.export import Traced, user_line
+from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, mask_seed
+from autopar.trace.user_source import user_line
 
 TOLERANCE = 1e-9
 FLOOR = 1e-3

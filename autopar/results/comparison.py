@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar.results.plan import Plan
+from autopar.results.text import text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,7 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        from autopar.results.render_comparison import render_comparison
-        from autopar.results.render_plan import as_text
-
-        return as_text(render_comparison(self))
+        return text_of(self)
 
     def _pairs(self) -> list[tuple[float, float]]:
         """(predicted, measured) seconds of every row that ran."""

@@ -1,45 +1,16 @@
-"""The whole decision as data: how every input lies, how every operator runs, what is converted."""
+"""A plan: the program that was decided on, and what it will cost, as data and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
-from autopar.core.move import Move
-from autopar.core.offload import Moved
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
+from autopar.core.program import Program
 from autopar.core.timeline import StageCost
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What rewriting needs: layouts of inputs, a strategy for each operator, moves of each tensor.
-
-    A strategy is a tuple of one-axis options, the major axis first. `moves` of a tensor form a
-    tree rooted in the layout in which it is made; `outputs` are the layouts in which the graph's
-    outputs leave it. `recompute` are ranges [first, stop) of operators, by number, whose insides are
-    computed again in backward. `gatherings` says when weights, by name, are gathered that are stored in
-    shards; those that it leaves out are kept from forward to backward. `offload` are tensors that wait for
-    backward in host memory, in the order in which it needs them, the last one first; no part that is computed
-    again takes or makes one.
-    """
-
-    mesh: Mesh
-    inputs: Mapping[str, Layout]
-    strategies: Mapping[str, tuple[Any, ...]]
-    moves: Mapping[str, tuple[Move, ...]]
-    outputs: Mapping[str, Layout]
-    recompute: tuple[tuple[int, int], ...] = ()
-    gatherings: Mapping[str, Gathering] = field(default_factory=dict)
-    offload: tuple[Moved, ...] = ()
-
-    def gathering(self, name: str) -> Gathering:
-        """When the weight is gathered."""
-        return self.gatherings.get(name, Gathering.KEEP)
+from autopar.results.text import text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +174,4 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        from autopar.results.render_plan import plan_text
-
-        return plan_text(self)
+        return text_of(self)

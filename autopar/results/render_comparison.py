@@ -7,9 +7,16 @@ from rich.table import Table
 
 from autopar.results.comparison import Comparison, Row
 from autopar.results.plan import Plan
+from autopar.results.text import as_text, text_of
 from autopar.units import show_bytes, show_seconds
 
 ABSENT = "-"
+
+
+@text_of.register
+def comparison_text(found: Comparison) -> str:
+    """The comparison as plain text."""
+    return as_text(render_comparison(found))
 
 
 def render_comparison(found: Comparison) -> RenderableType:

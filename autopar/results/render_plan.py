@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from autopar.core.placement import replicated, show
 from autopar.results.plan import Alternative, Layer, Plan, Stage
+from autopar.results.text import WIDTH, as_text, text_of
 from autopar.units import show_bytes, show_seconds
 
 LIGHT = 2e-3  # layers below this share of the step, and without flops, are summed up in one line
-WIDTH = 120
 LARGEST = 6  # offloaded tensors that are named
 
 
+@text_of.register
 def plan_text(plan: Plan, *, width: int = WIDTH) -> str:
     """The plan as plain text."""
     return as_text(render(plan), width=width)
-
-
-def as_text(shown: RenderableType, *, width: int = WIDTH) -> str:
-    """What a terminal would show, as plain text."""
-    stream = io.StringIO()
-    Console(file=stream, width=width, no_color=True, highlight=False).print(shown)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
 def render(plan: Plan) -> RenderableType:

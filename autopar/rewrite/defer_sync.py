@@ -26,8 +26,8 @@ import torch
 from torch import fx
 
 import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators that are looked for)
-from autopar.core.executable import Gather
 from autopar.core.mesh import parse_key
+from autopar.runtime.execute.executable import Gather
 
 GATHERS = (torch.ops.autopar.s_to_b.default, torch.ops.autopar.s_to_r.default)
 

@@ -18,8 +18,8 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, TensorSpec
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard, show
+from autopar.core.program import Program
 from autopar.errors import CheckError
-from autopar.results.plan import Program
 from autopar.rewrite.emit import GraphEmitter
 from autopar.runtime.saved.offload import offload
 from autopar.runtime.saved.regather import AGAIN

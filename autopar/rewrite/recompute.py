@@ -16,8 +16,8 @@ import torch
 from torch import fx, nn
 
 from autopar.core.graph import Graph
+from autopar.core.program import Program
 from autopar.core.recompute import Segment
-from autopar.results.plan import Program
 from autopar.rewrite.rank_program import RankProgram
 from autopar.runtime.saved.recompute import Recomputed
 

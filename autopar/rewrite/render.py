@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.core.executable import Executable, InputPart, StagedExecutable
 from autopar.core.placement import show
+from autopar.runtime.execute.executable import Executable, InputPart, StagedExecutable
 from autopar.runtime.saved.recompute import Recomputed
 
 WIDTH = 100  # columns, after which a call's arguments are wrapped

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.core.executable import Executable, InputPart, StagedExecutable
 from autopar.core.graph import Graph, InputKind
+from autopar.core.program import Program
 from autopar.errors import InputError
-from autopar.results.plan import Program
+from autopar.runtime.execute.executable import Executable, InputPart, StagedExecutable
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
 

@@ -37,7 +37,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
 from autopar.core.placement import Layout, Shard
-from autopar.sharding.equation import Option
+from autopar.core.strategy import Option
 
 Dim = tuple[str, int]  # tensor, dim
 Atom = tuple[str, int, int]  # tensor, dim, atom

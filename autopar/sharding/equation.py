@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from autopar.core.placement import B, P, Placement, R, Shard
+from autopar.core.strategy import GATHERED, PARTIAL, UNSUMMED, Option
 from autopar.sharding.window import RowMap
 
 
@@ -78,28 +79,6 @@ def parse(text: str, **rest: object) -> Equation:
     operands = tuple(labels(part, index) for index, part in enumerate(left.split(",")))
     results = tuple(labels(part, None) for part in right.split(","))
     return Equation(operands, results, kinds, frozenset(additive), **rest)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One way to run an operator on ONE axis: the factor (or none) and all placements."""
-
-    factor: str
-    operands: tuple[Placement, ...]
-    results: tuple[Placement, ...]
-
-    @property
-    def shards(self) -> bool:
-        return self.factor not in UNSHARDED
-
-    def __str__(self) -> str:
-        return self.factor
-
-
-GATHERED = "-"  # takes and gives R
-UNSUMMED = "-b"  # takes and gives B throughout: an unsummed gradient travels on
-PARTIAL = "-p"  # a linear operator that passes a partial sum on
-UNSHARDED = (GATHERED, UNSUMMED, PARTIAL)
 
 
 def unsharded_options(

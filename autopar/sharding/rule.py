@@ -24,12 +24,12 @@ import torch
 
 from autopar.core.graph import Operator, Ref, TensorSpec, map_refs
 from autopar.core.placement import Layout, R, Shard
+from autopar.core.strategy import Option, Strategy
 from autopar.errors import RuleError
 from autopar.sharding.atoms import Atoms, Dim, Dims, Relation, Scaling
-from autopar.sharding.equation import Equation, Kind, Option, sharded_option, unsharded_options
+from autopar.sharding.equation import Equation, Kind, sharded_option, unsharded_options
 
 Handle: TypeAlias = Any  # a value in the program being written: an fx.Node
-Strategy: TypeAlias = tuple[Option, ...]  # one option for each mesh axis
 
 
 class Instance:

@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterator
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import P, Shard
+from autopar.core.strategy import Option
 from autopar.errors import RuleError
 from autopar.sharding.atoms import Atom, Dims
-from autopar.sharding.equation import Kind, Option
+from autopar.sharding.equation import Kind
 from autopar.sharding.rule import Instance, rule_of
 from autopar.sharding.strategies import find_atoms, options_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 from autopar.core.graph import Graph, Operator
+from autopar.core.strategy import Option, Strategy
 from autopar.sharding.atoms import Atoms, Dims
-from autopar.sharding.equation import Option
-from autopar.sharding.rule import Instance, Strategy, rule_of
+from autopar.sharding.rule import Instance, rule_of
 
 
 def find_atoms(graph: Graph) -> Atoms:

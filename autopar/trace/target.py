@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
 from autopar.trace.call_signature import LossFunction, split_inputs
-from autopar.trace.export import user_line
+from autopar.trace.user_source import user_line
 
 SEED = 0
 SHAPE = "(model, inputs) or (model, inputs, loss_fn), inputs a tuple or dict of tensors or one tensor"

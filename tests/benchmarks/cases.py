@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.core.force import Parallelism
 from autopar.runtime.collectives.memory_format import dense
 from autopar.runtime.launch import worker
-from autopar.solve.placement.space import Parallelism
 from examples import characters, digits, photographs
 from tests.benchmarks.contest import Contestant, Timed, compete
 

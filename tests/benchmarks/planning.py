@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
-from autopar.compiler import Compiler, build_stages
+from autopar.compiler import Compiler
 from autopar.errors import CheckError, InfeasibleError
 from autopar.planning.request import Request
 from autopar.results.plan import Plan
+from autopar.rewrite.build import build_stages
 from autopar.units import show_bytes, show_seconds
 from examples.characters import gpt
 from tests.benchmarks.wide_resnet import wide_resnet

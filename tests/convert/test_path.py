@@ -20,8 +20,8 @@ from autopar.core.graph import Graph, GraphInput, InputKind, TensorSpec
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.placement import B, Layout, P, Placement, R, Shard, show
+from autopar.core.program import Program
 from autopar.proof.ranks import run
-from autopar.results.plan import Program
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.atoms import Atoms, Dims
 

@@ -13,9 +13,9 @@ import autopar.ops  # noqa: F401  (registers every family)
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.placement import P, Shard
+from autopar.core.strategy import PARTIAL
 from autopar.proof.operators import OneOperator, error, strategies
 from autopar.sharding.atoms import Dims
-from autopar.sharding.equation import PARTIAL
 from autopar.sharding.rule import Sample
 from autopar.sharding.strategies import find_atoms, options_of
 from tests.forced import Forced, check_against_serial, forced, option

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 import autopar.ops  # noqa: F401  (registers every family)
 from autopar.core.mesh import Mesh
+from autopar.core.strategy import UNSHARDED
 from autopar.proof.operators import error, strategies
-from autopar.sharding.equation import UNSHARDED
 from autopar.sharding.rule import RULES, Sample
 
 aten = torch.ops.aten

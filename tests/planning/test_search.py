@@ -10,10 +10,11 @@ import torch
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
-from autopar.compiler import Compiler, build, build_stages
+from autopar.compiler import Compiler
 from autopar.core.mesh import Mesh
 from autopar.planning.request import Request
 from autopar.results.plan import Plan
+from autopar.rewrite.build import build, build_stages
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.fold import fold

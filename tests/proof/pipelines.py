@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 
 from autopar.core.graph import InputKind
 from autopar.core.pipeline import Pipeline
+from autopar.core.program import Program
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.verify import MOMENTUM, RATE, Record, difference, floor_of, seed
-from autopar.results.plan import Program
 from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.split_stages import StageProgram, split
 from autopar.runtime.saved.offload import offload

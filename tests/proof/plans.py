@@ -25,15 +25,14 @@ from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.offload import Moved
 from autopar.core.placement import Layout, P, R, Shard
+from autopar.core.program import Program
 from autopar.core.recompute import Segment
+from autopar.core.strategy import GATHERED, Strategy
 from autopar.proof.ranks import Meaning, distribute, run, total_gradient
 from autopar.proof.simulated import simulate, simulate_typed
-from autopar.results.plan import Program
 from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.sharding.atoms import Dims
-from autopar.sharding.equation import GATHERED
-from autopar.sharding.rule import Strategy
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
 from autopar.solve.placement.space import Kinds
 from tests.proof.models import ROUNDING, Model, serial

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
+from autopar.core.force import Parallelism
 from autopar.core.mesh import Mesh
 from autopar.core.recompute import Recompute
 from autopar.errors import InfeasibleError, InputError
@@ -20,7 +21,6 @@ from autopar.proof import check as check_module
 from autopar.proof import precision, processes
 from autopar.proof import verify as verify_module
 from autopar.proof.check import Report, check
-from autopar.solve.placement.space import Parallelism
 from autopar.trace.target import Target, load_target
 
 TARGETS = Path(__file__).parents[1] / "targets.py"

@@ -9,8 +9,9 @@ from expecttest import assert_expected_inline
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import R, Shard
+from autopar.core.program import Program
 from autopar.core.schedule import ScheduleKind
-from autopar.results.plan import Layer, Offloaded, Plan, Program, Stage
+from autopar.results.plan import Layer, Offloaded, Plan, Stage
 from autopar.results.render_plan import plan_text
 
 LAYER = Layer(

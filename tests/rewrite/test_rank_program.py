@@ -16,11 +16,11 @@ import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the
 from autopar.core.graph import Graph, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R, Shard
+from autopar.core.program import Program
+from autopar.core.strategy import Strategy
 from autopar.errors import CheckError
-from autopar.results.plan import Program
 from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.sharding.atoms import Dims
-from autopar.sharding.rule import Strategy
 from autopar.sharding.strategies import find_atoms
 from examples.photographs import unet
 from tests.forced import Forced, check_against_serial, forced, option, traced

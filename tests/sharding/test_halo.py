@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 import autopar.ops  # noqa: F401  (registers every family)
 from autopar.core.mesh import Mesh, parse_key
+from autopar.core.strategy import Strategy
 from autopar.proof.operators import OneOperator, error, program_for
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.atoms import Dims
-from autopar.sharding.rule import Sample, Strategy
+from autopar.sharding.rule import Sample
 from autopar.sharding.strategies import find_atoms, strategies_of
 
 aten = torch.ops.aten

@@ -24,11 +24,11 @@ from autopar.core.graph import Graph, InputKind, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.placement import B, Layout, R
+from autopar.core.program import Program
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import peak_memory
-from autopar.results.plan import Program
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.fold import Folding

@@ -14,8 +14,8 @@ from autopar.convert.path import interesting
 from autopar.core.gathering import Gathering
 from autopar.core.move import Move
 from autopar.core.placement import B, Layout, P, R, Shard
+from autopar.core.program import Program
 from autopar.cost.program.peak_memory import peak_memory
-from autopar.results.plan import Program
 from tests.solve.brute_force import BruteForce
 
 

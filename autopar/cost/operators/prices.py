@@ -26,6 +26,7 @@ from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec, map
 from autopar.core.mesh import parse_key
 from autopar.core.move import Move
 from autopar.core.placement import Layout
+from autopar.core.strategy import Option, Strategy
 from autopar.cost.machine.flops import flops
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.calls import OperatorCalls, read_calls
@@ -35,8 +36,7 @@ from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Dims
-from autopar.sharding.equation import Option
-from autopar.sharding.rule import GATHER, Site, Strategy, rule_of
+from autopar.sharding.rule import GATHER, Site, rule_of
 
 _COLLECTIVE = {
     Action.ALL_REDUCE: Collective.ALL_REDUCE,

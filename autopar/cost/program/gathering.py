@@ -14,9 +14,9 @@ from autopar.convert.moves import canonical, gathers
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.placement import Layout
+from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.values import Value, Values, find_values
-from autopar.results.plan import Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from itertools import accumulate
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.offload import Moved
+from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.tape import record
-from autopar.results.plan import Program
 from autopar.runtime.saved.offload import AHEAD
 
 

@@ -22,10 +22,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.core.graph import Graph, InputKind
+from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.offload import clock, hides_until, moved
 from autopar.cost.program.tape import Tape, TapeCall, Weight, record
-from autopar.results.plan import Program
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Member, assign
 from autopar.runtime.saved.offload import AHEAD
 

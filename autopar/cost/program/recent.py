@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from autopar.results.plan import Program
+from autopar.core.program import Program
 
 Answer = TypeVar("Answer")
 

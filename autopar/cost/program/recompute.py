@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.core.graph import Graph
+from autopar.core.program import Program
 from autopar.cost.interval_table import Rectangles, Row, Table
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import lives
-from autopar.results.plan import Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 
 from autopar.core.graph import Graph, InputKind
+from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import wait_seconds
 from autopar.cost.program.recompute import again_seconds
 from autopar.cost.program.values import Value, find_values
 from autopar.errors import CheckError
-from autopar.results.plan import Program
 
 
 @dataclass(frozen=True, slots=True)

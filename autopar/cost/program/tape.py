@@ -20,12 +20,12 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
+from autopar.core.program import Program
 from autopar.cost.operators.calls import CallMemory, Given, Gradient
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.gathering import copies, copy_bytes
 from autopar.cost.program.recent import Recent, placement_of
 from autopar.cost.program.values import leading
-from autopar.results.plan import Program
 
 Key = tuple[str, Layout]
 

@@ -22,8 +22,8 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.move import Move
 from autopar.core.placement import Layout
+from autopar.core.program import Program
 from autopar.cost.program.recent import Recent, placement_of
-from autopar.results.plan import Program
 
 Key = tuple[str, Layout]
 

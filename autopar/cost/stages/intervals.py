@@ -20,6 +20,7 @@ import numpy as np
 from autopar.convert.moves import effect
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph, InputKind
+from autopar.core.program import Program
 from autopar.core.schedule import ALWAYS_SPLIT, SPLIT_BACKWARD, ScheduleKind
 from autopar.cost.interval_table import Rectangles, Row, Table
 from autopar.cost.machine.collectives import all_reduce, send_recv
@@ -30,7 +31,6 @@ from autopar.cost.program.recompute import repeated
 from autopar.cost.program.step import move_seconds
 from autopar.cost.program.values import Value, Values, find_values
 from autopar.cost.stages.split_backward import Halves, beside, halves
-from autopar.results.plan import Program
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 
 # For each forward or backward of a stage: torch's runtime, its messages, autograd. Two stages of two linear

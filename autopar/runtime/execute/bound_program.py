@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.core.executable import Executable, InputPart
 from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R
@@ -24,6 +24,7 @@ from autopar.core.samples import Samples
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.memory_format import dense
+from autopar.runtime.execute.executable import Executable, InputPart
 from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
 from autopar.runtime.parameters.parameters import Leaves, local, scatter_once
 from autopar.runtime.saved.regather import freeing
@@ -41,7 +42,7 @@ class Bound:
         executable: Executable,
         find: Callable[[str], Callable[[], Any]],
         *,
-        mesh: Any,
+        mesh: DeviceMesh,
         device: torch.device,
         bucket_bytes: int,
         samples: Samples | None = None,

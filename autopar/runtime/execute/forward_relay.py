@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.core.executable import StagedExecutable
 from autopar.core.graph import TensorSpec, may_learn
 from autopar.errors import InputError
+from autopar.runtime.execute.executable import StagedExecutable
 from autopar.runtime.execute.stage import Stage
 from autopar.runtime.execute.staged_program import pipeline_group
 from autopar.trace.micro_batches import MicroBatch
@@ -35,7 +36,7 @@ class Relay:
         made: StagedExecutable,
         find: Callable[[str], Callable[[], Any]],
         *,
-        mesh: Any,
+        mesh: DeviceMesh,
         device: torch.device,
         timeout: timedelta,
         exact_random: bool,

@@ -24,11 +24,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.core.executable import Executable, InputPart
 from autopar.core.graph import InputKind, TensorSpec
 from autopar.runtime.collectives.memory_format import settled
 from autopar.runtime.execute.bound_program import by_first_use, cut_input, summed
+from autopar.runtime.execute.executable import Executable, InputPart
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Sums, assign
 from autopar.runtime.parameters.parameters import Leaves, local
 from autopar.runtime.saved.recompute import Recomputed
@@ -67,7 +68,7 @@ class Stage(nn.Module):
         executable: Executable,
         find: Callable[[str], Callable[[], Any]],
         *,
-        mesh: Any,
+        mesh: DeviceMesh,
         device: torch.device,
         exact_random: bool,
         shorter: Executable | None = None,

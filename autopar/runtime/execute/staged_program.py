@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.core.executable import StagedExecutable
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups
+from autopar.runtime.execute.executable import StagedExecutable
 from autopar.runtime.execute.stage import Stage
 from autopar.runtime.parameters.parameters import local
 from autopar.trace.micro_batches import MicroBatch
@@ -42,7 +43,7 @@ class StagedProgram:
         made: StagedExecutable,
         find: Callable[[str], Callable[[], Any]],
         *,
-        mesh: Any,
+        mesh: DeviceMesh,
         device: torch.device,
         bucket_bytes: int,
         timeout: timedelta,

@@ -20,9 +20,9 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _wait_batch_p2p
 
-from autopar.core.executable import StagedExecutable
 from autopar.core.graph import TensorSpec
 from autopar.core.schedule import ScheduleKind
+from autopar.runtime.execute.executable import StagedExecutable
 from autopar.runtime.execute.stage import Stage
 from autopar.schedules.deliveries import Message, proved
 from autopar.schedules.fill_bubbles import order_of

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.core.executable import InputPart
+from autopar.runtime.execute.executable import InputPart
 from autopar.runtime.parameters.parameters import gather, local
 
 

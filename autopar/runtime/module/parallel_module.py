@@ -21,16 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.core.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.core.graph import InputKind, may_learn
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
+from autopar.results.plan import Plan
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.random import differ_by_stage
 from autopar.runtime.execute.bound_program import Bound, find_in, gradient_key
+from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.runtime.execute.forward_relay import Relay
 from autopar.runtime.execute.staged_program import StagedProgram
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
@@ -240,7 +241,7 @@ class ParallelModule(Container):
         return torch.stack(losses).sum(0)
 
     @property
-    def plan(self) -> Any:
+    def plan(self) -> Plan:
         """The plan of the program that ran last; the first call's before that."""
         if self._current is None:
             self._require_placed()

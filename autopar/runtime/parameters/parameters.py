@@ -27,13 +27,13 @@ from torch.distributed.tensor import Replicate as DReplicate
 from torch.distributed.tensor import Shard as DShard
 from torch.distributed.tensor.placement_types import Placement as DPlacement
 
-from autopar.core.executable import InputPart
 from autopar.core.mesh import AXIS_NAMES, Mesh
 from autopar.core.placement import Broadcast, Layout, Partial, Shard, show
 from autopar.errors import CheckError, InputError
 from autopar.runtime import registry
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.memory_format import settled
+from autopar.runtime.execute.executable import InputPart
 
 _BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient
 

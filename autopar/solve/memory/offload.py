@@ -19,6 +19,7 @@ from itertools import pairwise
 
 from autopar.core.graph import Graph
 from autopar.core.offload import Moved, Offload
+from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule
 from autopar.cost.operators.prices import Prices
@@ -36,7 +37,6 @@ from autopar.cost.program.offload import (
 from autopar.cost.program.peak_memory import peak_memory
 from autopar.cost.program.recompute import again_seconds
 from autopar.cost.program.values import find_values
-from autopar.results.plan import Program
 from autopar.schedules.in_flight import flight
 from autopar.solve.memory.recompute import Fitted, fit
 

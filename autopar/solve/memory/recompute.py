@@ -23,12 +23,12 @@ from itertools import islice
 import numpy as np
 
 from autopar.core.graph import Graph, InputKind
+from autopar.core.program import Program
 from autopar.core.recompute import Segment
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import Peak, peak_memory
 from autopar.cost.program.recompute import Savings, savings
 from autopar.cost.stages.intervals import choose_places, crossing_bytes
-from autopar.results.plan import Program
 
 MOST_PLACES = 600  # where parts may begin and end; tables grow with the square
 PRICES = (0.05, 0.15, 0.3, 0.5, 0.7, 1.0, 1.5, 3.0, 10.0, 100.0)  # of seconds per byte over the whole graph

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
+from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import peak_memory
-from autopar.results.plan import Program
 from autopar.solve.memory.offload import everywhere, spare
 from autopar.solve.memory.recompute import everything
 from autopar.units import show_bytes

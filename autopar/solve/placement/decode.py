@@ -15,10 +15,10 @@ from autopar.convert.path import tree
 from autopar.core.gathering import Gathering
 from autopar.core.move import Move
 from autopar.core.placement import Layout
+from autopar.core.program import Program
+from autopar.core.strategy import Strategy
 from autopar.cost.program.values import can_lead, leading
 from autopar.errors import RuleError
-from autopar.results.plan import Program
-from autopar.sharding.rule import Strategy
 from autopar.solve.linear_program import Answer
 from autopar.solve.placement.gather_phases import completes, gathers_in_disguise
 from autopar.solve.placement.problem import Problem, Stored, TensorClass

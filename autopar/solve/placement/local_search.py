@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autopar.core.offload import Offload
+from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.cost.program.peak_memory import Peak, peak_memory
 from autopar.cost.program.step import step_cost
 from autopar.errors import RuleError
-from autopar.results.plan import Program
 from autopar.solve.memory.offload import spare
 from autopar.solve.memory.recompute import fit
 from autopar.solve.placement.decode import Choices, choices_of, spelled

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.core.graph import Graph
+from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
-from autopar.results.plan import Program
 from autopar.solve.highs import Relaxation
 from autopar.solve.linear_program import Answer, Terms
 from autopar.solve.placement.decode import is_whole, read

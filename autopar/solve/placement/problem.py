@@ -68,10 +68,11 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Broadcast, Layout, R, Shard
+from autopar.core.strategy import Strategy
 from autopar.cost.operators.prices import Prices
 from autopar.ops.pointwise import Dropout, Pointwise
 from autopar.ops.views import Expand, Permute, Reshape, Split
-from autopar.sharding.rule import Strategy, rule_of
+from autopar.sharding.rule import rule_of
 from autopar.solve.linear_program import LinearProgram, Terms
 from autopar.solve.placement.flow_rows import ONE, FlowRows
 from autopar.solve.placement.fold import Folding

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
 from autopar.core.placement import replicated
+from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import Peak, peak_memory
 from autopar.cost.program.step import step_cost
 from autopar.cost.program.values import find_values
 from autopar.errors import CheckError, InfeasibleError, SolverError
-from autopar.results.plan import Program
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import Answer
 from autopar.solve.memory.offload import everywhere, spare

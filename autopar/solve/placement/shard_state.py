@@ -11,7 +11,7 @@ from autopar.core.gathering import Gathering, ShardState
 from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
-from autopar.results.plan import Program
+from autopar.core.program import Program
 from autopar.sharding.atoms import Dims
 from autopar.solve.placement.gather_phases import completes
 

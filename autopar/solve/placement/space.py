@@ -9,40 +9,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from enum import Enum
 
 from autopar.convert.moves import canonical
 from autopar.core.cut import chunked, nested
+from autopar.core.force import Force, Parallelism, Pins, name_of
 from autopar.core.gathering import ShardState
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, P, Placement, R, Shard
+from autopar.core.strategy import UNSUMMED, Option, Strategy
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InputError
 from autopar.sharding.atoms import Atom, Dims
-from autopar.sharding.equation import UNSUMMED, Option
-from autopar.sharding.rule import Regroup, Strategy, rule_of
+from autopar.sharding.rule import Regroup, rule_of
 from autopar.sharding.strategies import options_of, strategies_of
-from autopar.solve.placement.fold import Folding, Pins, pin_of
+from autopar.solve.placement.fold import Folding, pin_of
 from autopar.solve.placement.problem import Space
 from autopar.solve.placement.shard_state import most_sharded, ways
-
-
-class Parallelism(Enum):
-    """The kinds of parallelism inside a stage, by what is sharded."""
-
-    BATCH = "batch"
-    DOMAIN = "domain"
-    FILTER = "filter"
-    CHANNEL = "channel"
-
-
-Force = Parallelism | tuple[Parallelism, ...]  # the kind on all axes, or one for each axis
-
-
-def name_of(force: Force) -> str:
-    """As the command line writes it: `batch`, or `batch+filter` for two axes."""
-    return force.value if isinstance(force, Parallelism) else "+".join(kind.value for kind in force)
 
 
 def kind_by_axis(force: Force, mesh: Mesh) -> tuple[Parallelism, ...]:

@@ -20,9 +20,9 @@ from autopar.core.graph import Graph
 from autopar.core.offload import Offload
 from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
+from autopar.core.strategy import Strategy
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, SolverError
-from autopar.sharding.rule import Strategy
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import Answer
 from autopar.solve.placement.fold import Folding

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from autopar.core.program import Program
 from autopar.errors import InfeasibleError, RuleError
-from autopar.results.plan import Program
 from autopar.solve.placement.decode import Choices, choices_of, spelled
 from autopar.solve.placement.local_search import FASTER, changed
 from autopar.solve.placement.problem import Problem

@@ -25,10 +25,10 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.move import Move
 from autopar.core.placement import Layout
+from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.recent import placement_of
 from autopar.errors import RuleError
-from autopar.results.plan import Program
 
 Levels = Sequence[int]  # of each operator the number of its placement
 Need = tuple[int, Layout]  # what an operator of a placement takes

@@ -18,6 +18,7 @@ from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
 from autopar.core.pipeline import inseparable
+from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule
 from autopar.cost.operators.prices import Prices
@@ -25,7 +26,6 @@ from autopar.cost.program.peak_memory import peak_memory
 from autopar.cost.program.step import step_cost
 from autopar.cost.stages.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError
-from autopar.results.plan import Program
 from autopar.schedules.fill_bubbles import filled
 from autopar.solve.stages.cut_search import MOST_PLACES, Cut, closer_bound, cuts, keep
 from autopar.solve.stages.mixture import Mixture

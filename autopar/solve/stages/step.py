@@ -17,6 +17,7 @@ from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
 from autopar.core.pipeline import inseparable
+from autopar.core.program import Program
 from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule
 from autopar.core.timeline import StageCost
@@ -25,7 +26,6 @@ from autopar.cost.program.recompute import shares
 from autopar.cost.program.step import StepCost, step_cost
 from autopar.cost.stages.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError
-from autopar.results.plan import Program
 from autopar.solve.memory.offload import hiding_of_stages, moving_in_stages
 from autopar.solve.memory.recompute import ladder
 from autopar.solve.placement.search import Solution, refuse_beaten

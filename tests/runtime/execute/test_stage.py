@@ -14,8 +14,6 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from autopar.cluster import ClusterSpec
 from autopar.comparing.measured_peak import StorageTracker
-from autopar.compiler import build_stages
-from autopar.core.executable import Executable
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.program.values import find_values
@@ -23,6 +21,8 @@ from autopar.cost.stages.split_backward import splits_cleanly as planned_to_spli
 from autopar.planning.request import Request
 from autopar.planning.search import search
 from autopar.results.plan import Plan
+from autopar.rewrite.build import build_stages
+from autopar.runtime.execute.executable import Executable
 from autopar.runtime.execute.stage import splits_cleanly
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.runtime.saved.regather import freeing

@@ -14,6 +14,7 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
+from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
@@ -22,7 +23,6 @@ from autopar.cost.program.offload import clock, movable, wait_seconds
 from autopar.cost.program.peak_memory import peak_memory
 from autopar.cost.program.step import step_cost
 from autopar.errors import InfeasibleError
-from autopar.results.plan import Program
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.memory import offload

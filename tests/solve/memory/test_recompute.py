@@ -13,6 +13,7 @@ from autopar.cluster import Link
 from autopar.core.gathering import Gathering, ShardState
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
+from autopar.core.program import Program
 from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.operators.prices import Prices
@@ -23,7 +24,6 @@ from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.results.plan import Program
 from autopar.schedules.in_flight import scheduled
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.memory.recompute import everything, fit, ladder

@@ -10,6 +10,7 @@ import pytest
 
 from autopar.core.graph import Graph
 from autopar.core.offload import Offload
+from autopar.core.program import Program
 from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind
 from autopar.cost.operators.prices import Prices
@@ -19,7 +20,6 @@ from autopar.cost.program.recompute import shares
 from autopar.cost.program.step import step_cost
 from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
-from autopar.results.plan import Program
 from autopar.schedules.in_flight import flight, scheduled
 from autopar.solve.placement.search import Solution
 from autopar.solve.stages.cut_search import bound_again, keep

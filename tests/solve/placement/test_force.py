@@ -9,9 +9,9 @@ import pytest
 import autopar
 from autopar import api
 from autopar.cluster import ClusterSpec
+from autopar.core.force import Parallelism, name_of
 from autopar.errors import InfeasibleError, InputError
 from autopar.results.plan import Plan
-from autopar.solve.placement.space import Parallelism, name_of
 from autopar.trace.target import Target, load_target
 
 TARGETS = Path(__file__).parents[2] / "targets.py"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar.core.graph import InputKind, TensorSpec
 from autopar.core.mesh import Mesh
@@ -14,9 +14,7 @@ from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout
 from autopar.core.samples import Samples
-
-if TYPE_CHECKING:
-    from torch import fx
+from autopar.results.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class Executable:
     rebuild: Callable[[tuple[Tensor, ...]], Any]
     groups: tuple[str, ...]  # every group key that the module or the gradient sync uses
     constants: dict[str, Tensor]
-    plan: Any
+    plan: Plan
     layers: Mapping[str, str] = field(default_factory=dict)
     samples: Samples | None = None
     loss_is_sum: bool = False
@@ -118,5 +116,5 @@ class StagedExecutable:
     groups: tuple[str, ...]
     outputs: tuple[TensorSpec, ...]
     loss_is_sum: bool
-    plan: Any
+    plan: Plan
     shorter: tuple[Executable, ...] = ()

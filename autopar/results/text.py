@@ -1,0 +1,27 @@
+"""Results print themselves by the renderer of their type.
+
+A renderer registers here what a result is as text; importing `autopar.results` registers them all. So data
+needs to know no renderer.
+"""
+
+from __future__ import annotations
+
+import io
+from functools import singledispatch
+
+from rich.console import Console, RenderableType
+
+WIDTH = 120
+
+
+@singledispatch
+def text_of(result: object) -> str:
+    """What `print` shows of a plan or a comparison."""
+    raise NotImplementedError(f"no renderer is registered for {type(result).__name__}")
+
+
+def as_text(shown: RenderableType, *, width: int = WIDTH) -> str:
+    """What a terminal would show, as plain text."""
+    stream = io.StringIO()
+    Console(file=stream, width=width, no_color=True, highlight=False).print(shown)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())

@@ -1,0 +1,154 @@
+"""Traced graph and plan -> one rank's executable: rewrite, defer the gradient sums, cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from autopar.core.gathering import Gathering
+from autopar.core.graph import InputKind
+from autopar.core.program import Program
+from autopar.results.plan import Plan
+from autopar.rewrite.defer_sync import Deferred, defer
+from autopar.rewrite.rank_program import RankProgram, rewrite
+from autopar.rewrite.recompute import recomputing
+from autopar.rewrite.samples import find_samples
+from autopar.rewrite.split_stages import StageProgram, split
+from autopar.runtime.execute.executable import Executable, InputPart, StagedExecutable
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.trace.export import Traced
+from autopar.trace.micro_batches import is_sum
+
+
+def build(
+    traced: Traced, plan: Plan, *, rank: int, device: torch.device | None = None, exact_random: bool = False
+) -> Executable:
+    """One rank's executable under `plan`, which has no stages; needs no process group."""
+    graph, program = traced.graph, plan.program
+    dims = Dims(graph, find_atoms(graph), plan.mesh)
+    mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
+    parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
+    body, deferred = defer(mine.graph, parameters, _gathered_once(program))
+    coordinate = plan.mesh.coordinate(rank)
+    return Executable(
+        mesh=plan.mesh,
+        module=recomputing(body, mine, traced.graph, program, name="ParallelProgram"),
+        inputs=_parts(traced, plan, dims, rank, deferred),
+        outputs=tuple(dims.part(name, program.outputs[name], coordinate) for name in graph.outputs),
+        writes=tuple(buffer for buffer, _ in graph.writes),
+        rebuild=traced.results.rebuild,
+        groups=tuple(sorted(_group_keys(body) | _deferred_keys(deferred))),
+        constants={item.target: item.value for item in graph.inputs if item.value is not None},
+        plan=plan,
+        layers=mine.layers,
+        samples=find_samples(graph, program.inputs, dims),
+        loss_is_sum=is_sum(graph),
+    )
+
+
+def build_stages(
+    traced: Traced, plan: Plan, *, rank: int, device: torch.device | None = None, exact_random: bool = False
+) -> StagedExecutable:
+    """The executables of the stages of one rank of the world, whose graph has the loss as its output."""
+    graph, pipeline = traced.graph, plan.pipeline
+    mine, place = divmod(rank, plan.mesh.num_devices)
+    dims = Dims(graph, find_atoms(graph), plan.mesh)
+    whole = rewrite(graph, plan.program, dims, rank=place, device=device, exact_random=exact_random)
+    cut = split(whole, graph, pipeline.starts)
+    stages = tuple(
+        _stage(traced, plan, dims, place, whole, cut[index], stage=index)
+        for index in pipeline.stages_of(mine)
+    )
+    users: dict[str, list[int]] = {
+        item.target: found
+        for item in graph.inputs
+        if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        if (found := [index for index, each in enumerate(cut) if item.name in each.inputs])
+    }
+    return StagedExecutable(
+        mesh=plan.mesh,
+        pipeline=pipeline,
+        stages=stages,
+        inputs=_parts(traced, plan, dims, place, {}),
+        holders={target: tuple(sorted(set(map(pipeline.rank_of, each)))) for target, each in users.items()},
+        homes={target: each[0] for target, each in users.items()},
+        groups=tuple(sorted({key for each in stages for key in each.groups})),
+        outputs=tuple(graph.specs[name] for name in graph.outputs),
+        loss_is_sum=is_sum(graph),
+        plan=plan,
+    )
+
+
+def _stage(
+    traced: Traced,
+    plan: Plan,
+    dims: Dims,
+    place: int,
+    whole: RankProgram,
+    program: StageProgram,
+    *,
+    stage: int,
+) -> Executable:
+    graph, coordinate = traced.graph, plan.mesh.coordinate(place)
+    parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
+    body, deferred = defer(program.graph, parameters, _gathered_once(plan.program))
+    inputs = [item for item in _parts(traced, plan, dims, place, deferred) if item.name in program.inputs]
+    constants = {item.target: item.value for item in graph.inputs if item.value is not None}
+    return Executable(
+        mesh=plan.mesh,
+        module=recomputing(body, whole, graph, plan.program, name=f"Stage{stage}"),
+        inputs=tuple(inputs),
+        outputs=tuple(dims.part(name, plan.program.outputs[name], coordinate) for name in program.outputs),
+        writes=program.writes,
+        rebuild=traced.results.rebuild,
+        groups=tuple(sorted(_group_keys(body) | _deferred_keys(deferred))),
+        constants=constants,
+        plan=plan,
+        stage=stage,
+        received=program.received,
+        sent=program.sent,
+        layers=whole.layers,
+    )
+
+
+def _parts(
+    traced: Traced, plan: Plan, dims: Dims, rank: int, deferred: Mapping[str, Deferred]
+) -> tuple[InputPart, ...]:
+    """How a rank of the mesh takes each input of the graph."""
+    users = list(traced.arguments.paths)
+    layouts = plan.program.inputs
+    return tuple(
+        InputPart(
+            name=item.name,
+            kind=item.kind,
+            target=item.target,
+            spec=item.spec,
+            layout=layouts[item.name],
+            part=dims.part(item.name, layouts[item.name], plan.mesh.coordinate(rank)),
+            aliases=item.aliases,
+            mutated=item.mutated,
+            sync=deferred[item.name].key if item.name in deferred else None,
+            gathers=deferred[item.name].gathers if item.name in deferred else (),
+            position=users.index(item.target) if item.kind is InputKind.USER else -1,
+        )
+        for item in traced.graph.inputs
+    )
+
+
+def _gathered_once(program: Program) -> set[str]:
+    return {name for name in program.gatherings if program.gathering(name) is Gathering.ONCE}
+
+
+def _deferred_keys(deferred: Mapping[str, Deferred]) -> set[str]:
+    """Every group key of what is done once a step."""
+    keys = {str(gather.arguments[0]) for item in deferred.values() for gather in item.gathers}
+    return keys | {item.key for item in deferred.values() if item.key is not None}
+
+
+def _group_keys(graph: fx.Graph) -> set[str]:
+    """Every group key that the program names."""
+    arguments = (item for node in graph.nodes if node.op == "call_function" for item in node.args)
+    return {item for item in arguments if isinstance(item, str) and "@" in item}

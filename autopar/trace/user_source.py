@@ -1,0 +1,46 @@
+"""The user's own words for a traced operator: its module in the model and its line of source."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+
+from torch import fx
+
+
+def module_of(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed([path for path, _ in stack.values()]), "") if stack else ""
+    return re.sub(r"^model(\.|$)", "", re.sub(r"@\d+$", "", str(path)))
+
+
+_OURS = (__file__.rsplit("/", 2)[0] + "/", sysconfig.get_path("stdlib") + "/")
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file is autopar's, torch's or Python's own: not the user's."""
+    return file.startswith(_OURS) or "site-packages" in file or "/torch/" in file or file.startswith("<")
+
+
+def _frames(text: str) -> Iterator[str]:
+    for file, line, code in re.findall(r'File "([^"]+)", line (\d+), in \S+\s*\n\s*([^\n]*)', text):
+        if not is_library(file):
+            yield f"{file}:{line}: {code.strip()}"
+
+
+def source_of(node: fx.Node) -> str:
+    return next(reversed(list(_frames(node.meta.get("stack_trace") or ""))), "")
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost line of the user's own code in the traceback of `error`."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not is_library(frame.filename):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return next(reversed(list(_frames(str(error)))), "the model's forward")
+
+
+def first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
