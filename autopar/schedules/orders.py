@@ -136,7 +136,7 @@ def zbv(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:
     yield from (action for action in order if action.micro_batch < m)
 
 
-def dualpipev(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:
+def dualpipev(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:  # noqa: C901  (its eight steps, as drawn)
     """Two stages per rank in a V; the main part pairs one stage's forward with the other's backward
     (DeepSeek-V3, 2024, in its V form). p = 2, m = 4, + ties a pair:
 

@@ -383,13 +383,7 @@ class _Replay:
                 self.leave_before(number)
                 self.call(number)
                 if self.prices.training:
-                    for root in self.calls[number].memory.keeps - self.tape.gathered:
-                        if root in self.away:
-                            self.readers[root] += 1
-                            self.moved_from.setdefault(root, []).append(self.calls[number].place)
-                        else:
-                            self.keep(root, self.calls[number].place, for_weight=self.has_weight(number))
-                    self.keep_own(number)
+                    self.save(number)
                 self.finish(number, left)
                 for root in self.marks.get(number, ()):
                     self.leave(root)
@@ -404,6 +398,17 @@ class _Replay:
         if self.prices.accumulates or self.staged:  # of a step the loss alone is left
             for value in self.tape.outputs:
                 self.use(self.tape.root[value], left)
+
+    def save(self, number: int) -> None:
+        """Keep for backward what a call saves, but for what waits in the host's memory."""
+        place = self.calls[number].place
+        for root in self.calls[number].memory.keeps - self.tape.gathered:
+            if root in self.away:
+                self.readers[root] += 1
+                self.moved_from.setdefault(root, []).append(place)
+            else:
+                self.keep(root, place, for_weight=self.has_weight(number))
+        self.keep_own(number)
 
     def leave_before(self, number: int) -> None:
         """Before a stage's first call all that the one before moves has left."""
