@@ -1,5 +1,7 @@
 """autopar: auto-parallelization of PyTorch models across batch, domain, model and pipeline stages."""
 
+__version__ = "0.1.0"
+
 from autopar.api import compare, parallelize, plan, timeline
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.mesh import Mesh
@@ -19,4 +21,3 @@ __all__ = [
     "plan",
     "timeline",
 ]
-__version__ = "0.1.0"

@@ -39,7 +39,7 @@ from autopar.core.pipeline import stages_per_rank
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.core.timeline import Timeline
-from autopar.cost.machine.model import Company, Progress
+from autopar.cost.machine.model import Progress
 from autopar.errors import InputError
 from autopar.planning.agree import agree
 from autopar.planning.optimizer_state import OptimizerLike, state_of
@@ -233,8 +233,9 @@ def parallelize(
     )
     share_random_state()
     if auto:
-        request = agreed(compiler, model, split_inputs(example_inputs, example_kwargs), auto)
-        compiler = replace(compiler, request=request)
+        found = agreed(compiler, model, split_inputs(example_inputs, example_kwargs), auto)
+        request = settled(request, found)
+        compiler = replace(compiler, request=request, plan=found)
     parallel = ParallelModule(
         model,
         compiler,
@@ -281,13 +282,16 @@ def verify(
     request, auto = with_pipeline(
         request, cluster, force, stages, micro_batches, schedule, recompute=recompute, offload=offload
     )
+    found = None
     if auto:
         check_input(target, cluster, steps=steps, processes=processes, micro_batches=auto.micro_batches or 1)
         compiler = Compiler(cluster, request, target.loss_fn, costdb=costdb)
         found = compiler.find_pipeline(target.model, target.args, target.kwargs, auto)
         request = settled(request, found)
     with Database.open(costdb) as database:
-        return check(target, cluster, request, steps=steps, processes=processes, database=database)
+        return check(
+            target, cluster, request, steps=steps, processes=processes, database=database, plan=found
+        )
 
 
 def compare(
@@ -518,8 +522,8 @@ def _number(option: str, value: int | str) -> int | None:
 
 def agreed(
     compiler: Compiler, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], auto: Auto
-) -> Request:
-    """The compiler's request with the pipeline that rank 0 chooses for all; collective."""
+) -> Plan:
+    """The plan, and so the pipeline, that rank 0 chooses for all; collective."""
     args, kwargs = call
     if not args and not kwargs:
         raise InputError(
@@ -529,12 +533,8 @@ def agreed(
             remedy="pass example_inputs, or give both numbers",
         )
 
-    def find(company: Company) -> tuple[Plan, str]:
-        return compiler.find_pipeline(model, args, kwargs, auto, company), ""
-
     compiler.measure_links()
-    plan, _ = agree(find, compiler.cluster)
-    return settled(compiler.request, plan)
+    return agree(lambda company: compiler.find_pipeline(model, args, kwargs, auto, company), compiler.cluster)
 
 
 def is_local(option: str, value: str) -> bool:

@@ -188,6 +188,11 @@ class ClusterSpec:
         """torch's word for the device: "cpu" or "cuda"."""
         return "cpu" if self.device == "cpu" else "cuda"
 
+    @property
+    def devices(self) -> str:
+        """How many of which kind: `2 x 4 h100` are two nodes of four."""
+        return f"{self.nodes} x {self.devices_per_node} {self.device}"
+
     def meshes(self) -> tuple[Mesh, ...]:
         """Every mesh of all devices with one to three axes of two or more that fits the links.
 
@@ -283,8 +288,7 @@ class ClusterSpec:
         cores = f", {self.cores:g} cores a node" if self.cores is not None else ""
         inter = f"; between nodes {self.inter}" if self.inter else ""
         host = f"; to the host {self.host}" if self.host else ""
-        devices = f"{self.nodes} x {self.devices_per_node} {self.device}{memory}{cores}"
-        return f"{devices}; within a node {self.intra}{inter}{host}"
+        return f"{self.devices}{memory}{cores}; within a node {self.intra}{inter}{host}"
 
 
 Reader: TypeAlias = Callable[[str, object], Any]  # (where, value) -> the value read; raises InputError

@@ -5,7 +5,6 @@ Rank 0 plans and sends the plan; every rank rewrites its own program from it.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -15,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.cluster import ClusterSpec
+from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
+from autopar.core.program import Program
 from autopar.cost.machine.model import Company, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, TraceError
 from autopar.planning.agree import agree, measure_links
@@ -26,7 +27,9 @@ from autopar.results.plan import Plan
 from autopar.rewrite.build import build, build_stages
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
 from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
+from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import mixing_operator, rows_instead
+from autopar.sharding.strategies import find_atoms, is_legal, options_of
 from autopar.trace.call_signature import Arguments, LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import batch_length, cut_inputs, reducer_of, split_batch
@@ -48,10 +51,11 @@ class Auto(NamedTuple):
 class Compiler:
     """Makes the executables of one parallel module.
 
-    With `plan` set, that plan is taken instead of a search for the first call, and with `traced` it is
-    one of that graph, whatever the model; `shorter` is then the graph of shorter micro-batches, and exact
-    masks of any graph are drawn in the order of dims, as in proofs. `loss_only`
-    says whether the model's own output leaves the program beside the loss of `loss_fn`.
+    `plan` is the plan of the first call, if it is one of its graph; with `plan_binds` another first call is
+    refused, otherwise it is planned like any. With `traced` the plan is one of that graph, whatever the
+    model; `shorter` is then the graph of shorter micro-batches, and exact masks of any graph are drawn in the
+    order of dims, as in proofs. `loss_only` says whether the model's own output leaves the program beside the
+    loss of `loss_fn`.
     """
 
     cluster: ClusterSpec
@@ -62,6 +66,7 @@ class Compiler:
     exact_random: bool = False
     progress: Progress | None = None
     plan: Plan | None = None
+    plan_binds: bool = False
     timeout: timedelta = timedelta(minutes=10)  # of process groups
     traced: Traced | None = None
     shorter: Traced | None = None
@@ -89,7 +94,7 @@ class Compiler:
             traced = replace(traced, graph=with_masks_by_dims(traced.graph))
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
-        plan = self.plan if self.plan is not None and pinned is None else self.agree(traced, request)
+        plan = (self.given(traced) if pinned is None else None) or self.agree(traced, request)
         rank, device = dist.get_rank(), self.device()
         if not plan.pipeline.is_staged:
             return build(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
@@ -103,6 +108,24 @@ class Compiler:
         check_programs(made, rest)
         return replace(made, shorter=rest.stages)
 
+    def given(self, traced: Traced) -> Plan | None:
+        """The plan that is there already, if it is for this graph; raises InputError if it has to be."""
+        if self.plan is None or self.traced is not None:
+            return self.plan
+        difference = fingerprint_of(traced.graph).difference(self.plan.graph)
+        if difference is None:
+            if self.plan_binds:  # it may come from a file
+                check_program(self.plan.program, traced.graph)
+            return self.plan
+        if self.plan_binds:
+            raise InputError(
+                where=f"plan: {difference.where} of the model",
+                found=difference.here,
+                wanted=difference.planned,
+                remedy="build the model, its inputs and the call as they were planned, or plan anew",
+            )
+        return None
+
     def _request(self, pinned: Pinned | None, *, training: bool, step: bool) -> Request:
         """What is asked of the search for one kind of call."""
         request = replace(self.request, training=training)
@@ -114,8 +137,8 @@ class Compiler:
         return request if step else replace(request, micro_batches=1, stages=1)
 
     def trace_step(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """The graph of the first micro-batch of a global batch; with stages its loss is the only output."""
-        staged = self.request.stages > 1
+        """The graph of the first micro-batch of a global batch; of a step by `train_step` the loss alone."""
+        staged = self.request.stages > 1 or self.request.micro_batches > 1
         return self.trace_part(model, args, kwargs, self.request.micro_batches, staged=staged)
 
     def trace_part(
@@ -261,16 +284,14 @@ class Compiler:
         """Rank 0's plan on every rank; its error on every rank if it has none."""
         self.measure_links()
 
-        def find(company: Company) -> tuple[Plan, str]:
-            return self.find(traced.graph, request, company), graph_digest(traced.graph)
-
-        plan, digest = agree(find, self.cluster)
-        if digest != graph_digest(traced.graph):
+        plan = agree(lambda company: self.find(traced.graph, request, company), self.cluster)
+        difference = fingerprint_of(traced.graph).difference(plan.graph)
+        if difference is not None:
             raise CheckError(
-                where=f"rank {dist.get_rank()}",
-                found="a model that traces differently from rank 0's",
-                wanted="the same model, mode and input shapes on every rank",
-                remedy="build the model and the batch alike on all ranks",
+                where=f"rank {dist.get_rank()}: {difference.where} of the model",
+                found=difference.here,
+                wanted=f"{difference.planned}, as on rank 0",
+                remedy="build the model and the batch alike on all ranks, in the same mode",
             )
         return plan
 
@@ -320,8 +341,16 @@ def check_rows(graph: Graph, call: Arguments) -> None:
         )
 
 
-def graph_digest(graph: Graph) -> str:
-    """Equal for graphs that are planned alike."""
-    parts = [f"{item.target}{item.args}{item.kwargs}{item.results}" for item in graph.operators]
-    parts += [f"{item.name}{item.target}{item.spec}" for item in graph.inputs]
-    return hashlib.sha256("\n".join([*parts, *graph.outputs]).encode()).hexdigest()
+def check_program(program: Program, graph: Graph) -> None:
+    """Raise InputError for a program of `graph` that no rule of this version offers."""
+    dims = Dims(graph, find_atoms(graph), program.mesh)
+    for operator in graph.operators:
+        strategy = program.strategies.get(operator.name, ())
+        offered = set(strategy) <= set(options_of(operator, dims))
+        if len(strategy) != len(program.mesh.shape) or not offered or not is_legal(operator, strategy, dims):
+            raise InputError(
+                where=f"plan: {operator.module or operator.name} ({operator.target})",
+                found=f"strategy {'+'.join(map(str, strategy)) or 'none'}",
+                wanted=f"one that the operator's rule offers on mesh {program.mesh}",
+                remedy="plan anew, and change no plan files by hand",
+            )

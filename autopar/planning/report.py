@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from autopar.cluster import ClusterSpec
 from autopar.convert.moves import effect
+from autopar.core.fingerprint import fingerprint_of
 from autopar.core.force import Force
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
@@ -117,6 +118,8 @@ def report(
         offload_seconds=0.0
         if step.cut
         else request.micro_batches * sum(wait_seconds(graph, prices, program)),
+        graph=fingerprint_of(graph),
+        devices=cluster.devices,
     )
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
-from autopar.compiler import graph_digest
+from autopar.core.fingerprint import fingerprint_of
 from autopar.core.force import Force, name_of
+from autopar.core.graph import Graph
 from autopar.errors import InputError
 from autopar.planning.request import Request
 from autopar.planning.search import search
@@ -126,18 +127,22 @@ def check(
     steps: int,
     processes: bool = False,
     database: Database | None = None,
+    plan: Plan | None = None,
 ) -> Report:
     """Plan `target` as `request` says, and train it in parallel and serially for `steps` steps.
 
-    With `processes` on real processes of this machine, else on simulated ranks. Raises InputError
-    for a model that cannot be run in parallel, and what planning raises.
+    `plan` is proved instead, if it is one of the target's graph. With `processes` on real processes of this
+    machine, else on simulated ranks. Raises InputError for a model that cannot be run in parallel, and what
+    planning raises.
     """
     check_input(target, cluster, steps=steps, processes=processes, micro_batches=request.micro_batches)
     if request.stages > 1 or request.micro_batches > 1:
-        return _check_pipeline(target, cluster, request, steps=steps, processes=processes, database=database)
+        return _check_pipeline(
+            target, cluster, request, steps=steps, processes=processes, database=database, plan=plan
+        )
     traced = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn, loss_only=False)
     _check_loss(target, traced)
-    plan = search(traced.graph, cluster, replace(request, alternatives=False), database=database).plan
+    plan = _plan(traced.graph, cluster, request, database, plan)
     if processes:
         verdict = _verify_processes(target, traced, plan, cluster, steps)
     else:
@@ -153,12 +158,13 @@ def _check_pipeline(
     steps: int,
     processes: bool,
     database: Database | None,
+    plan: Plan | None,
 ) -> Report:
     """The same for stages and micro-batches, against the serial model that accumulates gradients."""
     arguments = flatten_arguments(target.args, target.kwargs)
     batch = split_batch(arguments.tensors, request.micro_batches)
     traced, shorter = trace_lengths(target, arguments, batch)
-    plan = search(traced.graph, cluster, replace(request, alternatives=False), database=database).plan
+    plan = _plan(traced.graph, cluster, request, database, plan)
     if shorter and (plan.pipeline.is_staged or not processes):
         check_plan(plan.program, traced.graph, shorter.graph)
     graph, casts = raise_graph(traced.graph)
@@ -191,6 +197,15 @@ def _check_pipeline(
         )
 
     return Report(plan, judge(ours, model, serially, casts, disagreement), request.force)
+
+
+def _plan(
+    graph: Graph, cluster: ClusterSpec, request: Request, database: Database | None, plan: Plan | None
+) -> Plan:
+    """The plan that is there already, if it is one of this graph; else the search's."""
+    if plan is not None and plan.graph == fingerprint_of(graph):
+        return plan
+    return search(graph, cluster, replace(request, alternatives=False), database=database).plan
 
 
 def check_input(
@@ -284,7 +299,6 @@ def _job(
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return Job(
         source=target.source,
-        digest=graph_digest(traced.graph),
         plan=plan,
         cluster=cluster,
         tensors=tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors),

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
-from autopar.compiler import Compiler, check_rows, graph_digest
+from autopar.compiler import Compiler, check_rows
+from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph, InputKind
 from autopar.errors import CheckError
 from autopar.planning.request import Request
@@ -51,7 +52,6 @@ class Job:
     """What every rank is told: the target, the plan and the graph that it is for, first values."""
 
     source: str
-    digest: str
     plan: Plan
     cluster: ClusterSpec
     tensors: tuple[Tensor, ...]
@@ -137,11 +137,12 @@ def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
     else:
         args, kwargs = arguments.rebuild(job.tensors)
         traced, shorter = trace(target.model, args, kwargs, loss_fn=target.loss_fn, loss_only=False), None
-    if graph_digest(traced.graph) != job.digest:
+    difference = fingerprint_of(traced.graph).difference(job.plan.graph)
+    if difference is not None:
         raise CheckError(
-            where=f"rank {dist.get_rank()}",
-            found="a model that traces differently here",
-            wanted="the graph that the plan is for",
+            where=f"rank {dist.get_rank()}: {difference.where} of the model",
+            found=difference.here,
+            wanted=f"{difference.planned}, for which the plan is",
             remedy="let the function of the target build the same model at each call",
         )
     return _raise(traced), _raise(shorter) if shorter else None

@@ -19,6 +19,7 @@ from typing import Any
 from autopar.core.schedule import ActionKind
 from autopar.core.timeline import Beside, Event, EventKind, Timeline
 from autopar.errors import InputError
+from autopar.results.whole_file import write_whole
 from autopar.units import show_bytes, show_seconds
 
 WIDTH = 110
@@ -98,18 +99,8 @@ def write_trace(timeline: Timeline, path: Path) -> None:
 
     Raises InputError, leaving what was there, if the file can't be written.
     """
-    draft = path.with_name(path.name + ".part")
-    try:
-        draft.write_text(json.dumps(perfetto(timeline), allow_nan=False) + "\n", encoding="utf-8")
-        draft.replace(path)
-    except OSError as cause:
-        draft.unlink(missing_ok=True)
-        raise InputError(
-            where=f"trace file {path}",
-            found=str(cause),
-            wanted="a file that can be written",
-            remedy="name another path",
-        ) from cause
+    text = json.dumps(perfetto(timeline), allow_nan=False) + "\n"
+    write_whole(path, text, where=f"trace file {path}")
 
 
 def _columns_per_second(timeline: Timeline, room: int) -> float:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from autopar.core.fingerprint import Fingerprint
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
 from autopar.core.program import Program
 from autopar.core.timeline import StageCost
+from autopar.results import codec
 from autopar.results.text import text_of
 
 
@@ -73,13 +76,13 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A decision with its predictions; `print` it, or take `as_dict()`.
+    """A decision with its predictions; `print` it, `save` it, or take `as_dict()`.
 
     `status` is "optimal", "gap_limit" or "time_limit"; `gap` is relative to a proven bound; with stages
     a note says what it covers. Seconds are those of a whole step with all micro-batches; `compute` and
     `communication` of the average pipeline rank, which does nothing for a share `bubble` of the step.
     Bytes are those of the fullest rank. `measured_share` is the part of predicted operator time that
-    rests on measurements.
+    rests on measurements. `graph` is what was planned, one micro-batch of it, and `devices` what for.
     """
 
     program: Program
@@ -106,10 +109,21 @@ class Plan:
     bubble: float = 0.0
     offloaded: tuple[Offloaded, ...] = ()
     offload_seconds: float = 0.0  # of the step, that it waits for copies to and from host memory
+    graph: Fingerprint = Fingerprint()
+    devices: str = ""  # nodes, devices of each and their kind, as in "2 x 4 h100"
 
     @property
     def mesh(self) -> Mesh:
         return self.program.mesh
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole plan as JSON; raises InputError where that can't be done."""
+        codec.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote; raises InputError for another file, or another version's."""
+        return codec.load(cls, path)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as the command line's JSON shows it."""

@@ -1,0 +1,63 @@
+"""A plan that is there already: read, held against the cluster, and asked for again without a search.
+
+Plan or file ── devices, memory ── request ── every rank's graph (compiler) ── program
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.cluster import ClusterSpec
+from autopar.errors import InputError
+from autopar.planning.request import Request
+from autopar.results.plan import Plan
+from autopar.units import show_bytes
+
+DECIDED = ("mesh", "force", "stages", "micro_batches", "schedule", "recompute", "offload", "shard_state")
+
+
+def read_plan(plan: Plan | str | Path, cluster: ClusterSpec) -> Plan:
+    """The plan itself, or the one in a file; raises InputError unless it is one for the cluster."""
+    where = "plan" if isinstance(plan, Plan) else f"plan {plan}"
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if plan.devices != cluster.devices:
+        raise InputError(
+            where=where,
+            found=f"one for {plan.devices or 'no devices'}",
+            wanted=f"one for the cluster's {cluster.devices}",
+            remedy="plan for this cluster",
+        )
+    if cluster.memory is not None and plan.peak_bytes > cluster.memory:
+        raise InputError(
+            where=where,
+            found=f"a peak of {show_bytes(plan.peak_bytes)} a device",
+            wanted=f"at most the cluster's {show_bytes(cluster.memory)}",
+            remedy="plan for this cluster",
+        )
+    return plan
+
+
+def refuse_beside(options: Collection[str]) -> None:
+    """Raise InputError for options beside a plan, which has decided what they say."""
+    decided = [name for name in DECIDED if name in options]
+    if decided:
+        raise InputError(
+            where=f"plan and {', '.join(decided)}",
+            found="both",
+            wanted="a plan, which has decided that, or options by which to plan",
+            remedy="leave out one of them",
+        )
+
+
+def settled(request: Request, plan: Plan) -> Request:
+    """The request with the pipeline and the mesh that a plan has."""
+    pipeline = plan.pipeline
+    return replace(
+        request,
+        mesh=plan.mesh,
+        stages=pipeline.ranks,
+        micro_batches=pipeline.micro_batches,
+        schedule=pipeline.schedule,
+    )

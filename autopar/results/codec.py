@@ -1,0 +1,107 @@
+"""Results as files of versioned JSON that people can read: frozen dataclasses to objects, and back.
+
+    {"kind": "Plan", "format": 1, "autopar": "0.1.0", "result": {"program": {"mesh": "2x2", ...}, ...}}
+
+Meshes and placements are written as they are printed (`2x2`, `S(0)`), enums by their values; all else is
+what its fields are. A file is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cattrs
+
+from autopar import __version__
+from autopar.core.mesh import Mesh
+from autopar.core.placement import Broadcast, Partial, Placement, Replicate, Shard
+from autopar.errors import InputError
+from autopar.results.whole_file import write_whole
+
+FORMAT = 1  # of a file: another number gives its fields another meaning
+SHOWN = 3  # faults of a file that an error names
+
+Result = TypeVar("Result")
+
+
+def save(result: object, path: str | Path) -> None:
+    """Write a result; raises InputError where the file can't be written."""
+    document = {
+        "kind": type(result).__name__,
+        "format": FORMAT,
+        "autopar": __version__,
+        "result": _CONVERTER.unstructure(result),
+    }
+    write_whole(Path(path), _text(document), where=f"{type(result).__name__.lower()} file {path}")
+
+
+def load(kind: type[Result], path: str | Path) -> Result:
+    """The result of that kind that `save` wrote; raises InputError for any other file."""
+    document = _read(path, kind.__name__)
+    try:
+        return _CONVERTER.structure(document["result"], kind)
+    except cattrs.BaseValidationError as cause:
+        faults = cattrs.transform_error(cause, path="result")
+        more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        raise _wrong(path, "; ".join(faults[:SHOWN]) + more, f"the fields of a {kind.__name__}") from cause
+
+
+def _read(path: str | Path, kind: str) -> dict[str, Any]:
+    """The document in a file, whose kind and versions are those wanted."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        found = cause.strerror if isinstance(cause, OSError) else str(cause)
+        raise _wrong(path, str(found), f"a readable JSON file of a {kind}") from cause
+    head = {"kind": kind, "format": FORMAT, "autopar": __version__}
+    if not isinstance(document, dict) or document.keys() != {*head, "result"}:
+        raise _wrong(path, "other JSON", f"an object of {', '.join(head)} and result")
+    for name, wanted in head.items():
+        if document[name] != wanted:
+            raise _wrong(path, f"{name} {document[name]!r}", f"{name} {wanted!r}")
+    return document
+
+
+def _text(document: dict[str, Any]) -> str:
+    """Indented JSON whose innermost lists stand on one line each."""
+    text = json.dumps(document, indent=1, ensure_ascii=False)
+    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", _on_one_line, text) + "\n"
+
+
+def _on_one_line(innermost: re.Match[str]) -> str:
+    return "[" + re.sub(r"\n\s+", " ", innermost[1]) + "]"
+
+
+def _placement(text: Any, _: object) -> Placement:
+    """Reads a placement as it is printed."""
+    plain = {str(each): each for each in (Replicate(), Partial(), Broadcast())}
+    if text in plain:
+        return plain[text]
+    shard = re.fullmatch(r"S\((\d+)(?:\.(\d+))?\)", str(text))
+    if shard is None:
+        raise ValueError(f"{text!r} is no placement: S(0), S(0.1), R, P or B")
+    return Shard(int(shard[1]), int(shard[2] or 0))
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    for printed in (Mesh, Shard, Replicate, Partial, Broadcast):
+        converter.register_unstructure_hook(printed, str)
+    converter.register_structure_hook(Mesh, lambda text, _: Mesh.parse(str(text)))
+    converter.register_structure_hook(Placement, _placement)
+    return converter
+
+
+def _wrong(path: str | Path, found: str, wanted: str) -> InputError:
+    return InputError(
+        where=str(path),
+        found=found,
+        wanted=wanted,
+        remedy="plan again with this version, and save the plan",
+    )
+
+
+_CONVERTER = _converter()
