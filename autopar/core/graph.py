@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-
 Tree: TypeAlias = Any  # nested tuples, lists and dicts of an operator's arguments
 
 
