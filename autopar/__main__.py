@@ -1,4 +1,4 @@
-"""python -m autopar"""
+"""Starts the command line by `python -m autopar`."""
 
 import sys
 

@@ -550,6 +550,7 @@ def is_local(option: str, value: str) -> bool:
 
 
 def require_launcher() -> None:
+    """Raise InputError unless a process group or a launcher says which rank this process is."""
     if dist.is_initialized() or "RANK" in os.environ:
         return
     raise InputError(

@@ -185,7 +185,7 @@ class ClusterSpec:
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
-        """torch's word for the device: "cpu" or "cuda"."""
+        """How torch calls the device: "cpu" or "cuda"."""
         return "cpu" if self.device == "cpu" else "cuda"
 
     @property

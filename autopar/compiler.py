@@ -82,7 +82,7 @@ class Compiler:
         pinned: Pinned | None,
         step: bool = False,
     ) -> Executable | StagedExecutable:
-        """This rank's program for one kind of call; collective."""
+        """Compile the program of this rank for one kind of call; collective."""
         request = self._request(pinned, training=training, step=step)
         if self.traced is not None and pinned is None:
             traced = self.traced

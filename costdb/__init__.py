@@ -1,1 +1,14 @@
-"""Measured costs: the database, the profiler that fills it, and measured device files."""
+"""Keeps measured costs: the database, the profilers that fill it, and measured device files.
+
+database              one SQLite file, by `schema.sql`
+rows                  measurements to rows and back
+measurement           the two kinds of measurement
+setting               where a number was taken
+profiler              times operators, forward and backward
+collective_profiler   times collectives on a running process group
+timing                warm up, choose the number of runs, visit each several times
+operands              tensors for a call
+footprint             what a call gives and keeps for backward, without running it
+slopes                what it makes on the way, without running it
+device_file           what a device was measured to do, as text
+"""

@@ -21,6 +21,7 @@ def setting_row(setting: Setting) -> Row:
 
 
 def operator_row(measurement: Measurement) -> Row:
+    """The columns of an operator's measurement; lists are JSON."""
     row = asdict(measurement)
     saved = row.pop("saved")
     return row | {
@@ -31,6 +32,7 @@ def operator_row(measurement: Measurement) -> Row:
 
 
 def operator(row: Row) -> Measurement:
+    """The measurement that `operator_row` wrote."""
     operands, results = json.loads(row["saved_operands"]), json.loads(row["saved_results"])
     return Measurement(
         key=row["key"],
@@ -46,10 +48,12 @@ def operator(row: Row) -> Measurement:
 
 
 def collective_row(measurement: CollectiveMeasurement) -> Row:
+    """The columns of a collective's measurement."""
     return asdict(measurement) | {"kind": measurement.kind.value}
 
 
 def collective(row: Row) -> CollectiveMeasurement:
+    """The measurement that `collective_row` wrote."""
     return CollectiveMeasurement(
         kind=Collective(row["kind"]),
         backend=row["backend"],
@@ -64,6 +68,7 @@ def collective(row: Row) -> CollectiveMeasurement:
 
 
 def device_row(device: DeviceModel) -> Row:
+    """The columns of a device's roofline, as of now; flops by dtype are JSON."""
     flops = {str(dtype).removeprefix("torch."): rate for dtype, rate in device.flops}
     return {
         "name": device.name,
@@ -76,6 +81,7 @@ def device_row(device: DeviceModel) -> Row:
 
 
 def device(row: Row) -> DeviceModel:
+    """The roofline that `device_row` wrote."""
     return DeviceModel(
         name=row["name"],
         kind=row["kind"],

@@ -135,6 +135,7 @@ def spread(seconds: Sequence[float]) -> float:
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all that it was given; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

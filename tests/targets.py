@@ -103,7 +103,8 @@ class Turned(nn.Module):
         image = self.conv(x.transpose(1, 2).reshape(len(x), 4, 4, 4))
         seen = image.flatten(2).transpose(1, 2)
         seen = seen * torch.rand_like(seen) + torch.randn_like(seen)
-        return self.head(F.dropout(seen, 0.5, self.training)).mean(1)
+        out: Tensor = self.head(F.dropout(seen, 0.5, self.training)).mean(1)
+        return out
 
 
 def turned() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
@@ -127,7 +128,10 @@ single.register_autograd(lambda context, gradient: 2 * gradient)
 
 class Single(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(single(x))
+        x = single(x)
+        for layer in self:
+            x = layer(x)
+        return x
 
 
 def low() -> tuple[nn.Module, Tensor]:
@@ -137,7 +141,10 @@ def low() -> tuple[nn.Module, Tensor]:
 
 class Hidden(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if torch.compiler.is_compiling() else single(x) / 2)
+        x = x if torch.compiler.is_compiling() else single(x) / 2
+        for layer in self:
+            x = layer(x)
+        return x
 
 
 def hidden() -> tuple[nn.Module, Tensor]:
@@ -275,7 +282,7 @@ class Lagging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.layers[0](x)) - self.mean
-        for layer in self.layers[1:4]:
+        for layer in list(self.layers)[1:4]:
             x = torch.tanh(layer(x))
         with torch.no_grad():
             self.mean.mul_(0.5).add_(x.mean(0))
@@ -496,7 +503,8 @@ class Fixed(nn.Module):
         self.layer, self.sizes = nn.Linear(6, 4), sizes
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).view(next((size for size in self.sizes if size == len(x)), self.sizes[0]), 4)
+        out: Tensor = self.layer(x)
+        return out.view(next((size for size in self.sizes if size == len(x)), self.sizes[0]), 4)
 
 
 def fixed() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:

@@ -14,6 +14,7 @@ What is imported for types alone does not count.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,7 @@ OUTSIDE = {  # who may import what does the work outside
     "typer": {"autopar.cli"},
     "sqlite3": {"costdb"},
 }
+LISTED_ELSEWHERE = {"autopar.__init__", "autopar.ops.__init__"}  # by the floors above; by what it imports
 
 
 def modules() -> dict[str, Path]:
@@ -125,6 +127,16 @@ def test_every_room_has_a_floor() -> None:
         if module.startswith("autopar.") and "__init__" not in module.split(".")[1]
     }
     assert rooms <= LEVEL.keys(), f"say in FLOORS where {', '.join(sorted(rooms - LEVEL.keys()))} stand"
+
+
+@pytest.mark.parametrize("package", [name for name in sorted(modules()) if name.endswith(".__init__")])
+def test_the_docstring_of_a_room_lists_its_files(package: str) -> None:
+    path = modules()[package]
+    listed = re.findall(r"^(\w+) {3,}", ast.get_docstring(ast.parse(path.read_text())) or "", re.MULTILINE)
+    rooms = {file.parent.name for file in path.parent.glob("*/__init__.py")}
+    files = {file.stem for file in path.parent.glob("*.py")} - {"__init__", "__main__"}
+    if package not in LISTED_ELSEWHERE:
+        assert sorted(listed) == sorted(rooms | files)
 
 
 def test_no_file_lies_loose() -> None:

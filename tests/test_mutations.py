@@ -39,10 +39,11 @@ from autopar.sharding.rule import Rule, Site
 from autopar.sharding.window import Window
 from autopar.solve.placement.problem import Problem, TensorClass, Use
 from autopar.solve.placement.search import choose
+from tests.forced_programs import force_factors
 from tests.pool import Pool
 from tests.proof.models import Model, Script
 from tests.proof.pipelines import draw_batch, prove_pipeline
-from tests.proof.plans import dims_of, forced, prove
+from tests.proof.plans import dims_of, prove
 from tests.runtime.cases import TIMEOUT
 from tests.solve.brute_force import BruteForce, random_prices, small_space, twice, unfolded
 
@@ -66,7 +67,7 @@ def holds(
     if all of it is computed again in backward."""
     try:
         dims = dims_of(model, mesh)
-        program = forced(model.graph, dims, factors, stored)
+        program = force_factors(model.graph, dims, factors, stored)
         if again:
             program = replace(program, recompute=((0, len(model.graph.operators)),))
         return prove(model, program, dims)[0] < 1e-9
@@ -144,7 +145,7 @@ def holds_in_stages(script: Script, x: str, starts: tuple[int, ...]) -> bool:
     try:
         dims = dims_of(model, TWO)
         layers = [item.results[0] for item in model.graph.operators if item.target is aten.linear.default]
-        program = forced(model.graph, dims, {name: "n0" for name in layers if name})
+        program = force_factors(model.graph, dims, {name: "n0" for name in layers if name})
         pipeline = Pipeline(len(starts), 3, starts=starts)
         batch = draw_batch(Random(0), model, 3)
         return prove_pipeline(model, program, dims, pipeline, batch)[0] < 1e-9

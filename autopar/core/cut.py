@@ -70,6 +70,7 @@ def _longer_last(length: int, parts: int) -> Cut:
 
 
 def has_empty(cut: Cut) -> bool:
+    """Whether some part has no rows."""
     return any(high <= low for low, high in _pairs(cut))
 
 

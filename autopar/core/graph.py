@@ -53,6 +53,8 @@ class Ref:
 
 
 class InputKind(Enum):
+    """Where a tensor that the graph takes comes from: the model's state, its code or the user."""
+
     PARAMETER = "parameter"
     BUFFER = "buffer"
     CONSTANT = "constant"

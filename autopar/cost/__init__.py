@@ -1,1 +1,8 @@
-"""Prices: of operators by measurement or roofline, of collectives by measurement or closed form."""
+"""Prices programs in seconds and bytes, by measurement where there is one.
+
+machine          what devices and links do in a second
+operators        what each strategy of an operator costs
+program          what one rank's whole program costs
+stages           what every run of operators costs as a pipeline stage
+interval_table   tables over all runs of a graph's operators
+"""

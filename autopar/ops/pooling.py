@@ -155,7 +155,7 @@ class AveragePool(_Pooling):
         return (result if ratio is None else site.call(aten.div.Tensor, result, ratio),)
 
     def ratio(self, site: Site) -> Handle | None:
-        """count / kernel for every position of the rank's result; None where it is 1 on all ranks."""
+        """Divide count by kernel for every position of the rank's result; None where it is 1 on all ranks."""
         if site.arguments.get("divisor_override"):
             return None
         windows, product = self.windows(site), None

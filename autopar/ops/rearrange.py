@@ -37,7 +37,7 @@ class _LocalRegroup(Regroup):
 
 @register
 class PixelShuffle(_LocalRegroup):
-    """[.., c r r, h, w] -> [.., c, h r, w r]"""
+    """Moves channels into pixels: [.., c r r, h, w] -> [.., c, h r, w r]."""
 
     targets = (aten.pixel_shuffle.default,)
 
@@ -57,7 +57,7 @@ class PixelShuffle(_LocalRegroup):
 
 @register
 class PixelUnshuffle(_LocalRegroup):
-    """[.., c, h r, w r] -> [.., c r r, h, w]"""
+    """Moves pixels into channels: [.., c, h r, w r] -> [.., c r r, h, w]."""
 
     targets = (aten.pixel_unshuffle.default,)
 

@@ -30,7 +30,7 @@ def shifted(site: Site, value: Handle, dims: Sequence[int], axes: Sequence[int])
 
 
 def sum_of_exponentials(site: Site, value: Handle, dims: Sequence[int]) -> Handle:
-    """This rank's share of sum exp x over `dims`, which are kept."""
+    """Sum exp x over the rank's part of `dims`, which are kept."""
     return site.call(aten.sum.dim_IntList, site.call(aten.exp.default, value), list(dims), True)
 
 

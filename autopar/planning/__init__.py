@@ -1,0 +1,12 @@
+"""Finds the best plan for a graph on a cluster, over all meshes and numbers of stages.
+
+request           what the user asks of the search
+options           where each option comes from: arguments, environment, defaults
+search            the passes, from a traced graph to the best plan over all meshes
+mesh_search       the best step on one mesh
+pipeline_search   how many stages and micro-batches
+estimates         what other numbers of stages and micro-batches would take
+optimizer_state   what an optimizer keeps beside each weight
+agree             one plan for all ranks
+report            the plan as it is printed and carried
+"""

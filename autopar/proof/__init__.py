@@ -1,1 +1,11 @@
-"""Proofs: the parallel program computes what the serial one computes."""
+"""Proves that the parallel program computes what the serial one computes.
+
+check       `autopar verify`: the plan of a target against its eager model
+verify      several optimizer steps, compared
+precision   float64 on both sides
+ranks       all ranks' programs, interpreted in step in one process
+simulated   what every operator of the runtime means there
+pipeline    stages and micro-batches there, in any schedule
+processes   the same on real processes
+operators   one generic proof for every operator
+"""

@@ -36,6 +36,7 @@ LOW_COMPLEX = (torch.complex64, torch.complex32)
 
 
 def raised(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a proof runs what the model runs in `dtype`."""
     if dtype in LOW_COMPLEX:
         return torch.complex128
     return torch.float64 if dtype in LOW else dtype

@@ -1,4 +1,13 @@
-"""What autopar tells people; importing the package registers how each result prints."""
+"""Tells people what autopar found; importing the package registers how each result prints.
+
+plan                a plan as data
+render_plan         as text
+comparison          strategies side by side, as data
+render_comparison   as text
+draw_timeline       a timeline, as text and for a trace viewer
+progress_bar        how far a long search is, on stderr
+text                results print by the renderer of their type
+"""
 
 from autopar.results import render_comparison, render_plan
 

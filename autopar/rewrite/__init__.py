@@ -1,0 +1,12 @@
+"""Rewrites a graph and a plan as the program of one rank.
+
+build                   the passes, from traced graph and plan to executable
+rank_program            Graph and Program -> fx.Graph
+emit                    writes it call by call, and knows every local shape
+recompute               parts that are computed again in backward, as modules
+defer_sync              gradient sums and gathers, once a step
+split_stages            the programs of pipeline stages
+unequal_micro_batches   a plan for micro-batches that are a sample shorter
+samples                 the samples that each rank loads
+render                  the program as Python that a person would sign
+"""

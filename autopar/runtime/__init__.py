@@ -1,1 +1,10 @@
-"""What runs on the ranks: launching them, and everything a rewritten graph calls there."""
+"""Runs on the ranks: starts them, and holds all that a rewritten graph calls there.
+
+launch        starts processes and ends them together
+module        the parallel module that a user trains
+parameters    its parameters, and the sums of their gradients
+execute       programs and pipeline stages, run
+saved         what autograd keeps for backward, or does not
+collectives   moves between placements, and operators that communicate
+registry      the namespace `torch.ops.autopar`
+"""

@@ -1,0 +1,9 @@
+"""Orders the actions of a pipelined step, and tells their times.
+
+orders          the six schedules, each a generator for one rank
+simulate        a schedule in time
+simulate_many   the step times of many cuts at once
+fill_bubbles    gradients of weights, made while a rank waits
+deliveries      when a rank knows that what it sent has arrived
+in_flight       what ranks hold at once
+"""

@@ -43,7 +43,9 @@ def build_schedule(
 
 
 def gpipe(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:
-    """All forwards, then all backwards (Huang et al., 2019). p = 3, m = 3:
+    """Run all forwards, then all backwards (Huang et al., 2019).
+
+    p = 3, m = 3:
 
     0  0F0 0F1 0F2                         0B0---- 0B1---- 0B2
     1      1F0 1F1 1F2             1B0---- 1B1---- 1B2
@@ -54,8 +56,9 @@ def gpipe(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:
 
 
 def one_f_one_b(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:
-    """A backward as soon as there is one, then a forward, so that at most p - rank micro-batches
-    are in flight (Narayanan et al., 2019). p = 3, m = 4:
+    """Run a backward as soon as there is one, then a forward (Narayanan et al., 2019).
+
+    So at most p - rank micro-batches are in flight. p = 3, m = 4:
 
     0  0F0 0F1 0F2                 0B0---- 0F3 0B1----     0B2----     0B3
     1      1F0 1F1         1B0---- 1F2 1B1---- 1F3 1B2----     1B3
@@ -87,8 +90,10 @@ def interleaved(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:
 
 
 def zb1p(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:
-    """Interleaved 1F1B with split backwards; W comes `rank` backwards after its I, so that no rank
-    has more in flight than the first (Qi et al., 2024, ZB-H1). p = 3, v = 1, m = 4:
+    """Run interleaved 1F1B with split backwards (Qi et al., 2024, ZB-H1).
+
+    W comes `rank` backwards after its I, so that no rank has more in flight than the first. p = 3,
+    v = 1, m = 4:
 
     0  0F0 0F1 0F2         0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
     1      1F0 1F1     1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
@@ -107,8 +112,9 @@ def zb1p(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:
 
 
 def zbv(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:
-    """Two stages per rank in a V, and split backwards: no waiting but at the ends if F, I and W take
-    equal times (Qi et al., 2024, ZB-V). p = 2, m = 3:
+    """Run two stages per rank in a V, with split backwards (Qi et al., 2024, ZB-V).
+
+    If F, I and W take equal times, no rank waits but at the ends. p = 2, m = 3:
 
     0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
     1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
@@ -137,8 +143,9 @@ def zbv(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:
 
 
 def dualpipev(rank: int, p: int, v: int, m: int) -> Iterator[Slot]:  # noqa: C901  (its eight steps, as drawn)
-    """Two stages per rank in a V; the main part pairs one stage's forward with the other's backward
-    (DeepSeek-V3, 2024, in its V form). p = 2, m = 4, + ties a pair:
+    """Pair the forward of one stage with the backward of the rank's other in a V (DeepSeek-V3, 2024).
+
+    It is DualPipe in its V form; + ties a pair of the main part. p = 2, m = 4:
 
     0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3+3B1----     3F2+0B0---- 3B2----     3F3+0B1---- 3B3---- 0I2 0W2 0I3 0W3
     1      1F0 2F0 1F1 2F1 1F2 2B0---- 2F2+1B0---- 1F3+2B1---- 2F3+1B1---- 2B2---- 1B2----     2I3 1I3 2W3 1W3

@@ -1,0 +1,11 @@
+"""States how operators can be split: by factors, atoms, cuts and windows.
+
+equation              an operator as labels on dims
+rule                  what a rule answers about a family of operators
+strategies            from a graph to its atoms and all strategies
+atoms                 into what every dim can be split
+window                which input rows a range of output rows needs
+halo                  fetching them from other ranks
+statistics            moments over sharded dims
+sample_independence   whether samples go through a graph independently
+"""

@@ -23,6 +23,8 @@ from autopar.sharding.window import RowMap
 
 
 class Kind(Enum):
+    """What an operator does along a factor, by the mark that its equation bears."""
+
     FREE = ""
     CONTRACTED = "+"
     WINDOWED = "~"

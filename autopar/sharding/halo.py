@@ -90,7 +90,7 @@ def needed(site: Site, dim: int, factor: str, window: RowMap) -> Need:
 
 
 def place_along(site: Site, factor: str) -> int:
-    """This rank's place among those that share the dim of `factor`."""
+    """The place that the rank has among those that share the dim of `factor`."""
     place = 0
     for axis in site.axes(factor):
         place = place * site.mesh.shape[axis] + site.coordinate[axis]

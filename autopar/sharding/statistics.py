@@ -66,7 +66,7 @@ def narrowed(site: Site, value: Handle) -> Handle:
 
 
 def affine(site: Site, value: Handle, weight: Handle | None, bias: Handle | None) -> Handle:
-    """value * weight + bias, both shaped to broadcast."""
+    """Scale and shift: value * weight + bias, both shaped to broadcast."""
     if weight is not None:
         value = site.call(aten.mul.Tensor, value, weight)
     return value if bias is None else site.call(aten.add.Tensor, value, bias)

@@ -77,7 +77,7 @@ class LinearProgram:
         self.row(terms, value, math.inf)
 
     def row(self, terms: Iterable[tuple[float, int]], low: float, high: float) -> None:
-        """low <= sum of terms <= high."""
+        """Add the row low <= sum of terms <= high."""
         pairs = list(terms)
         (number,) = self.between([low], [high])
         self.enter(

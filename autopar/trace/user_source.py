@@ -11,6 +11,7 @@ from torch import fx
 
 
 def module_of(node: fx.Node) -> str:
+    """The qualified name of the innermost module that calls the operator; empty for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed([path for path, _ in stack.values()]), "") if stack else ""
     return re.sub(r"^model(\.|$)", "", re.sub(r"@\d+$", "", str(path)))
@@ -31,6 +32,7 @@ def _frames(text: str) -> Iterator[str]:
 
 
 def source_of(node: fx.Node) -> str:
+    """The innermost line of the user's own code that calls the operator; empty where none is known."""
     return next(reversed(list(_frames(node.meta.get("stack_trace") or ""))), "")
 
 
@@ -43,4 +45,5 @@ def user_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
+    """What an error says first, or its type where it says nothing."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

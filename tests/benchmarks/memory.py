@@ -90,7 +90,12 @@ class Case:
         options = dict(self.options)
         force = options.pop("force", None)
         request = make_request(options.pop("mesh", None), force, None, None, 1e-3, self.optimizer, False)
-        pipeline = {"stages": 1, "micro_batches": 1, "schedule": "1f1b", "recompute": "none"} | options
+        pipeline: dict[str, Any] = {
+            "stages": 1,
+            "micro_batches": 1,
+            "schedule": "1f1b",
+            "recompute": "none",
+        } | options
         request, _ = with_pipeline(request, self.cluster, force, **pipeline)
         return replace(request, alternatives=False)
 

@@ -35,7 +35,7 @@ from autopar.rewrite.build import build_stages
 from autopar.units import show_bytes, show_seconds
 from examples.characters import gpt
 from tests.benchmarks.wide_resnet import wide_resnet
-from tests.first_strategy import weight_bytes
+from tests.planning.weight_bytes import weight_bytes
 
 PHASES = {  # the functions in which each phase happens, as their callers name them
     "trace": ("autopar.compiler.trace",),
@@ -110,7 +110,7 @@ class Stopwatch:
 
 
 def _find(place: str) -> Callable[..., Any]:
-    found, _ = patch(place).get_original()  # type: ignore[attr-defined]
+    found, _ = patch(place).get_original()
     return found  # type: ignore[no-any-return]
 
 

@@ -18,7 +18,7 @@ from autopar.proof.operators import OneOperator, error, strategies
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Sample
 from autopar.sharding.strategies import find_atoms, options_of
-from tests.forced import Forced, check_against_serial, forced, option
+from tests.forced_programs import Forced, check_against_serial, force_each, option
 
 aten = torch.ops.aten
 X = torch.randn(2, 4, 8, 12)
@@ -111,7 +111,7 @@ def test_windows_of_dims_that_are_cut_in_blocks(layer: nn.Module) -> None:
     def by(graph: Graph, mesh: Mesh) -> Forced:
         dims = Dims(graph, find_atoms(graph), mesh)
         assert any(len(atoms) > 1 for name in graph.specs for atoms in dims.atoms.of[name][2:3])
-        return dims, forced(graph, dims, lambda item: (option(item, dims, Shard(2)),))
+        return dims, force_each(graph, dims, lambda item: (option(item, dims, Shard(2)),))
 
     layer = nn.Sequential(nn.Conv1d(2, 2, 1), layer)
     model = Blocks(layer, lambda y: y.unflatten(2, (-1, 4)).sin()).double()

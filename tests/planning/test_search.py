@@ -20,7 +20,7 @@ from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.fold import fold
 from autopar.trace.export import Traced, trace
 from examples.characters import gpt
-from tests.first_strategy import weight_bytes
+from tests.planning.weight_bytes import weight_bytes
 
 NODE = ClusterSpec(devices_per_node=8, device="h100", memory="80GB", intra=Link(2e-6, 450e9))
 TWO_NODES = ClusterSpec(

@@ -225,7 +225,7 @@ def traps(model: Model, program: Program, dims: Dims, pipeline: Pipeline) -> set
         ),
         "offloaded tensor": any(offload in part for part in calls),
         "offloaded tensor for a later stage": any(
-            node.args[0].target is offload for stage in cut for node in results(stage)
+            node.target is offload for stage in cut for node in sources(stage)
         ),
     }
     return {name for name in TRAPS if found[name]}
@@ -234,10 +234,16 @@ def traps(model: Model, program: Program, dims: Dims, pipeline: Pipeline) -> set
 def relayed(stage: StageProgram) -> list[str]:
     """The values that a stage received and sends on, by name."""
     places = [node for node in stage.graph.nodes if node.op == "placeholder"][: len(stage.received)]
-    return [node.args[0].name for node in results(stage) if node.args[0] in places]
+    return [node.name for node in sources(stage) if node in places]
+
+
+def sources(stage: StageProgram) -> list[fx.Node]:
+    """What a stage copies to send it on."""
+    return [node for result in results(stage) for node in result.all_input_nodes]
 
 
 def results(stage: StageProgram) -> list[fx.Node]:
     """What a stage sends on: copies."""
     (output,) = (node for node in stage.graph.nodes if node.op == "output")
-    return list(output.args[0])[: len(stage.sent)]
+    nodes: list[fx.Node] = output.all_input_nodes
+    return nodes[: len(stage.sent)]

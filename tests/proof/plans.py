@@ -14,17 +14,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-import autopar.ops
-import autopar.runtime.collectives.placement_moves
-import autopar.runtime.collectives.random  # noqa: F401  (registers the operators that programs call)
 from autopar.convert.moves import canonical, effect
-from autopar.convert.path import tree
+from autopar.convert.path import Price
 from autopar.core.gathering import Gathering
-from autopar.core.graph import Graph, InputKind, Operator
+from autopar.core.graph import Graph, GraphInput, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.offload import Moved
-from autopar.core.placement import Layout, P, R, Shard
+from autopar.core.placement import Layout, P, Placement, R, Shard
 from autopar.core.program import Program
 from autopar.core.recompute import Segment
 from autopar.core.strategy import GATHERED, Strategy
@@ -35,6 +32,7 @@ from autopar.rewrite.recompute import recomputing
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
 from autopar.solve.placement.space import Kinds
+from tests.forced_programs import connect, whole
 from tests.proof.models import ROUNDING, Model, serial
 
 MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
@@ -73,8 +71,29 @@ ROWS = [
 def draw_program(random: Random, graph: Graph, dims: Dims, *, whole_outputs: bool = False) -> Program:
     """Strategies, stored layouts and paths, all at random."""
     strategies = {item.name: draw_strategy(random, item, dims) for item in graph.operators}
-    program = program_of(random, graph, dims, strategies, whole_outputs=whole_outputs)
-    return replace(program, recompute=draw_parts(random, len(graph.operators)))
+
+    def store(item: GraphInput, needs: Sequence[Layout]) -> Layout:
+        if item.mutated:
+            return canonical(needs[0], differentiable=False)
+        return draw_layout(random, item.name, needs, dims)
+
+    def leave(name: str) -> Layout:
+        return whole(dims) if whole_outputs else draw_output(random, name, graph, dims)
+
+    program = connect(graph, dims, strategies, store=store, leave=leave, price=draw_price(random))
+    gatherings = {name: random.choice(GATHERINGS) for name in weights(graph)}
+    return replace(program, gatherings=gatherings, recompute=draw_parts(random, len(graph.operators)))
+
+
+def draw_price(random: Random) -> Price:
+    """A rate for each kind of move and axis, drawn when it is first met."""
+    rates: dict[tuple[str, int], float] = {}
+
+    def price(move: Move) -> float:
+        name = effect(move).name
+        return rates.setdefault((name, move.axis), random.choice(DEAR if name == "p_to_b" else RATES))
+
+    return price
 
 
 def draw_parts(random: Random, operators: int) -> tuple[Segment, ...]:
@@ -105,82 +124,6 @@ def _touched(operation: Operator) -> list[str]:
     return [*operation.operands, *(name for name in operation.results if name)]
 
 
-def forced(
-    graph: Graph, dims: Dims, factors: Mapping[str, str], stored: Mapping[str, Layout] | None = None
-) -> Program:
-    """The operators that make the named tensors run by a factor for each axis ("n o"), or by one for
-    all axes; the others are gathered. Inputs are whole unless `stored` says how they lie."""
-    strategies: dict[str, Strategy] = {}
-    for item in graph.operators:
-        words = next((factors[name] for name in item.results if name in factors), GATHERED).split()
-        named = {option.factor: option for option in options_of(item, dims)}
-        axes = words * len(dims.mesh.shape) if len(words) == 1 else words
-        strategies[item.name] = tuple(named[word] for word in axes)
-    return program_of(None, graph, dims, strategies, stored)
-
-
-def program_of(
-    random: Random | None,
-    graph: Graph,
-    dims: Dims,
-    strategies: Mapping[str, Strategy],
-    stored: Mapping[str, Layout] | None = None,
-    *,
-    whole_outputs: bool = False,
-) -> Program:
-    """The strategies with stored layouts and paths at random; without `random`, whole and shortest."""
-    whole: Layout = (R,) * len(dims.mesh.shape)
-    needs: dict[str, list[Layout]] = {name: [] for name in graph.specs}
-    sources: dict[str, Layout] = {}
-    for operation in graph.operators:
-        strategy = strategies[operation.name]
-        for index, name in enumerate(operation.operands):
-            needs[name].append(tuple(option.operands[index] for option in strategy))
-        for index, result in enumerate(operation.results):
-            if result:
-                sources[result] = tuple(option.results[index] for option in strategy)
-    for item in graph.inputs:
-        if item.mutated:
-            sources[item.name] = canonical(needs[item.name][0], differentiable=False)
-        elif random is None:
-            sources[item.name] = (stored or {}).get(item.name, whole)
-        else:
-            sources[item.name] = draw_layout(random, item.name, needs[item.name], dims)
-    outputs = {
-        name: draw_output(random, name, graph, dims) if random is not None and not whole_outputs else whole
-        for name in graph.outputs
-    }
-    for name, layout in outputs.items():
-        needs[name].append(layout)
-    for buffer, value in graph.writes:
-        needs[value].append(sources[buffer])
-    prices: dict[tuple[str, int], float] = {}
-
-    def price(move: Move) -> float:
-        if random is None:
-            return 1.0
-        rates = DEAR if effect(move).name == "p_to_b" else RATES
-        return prices.setdefault((effect(move).name, move.axis), random.choice(rates))
-
-    moves = {
-        name: tree(
-            sources[name],
-            wanted,
-            price,
-            legal=lambda layout, name=name: dims.legal(name, layout),
-            differentiable=graph.specs[name].requires_grad,
-        )
-        for name, wanted in needs.items()
-    }
-    gatherings = {
-        item.name: random.choice(GATHERINGS)
-        for item in graph.inputs
-        if random is not None and item.kind is InputKind.PARAMETER
-    }
-    inputs = {item.name: sources[item.name] for item in graph.inputs}
-    return Program(dims.mesh, inputs, strategies, moves, outputs, gatherings=gatherings)
-
-
 def draw_strategy(random: Random, operation: Operator, dims: Dims) -> Strategy:
     """A legal strategy; sharded options are drawn more often than there are of them."""
     options = options_of(operation, dims)
@@ -199,14 +142,15 @@ def draw_strategy(random: Random, operation: Operator, dims: Dims) -> Strategy:
 def draw_layout(random: Random, name: str, needs: Sequence[Layout], dims: Dims) -> Layout:
     """How an input is kept: whole, or split on any atom, as somebody takes it or not."""
     shards = [Shard(dim, atom) for dim, atoms in enumerate(dims.atoms.of[name]) for atom in range(len(atoms))]
+    placements: list[Placement] = [R, R, *shards]
     wanted = [tuple(item if isinstance(item, Shard) else R for item in layout) for layout in needs]
     for _ in range(TRIES):
-        layout = tuple(random.choice((R, R, *shards)) for _ in dims.mesh.shape)
+        layout = tuple(random.choice(placements) for _ in dims.mesh.shape)
         if wanted and random.random() < 0.5:
             layout = random.choice(wanted)
         if dims.legal(name, layout):
             return layout
-    return (R,) * len(dims.mesh.shape)
+    return whole(dims)
 
 
 def draw_output(random: Random, name: str, graph: Graph, dims: Dims) -> Layout:

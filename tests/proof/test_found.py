@@ -8,8 +8,9 @@ import torch
 
 from autopar.core.graph import Ref
 from autopar.core.mesh import Mesh
+from tests.forced_programs import force_factors
 from tests.proof.models import Model, Script
-from tests.proof.plans import TOLERANCE, dims_of, forced, limit_of, magnified, prove
+from tests.proof.plans import TOLERANCE, dims_of, limit_of, magnified, prove
 
 aten = torch.ops.aten
 
@@ -17,7 +18,7 @@ aten = torch.ops.aten
 def error(model: Model, mesh: Mesh, factors: Mapping[str, str]) -> float:
     """Of the program whose operators (by result) run by `factors` on every axis, the others gathered."""
     dims = dims_of(model, mesh)
-    return prove(model, forced(model.graph, dims, factors), dims)[0]
+    return prove(model, force_factors(model.graph, dims, factors), dims)[0]
 
 
 def test_group_norm_is_free_in_every_atom_of_its_samples() -> None:

@@ -23,7 +23,7 @@ from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from examples.photographs import unet
-from tests.forced import Forced, check_against_serial, forced, option, traced
+from tests.forced_programs import Forced, check_against_serial, force_each, option, traced
 
 
 class Chain(nn.Sequential):
@@ -55,7 +55,7 @@ def batch_by_domain(graph: Graph, mesh: Mesh) -> Forced:
             return (option(operation, dims, R),) * 2
         return option(operation, dims, Shard(0)), option(operation, dims, Shard(2))
 
-    return dims, forced(graph, dims, choose)
+    return dims, force_each(graph, dims, choose)
 
 
 def test_a_convolution_chain_by_batch_and_domain() -> None:
@@ -112,7 +112,7 @@ def test_a_unet_by_domain_computes_what_the_serial_one_does(mesh: Mesh) -> None:
             wanted = (Shard(2), Shard(3)) if spatial else (R, R)
             return tuple(option(operation, dims, placement) for placement in wanted[: len(mesh.shape)])
 
-        program = forced(graph, dims, choose)
+        program = force_each(graph, dims, choose)
         images = [item for item in graph.operators if len(graph.specs[item.results[0] or ""].shape) == 4]
         assert all(option.shards for item in images for option in program.strategies[item.name])
         return dims, program
@@ -137,7 +137,7 @@ def test_a_conversion_that_several_uses_share_appears_once() -> None:
     def choose(operation: Operator) -> Strategy:
         return (option(operation, dims, Shard(0) if "relu" in operation.name else R),)
 
-    program = forced(graph, dims, choose)
+    program = force_each(graph, dims, choose)
     written = rewrite(graph, program, dims, rank=0)
     assert Counter(target for target, _, _ in written.emitter.collectives) == {"autopar.s_to_r.default": 1}
 
@@ -145,7 +145,9 @@ def test_a_conversion_that_several_uses_share_appears_once() -> None:
 def test_a_plan_without_the_move_that_a_use_needs_is_refused() -> None:
     graph, _ = traced(Fork(), torch.rand(6, 6))
     dims = Dims(graph, find_atoms(graph), Mesh((2,)))
-    whole = forced(graph, dims, lambda item: (option(item, dims, Shard(0) if "relu" in item.name else R),))
+    whole = force_each(
+        graph, dims, lambda item: (option(item, dims, Shard(0) if "relu" in item.name else R),)
+    )
     program = Program(
         whole.mesh, whole.inputs, whole.strategies, dict.fromkeys(whole.moves, ()), whole.outputs
     )

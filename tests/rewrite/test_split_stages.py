@@ -20,8 +20,7 @@ from autopar.rewrite.split_stages import StageProgram, _is_random, split
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.simplify import only_loss
-from tests.first_strategy import force
-from tests.forced import forced, option, traced
+from tests.forced_programs import force_each, force_kinds, option, traced
 from tests.proof.pipelines import relayed
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
@@ -63,7 +62,7 @@ def net() -> tuple[Graph, dict[str, Tensor]]:
 def whole() -> tuple[Graph, RankProgram, dict[str, Tensor]]:
     graph, values = net()
     dims = Dims(graph, find_atoms(graph), LOCAL)
-    return graph, rewrite(graph, force(graph, dims, ["none"]), dims, rank=0), values
+    return graph, rewrite(graph, force_kinds(graph, dims, ["none"]), dims, rank=0), values
 
 
 def placeholders(stage: StageProgram) -> list[fx.Node]:
@@ -213,7 +212,7 @@ def test_a_buffer_that_one_stage_reads_and_another_writes_is_refused_by_name() -
 
     graph, _ = traced(Average(), torch.randn(4, 3))
     dims = Dims(graph, find_atoms(graph), LOCAL)
-    program = rewrite(graph, force(graph, dims, ["none"]), dims, rank=0)
+    program = rewrite(graph, force_kinds(graph, dims, ["none"]), dims, rank=0)
     names = [item.name for item in graph.operators]
     read, written = names.index("sub"), names.index("mean_")
     assert inseparable(graph) == dict.fromkeys(range(read + 1, written + 1), "mean")
@@ -238,7 +237,7 @@ def test_noise_that_is_made_from_nothing_is_drawn_in_all_later_stages_too() -> N
 
     graph, _ = traced(Noisy(), torch.randn(4, 3))
     dims = Dims(graph, find_atoms(graph), LOCAL)
-    program = rewrite(graph, force(graph, dims, ["none"]), dims, rank=0)
+    program = rewrite(graph, force_kinds(graph, dims, ["none"]), dims, rank=0)
     first, second = split(program, graph, (0, 3))
     drawn = [[node.target for node in calls(stage) if _is_random(node)] for stage in (first, second)]
     assert drawn == [[aten.randn.default], [aten.randn.default, autopar.dropout_mask.default]]
@@ -258,7 +257,7 @@ def test_what_writes_statistics_is_in_one_stage_although_nobody_takes_its_result
 
     graph, _ = traced(Counted(), torch.randn(4, 3))
     dims = Dims(graph, find_atoms(graph), LOCAL)
-    program = rewrite(graph, force(graph, dims, ["none"]), dims, rank=0)
+    program = rewrite(graph, force_kinds(graph, dims, ["none"]), dims, rank=0)
     for cut in range(len(graph.operators) + 1):
         stages = split(program, graph, (0, cut))
         norms = [node for stage in stages for node in calls(stage) if "batch_norm" in str(node.target)]
@@ -272,7 +271,7 @@ def test_the_gradient_of_a_batch_norm_on_the_samples_crosses_the_cut() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Tanh())
     graph, _ = traced(model, torch.randn(4, 3))
     dims = Dims(graph, find_atoms(graph), Mesh((2,)))
-    program = forced(graph, dims, lambda item: (option(item, dims, Shard(0)),))
+    program = force_each(graph, dims, lambda item: (option(item, dims, Shard(0)),))
     written = rewrite(graph, program, dims, rank=0)
     assert any(node.target is autopar.batch_norm.default for node in written.graph.nodes)
     _, last = split(written, graph, (0, len(graph.operators) - 1))
@@ -295,7 +294,7 @@ def test_a_stage_reads_like_any_program() -> None:
 
     graph, _ = traced(Tied(), torch.randn(4, 4))
     dims = Dims(graph, find_atoms(graph), Mesh((2,)))
-    program = rewrite(graph, force(graph, dims, ["batch"]), dims, rank=0)
+    program = rewrite(graph, force_kinds(graph, dims, ["batch"]), dims, rank=0)
     printed = "\n".join(text(stage) for stage in split(program, graph, (0, 2, 3)))
     assert_expected_inline(
         printed,

@@ -161,7 +161,8 @@ def draw_all_to_all(key: str, dims: tuple[int, int], seed: int) -> Case:
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     size = len(groups_of(key)[0])
     blocks, sizes = [draw.randint(1, 2) for _ in dims], [partition(draw, size) for _ in dims]
-    inputs, gradients = {}, {}
+    inputs: dict[int, Tensor] = {}
+    gradients: dict[int, Tensor] = {}
     for ranks in groups_of(key):
         for index, rank in enumerate(ranks):
             for split, tensors in ((0, inputs), (1, gradients)):

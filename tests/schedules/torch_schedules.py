@@ -90,20 +90,23 @@ class Recorder:
         self.stage_index, self.num_stages, self.is_last = index, stages, index == stages - 1
         self.program: Program = []
 
-    def _with(self, other: int, *ends: int, n: int) -> list[Transfer]:
-        return [Transfer(*ends, n)] if 0 <= other < self.num_stages else []
+    def _send(self, target: int, n: int) -> list[Transfer]:
+        return [Transfer(self.stage_index, target, n)] if 0 <= target < self.num_stages else []
+
+    def _receive(self, source: int, n: int) -> list[Transfer]:
+        return [Transfer(source, self.stage_index, n)] if 0 <= source < self.num_stages else []
 
     def get_fwd_recv_ops(self, n: int) -> list[Transfer]:
-        return self._with(self.stage_index - 1, self.stage_index - 1, self.stage_index, n=n)
+        return self._receive(self.stage_index - 1, n)
 
     def get_fwd_send_ops(self, n: int) -> list[Transfer]:
-        return self._with(self.stage_index + 1, self.stage_index, self.stage_index + 1, n=n)
+        return self._send(self.stage_index + 1, n)
 
     def get_bwd_recv_ops(self, n: int) -> list[Transfer]:
-        return self._with(self.stage_index + 1, self.stage_index + 1, self.stage_index, n=n)
+        return self._receive(self.stage_index + 1, n)
 
     def get_bwd_send_ops(self, n: int) -> list[Transfer]:
-        return self._with(self.stage_index - 1, self.stage_index, self.stage_index - 1, n=n)
+        return self._send(self.stage_index - 1, n)
 
     def forward_one_chunk(self, n: int, *_: Any, **__: Any) -> None:
         self.program.append(Action(self.stage_index, ActionKind.FORWARD, n))
@@ -133,7 +136,7 @@ def single_programs(shape: Shape, patch: pytest.MonkeyPatch) -> list[Program]:
     for rank in range(ranks):
         stage = Recorder(rank, ranks)
         programs.append(stage.program)
-        schedule = SINGLE[kind](stage, micro_batches)  # type: ignore[arg-type, abstract]
+        schedule = SINGLE[kind](stage, micro_batches)  # type: ignore[arg-type]
         patch.setattr(schedule, "_initialize_stage", lambda *_: None)
         schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches)
     return programs

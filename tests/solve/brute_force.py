@@ -25,7 +25,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.placement import B, Layout, R
 from autopar.core.program import Program
-from autopar.cost.machine.collectives import CollectiveTable
+from autopar.cost.machine.collectives import CollectiveTable, Point, Series
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import peak_memory
@@ -45,7 +45,7 @@ DEVICE = DeviceModel("slow", "cpu", ((torch.float64, 1e7),), bandwidth=1e7, laun
 
 def random_prices(graph: Graph, mesh: Mesh, random: Random) -> Prices:
     """Costs of a slow device whose collectives are priced at random, each kind for itself."""
-    points = {}
+    points: dict[Series, tuple[Point, ...]] = {}
     for kind in Collective:
         for size in {*mesh.shape, mesh.num_devices}:
             small = 10 ** random.uniform(-6, -3)

@@ -1,0 +1,9 @@
+"""Knows how fast a cluster is: rooflines, closed forms, and measurements of both.
+
+model                 all that is known about a cluster's speed
+devices               rooflines, from data sheets or calibrated here
+compute               seconds of an operator
+flops                 floating-point operations of a call
+collectives           seconds of a collective
+measure_collectives   collectives of a running process group, measured
+"""

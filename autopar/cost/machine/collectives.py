@@ -80,7 +80,7 @@ def all_to_all(nbytes: int, size: int, link: LinkLike) -> float:
 
 
 def send_recv(nbytes: int, link: LinkLike) -> float:
-    """alpha + n beta for one message of `nbytes` to a neighbour; halos and pipeline hops are such."""
+    """Seconds for one message to a neighbour, a halo or a pipeline hop: alpha + nbytes beta."""
     return link.latency + nbytes / link.bandwidth
 
 

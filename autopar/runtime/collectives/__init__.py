@@ -1,0 +1,12 @@
+"""Registers what ranks do together: moves, and operators whose dims are split.
+
+placement_moves   torch.ops.autopar.<from>_to_<to>
+convolution       convolutions whose rows are split
+batch_norm        batch norm whose statistics span ranks
+random            masks of random operators
+groups            process groups by key
+transport         tensors between ranks, by the fastest way of each backend
+local_sockets     sockets between ranks that share a machine
+row_ranges        ranges of rows, checked
+memory_format     NCHW or channels-last
+"""

@@ -53,7 +53,7 @@ def _moments(x: Tensor, group: str, count: int) -> Moments:
 
 
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """weight (x - mean) / sqrt(var + eps) + bias."""
+    """Normalise x by the given moments: weight (x - mean) / sqrt(var + eps) + bias."""
     if not x.numel():  # ATen's kernels divide by the number of elements
         return torch.empty_like(x)
     return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]

@@ -97,7 +97,7 @@ def of_ranks(ranks: Sequence[int], *, timeout: timedelta) -> ProcessGroup | None
 
 
 def group(key: str) -> ProcessGroup:
-    """This rank's process group of `key`."""
+    """The process group of `key` that this rank is in."""
     world = dist.group.WORLD
     found = _groups[world].get(key) if world is not None and world in _groups else None
     if found is None:
@@ -121,7 +121,7 @@ def size(key: str) -> int:
 
 
 def index(key: str) -> int:
-    """This rank's place in its group of `key`, in major-minor order."""
+    """The place that this rank has in its group of `key`, in major-minor order."""
     rank = _rank()
     return _ranks(key, rank).index(rank)
 

@@ -63,7 +63,7 @@ def _parts(x: Tensor, dim: int, blocks: int, sizes: Sequence[int]) -> tuple[Tens
 
 
 def _mine(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Tensor:
-    """This rank's part of the full tensor, as such a view."""
+    """The part of the full tensor that this rank holds, as such a view."""
     me = groups.index(group)
     return _blocked(x, dim, blocks).narrow(dim + 1, sum(sizes[:me]), sizes[me])
 

@@ -1,0 +1,9 @@
+"""Runs the programs of one rank: whole, or stage by stage.
+
+executable       what a rank needs for it: the seam to rewriting
+bound_program    one program, tied to the tensors of a module
+staged_program   training steps by a schedule
+stage            one stage over one micro-batch at a time
+torch_stage      the same under torch.distributed.pipelining's schedules
+forward_relay    calls without gradients, from stage to stage
+"""

@@ -29,7 +29,7 @@ from autopar.trace.micro_batches import MicroBatch
 
 
 class Relay:
-    """This rank's stages for one kind of call; `find` and `group` are those of StagedProgram."""
+    """Runs the stages of this rank for one kind of call; `find` and `group` are those of StagedProgram."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from autopar.trace.micro_batches import MicroBatch
 
 
 class StagedProgram:
-    """This rank's stages, tied to the tensors of a parallel module, and their schedules.
+    """Ties the stages of this rank to the tensors of a parallel module, and runs their schedules.
 
     `find(target)()` is the outer parameter or buffer of that name, on this rank; `group` are the ranks
     with this one's place in their meshes, one of each pipeline rank.

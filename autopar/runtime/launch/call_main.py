@@ -18,6 +18,7 @@ RESULT = "result.{rank}"
 
 
 def main(folder: Path) -> None:
+    """Call the function that `folder` holds pickled, and write its result there."""
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with (folder / CALL).open("rb") as file:
         sys.path[:] = pickle.load(file)  # before the function, which it makes importable

@@ -54,7 +54,7 @@ def sharding_key(mesh: Mesh, layout: Layout) -> str | None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter or buffer, sharing its storage."""
+    """The part of a parameter or buffer that this rank holds, sharing its storage."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

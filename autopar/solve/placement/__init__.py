@@ -1,0 +1,14 @@
+"""Chooses how every operator of one stage runs and how every tensor lies, by an integer program.
+
+space             what may be chosen
+problem           the program: variables, rows, costs
+flow_rows         its rows that keep a tensor's flow
+gather_phases     the phases that a weight's flow goes through
+shard_state       what `--shard-state` asks for
+fold              equal blocks, planned once
+symmetry          axes that are interchangeable
+search            solves it, and checks the answer
+decode            from choices to a Program
+local_search      programs that differ by a single choice
+memory_frontier   programs where bytes have a price
+"""

@@ -200,7 +200,7 @@ class Problem:
                     self.hold(cost.kept.extra_bytes * len(members), variable)
 
     def add_again(self) -> None:
-        """r of every strategy; a view is made again only with what it views."""
+        """Add r of every strategy; a view is made again only with what it views."""
         for name, members in self.members.items():
             operation = self.operators[name]
             costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
@@ -272,7 +272,7 @@ class Problem:
         ]
 
     def end(self, name: str, repetition: int) -> list[int]:
-        """x of one repetition alone, in the relaxation."""
+        """The x of one repetition alone, in the relaxation."""
         key = (name, repetition)
         if key not in self.ends:
             self.ends[key] = [self.lp.variable(upper=1.0) for _ in self.x[name]]

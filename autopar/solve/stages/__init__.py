@@ -1,0 +1,12 @@
+"""Cuts a placed program into pipeline stages, for the shortest step under a schedule.
+
+step               a placement as a whole training step
+cut_costs          what cuts cost, in tables over pairs of places
+cut_search         the best cut
+rank_bounds        lower bounds on the seconds of cuts
+joint_bound        a lower bound over all placements and cuts
+local_search       neighbouring placements, each cut into stages
+mixture            parts of several placements, joined
+refine             the last touches
+user_checkpoints   what the model itself computes again
+"""

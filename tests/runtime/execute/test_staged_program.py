@@ -40,8 +40,8 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.schedules.fill_bubbles import order_of
 from autopar.trace.call_signature import flatten_arguments
 from autopar.trace.micro_batches import mask_seed
-from tests.first_strategy import forced
 from tests.pool import Pool
+from tests.runtime.forced_compiler import forced_compiler
 from tests.targets import conjugates
 
 Pools = Callable[[int], Pool]
@@ -127,7 +127,7 @@ def parallel(
 ) -> ParallelModule:
     shape, wanted, pipeline = CASES[case]
     pipeline = replace(pipeline, starts=starts or pipeline.starts)
-    compiler = forced(Mesh(shape), wanted, pipeline=pipeline, offload=case.endswith("offloaded"))
+    compiler = forced_compiler(Mesh(shape), wanted, pipeline=pipeline, offload=case.endswith("offloaded"))
     return ParallelModule(
         model, compiler, describe=describe, device=CPU, by_steps=True, exact_random=True, **options
     )

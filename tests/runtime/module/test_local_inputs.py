@@ -19,8 +19,8 @@ from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.sampler import BatchSampler
-from tests.first_strategy import forced
 from tests.pool import Pool
+from tests.runtime.forced_compiler import forced_compiler
 from tests.runtime.module.test_parallel_module import CPU, EXACT, PLANS, gap, make_net
 from tests.runtime.module.test_parallel_module import batch as images
 
@@ -255,7 +255,7 @@ def test_local_inputs_want_examples_and_options_their_words() -> None:
 
 def _global(plan: str) -> None:
     shape, wanted = PLANS[plan]
-    ours = ParallelModule(make_net(), forced(Mesh(shape), wanted), describe=describe, device=CPU)
+    ours = ParallelModule(make_net(), forced_compiler(Mesh(shape), wanted), describe=describe, device=CPU)
     with pytest.raises(InputError, match="pass example_inputs"):
         _ = ours.samples
     ours.prepare(*images(6))
@@ -278,7 +278,11 @@ class Counter(nn.Module):
 
 def _no_batch(mesh: str) -> None:
     ours = ParallelModule(
-        Counter(), forced(Mesh.parse(mesh), ["batch"]), describe=describe, device=CPU, local_inputs=True
+        Counter(),
+        forced_compiler(Mesh.parse(mesh), ["batch"]),
+        describe=describe,
+        device=CPU,
+        local_inputs=True,
     )
     ours.prepare(3)
     assert ours(3) == 12
@@ -299,7 +303,7 @@ def _input_gradient(mesh: str, plan: str, size: int) -> None:
     shape, wanted = PLANS.get(plan, ((2,), [plan]))
     serial = make_net()
     ours = ParallelModule(
-        make_net(), forced(Mesh(shape), wanted), describe=describe, device=CPU, local_inputs=True
+        make_net(), forced_compiler(Mesh(shape), wanted), describe=describe, device=CPU, local_inputs=True
     )
     x, y = images(size)
     whole = x.clone().requires_grad_()

@@ -16,8 +16,8 @@ from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module.optimizers import _at_steps, _hooks
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.first_strategy import forced
 from tests.pool import Pool
+from tests.runtime.forced_compiler import forced_compiler
 
 Pools = Callable[[int], Pool]
 EXACT = 1e-12  # sums in another order, float64
@@ -44,7 +44,7 @@ def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 def pair(dtype: torch.dtype = torch.float64) -> tuple[Net, ParallelModule]:
     ours = ParallelModule(
-        Net(dtype), forced(Mesh((2,)), ["filter"]), describe=describe, device=torch.device("cpu")
+        Net(dtype), forced_compiler(Mesh((2,)), ["filter"]), describe=describe, device=torch.device("cpu")
     )
     ours.prepare(*batch(dtype))
     return Net(dtype), ours

@@ -24,8 +24,8 @@ from autopar.core.mesh import Mesh
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.first_strategy import forced
 from tests.pool import Pool
+from tests.runtime.forced_compiler import forced_compiler
 
 Pools = Callable[[int], Pool]
 CPU = torch.device("cpu")
@@ -76,7 +76,9 @@ def batch(size: int = 6, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 def parallel(model: nn.Module, plan: str, **options: Any) -> ParallelModule:
     shape, wanted = PLANS[plan]
-    return ParallelModule(model, forced(Mesh(shape), wanted), describe=describe, device=CPU, **options)
+    return ParallelModule(
+        model, forced_compiler(Mesh(shape), wanted), describe=describe, device=CPU, **options
+    )
 
 
 def prepared(plan: str, **options: Any) -> tuple[Net, ParallelModule]:

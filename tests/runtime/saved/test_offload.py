@@ -29,8 +29,8 @@ from autopar.schedules.in_flight import scheduled
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.stages import cut_search
-from tests.first_strategy import ROUGH, forced
 from tests.pool import Pool
+from tests.runtime.forced_compiler import ROUGH, forced_compiler
 from tests.runtime.saved.test_regather import train
 
 Pools = Callable[[int], Pool]
@@ -245,7 +245,7 @@ class Deep(nn.Module):
 def peaks(layers: int, *, away: bool, copies: int = 0) -> tuple[float, float]:
     """The most that a step holds on this rank, as predicted and as measured, in activations."""
     torch.manual_seed(0)
-    compiler = forced(Mesh((2,)), ["batch"], offload=away)
+    compiler = forced_compiler(Mesh((2,)), ["batch"], offload=away)
     ours = ParallelModule(Deep(layers, copies).double(), compiler, describe=describe, device=CPU)
     x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
     ours.prepare(x)
@@ -290,7 +290,7 @@ def staged_peaks(kind: ScheduleKind, *, away: bool) -> tuple[float, float]:
     torch.manual_seed(0)
     starts = (0, 10, 20, 30) if kind is ScheduleKind.INTERLEAVED else (0, 20)
     pipeline = Pipeline(2, 4, kind, starts)
-    compiler = forced(Mesh((1,)), ["batch"], pipeline=pipeline, offload=away)
+    compiler = forced_compiler(Mesh((1,)), ["batch"], pipeline=pipeline, offload=away)
     ours = ParallelModule(Deep(20, 0).double(), compiler, describe=describe, device=CPU, by_steps=True)
     x = torch.randn(2 * ROWS, WIDTH, dtype=torch.float64)
     ours.prepare(x)

@@ -25,8 +25,8 @@ from autopar.runtime.collectives import groups, transport
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters.parameters import local
 from autopar.runtime.saved import regather
-from tests.first_strategy import forced
 from tests.pool import Pool
+from tests.runtime.forced_compiler import forced_compiler
 
 Pools = Callable[[int], Pool]
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def parallel(
     plan: str, gathering: Gathering | None, model: nn.Module, *, offload: bool = False
 ) -> ParallelModule:
     shape, wanted, pipeline, again = PLANS[plan]
-    compiler = forced(
+    compiler = forced_compiler(
         Mesh(shape), wanted, pipeline=pipeline, gathering=gathering, recompute=again, offload=offload
     )
     by_steps = pipeline.is_staged or pipeline.micro_batches > 1
@@ -169,7 +169,7 @@ class Deep(nn.Module):
 def _peak(layers: int, gathering: Gathering) -> float:
     """The most that a step holds on this rank beside its shards and their gradients, in full matrices."""
     torch.manual_seed(0)
-    compiler = forced(Mesh((2,)), ["batch"], gathering=gathering)
+    compiler = forced_compiler(Mesh((2,)), ["batch"], gathering=gathering)
     ours = ParallelModule(Deep(layers).double(), compiler, describe=describe, device=CPU)
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     ours.prepare(x)
@@ -242,7 +242,9 @@ def _collectives(gathering: Gathering, recomputed: bool, micro_batches: int) -> 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_gather", "reduce_scatter"):
             patch.setattr(transport, name, counted(name))
-        compiler = forced(Mesh((2,)), ["batch"], pipeline=pipeline, gathering=gathering, recompute=recomputed)
+        compiler = forced_compiler(
+            Mesh((2,)), ["batch"], pipeline=pipeline, gathering=gathering, recompute=recomputed
+        )
         ours = ParallelModule(Deep(3).double(), compiler, describe=describe, device=CPU, by_steps=True)
         ours.train_step(torch.randn(8, WIDTH, dtype=torch.float64))
     return dict(counts)

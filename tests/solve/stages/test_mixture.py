@@ -16,9 +16,10 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.stages.mixture import Mixture, is_placed_alike
 from autopar.trace.export import trace
-from tests.first_strategy import ROUGH, force
+from tests.forced_programs import force_kinds
 from tests.proof.models import Model, draw_model
 from tests.proof.plans import dims_of, draw_program, limit_of, magnified, prove
+from tests.runtime.forced_compiler import ROUGH
 
 RANDOM = 400
 
@@ -70,7 +71,7 @@ def tied() -> tuple[Model, Dims, Mixture]:
     graph = trace(Tied().double(), (torch.zeros(4, 6, dtype=torch.long),), {}).graph
     dims = Dims(graph, find_atoms(graph), Mesh((2,)))
     filters = {name: ["filter"] for name in ("embed", "blocks.1", "blocks.3", "head")}
-    programs = [force(graph, dims, {"*": ["batch"], **each}) for each in ({}, filters)]
+    programs = [force_kinds(graph, dims, {"*": ["batch"], **each}) for each in ({}, filters)]
     tensors = {
         item.name: torch.randn(item.spec.shape, dtype=torch.float64)
         if item.spec.dtype.is_floating_point

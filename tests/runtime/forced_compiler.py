@@ -1,0 +1,141 @@
+"""A compiler that takes a plan of forced strategies instead of searching for one.
+
+    ParallelModule(model, forced_compiler(Mesh((2,)), ["batch"]), ...)
+
+The rest of the pipeline is the real one, so what the tests run is what users run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from autopar import compiler
+from autopar.cluster import ClusterSpec
+from autopar.core.costs import DeviceModel
+from autopar.core.gathering import Gathering
+from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
+from autopar.core.pipeline import Pipeline, kept_starts
+from autopar.core.program import Program
+from autopar.cost.machine.collectives import CollectiveTable
+from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.offload import movable
+from autopar.planning.request import Request
+from autopar.results.plan import Plan
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
+from autopar.trace.call_signature import LossFunction
+from autopar.trace.export import Traced
+from tests.forced_programs import Wanted, force_kinds
+
+ROUGH = CostModel(
+    DeviceModel(
+        "rough", "cpu", ((torch.float32, 1e9), (torch.float64, 1e9)), bandwidth=1e9, launch_seconds=1e-6
+    ),
+    {},
+    CollectiveTable({}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedCompiler(compiler.Compiler):
+    """A `compile` for ParallelModule that forces one plan; counts what it has compiled.
+
+    `mesh` is that of one stage; `pipeline` says how often there are stages of it, and from which
+    operators on they are.
+    """
+
+    mesh: Mesh = Mesh((1,))
+    wanted: Wanted = ()
+    pipeline: Pipeline = Pipeline()
+    gathering: Gathering | None = None
+    recompute: bool = False  # all but the last operator, the loss
+    offload: bool = False  # all that one stage makes and reads, but what backward reads first
+    graphs: list[Graph] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.graphs)
+
+    def agree(self, traced: Traced, request: Request) -> Plan:
+        """No search, so nothing to agree on."""
+        graph = traced.graph
+        self.graphs.append(graph)
+        dims = Dims(graph, find_atoms(graph), self.mesh)
+        program = force_kinds(
+            graph,
+            dims,
+            self.wanted,
+            stored=request.stored,
+            users=request.user_layouts,
+            gathering=self.gathering,
+        )
+        if self.recompute:
+            program = replace(program, recompute=((0, len(graph.operators) - 1),))
+        starts = self.pipeline.starts
+        if request.homes is not None:
+            starts = kept_starts(graph, request.homes, len(starts))
+        if self.offload:
+            prices = Prices(graph, dims, self.cluster.stage(request.stages), ROUGH)
+            items = movable(graph, prices, program)[:-1]
+            own = (item for item in items if bisect(starts, item.home) == bisect(starts, item.needed - 1))
+            program = replace(program, offload=tuple(item.moved for item in own))
+        if request.stages == 1:
+            return plan_of(program, Pipeline(micro_batches=request.micro_batches))
+        return plan_of(program, replace(self.pipeline, starts=starts))
+
+
+def forced_compiler(
+    mesh: Mesh,
+    wanted: Wanted,
+    *,
+    pipeline: Pipeline | None = None,
+    loss_fn: LossFunction | None = None,
+    gathering: Gathering | None = None,
+    recompute: bool = False,
+    offload: bool = False,
+) -> ForcedCompiler:
+    """The compiler of one plan for the kinds of parallelism that are `wanted`."""
+    pipeline = pipeline or Pipeline()
+    request = Request(stages=pipeline.ranks, micro_batches=pipeline.micro_batches, schedule=pipeline.schedule)
+    cluster = ClusterSpec.local(mesh.num_devices * pipeline.ranks)
+    return ForcedCompiler(
+        cluster,
+        request,
+        loss_fn,
+        exact_random=True,
+        mesh=mesh,
+        wanted=wanted,
+        pipeline=pipeline,
+        gathering=gathering,
+        recompute=recompute,
+        offload=offload,
+    )
+
+
+def plan_of(program: Program, pipeline: Pipeline) -> Plan:
+    """A plan without predictions."""
+    return Plan(
+        program=program,
+        cluster="forced",
+        layers=(),
+        conversions=(),
+        status="forced",
+        gap=0.0,
+        step_seconds=0.0,
+        compute_seconds=0.0,
+        communication_seconds=0.0,
+        peak_bytes=0,
+        state_bytes=0,
+        memory_cap=None,
+        measured_share=0.0,
+        sharded_flops_share=0.0,
+        gathered_ops=(),
+        alternatives=(),
+        parameter_bytes=(),
+        pipeline=pipeline,
+    )
