@@ -65,7 +65,7 @@ def of_tensors(
     return priced(graph, Atoms(graph, [], []), device=device, ranks=ranks)
 
 
-# -- moves ----------------------------------------------------------------------------------------------------
+# -- moves ---------------------------------------------------------------------------------------------------
 
 # Of 24 floats, 96 bytes, over two ranks. A copy takes 193 s; all-reduce 2 + 96, all-gather and reduce-scatter
 # 1 + 48, all-to-all 1 + 24, as a rank sends half of its half.
@@ -166,7 +166,7 @@ def test_a_move_is_priced_by_what_other_axes_leave_and_by_the_link_of_its_own() 
     assert prices.move_parts("x", Move(1, (S, OTHER), (S, R))) == pytest.approx((2 + 2 / 3 * 48, 1 + 2 * 48))
 
 
-# -- weights --------------------------------------------------------------------------------------------------
+# -- weights -------------------------------------------------------------------------------------------------
 
 
 def test_a_cpu_gathers_a_weight_into_fresh_memory_in_both_passes() -> None:
@@ -239,7 +239,7 @@ def test_what_does_not_learn_has_no_update() -> None:
         assert prices.update("w", (R,)) == 0
 
 
-# -- operators ------------------------------------------------------------------------------------------------
+# -- operators -----------------------------------------------------------------------------------------------
 
 
 def split(script: Script, made: str, factors: str, **how: Any) -> tuple[Prices, Operator, Strategy]:
@@ -264,8 +264,8 @@ def convolved(**how: Any) -> tuple[Prices, Operator, Strategy]:
     return split(s, made, "w", ranks=(3,), **how)
 
 
-# Own rows: 216 bytes, the kernel's 24 and as many as its own given. Of each neighbour a row of 72 bytes, under
-# one weight of 8. Backward launches a kernel for each factor, reads the gradient and both, writes two gradients.
+# Own rows: 216 bytes, the kernel's 24, and 216 given. Of each neighbour a row of 72 bytes, under one weight
+# of 8. Backward launches a kernel for each factor, reads the gradient and both, and writes two gradients.
 OWN, STRIP = (1 + 216 + 24 + 216, 2 + 216 + 240 + 240), (1 + 72 + 8 + 72, 2 + 72 + 80 + 80)
 AROUND = 6  # launches on a GPU of what is written around an exchange
 
