@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.convert.network import Alike, unnamed
+from autopar.convert.network import Alike, network, unnamed
 from autopar.convert.path import interesting
 from autopar.convert.table import effect, gathers, moves
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
-from autopar.core.placement import Layout, P, R, Shard
+from autopar.core.placement import B, Layout, P, R, Shard
 from autopar.cost.collectives import CollectiveTable
 from autopar.cost.model import CostModel
 from autopar.cost.prices import Prices
@@ -68,6 +71,35 @@ def test_a_network_has_every_legal_move_at_its_price(mesh: Mesh, tensor: str) ->
         assert found.from_partial[number] == (move.placements[0] == P)
         assert found.sums[number] == (effect(move).name == "r_to_b")
         assert found.gathers[number] == gathers(move)
+
+
+@given(st.sets(st.sampled_from([*itertools.product((R, P, B, Shard(0), Shard(1)), repeat=2)])))
+def test_a_network_leads_over_legal_layouts_alone_and_misses_none(good: set[Layout]) -> None:
+    placements = ((R, P, B, Shard(0), Shard(1)),) * 2
+    found = network(
+        placements,
+        legal=good.__contains__,
+        price=lambda layouts: lambda change, source, target: (np.ones(len(source)), np.zeros(len(source))),
+    )
+    ways = [found.move(number) for number in range(len(found.source))]
+    legal_ways = {move for layout in good for move in moves(layout, placements) if move.target in good}
+    assert set(found.layouts) == good
+    assert len(ways) == len(legal_ways)
+    assert set(ways) == legal_ways
+
+
+def test_what_lies_between_a_source_and_a_need_goes_around_what_is_not_allowed() -> None:
+    """From rows to columns, of which the moves to and from partial sums may not be taken."""
+    prices, names = prices_of(Mesh((2,)))
+    found = prices.network(names["x"], ((R, P, B, Shard(0), Shard(1)),))
+    begin, end = found.flags([(Shard(0),)]), found.flags([(Shard(1),)])
+    legal_ways = np.array(
+        [(P,) not in (found.move(n).source, found.move(n).target) for n in range(len(found.axis))]
+    )
+    between = found.between(begin, end, legal_ways)
+    stops = {found.move(number).target for number in np.flatnonzero(between)}
+    assert stops == {(R,), (B,), (Shard(1),)} | {(Shard(0),)}
+    assert not (between & ~legal_ways).any()
 
 
 @pytest.mark.parametrize("alike", [((1, 2),), ((0, 1, 2),)], ids=str)
