@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -88,18 +89,24 @@ def test_a_network_leads_over_legal_layouts_alone_and_misses_none(good: set[Layo
     assert set(ways) == legal_ways
 
 
-def test_what_lies_between_a_source_and_a_need_goes_around_what_is_not_allowed() -> None:
-    """From rows to columns, of which the moves to and from partial sums may not be taken."""
+@given(st.integers(0, 999), st.floats(0, 1), st.lists(st.integers(0, 4), min_size=2, max_size=2, unique=True))
+def test_ways_to_a_need_have_allowed_moves_alone_and_all_of_them(
+    seed: int, share: float, ends: list[int]
+) -> None:
     prices, names = prices_of(Mesh((2,)))
     found = prices.network(names["x"], ((R, P, B, Shard(0), Shard(1)),))
-    begin, end = found.flags([(Shard(0),)]), found.flags([(Shard(1),)])
-    legal_ways = np.array(
-        [(P,) not in (found.move(n).source, found.move(n).target) for n in range(len(found.axis))]
-    )
-    between = found.between(begin, end, legal_ways)
-    stops = {found.move(number).target for number in np.flatnonzero(between)}
-    assert stops == {(R,), (B,), (Shard(1),)} | {(Shard(0),)}
-    assert not (between & ~legal_ways).any()
+    source, need = (found.layouts[end] for end in ends)
+    allowed = np.random.default_rng(seed).random(len(found.source)) < share
+    ways = [found.move(number) for number in range(len(found.source))]
+    graph: nx.DiGraph[Layout] = nx.DiGraph()
+    graph.add_nodes_from(found.layouts)
+    graph.add_edges_from((ways[number].source, ways[number].target) for number in np.flatnonzero(allowed))
+    ahead = {source} | nx.descendants(graph, source)
+    behind = {need} | nx.ancestors(graph, need)
+    follows = [good and way.source in ahead for way, good in zip(ways, allowed, strict=True)]
+    leads = [good and way.target in behind for way, good in zip(ways, follows, strict=True)]
+    assert found.following(found.flags([source]), allowed).tolist() == follows
+    assert found.between(found.flags([source]), found.flags([need]), allowed).tolist() == leads
 
 
 @pytest.mark.parametrize("alike", [((1, 2),), ((0, 1, 2),)], ids=str)
