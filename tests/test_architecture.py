@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,3 +144,38 @@ def test_the_docstring_of_a_room_lists_its_files(package: str) -> None:
 def test_no_file_lies_loose() -> None:
     loose = {path.stem for path in (ROOT / "autopar").glob("*.py")}
     assert loose == {"__init__", "__main__", "api", "cli", "cluster", "compiler", "errors", "units"}
+
+
+# A process of its own for each module, in which nothing of ours is imported yet. They are forked off one that
+# has imported what others wrote, which takes most of the time.
+FIRST_IMPORTS = """
+import importlib, os, sys
+import networkx, pulp, torch, torch._dynamo, torch.distributed.tensor
+failed = []
+for module in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        importlib.import_module(module)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(module)
+sys.exit(", ".join(failed) or 0)
+"""
+
+
+def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What a new interpreter does, with our folder first on its path."""
+    command = [sys.executable, "-c", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_database_may_be_the_first_import_of_a_process() -> None:
+    done = fresh("from costdb.database import Database; print(Database.__module__)")
+    assert done.stdout == "costdb.database\n", done.stderr
+
+
+def test_every_module_of_costdb_may_be_the_first_import_of_a_process() -> None:
+    names = sorted(name.removesuffix(".__init__") for name in modules() if name.startswith("costdb"))
+    assert len(names) > 10
+    done = fresh(FIRST_IMPORTS, *names)
+    assert done.returncode == 0, done.stderr

@@ -111,6 +111,19 @@ def test_stages_are_counted_as_they_can_be_cut(nodes: int, per_node: int) -> Non
                 spec.stage(count)
 
 
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_a_hop_between_ranks_uses_the_slowest_link_of_neighbours(nodes: int, per_node: int) -> None:
+    """Every device of a pipeline rank sends to the one in the same place of the next rank."""
+    spec = ClusterSpec(nodes=nodes, devices_per_node=per_node, intra=FAST, inter=SLOW)
+    node_of = [node for node in range(nodes) for _ in range(per_node)]
+    for count in spec.stage_counts()[1:]:
+        size = spec.num_devices // count
+        pairs = zip(node_of, node_of[size:], strict=False)
+        links = [FAST if sender == receiver else SLOW for sender, receiver in pairs]
+        assert len(links) == size * (count - 1)
+        assert spec.hop(count) == max(links, key=lambda link: link.latency)
+
+
 def test_a_world_or_mesh_of_another_size_is_refused() -> None:
     TWO_NODES.check_world(8)
     with pytest.raises(InputError, match=r"found 4, wanted 8 \(2 nodes of 4 devices\)"):

@@ -1,20 +1,21 @@
 """Holds the words that all rooms share, as frozen data; imports none of them but errors and units.
 
-graph       the traced model: operators in order, tensors by name
-mesh        the grid of devices that one stage runs on
-placement   how a tensor lies on a mesh
-cut         which rows of a sharded dim each rank owns
-part        one rank's part of a full tensor
-move        a change of one tensor's placement on one axis
-strategy    one way to run an operator
-force       what a user forces
-program     how inputs lie, how operators run, what is converted
-gathering   when weights in shards are gathered
-recompute   what is computed again in backward
-offload     what waits for backward in the host's memory
-pipeline    how a step is cut into micro-batches and stages
-schedule    which rank computes what, in which order
-timeline    when everything runs, and what is held
-samples     which rows of the global batch each rank loads
-costs       what operators and collectives cost, and the devices and links
+graph         the traced model: operators in order, tensors by name
+fingerprint   what a plan is for, as text
+mesh          the grid of devices that one stage runs on
+placement     how a tensor lies on a mesh
+cut           which rows of a sharded dim each rank owns
+part          one rank's part of a full tensor
+move          a change of one tensor's placement on one axis
+strategy      one way to run an operator
+force         what a user forces
+program       how inputs lie, how operators run, what is converted
+gathering     when weights in shards are gathered
+recompute     what is computed again in backward
+offload       what waits for backward in the host's memory
+pipeline      how a step is cut into micro-batches and stages
+schedule      which rank computes what, in which order
+timeline      when everything runs, and what is held
+samples       which rows of the global batch each rank loads
+costs         what operators and collectives cost, and the devices and links
 """

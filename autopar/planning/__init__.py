@@ -8,5 +8,6 @@ pipeline_search   how many stages and micro-batches
 estimates         what other numbers of stages and micro-batches would take
 optimizer_state   what an optimizer keeps beside each weight
 agree             one plan for all ranks
+given_plan        a plan that is there already, taken instead of a search
 report            the plan as it is printed and carried
 """

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import networkx as nx
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.convert.moves import effect, gathers, moves
-from autopar.convert.network import Alike, unnamed
+from autopar.convert.network import Alike, network, unnamed
 from autopar.convert.path import interesting
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
-from autopar.core.placement import Layout, P, R, Shard
+from autopar.core.placement import B, Layout, P, R, Shard
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
@@ -68,6 +72,41 @@ def test_a_network_has_every_legal_move_at_its_price(mesh: Mesh, tensor: str) ->
         assert found.from_partial[number] == (move.placements[0] == P)
         assert found.sums[number] == (effect(move).name == "r_to_b")
         assert found.gathers[number] == gathers(move)
+
+
+@given(st.sets(st.sampled_from([*itertools.product((R, P, B, Shard(0), Shard(1)), repeat=2)])))
+def test_a_network_leads_over_legal_layouts_alone_and_misses_none(good: set[Layout]) -> None:
+    placements = ((R, P, B, Shard(0), Shard(1)),) * 2
+    found = network(
+        placements,
+        legal=good.__contains__,
+        price=lambda layouts: lambda change, source, target: (np.ones(len(source)), np.zeros(len(source))),
+    )
+    ways = [found.move(number) for number in range(len(found.source))]
+    legal_ways = {move for layout in good for move in moves(layout, placements) if move.target in good}
+    assert set(found.layouts) == good
+    assert len(ways) == len(legal_ways)
+    assert set(ways) == legal_ways
+
+
+@given(st.integers(0, 999), st.floats(0, 1), st.lists(st.integers(0, 4), min_size=2, max_size=2, unique=True))
+def test_ways_to_a_need_have_allowed_moves_alone_and_all_of_them(
+    seed: int, share: float, ends: list[int]
+) -> None:
+    prices, names = prices_of(Mesh((2,)))
+    found = prices.network(names["x"], ((R, P, B, Shard(0), Shard(1)),))
+    source, need = (found.layouts[end] for end in ends)
+    allowed = np.random.default_rng(seed).random(len(found.source)) < share
+    ways = [found.move(number) for number in range(len(found.source))]
+    graph: nx.DiGraph[Layout] = nx.DiGraph()
+    graph.add_nodes_from(found.layouts)
+    graph.add_edges_from((ways[number].source, ways[number].target) for number in np.flatnonzero(allowed))
+    ahead = {source} | nx.descendants(graph, source)
+    behind = {need} | nx.ancestors(graph, need)
+    follows = [good and way.source in ahead for way, good in zip(ways, allowed, strict=True)]
+    leads = [good and way.target in behind for way, good in zip(ways, follows, strict=True)]
+    assert found.following(found.flags([source]), allowed).tolist() == follows
+    assert found.between(found.flags([source]), found.flags([need]), allowed).tolist() == leads
 
 
 @pytest.mark.parametrize("alike", [((1, 2),), ((0, 1, 2),)], ids=str)

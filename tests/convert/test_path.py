@@ -21,6 +21,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.placement import B, Layout, P, Placement, R, Shard, show
 from autopar.core.program import Program
+from autopar.errors import RuleError
 from autopar.proof.ranks import run
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.atoms import Atoms, Dims
@@ -118,6 +119,58 @@ def test_a_path_is_as_cheap_as_the_cheapest_of_all(mesh: Mesh, seed: int, data: 
             if dims.legal("x", move.target):
                 everything.add_edge(move.source, move.target, weight=price(move))
     assert sum(price(move) for move in found) == nx.dijkstra_path_length(everything, source, need)
+
+
+WAYS = {R: 3.0, P: 1.0, B: 4.0}  # seconds of a move to each hub, and of one from it
+
+
+@pytest.mark.parametrize(
+    ("illegal", "through"), [((), P), ((P,), R), ((P, R), B), ((P, R, B), None), ((R, B), P)], ids=str
+)
+def test_where_the_cheapest_way_leads_over_an_illegal_layout_the_cheapest_legal_one_is_taken(
+    illegal: tuple[Placement, ...], through: Placement | None
+) -> None:
+    """From rows to columns over P in 2 s, over R in 6, over B in 8, at once in 10."""
+
+    def price(move: Move) -> float:
+        return sum(WAYS.get(placement, 0.0) for placement in move.placements) or 10.0
+
+    found = tree(
+        (S,), [(Shard(1),)], price, legal=lambda layout: layout[0] not in illegal, differentiable=True
+    )
+    stops = [] if through is None else [(through,)]
+    assert [move.target for move in found] == [*stops, (Shard(1),)]
+
+
+def test_an_illegal_need_has_no_way() -> None:
+    need = (Shard(1),)
+    with pytest.raises(RuleError, match="no path"):
+        tree((S,), [need], lambda move: 1.0, legal=lambda layout: layout != need, differentiable=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 999), st.floats(0, 1), st.data())
+def test_whatever_is_illegal_a_path_is_the_cheapest_of_the_legal_ones(
+    seed: int, share: float, data: st.DataObject
+) -> None:
+    every = [*itertools.product(PLACEMENTS, repeat=2)]
+    source, need = data.draw(st.sampled_from(every)), data.draw(st.sampled_from(every))
+    drawn = random.Random(seed)
+    good = {source, need, *(layout for layout in every if drawn.random() < share)}
+    price, placements = random_price(seed), interesting([source, need], differentiable=True)
+    ways: nx.DiGraph[Layout] = nx.DiGraph()
+    ways.add_nodes_from(good)
+    for layout in good.intersection(itertools.product(*placements)):
+        for move in moves(layout, placements):
+            if move.target in good:
+                ways.add_edge(move.source, move.target, weight=price(move))
+    if not nx.has_path(ways, source, need):
+        with pytest.raises(RuleError, match="no path"):
+            tree(source, [need], price, legal=good.__contains__, differentiable=True)
+        return
+    found = tree(source, [need], price, legal=good.__contains__, differentiable=True)
+    assert {move.target for move in found} <= good
+    assert sum(map(price, found)) == nx.dijkstra_path_length(ways, source, need)
 
 
 @settings(max_examples=100, deadline=None)

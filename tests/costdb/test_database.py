@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import multiprocessing
 import sqlite3
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,15 +66,63 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
         assert database.settings() == [HERE]
 
 
-def test_another_setting_finds_nothing(tmp_path: Path) -> None:
+def one_changed(subject: Setting | CollectiveMeasurement, **values: object) -> list[Any]:
+    """`subject`, and for each of `values` itself with that field alone changed."""
+    return [subject, *(replace(subject, **{name: value}) for name, value in values.items())]
+
+
+SETTINGS = one_changed(HERE, fingerprint="another", torch_version="2.12.0", threads=1)
+
+
+def test_settings_that_differ_in_one_field_keep_rows_of_their_own(tmp_path: Path) -> None:
+    assert len(SETTINGS) == 1 + len(fields(Setting))
+    path, numbered = tmp_path / "toy.json", list(enumerate(SETTINGS, start=1))
+    with Database.open(tmp_path / "costs.sqlite") as database:
+        for number, setting in numbered:
+            database.write_operators(setting, [operator(forward_seconds=number)])
+            database.write_collectives(setting, [collective(number)])
+            database.write_device(setting, replace(DEVICE, bandwidth=float(number)))
+        assert database.settings() == sorted(SETTINGS)
+        for number, setting in numbered:
+            export(database, setting, path, provenance="a test")
+            _, exported = load(path)
+            for each in (database, exported):
+                assert each.operator(setting, "relu") == operator(forward_seconds=number)
+                assert each.operators(setting) == {"relu": operator(forward_seconds=number)}
+                assert each.collectives(setting) == [collective(number)]
+                assert each.device(setting) == replace(DEVICE, bandwidth=float(number))
+
+
+def test_a_setting_that_was_never_written_has_no_rows(tmp_path: Path) -> None:
     with Database.open(tmp_path / "costs.sqlite") as database:
         database.write_operators(HERE, [operator()])
-        for other in (
-            Setting("another", HERE.torch_version, 2),
-            Setting("a device", "2.12.0", 2),
-            Setting("a device", HERE.torch_version, 1),
-        ):
+        database.write_collectives(HERE, [collective()])
+        database.write_device(HERE, DEVICE)
+        for other in SETTINGS[1:]:
             assert database.operator(other, "relu") is None
+            assert database.operators(other) == {}
+            assert database.collectives(other) == []
+            assert database.device(other) is None
+
+
+def test_a_setting_with_rows_of_one_kind_alone_is_named(tmp_path: Path) -> None:
+    first, second, third, _ = SETTINGS
+    with Database.open(tmp_path / "costs.sqlite") as database:
+        database.write_operators(first, [operator()])
+        database.write_collectives(second, [collective()])
+        database.write_device(third, DEVICE)
+        assert database.settings() == sorted([first, second, third])
+
+
+def test_collectives_that_differ_in_one_field_keep_rows_of_their_own(tmp_path: Path) -> None:
+    different = one_changed(
+        collective(), kind=Collective.ALL_REDUCE, backend="nccl", size=4, nodes=2, nbytes=16
+    )
+    with Database.open(tmp_path / "costs.sqlite") as database:
+        database.write_collectives(HERE, different)
+        kept = database.collectives(HERE)
+    assert len(kept) == len(different)
+    assert set(kept) == set(different)
 
 
 def test_a_newer_measurement_replaces_the_older(tmp_path: Path) -> None:

@@ -141,3 +141,28 @@ class Spare(torch.nn.Module):
 def test_a_parameter_that_nothing_uses_costs_no_update(devices: int) -> None:
     found = autopar.plan(Spare(), ClusterSpec.local(devices), torch.randn(4, 6), measure=False)
     assert found.status == "optimal"
+
+
+class TwoLayers(torch.nn.Module):
+    """What crosses anywhere between its operators are 8 floats for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(x)).mean()
+        return result
+
+
+@pytest.mark.parametrize(("nodes", "seconds"), [(2, 3 + 64 / 16), (1, 2 + 64 / 32)])
+def test_a_hop_is_priced_by_the_link_between_the_stages(nodes: int, seconds: float) -> None:
+    """A stage lies inside a node, but what it sends may leave the node: 2 samples of 32 bytes."""
+    inter = Link(3.0, 16.0) if nodes > 1 else None
+    cluster = ClusterSpec(
+        nodes=nodes, devices_per_node=2 // nodes, device="h100", intra=Link(2.0, 32.0), inter=inter
+    )
+    plan = autopar.plan(TwoLayers(), cluster, torch.randn(4, 8), stages=2, micro_batches=2, schedule="1f1b")
+    first, second = plan.stage_costs
+    assert first.send_output == pytest.approx(seconds)
+    assert second.send_gradient == pytest.approx(seconds)

@@ -85,6 +85,62 @@ def test_a_product_of_an_unknown_dtype_is_refused_by_name() -> None:
         estimate(call(ATEN.mm.default, a, a), TOY)
 
 
+RATES = {torch.float64: 5.0, torch.float32: 10.0, torch.bfloat16: 30.0}
+RATED = DeviceModel("rated", "cpu", tuple(RATES.items()), bandwidth=1e30, launch_seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate"),
+    [*RATES.items(), (torch.complex64, 10.0), (torch.complex128, 5.0)],
+    ids=str,
+)
+def test_a_product_runs_at_the_rate_of_its_dtype_and_a_complex_one_at_that_of_its_parts(
+    dtype: torch.dtype, rate: float
+) -> None:
+    # 210 flops forward, 420 backward
+    assert seconds(call(ATEN.mm.default, x(5, 3, dtype=dtype), x(3, 7, dtype=dtype)), RATED) == (
+        210 / rate,
+        420 / rate,
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.bfloat16, 2),
+        (torch.float16, 2),
+        (torch.float32, 4),
+        (torch.float64, 8),
+        (torch.complex64, 8),
+        (torch.complex128, 16),
+    ],
+    ids=str,
+)
+def test_bytes_moved_are_those_of_the_dtype(dtype: torch.dtype, size: int) -> None:
+    # 10 numbers and their exponentials; backward reads gradient and result, writes 10
+    assert seconds(call(ATEN.exp.default, x(10, dtype=dtype))) == (1 + 20 * size, 1 + 30 * size)
+
+
+def test_every_operand_counts_by_its_own_dtype() -> None:
+    # where(mask, a, b): 10 bytes, 40 and 40 read, 40 written; backward reads gradient and mask, writes two
+    mask = TensorSpec((10,), torch.bool)
+    assert seconds(call(ATEN.where.self, mask, x(10), x(10))) == (1 + 130, 1 + 40 + 10 + 80)
+
+
+def test_a_cast_reads_one_dtype_and_writes_the_other() -> None:
+    # 10 floats to 10 doubles and the gradient back; nothing is kept
+    assert seconds(call(ATEN.to.dtype, x(10), torch.float64)) == (1 + 40 + 80, 1 + 80 + 40)
+
+
+def test_the_larger_of_flops_and_bytes_counts_and_not_their_sum() -> None:
+    slow = DeviceModel("slow", "cpu", ((torch.float32, 1.0),), bandwidth=1.0, launch_seconds=1.0)
+    # 210 flops against 4 x (15 + 21 + 35) = 284 bytes; backward 420 against 4 x (35 + 2 x 36) = 428
+    assert seconds(call(ATEN.mm.default, x(5, 3), x(3, 7)), slow) == (1 + 284, 2 + 428)
+    # at half the rate: 250 flops against 4 x 75 bytes; backward 500 against 4 x 125
+    slower = DeviceModel("slower", "cpu", ((torch.float32, 0.5),), bandwidth=1.0, launch_seconds=1.0)
+    assert seconds(call(ATEN.mm.default, x(5, 5), x(5, 5)), slower) == (1 + 500, 2 + 1000)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_bad_numbers_are_refused(bad: float) -> None:
     with pytest.raises(InputError, match="forward"):

@@ -78,6 +78,21 @@ def test_hops_are_as_measured_or_else_as_described(database: Database) -> None:
     assert not found.estimated
 
 
+def test_a_hop_inside_a_node_is_as_measured_inside_a_node(database: Database) -> None:
+    """Of two nodes of two devices, four ranks have one hop between the nodes, which is the slowest."""
+    inside = replace(hosts(1), devices_per_node=2)
+    both = replace(hosts(2), devices_per_node=2)
+    for cluster in (inside, both):
+        database.write_device(setting_of(cluster), TOY)
+        database.write_collectives(network_of(cluster), [sent(10, 3.0), sent(110, 8.0)])
+        database.write_collectives(network_of(cluster), [sent(10, 1.0, nodes=1), sent(110, 2.0, nodes=1)])
+    hop = CostModel.of(inside, database).hop(inside, 2)
+    assert (hop.latency, hop.bandwidth) == (1.0, 100.0)
+    for ranks in (2, 4):
+        hop = CostModel.of(both, database).hop(both, ranks)
+        assert (hop.latency, hop.bandwidth) == (3.0, 20.0)
+
+
 def test_what_is_measured_while_the_machine_is_slow_counts_as_on_other_days(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
