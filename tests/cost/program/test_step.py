@@ -19,8 +19,8 @@ from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.search import Solution
 from autopar.solve.stages.step import unstaged
 from tests.cost.operators.test_prices import priced
+from tests.forced_programs import force_factors
 from tests.proof.models import Script
-from tests.proof.plans import forced
 
 aten = torch.ops.aten
 S = Shard(0)
@@ -33,7 +33,7 @@ def test_a_step_is_the_sum_of_what_its_program_does() -> None:
     loss = s.call(aten.sum.default, Ref(made))
     graph = s.graph(loss)
     prices = priced(graph, find_atoms(graph))
-    found = step_cost(graph, prices, forced(graph, prices.dims, {made: "n0", loss: "d0"}))
+    found = step_cost(graph, prices, force_factors(graph, prices.dims, {made: "n0", loss: "d0"}))
     cut, total = 1 + 2 * 96, (1 + 2 * 8) + (2 + 8)  # of the samples; of the loss
     linear, summed = 1 + 48 + 120 + 80, 1 + 80 + 8
     assert found.forward == cut + linear + summed + total
@@ -43,7 +43,7 @@ def test_a_step_is_the_sum_of_what_its_program_does() -> None:
     assert found.update == 2 * (4 * 120 + 4)
     used = priced(graph, find_atoms(graph))
     used.training = False
-    alone = step_cost(graph, used, forced(graph, used.dims, {made: "n0", loss: "d0"}))
+    alone = step_cost(graph, used, force_factors(graph, used.dims, {made: "n0", loss: "d0"}))
     assert alone == StepCost(forward=found.forward, backward=0, sync=0, update=0)
 
 
@@ -81,7 +81,7 @@ def test_a_conversion_that_several_take_is_paid_once(consumers: int) -> None:
         total = s.call(aten.add.Tensor, Ref(total), Ref(taker))
     graph = s.graph(s.call(aten.sum.default, Ref(total)))
     prices = priced(graph, find_atoms(graph))
-    program = forced(graph, prices.dims, {half: "d0"})
+    program = force_factors(graph, prices.dims, {half: "d0"})
     found, own = step_cost(graph, prices, program), of_operators(graph, prices, program)
     copy, gather = 1 + 2 * 384, 1 + 192
     assert found.forward == own[0] + copy + gather  # the user's tensor is cut first
@@ -102,7 +102,7 @@ def test_the_way_that_two_conversions_have_in_common_is_paid_once() -> None:
     graph = s.graph(loss)
     prices = priced(graph, find_atoms(graph), ranks=(2, 2))
     quarters: dict[str, Layout] = {graph.inputs[0].name: (S, S)}
-    program = forced(graph, prices.dims, {made: "d0", halves: "d0 -"}, stored=quarters)
+    program = force_factors(graph, prices.dims, {made: "d0", halves: "d0 -"}, stored=quarters)
     assert {move.target for move in program.moves[made]} == {(S, R), (R, R)}
     found, own = step_cost(graph, prices, program), of_operators(graph, prices, program)
     to_halves, to_whole, back_to_halves, back_to_quarters = 1 + 96, 1 + 192, 1 + 2 * 384, 1 + 2 * 192
@@ -121,7 +121,7 @@ def test_a_weight_that_several_take_is_summed_and_updated_once(layers: int) -> N
     loss = s.call(aten.sum.default, Ref(made[-1]))
     graph = s.graph(loss)
     prices = priced(graph, find_atoms(graph))
-    program = forced(graph, prices.dims, {**dict.fromkeys(made[1:], "n0"), loss: "d0"})
+    program = force_factors(graph, prices.dims, {**dict.fromkeys(made[1:], "n0"), loss: "d0"})
     found, plan = step_cost(graph, prices, program), planned(graph, prices, program)
     cut, total, sync = 1 + 2 * 96, (1 + 2 * 8) + (2 + 8), 2 * 72 / BUCKET_BYTES + 72 + (1 + 2 * 72)
     assert found.sync == pytest.approx(sync)
@@ -142,7 +142,7 @@ def test_a_weight_in_shards_that_two_take_whole_is_gathered_and_scattered_once()
         graph.operators[2].results[0] or "": "d0",
         loss: "d0",
     }
-    program = forced(graph, prices.dims, factors, stored={weight: (S,)})
+    program = force_factors(graph, prices.dims, factors, stored={weight: (S,)})
     found, own = step_cost(graph, prices, program), of_operators(graph, prices, program)
     cut, gather, total = 1 + 2 * 128, 1 + 64, (1 + 2 * 8) + (2 + 8)
     assert found.forward == own[0] + cut + gather + total
