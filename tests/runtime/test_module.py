@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import tempfile
 import warnings
@@ -135,6 +136,41 @@ def test_training_equals_serial_training(plan: str, pools: Pools) -> None:
 
 def test_one_bucket_trains_like_many(pools: Pools) -> None:
     on_ranks(pools, "batch", _train, 25 * 2**20)
+
+
+class Grouped(nn.Module):
+    """The channels of the norm are two groups of four, merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Conv2d(2, 8, 1), nn.BatchNorm2d(8)
+        self.scale = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        grouped = self.layer(x).unflatten(1, (2, 4)) * self.scale
+        return F.mse_loss(torch.tanh(self.norm(grouped.flatten(1, 2))).mean((2, 3)), y)
+
+
+def _grouped(plan: str) -> None:
+    torch.manual_seed(0)
+    serial = Grouped().double()
+    ours = parallel(copy.deepcopy(serial), plan)
+    ours.prepare(*batch(5))
+    pair = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (serial, ours)]
+    for seed in range(3):
+        for model, optimizer in zip((serial, ours), pair, strict=True):
+            optimizer.zero_grad()
+            model(*batch(5, seed=seed)).backward()
+        for a, b in zip(ours.parameters(), serial.parameters(), strict=True):
+            assert gap(a.grad, b.grad) < EXACT
+        for optimizer in pair:
+            optimizer.step()
+    assert gap(ours.state_dict(), serial.state_dict()) < EXACT
+
+
+@pytest.mark.parametrize("plan", ["batch x filter", "filter x filter"])
+def test_a_norm_of_channels_that_are_two_dims_in_one_trains_serially(plan: str, pools: Pools) -> None:
+    on_ranks(pools, plan, _grouped)
 
 
 def _accumulate(plan: str) -> None:
