@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import math
 import tempfile
 import warnings
 import weakref
@@ -265,6 +267,24 @@ def _optimizers(plan: str) -> None:
 @mixed_plans
 def test_adamw_clipping_groups_and_schedules_equal_serial(plan: str, pools: Pools) -> None:
     on_ranks(pools, plan, _optimizers)
+
+
+def _clipped(plan: str) -> None:
+    serial, ours = prepared(plan)
+    for norm_type, max_norm in itertools.product((1.0, 2.0, 3.0, math.inf), (0.02, 1e3)):
+        for model in (serial, ours):
+            model.zero_grad()
+            model(*batch()).backward()
+        theirs = nn.utils.clip_grad_norm_(serial.parameters(), max_norm, norm_type)
+        mine = ours.clip_grad_norm_(max_norm, norm_type)
+        assert 0.02 < theirs < 1e3 and gap(mine, theirs) < EXACT and mine.dtype == theirs.dtype
+        for a, b in zip(ours.parameters(), serial.parameters(), strict=True):
+            assert b.grad is None or gap(a.grad, b.grad) < EXACT
+
+
+@mixed_plans
+def test_the_modules_own_clipping_is_torchs_of_the_serial_model(plan: str, pools: Pools) -> None:
+    on_ranks(pools, plan, _clipped)
 
 
 # -- other kinds of call ------------------------------------------------------------------------

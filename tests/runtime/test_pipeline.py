@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import tempfile
 import time
 import warnings
@@ -49,6 +51,7 @@ CPU = torch.device("cpu")
 EXACT = 1e-12  # sums in another order, float64
 PROMPT = 120.0  # seconds: far below the ten minutes after which a rank no longer waits for another
 MICRO_BATCHES = 4
+NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
 
 
 class Net(nn.Module):
@@ -244,7 +247,7 @@ def _without_parameters(case: str, starts: tuple[int, ...]) -> list[int]:
         lambda learned: torch.optim.Adam(learned, 0.1, foreach=True),
         lambda learned: torch.optim.Adagrad(learned, 0.1),
     ]
-    for make in kinds:
+    for make, norm_type in zip(kinds, NORM_TYPES, strict=True):
         torch.manual_seed(0)
         serial = Late().double()
         ours = parallel(case, copy.deepcopy(serial), starts)
@@ -255,8 +258,8 @@ def _without_parameters(case: str, starts: tuple[int, ...]) -> list[int]:
         for seed in range(3):
             data = batch(seed=seed)
             assert gap(step(ours, *data, seed=seed), accumulate(serial, *data, seed=seed)) < EXACT
-            theirs = nn.utils.clip_grad_norm_(serial.parameters(), 0.1)
-            assert gap(ours.clip_grad_norm_(0.1), theirs) < EXACT
+            theirs = nn.utils.clip_grad_norm_(serial.parameters(), 0.1, norm_type)
+            assert gap(ours.clip_grad_norm_(0.1, norm_type), theirs) < EXACT
             for model, optimizer in zip((serial, ours), pair, strict=True):
                 optimizer.step()
                 model.zero_grad()
@@ -268,6 +271,24 @@ def _without_parameters(case: str, starts: tuple[int, ...]) -> list[int]:
 def test_a_rank_without_parameters_has_an_optimizer_too(starts: tuple[int, int], pools: Pools) -> None:
     found = on_ranks(pools, "1f1b", _without_parameters, starts)
     assert sorted(found) == [[0], [48, 8]]
+
+
+def _clipped(case: str) -> None:
+    serial, ours = prepared(case)
+    for norm_type, max_norm in itertools.product(NORM_TYPES, (0.02, 1e3)):
+        for model in (serial, ours):
+            model.zero_grad()
+        step(ours, *batch(), seed=1), accumulate(serial, *batch(), seed=1)
+        theirs = nn.utils.clip_grad_norm_(serial.parameters(), max_norm, norm_type)
+        mine = ours.clip_grad_norm_(max_norm, norm_type)
+        assert 0.02 < theirs < 1e3 and gap(mine, theirs) < EXACT and mine.dtype == theirs.dtype
+        check_gradients(ours, serial)
+
+
+@pytest.mark.parametrize("case", ["1f1b", "four ranks", "1f1b x batch", "zbv x filter"])
+def test_gradients_are_clipped_by_the_serial_norm(case: str, pools: Pools) -> None:
+    """By 1, 2, 3 and inf; a tied weight counts once, what is sharded counts whole."""
+    on_ranks(pools, case, _clipped)
 
 
 def _accumulate(case: str) -> None:
