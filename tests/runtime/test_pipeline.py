@@ -8,9 +8,9 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ from autopar.rewrite.render import describe
 from autopar.runtime import worker
 from autopar.runtime.launch import run_function
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.parameters import local
 from autopar.runtime.pipeline import StagedProgram
 from autopar.runtime.stage import Stage
 from autopar.runtime.torch_stage import Sends
@@ -103,6 +104,7 @@ CASES: dict[str, tuple[tuple[int, ...], list[str], Pipeline]] = {
     **{name: ((1,), ["batch"], pipeline) for name, pipeline in SCHEDULED.items()},
     **{name: ((2,), ["batch"], SCHEDULED[name.split()[0]]) for name in BY_BATCH},
     "zbv x filter": ((2,), ["filter"], SCHEDULED["zbv"]),
+    "1f1b x filter": ((2,), ["filter"], SCHEDULED["1f1b"]),
     **{f"{name}, offloaded": ((1,), ["batch"], SCHEDULED[name]) for name in ("gpipe", "1f1b", "interleaved")},
     "four ranks": ((1,), ["batch"], Pipeline(4, MICRO_BATCHES, ScheduleKind.ONE_F_ONE_B, STARTS[4])),
     "no stages": ((2,), ["batch"], Pipeline(1, MICRO_BATCHES)),
@@ -366,6 +368,100 @@ def _changed(case: str) -> int:
 @two_cases
 def test_freezing_and_converting_after_planning_runs_other_programs(case: str, pools: Pools) -> None:
     assert set(on_ranks(pools, case, _changed)) == {3}
+
+
+class Mixed(nn.Module):
+    """Every layer computes in its own weights' dtype, and the last one keeps a mean of what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.deep = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x.to(self.first.weight.dtype)))
+        h = torch.tanh(self.norm(h.to(self.norm.weight.dtype)))
+        h = self.deep(h.to(self.deep.weight.dtype))
+        loss = F.mse_loss((h - self.centre).to(y.dtype), y)
+        with torch.no_grad():
+            self.centre.mul_(0.5).add_(h.mean(0).to(self.centre.dtype))
+        return loss
+
+
+Convert = Callable[[nn.Module], None]
+ROUNDING = {torch.float64: EXACT, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+def _of_module(path: str, dtype: torch.dtype) -> Convert:
+    return lambda model: cast(None, model.get_submodule(path).to(dtype))
+
+
+def _of_buffer(name: str, dtype: torch.dtype) -> Convert:
+    def convert(model: nn.Module) -> None:
+        for path, buffer in model.named_buffers():
+            if path == name:
+                buffer.data = buffer.data.to(dtype)
+
+    return convert
+
+
+def _converted(case: str, conversions: Sequence[tuple[Any, str, torch.dtype]]) -> set[str]:
+    """After each conversion the state and a step are the serial model's; the names that the rank holds."""
+    torch.manual_seed(0)
+    serial = Mixed().double()
+    ours = parallel(case, copy.deepcopy(serial), (0, 4))
+    ours.prepare(*batch())
+    pair: tuple[nn.Module, ParallelModule] = (serial, ours)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in pair]
+    for seed, (kind, name, dtype) in enumerate(conversions):
+        ours.load_state_dict(serial.state_dict())
+        for model in pair:
+            model.zero_grad()
+            kind(name, dtype)(model)
+        allowed = max(ROUNDING.get(item.dtype, 0.0) for item in serial.state_dict().values())
+        _check_tensors(ours, serial, 0.0)
+        mine, theirs = step(ours, *batch(), seed=seed), accumulate(serial, *batch(), seed=seed)
+        assert gap(mine, theirs) < allowed
+        for optimizer in optimizers:
+            optimizer.step()
+        _check_tensors(ours, serial, allowed)
+        with torch.no_grad():
+            assert gap(ours(*batch()), serial(*batch())) < allowed
+    return {name for name, _ in (*ours.named_parameters(), *ours.named_buffers())}
+
+
+def _check_tensors(ours: ParallelModule, serial: nn.Module, allowed: float) -> None:
+    """All that the rank holds, with its gradients, and the state dict have the serial dtypes and values."""
+    wanted, full = serial.state_dict(), ours.state_dict()
+    assert {name: item.dtype for name, item in full.items()} == {k: item.dtype for k, item in wanted.items()}
+    assert gap(full, wanted) <= allowed
+    for name, buffer in ours.named_buffers():
+        assert buffer.dtype == wanted[name].dtype, name
+    for name, parameter in ours.named_parameters():
+        theirs = serial.get_parameter(name)
+        assert local(parameter).dtype == parameter.dtype == theirs.dtype, name
+        assert (parameter.grad is None) == (theirs.grad is None), name
+        if parameter.grad is not None and theirs.grad is not None:
+            assert parameter.grad.dtype == theirs.grad.dtype and gap(parameter.grad, theirs.grad) <= allowed
+
+
+SINGLE, HALF, DOUBLE = torch.float32, torch.bfloat16, torch.float64
+
+
+@pytest.mark.parametrize("case", ["1f1b", "1f1b x filter"])
+def test_a_stage_holds_its_weights_in_the_dtype_that_they_are_given(case: str, pools: Pools) -> None:
+    conversions = [("deep", SINGLE), ("first", SINGLE), ("", DOUBLE), ("norm", SINGLE), ("", SINGLE)]
+    more = [("", HALF), ("deep", torch.float16), ("", DOUBLE)]
+    held = on_ranks(pools, case, _converted, [(_of_module, *each) for each in (*conversions, *more)])
+    assert held[0].isdisjoint(held[-1])
+    assert held[0] | held[-1] == {*Mixed().state_dict()}
+
+
+@pytest.mark.parametrize("case", ["1f1b", "zb1p x batch"])
+def test_a_buffer_of_a_later_stage_is_converted_for_all(case: str, pools: Pools) -> None:
+    conversions = [("centre", SINGLE), ("norm.num_batches_tracked", torch.int32), ("centre", DOUBLE)]
+    held = on_ranks(pools, case, _converted, [(_of_buffer, *each) for each in conversions])
+    assert "centre" in held[-1] and "centre" not in held[0]
 
 
 def _unlike(case: str) -> None:
