@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.core.graph import Graph, Operator, may_learn
+from autopar.core.graph import Graph, InputKind, Operator, may_learn
 from autopar.errors import InputError
 
 aten = torch.ops.aten
@@ -129,23 +129,43 @@ def loss_notes(graph: Graph) -> tuple[str, ...]:
 
 
 def _reducer(graph: Graph) -> Operator | None:
-    """The operator that makes one number of the samples: the last reduction, or the mean over them
-    before it (`x.mean(0).sum()`)."""
+    """The operator that makes one number of the samples: the last reduction, or one of the other kind over
+    them before it (`x.mean(0).sum()`, `x.sum(0).mean()`). None if that one's result is bent in between."""
     makers = {name: item for item in graph.operators for name in item.results if name}
     last = makers.get(graph.loss or "")
     while last is not None and last.target in _TRANSPARENT:
         last = makers.get(last.operands[0])
-    found = last if last is not None and last.target in _SUMS else None
-    while found is not None and len(found.operands) == 1:
-        if found.target is aten.mean.default or (found.target is aten.mean.dim and 0 in _dims(found, graph)):
-            return found
-        found = makers.get(found.operands[0])
+    if last is None or last.target not in _SUMS | _MEANS:
+        return last
+    others, is_linear = _MEANS if last.target in _SUMS else _SUMS, True
+    before: Operator | None = last
+    while before is not None and len(before.operands) == 1:
+        if before.target in others and _takes_samples(before, graph):
+            return before if is_linear else None
+        is_linear = is_linear and before.target in _LINEAR
+        before = makers.get(before.operands[0])
     return last
 
 
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 _MEANS = {aten.mean.default, aten.mean.dim}
 _TRANSPARENT = {aten.neg.default, aten.to.dtype, aten.alias.default, aten.clone.default, aten.detach.default}
+_LINEAR = {  # in the one tensor that they take
+    *(_SUMS | _MEANS | _TRANSPARENT),
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.view.default,
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+}
 
 
 def _reduction(item: Operator) -> int | None:
@@ -159,10 +179,20 @@ def _reduction(item: Operator) -> int | None:
     return None
 
 
-def _dims(item: Operator, graph: Graph) -> set[int]:
-    """The dims over which a mean is taken; all if it names none."""
-    count = len(graph.specs[item.operands[0]].shape)
-    return {dim % count for dim in item.args[1]} if item.args[1] else set(range(count))
+def _takes_samples(item: Operator, graph: Graph) -> bool:
+    """Whether the sum or mean is over dim 0; a sum, that a mean of other dims may follow, over one as long as
+    the batch: samples may also lie in the last dim."""
+    shape = graph.specs[item.operands[0]].shape
+    if not shape or 0 not in _dims(item, len(shape)):
+        return False
+    users = (each.spec.shape for each in graph.inputs if each.kind is InputKind.USER and each.spec.shape)
+    return item.target in _MEANS or shape[0] == next(users, shape)[0]
+
+
+def _dims(item: Operator, count: int) -> set[int]:
+    """The dims, of `count`, over which a sum or mean is taken; all if it names none."""
+    named = item.args[1] if item.target in (aten.sum.dim_IntList, aten.mean.dim) else ()
+    return {dim % count for dim in named} if named else set(range(count))
 
 
 def _takes_integers(item: Operator, graph: Graph) -> bool:

@@ -58,6 +58,25 @@ def test_samples_that_meet(forward: Callable[[nn.Module, Tensor], Tensor], culpr
     assert culprit in str(mixing(forward))
 
 
+ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "softmax": lambda x, dim: x.softmax(dim),
+    "mean": lambda x, dim: x - x.mean(dim, keepdim=True),
+    "sum": lambda x, dim: x / x.square().sum(dim, keepdim=True),
+    "roll": lambda x, dim: x.roll(1, dim),
+    "cumsum": lambda x, dim: x.cumsum(dim),
+    "select": lambda x, dim: x.select(dim, 0).unsqueeze(dim) * x,
+    "sort": lambda x, dim: x.sort(dim).values,
+}
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_a_dim_is_the_samples_from_either_end(name: str) -> None:
+    for dim in (0, -2):
+        assert name in str(mixing(lambda _, x, dim=dim: ALONG[name](x, dim).mean()))
+    for dim in (1, -1):
+        assert mixing(lambda _, x, dim=dim: ALONG[name](x, dim).mean()) is None
+
+
 def mixing(forward: Callable[[nn.Module, Tensor], Tensor]) -> object:
     graph = trace(Model(forward), (torch.rand(SAMPLES, 8),), {}).graph
     end = reducer_of(graph)

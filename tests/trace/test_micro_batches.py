@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph
 from autopar.errors import InputError
 from autopar.trace.export import trace
-from autopar.trace.micro_batches import is_sum, loss_notes, loss_weight, mask_seed, split_batch
+from autopar.trace.micro_batches import is_sum, loss_notes, loss_weight, mask_seed, reducer_of, split_batch
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 SAMPLES, CLASSES = 10, 4
@@ -175,6 +176,35 @@ def test_parts_of_a_sum_count_whole(loss: Loss) -> None:
     assert torch.allclose(total, value, rtol=1e-12) and torch.allclose(summed, gradient, rtol=1e-12)
 
 
+# Of a sample's four numbers as two by two, some dims first and then the rest.
+TWICE: dict[str, Callable[[Tensor, tuple[int, ...]], Tensor]] = {
+    "sum of means": lambda z, dims: z.mean(dims).sum(),
+    "mean of sums": lambda z, dims: z.sum(dims).mean(),
+    "negated sum of means": lambda z, dims: -z.mean(dims).sum(),
+    "mean of halved sums": lambda z, dims: (z.sum(dims) / 2).mean(),
+}
+
+
+@pytest.mark.parametrize(
+    "dims", [dims for count in (1, 2) for dims in combinations(range(3), count)], ids=str
+)
+@pytest.mark.parametrize("reduce", TWICE.values(), ids=TWICE)
+def test_a_dim_counts_alike_from_either_end(
+    reduce: Callable[[Tensor, tuple[int, ...]], Tensor], dims: tuple[int, ...]
+) -> None:
+    """Parts are weighed by what takes the samples together, which is dim 0 and dim -3."""
+    kinds = set()
+    for chosen in (dims, tuple(dim - 3 for dim in dims), (dims[0] - 3, *dims[1:])):
+
+        def loss(z: Tensor, y: Tensor, chosen: tuple[int, ...] = chosen) -> Tensor:
+            return reduce(z.square().view(-1, 2, 2), chosen)
+
+        kinds.add((is_sum(graph_of(loss)), loss_notes(graph_of(loss))))
+        value, gradient, total, summed = accumulated(loss)
+        assert torch.allclose(total, value, rtol=1e-12) and torch.allclose(summed, gradient, rtol=1e-12)
+    assert len(kinds) == 1
+
+
 @pytest.mark.parametrize("loss", RELATIVE.values(), ids=RELATIVE)
 def test_a_mean_over_labels_counts_by_samples_and_says_so(loss: Loss) -> None:
     """The whole batch's loss divides by what is kept in it, a part's by what is kept in the part."""
@@ -189,5 +219,8 @@ def test_losses_that_are_neither_are_noted_and_plain_ones_are_not() -> None:
     for name in ("sum divided by the number of samples", "scaled mean", "two means"):
         (note,) = loss_notes(graph_of(MEANS[name]))
         assert "no plain mean or sum" in note, name
+    for bent in (lambda z, y: z.mean(0).square().sum(), lambda z, y: z.sum(0).square().mean()):
+        (note,) = loss_notes(graph_of(bent))
+        assert "no plain mean or sum" in note and reducer_of(graph_of(bent)) is None
     for name in ("mse", "mean", "mean of sums", "sum of means over samples", "binary"):
         assert not loss_notes(graph_of(MEANS[name])), name

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ from autopar.runtime.execute.torch_stage import Sends
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.parameters.parameters import local
 from autopar.schedules.fill_bubbles import order_of
 from autopar.trace.call_signature import flatten_arguments
 from autopar.trace.micro_batches import mask_seed
@@ -49,6 +52,7 @@ CPU = torch.device("cpu")
 EXACT = 1e-12  # sums in another order, float64
 PROMPT = 120.0  # seconds: far below the ten minutes after which a rank no longer waits for another
 MICRO_BATCHES = 4
+NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
 
 
 class Net(nn.Module):
@@ -100,6 +104,7 @@ CASES: dict[str, tuple[tuple[int, ...], list[str], Pipeline]] = {
     **{name: ((1,), ["batch"], pipeline) for name, pipeline in SCHEDULED.items()},
     **{name: ((2,), ["batch"], SCHEDULED[name.split()[0]]) for name in BY_BATCH},
     "zbv x filter": ((2,), ["filter"], SCHEDULED["zbv"]),
+    "1f1b x filter": ((2,), ["filter"], SCHEDULED["1f1b"]),
     **{f"{name}, offloaded": ((1,), ["batch"], SCHEDULED[name]) for name in ("gpipe", "1f1b", "interleaved")},
     "four ranks": ((1,), ["batch"], Pipeline(4, MICRO_BATCHES, ScheduleKind.ONE_F_ONE_B, STARTS[4])),
     "no stages": ((2,), ["batch"], Pipeline(1, MICRO_BATCHES)),
@@ -244,7 +249,7 @@ def _without_parameters(case: str, starts: tuple[int, ...]) -> list[int]:
         lambda learned: torch.optim.Adam(learned, 0.1, foreach=True),
         lambda learned: torch.optim.Adagrad(learned, 0.1),
     ]
-    for make in kinds:
+    for make, norm_type in zip(kinds, NORM_TYPES, strict=True):
         torch.manual_seed(0)
         serial = Late().double()
         ours = parallel(case, copy.deepcopy(serial), starts)
@@ -255,8 +260,8 @@ def _without_parameters(case: str, starts: tuple[int, ...]) -> list[int]:
         for seed in range(3):
             data = batch(seed=seed)
             assert gap(step(ours, *data, seed=seed), accumulate(serial, *data, seed=seed)) < EXACT
-            theirs = nn.utils.clip_grad_norm_(serial.parameters(), 0.1)
-            assert gap(ours.clip_grad_norm_(0.1), theirs) < EXACT
+            theirs = nn.utils.clip_grad_norm_(serial.parameters(), 0.1, norm_type)
+            assert gap(ours.clip_grad_norm_(0.1, norm_type), theirs) < EXACT
             for model, optimizer in zip((serial, ours), pair, strict=True):
                 optimizer.step()
                 model.zero_grad()
@@ -268,6 +273,24 @@ def _without_parameters(case: str, starts: tuple[int, ...]) -> list[int]:
 def test_a_rank_without_parameters_has_an_optimizer_too(starts: tuple[int, int], pools: Pools) -> None:
     found = on_ranks(pools, "1f1b", _without_parameters, starts)
     assert sorted(found) == [[0], [48, 8]]
+
+
+def _clipped(case: str) -> None:
+    serial, ours = prepared(case)
+    for norm_type, max_norm in itertools.product(NORM_TYPES, (0.02, 1e3)):
+        for model in (serial, ours):
+            model.zero_grad()
+        step(ours, *batch(), seed=1), accumulate(serial, *batch(), seed=1)
+        theirs = nn.utils.clip_grad_norm_(serial.parameters(), max_norm, norm_type)
+        mine = ours.clip_grad_norm_(max_norm, norm_type)
+        assert 0.02 < theirs < 1e3 and gap(mine, theirs) < EXACT and mine.dtype == theirs.dtype
+        check_gradients(ours, serial)
+
+
+@pytest.mark.parametrize("case", ["1f1b", "four ranks", "1f1b x batch", "zbv x filter"])
+def test_gradients_are_clipped_by_the_serial_norm(case: str, pools: Pools) -> None:
+    """By 1, 2, 3 and inf; a tied weight counts once, what is sharded counts whole."""
+    on_ranks(pools, case, _clipped)
 
 
 def _accumulate(case: str) -> None:
@@ -345,6 +368,102 @@ def _changed(case: str) -> int:
 @two_cases
 def test_freezing_and_converting_after_planning_runs_other_programs(case: str, pools: Pools) -> None:
     assert set(on_ranks(pools, case, _changed)) == {3}
+
+
+class Mixed(nn.Module):
+    """Every layer computes in its own weights' dtype; the last one keeps a mean of what it makes, in whose
+    dtype the loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.deep = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x.to(self.first.weight.dtype)))
+        h = torch.tanh(self.norm(h.to(self.norm.weight.dtype)))
+        h = self.deep(h.to(self.deep.weight.dtype))
+        loss = F.mse_loss((h - self.centre).to(self.centre.dtype), y.to(self.centre.dtype))
+        with torch.no_grad():
+            self.centre.mul_(0.5).add_(h.mean(0).to(self.centre.dtype))
+        return loss
+
+
+Convert = Callable[[nn.Module], None]
+ROUNDING = {torch.float64: EXACT, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+def _of_module(path: str, dtype: torch.dtype) -> Convert:
+    return lambda model: cast(None, model.get_submodule(path).to(dtype))
+
+
+def _of_buffer(name: str, dtype: torch.dtype) -> Convert:
+    def convert(model: nn.Module) -> None:
+        for path, buffer in model.named_buffers():
+            if path == name:
+                buffer.data = buffer.data.to(dtype)
+
+    return convert
+
+
+def _converted(case: str, conversions: Sequence[tuple[Any, str, torch.dtype]]) -> set[str]:
+    """After each conversion the state and a step are the serial model's; the names that the rank holds."""
+    torch.manual_seed(0)
+    serial = Mixed().double()
+    ours = parallel(case, copy.deepcopy(serial), (0, 4))
+    ours.prepare(*batch())
+    pair: tuple[nn.Module, ParallelModule] = (serial, ours)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in pair]
+    for seed, (kind, name, dtype) in enumerate(conversions):
+        ours.load_state_dict(serial.state_dict())
+        for model in pair:
+            model.zero_grad()
+            kind(name, dtype)(model)
+        allowed = max(ROUNDING.get(item.dtype, 0.0) for item in serial.state_dict().values())
+        _check_tensors(ours, serial, 0.0)
+        mine, theirs = step(ours, *batch(), seed=seed), accumulate(serial, *batch(), seed=seed)
+        assert gap(mine, theirs) < allowed
+        for optimizer in optimizers:
+            optimizer.step()
+        _check_tensors(ours, serial, allowed)
+        with torch.no_grad():
+            called, wanted = ours(*batch()), serial(*batch())
+        assert gap(called, wanted) < allowed and called.dtype == mine.dtype == wanted.dtype
+    return {name for name, _ in (*ours.named_parameters(), *ours.named_buffers())}
+
+
+def _check_tensors(ours: ParallelModule, serial: nn.Module, allowed: float) -> None:
+    """All that the rank holds, with its gradients, and the state dict have the serial dtypes and values."""
+    wanted, full = serial.state_dict(), ours.state_dict()
+    assert {name: item.dtype for name, item in full.items()} == {k: item.dtype for k, item in wanted.items()}
+    assert gap(full, wanted) <= allowed
+    for name, buffer in ours.named_buffers():
+        assert buffer.dtype == wanted[name].dtype, name
+    for name, parameter in ours.named_parameters():
+        theirs = serial.get_parameter(name)
+        assert local(parameter).dtype == parameter.dtype == theirs.dtype, name
+        assert (parameter.grad is None) == (theirs.grad is None), name
+        if parameter.grad is not None and theirs.grad is not None:
+            assert parameter.grad.dtype == theirs.grad.dtype and gap(parameter.grad, theirs.grad) <= allowed
+
+
+SINGLE, HALF, DOUBLE = torch.float32, torch.bfloat16, torch.float64
+
+
+@pytest.mark.parametrize("case", ["1f1b", "1f1b x filter"])
+def test_a_stage_holds_its_weights_in_the_dtype_that_they_are_given(case: str, pools: Pools) -> None:
+    conversions = [("deep", SINGLE), ("first", SINGLE), ("", DOUBLE), ("norm", SINGLE), ("", SINGLE)]
+    more = [("", HALF), ("deep", torch.float16), ("", DOUBLE)]
+    held = on_ranks(pools, case, _converted, [(_of_module, *each) for each in (*conversions, *more)])
+    assert held[0].isdisjoint(held[-1])
+    assert held[0] | held[-1] == {*Mixed().state_dict()}
+
+
+@pytest.mark.parametrize("case", ["1f1b", "zb1p x batch"])
+def test_a_buffer_of_a_later_stage_is_converted_for_all(case: str, pools: Pools) -> None:
+    conversions = [("centre", SINGLE), ("norm.num_batches_tracked", torch.int32), ("centre", DOUBLE)]
+    held = on_ranks(pools, case, _converted, [(_of_buffer, *each) for each in conversions])
+    assert "centre" in held[-1] and "centre" not in held[0]
 
 
 def _unlike(case: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
+import math
 import tempfile
 import warnings
 import weakref
@@ -139,6 +142,41 @@ def test_one_bucket_trains_like_many(pools: Pools) -> None:
     on_ranks(pools, "batch", _train, 25 * 2**20)
 
 
+class Grouped(nn.Module):
+    """The channels of the norm are two groups of four, merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Conv2d(2, 8, 1), nn.BatchNorm2d(8)
+        self.scale = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        grouped = self.layer(x).unflatten(1, (2, 4)) * self.scale
+        return F.mse_loss(torch.tanh(self.norm(grouped.flatten(1, 2))).mean((2, 3)), y)
+
+
+def _grouped(plan: str) -> None:
+    torch.manual_seed(0)
+    serial = Grouped().double()
+    ours = parallel(copy.deepcopy(serial), plan)
+    ours.prepare(*batch(5))
+    pair = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (serial, ours)]
+    for seed in range(3):
+        for model, optimizer in zip((serial, ours), pair, strict=True):
+            optimizer.zero_grad()
+            model(*batch(5, seed=seed)).backward()
+        for a, b in zip(ours.parameters(), serial.parameters(), strict=True):
+            assert gap(a.grad, b.grad) < EXACT
+        for optimizer in pair:
+            optimizer.step()
+    assert gap(ours.state_dict(), serial.state_dict()) < EXACT
+
+
+@pytest.mark.parametrize("plan", ["batch x filter", "filter x filter"])
+def test_a_norm_of_channels_that_are_two_dims_in_one_trains_serially(plan: str, pools: Pools) -> None:
+    on_ranks(pools, plan, _grouped)
+
+
 def _accumulate(plan: str) -> None:
     serial, ours = prepared(plan)
     for set_to_none in (True, False):
@@ -231,6 +269,24 @@ def _optimizers(plan: str) -> None:
 @mixed_plans
 def test_adamw_clipping_groups_and_schedules_equal_serial(plan: str, pools: Pools) -> None:
     on_ranks(pools, plan, _optimizers)
+
+
+def _clipped(plan: str) -> None:
+    serial, ours = prepared(plan)
+    for norm_type, max_norm in itertools.product((1.0, 2.0, 3.0, math.inf), (0.02, 1e3)):
+        for model in (serial, ours):
+            model.zero_grad()
+            model(*batch()).backward()
+        theirs = nn.utils.clip_grad_norm_(serial.parameters(), max_norm, norm_type)
+        mine = ours.clip_grad_norm_(max_norm, norm_type)
+        assert 0.02 < theirs < 1e3 and gap(mine, theirs) < EXACT and mine.dtype == theirs.dtype
+        for a, b in zip(ours.parameters(), serial.parameters(), strict=True):
+            assert b.grad is None or gap(a.grad, b.grad) < EXACT
+
+
+@mixed_plans
+def test_the_modules_own_clipping_is_torchs_of_the_serial_model(plan: str, pools: Pools) -> None:
+    on_ranks(pools, plan, _clipped)
 
 
 # -- other kinds of call ------------------------------------------------------------------------
