@@ -44,7 +44,7 @@ from tests.pool import Pool
 from tests.proof.models import Model, Script
 from tests.proof.pipelines import draw_batch, prove_pipeline
 from tests.proof.plans import dims_of, prove
-from tests.runtime.cases import TIMEOUT
+from tests.runtime.collectives.cases import TIMEOUT
 from tests.solve.brute_force import BruteForce, random_prices, small_space, twice, unfolded
 
 aten = torch.ops.aten

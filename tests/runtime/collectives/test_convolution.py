@@ -18,7 +18,7 @@ from autopar.proof.simulated import simulate
 from autopar.runtime.collectives import groups, placement_moves
 from autopar.runtime.collectives.convolution import Along, edge
 from tests.pool import Pool
-from tests.runtime.cases import TIMEOUT, all_keys, groups_of
+from tests.runtime.collectives.cases import TIMEOUT, all_keys, groups_of
 
 assert placement_moves  # its import registers the operators
 Pools = Callable[[int], Pool]

@@ -12,7 +12,7 @@ from autopar.core.mesh import Mesh, parse_key
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups
 from tests.pool import Pool, PoolError
-from tests.runtime.cases import TIMEOUT, all_keys
+from tests.runtime.collectives.cases import TIMEOUT, all_keys
 
 Pools = Callable[[int], Pool]
 

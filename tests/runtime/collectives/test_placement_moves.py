@@ -21,7 +21,7 @@ from autopar.errors import CheckError
 from autopar.proof.simulated import simulate
 from autopar.runtime.collectives import groups
 from tests.pool import Pool
-from tests.runtime.cases import (
+from tests.runtime.collectives.cases import (
     DIM,
     TIMEOUT,
     Case,

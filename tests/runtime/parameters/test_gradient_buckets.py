@@ -12,7 +12,7 @@ from autopar.core.mesh import Mesh
 from autopar.runtime.collectives import groups
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, GradientSync, Member, Sums, assign
 from tests.pool import Pool
-from tests.runtime.cases import TIMEOUT
+from tests.runtime.collectives.cases import TIMEOUT
 
 Pools = Callable[[int], Pool]
 
