@@ -221,8 +221,10 @@ def _best(problems: Sequence[MeshProblem], deadline: float | None, beat: float) 
         raise _worst(failures)
     fastest = min(found, key=lambda pair: pair[1].seconds)
     problem, step = fastest
-    # A mesh not solved in time leaves the gap open.
-    problem.others = min((each.bound for other, each in found if other is not problem), default=math.inf)
+    others = [each.bound for other, each in found if other is not problem]
+    if any(isinstance(error, SolverError) for error in failures):
+        others.append(0.0)  # a mesh not solved in time leaves the gap open
+    problem.others = min(others, default=math.inf)
     return problem, dataclasses.replace(step, bound=min(step.bound, problem.others))
 
 

@@ -38,7 +38,7 @@ from autopar.schedules.simulate import simulate
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.stages.cut_costs import CutProblem
-from autopar.solve.stages.cut_search import cut, cuts
+from autopar.solve.stages.cut_search import best, cut, cuts
 from tests.proof.models import Script
 from tests.proof.plans import draw_program
 from tests.solve.brute_force import GRAPHS, blocks, random_prices
@@ -255,6 +255,22 @@ def test_the_bound_holds_where_the_proof_is_not_finished(
         best = min(seconds for seconds, _, _ in all_cuts(table, schedule))
         found = cut(table, schedule)
         assert found.bound <= best * (1 + CLOSE) <= found.seconds * (1 + 2 * CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_under_several_schedules_is_one_on_all_of_them(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever comes first, and whether or not the proof is finished."""
+    schedules = [schedule_of(kind, 2, 4) for kind in ScheduleKind]
+    table = random_table(Random(seed), 9)
+    least = min(seconds for each in schedules for seconds, _, _ in all_cuts(table, each))
+    for limit in (4000, 3):
+        monkeypatch.setattr("autopar.solve.stages.cut_search.MOST_NODES", limit)
+        for order in (schedules, schedules[::-1]):
+            found, schedule = best(cuts([table], order))
+            assert found.bound <= least * (1 + CLOSE) <= found.seconds * (1 + 2 * CLOSE)
+            assert found.seconds == pytest.approx(simulate(schedule, found.stages).seconds, rel=CLOSE)
 
 
 def test_more_stages_than_places_are_refused() -> None:

@@ -59,6 +59,8 @@ def test_no_placement_and_cut_takes_less(make: Callable[[], Graph], seed: int) -
     for kind in KINDS:
         best = min(cut(each, two_stages(kind)).seconds for each in tables)
         assert 0 < exchange.bound([two_stages(kind)]) <= best * (1 + CLOSE)
+    each = [exchange.bound([two_stages(kind)]) for kind in KINDS]
+    assert exchange.bound(map(two_stages, KINDS)) == min(each)
 
 
 @pytest.mark.parametrize("kind", [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B])
