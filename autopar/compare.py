@@ -26,10 +26,11 @@ from dataclasses import dataclass, field, replace
 from autopar.cluster import ClusterSpec
 from autopar.compiler import Compiler
 from autopar.core.comparison import Comparison, Row
+from autopar.core.parallelism import Force, Parallelism
 from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.cost.model import Company, Progress, setting_of, using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
-from autopar.ilp.space import Force, Kinds, Parallelism, is_heavy
+from autopar.ilp.space import Kinds, is_heavy
 from autopar.micro_batches import batch_length
 from autopar.planning import Found, search
 from autopar.request import Request

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
 from autopar.ops.independence import mixing_operator, rows_instead
 from autopar.planning import decide, finish, search
-from autopar.request import Request
+from autopar.request import Auto, Request
 from autopar.rewrite.program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.samples import find_samples
@@ -41,15 +41,6 @@ from autopar.signature import Arguments, LossFunction, flatten_arguments
 from autopar.simplify import only_loss, with_masks_by_dims, without_gradients
 from autopar.trace import Traced, trace
 from costdb.database import Database
-
-
-class Auto(NamedTuple):
-    """Pipeline ranks and micro-batches, None where the planner chooses; `exactly` if only such micro-batches
-    that together compute what the batch does."""
-
-    stages: int | None
-    micro_batches: int | None
-    exactly: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +233,26 @@ class Compiler:
         else:
             plan = finish(decision).plan
         return _noted(plan, note)
+
+    def agree_on_pipeline(
+        self, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], auto: Auto
+    ) -> Request:
+        """The request with the pipeline that rank 0 chooses for all; collective."""
+        args, kwargs = call
+        if not args and not kwargs:
+            raise InputError(
+                where="parallelize",
+                found="stages or micro-batches to be chosen, and no example of the batch",
+                wanted="an example of the global batch",
+                remedy="pass example_inputs, or give both numbers",
+            )
+
+        def find(company: Company) -> tuple[Plan, str]:
+            return self.find_pipeline(model, args, kwargs, auto, company), ""
+
+        self.measure_links()
+        plan, _ = agree(find, self.cluster)
+        return self.request.settled(plan)
 
     def find_unhindered(self, graph: Graph, request: Request, company: Company | None = None) -> Plan | None:
         """The best plan if memory makes nothing slower: several micro-batches without stages would only

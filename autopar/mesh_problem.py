@@ -17,6 +17,7 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
+from autopar.core.parallelism import Force, name_of
 from autopar.core.pipeline import kept_starts, stages_per_rank
 from autopar.core.plan import Program
 from autopar.core.recompute import Recompute
@@ -37,7 +38,7 @@ from autopar.ilp.near_cuts import is_worthwhile, near_step
 from autopar.ilp.pairs import Scarcity
 from autopar.ilp.placement import FREE, Dear, Problem, Space
 from autopar.ilp.refine import Refinement
-from autopar.ilp.space import Force, Kinds, build_space, is_heavy, kind_by_axis, name_of
+from autopar.ilp.space import Kinds, build_space, is_heavy, kind_by_axis
 from autopar.ilp.stages import MOST_PLACES
 from autopar.ilp.step import Step, once, staged, unstaged
 from autopar.ilp.symmetry import choose_named

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
+from autopar.core.parallelism import Parallelism, name_of
 from autopar.core.plan import Alternative, Plan
 from autopar.cost.model import Company, CostModel, Progress
 from autopar.cost.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.ilp.choose import Solution
-from autopar.ilp.space import Parallelism, name_of
 from autopar.ilp.step import Step
 from autopar.mesh_problem import SAME, MeshProblem, stageable
 from autopar.ops.analysis import find_atoms

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from autopar.cluster import ClusterSpec
 from autopar.convert.table import effect
 from autopar.core.graph import Graph, InputKind
+from autopar.core.parallelism import Force
 from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
 from autopar.core.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.cost.gathering import regathers
@@ -19,7 +20,7 @@ from autopar.cost.values import Values, find_values
 from autopar.ilp.checkpoints import notes as checkpoint_notes
 from autopar.ilp.exchange import MOST_OPERATORS
 from autopar.ilp.gathering import gathering_notes, when, whole_notes
-from autopar.ilp.space import Force, Kinds, kind_by_axis
+from autopar.ilp.space import Kinds, kind_by_axis
 from autopar.ilp.step import Step
 from autopar.micro_batches import loss_notes
 from autopar.ops.dims import Dims

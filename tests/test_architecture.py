@@ -91,7 +91,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": BASE | {"cluster", "convert", "costdb", "ops", "emit", "runtime"},
     "ilp": BASE | {"clock", "convert", "cost", "ops", "schedules", "simulate", "waits"},
     "target": BASE | {"signature", "trace"},
-    "request": BASE | {"ilp"},
+    "request": BASE | {"cluster", "optimizer", "options"},
     "report": BASE | {"cluster", "convert", "cost", "ilp", "micro_batches", "ops", "request"},
     "mesh_problem": BASE | {"cluster", "cost", "ilp", "ops", "request"},
     "planning": BASE | {"cluster", "cost", "costdb", "ilp", "mesh_problem", "ops", "report", "request"},
@@ -100,7 +100,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"cluster", "cost", "costdb", "estimates", "ilp", "mesh_problem", "ops", "planning", "request"},
     "checkpoints": set(),
     "optimizer": BASE,
-    "options": BASE | {"request"},
+    "options": BASE,
     "agree": BASE | {"cluster", "cost", "costdb"},
     "compiler": BASE
     | PASSES - {"ilp", "convert", "runtime"}

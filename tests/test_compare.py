@@ -22,7 +22,7 @@ from autopar.contest import heats
 from autopar.core.comparison import Comparison, Measured, Row, spearman
 from autopar.core.plan import Plan
 from autopar.errors import InfeasibleError, InputError
-from autopar.request import DEFAULT_GAP
+from autopar.options import DEFAULT_GAP
 from autopar.target import Target, load_target
 
 TARGETS = Path(__file__).parent / "targets.py"

@@ -8,15 +8,14 @@ Operators at the same place of the N repetitions form one *class* with one strat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from autopar.core.graph import Graph, Operator, map_refs
+from autopar.core.parallelism import Pins
 from autopar.ops.dims import Dims
-
-Pins = Mapping[str, Sequence[str | None]]  # layer or operator name -> a factor, or None, for each axis
 
 
 @dataclass(frozen=True, slots=True)

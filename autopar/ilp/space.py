@@ -9,40 +9,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from enum import Enum
 
 from autopar.convert.table import canonical
 from autopar.core.cut import chunked, nested
 from autopar.core.gathering import ShardState
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator
 from autopar.core.mesh import Mesh
+from autopar.core.parallelism import Force, Parallelism, Pins, name_of
 from autopar.core.placement import Layout, P, Placement, R, Shard
 from autopar.cost.prices import Prices
 from autopar.errors import InputError
-from autopar.ilp.fold import Folding, Pins, pin_of
+from autopar.ilp.fold import Folding, pin_of
 from autopar.ilp.gathering import most_sharded, ways
 from autopar.ilp.placement import Space
 from autopar.ops.analysis import options_of, strategies_of
 from autopar.ops.dims import Atom, Dims
 from autopar.ops.equation import UNSUMMED, Option
 from autopar.ops.rule import Regroup, Strategy, rule_of
-
-
-class Parallelism(Enum):
-    """The kinds of parallelism inside a stage, by what is sharded."""
-
-    BATCH = "batch"
-    DOMAIN = "domain"
-    FILTER = "filter"
-    CHANNEL = "channel"
-
-
-Force = Parallelism | tuple[Parallelism, ...]  # the kind on all axes, or one for each axis
-
-
-def name_of(force: Force) -> str:
-    """As the command line writes it: `batch`, or `batch+filter` for two axes."""
-    return force.value if isinstance(force, Parallelism) else "+".join(kind.value for kind in force)
 
 
 def kind_by_axis(force: Force, mesh: Mesh) -> tuple[Parallelism, ...]:

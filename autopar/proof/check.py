@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.compiler import graph_digest
+from autopar.core.parallelism import Force, name_of
 from autopar.core.plan import Plan
 from autopar.errors import InputError
-from autopar.ilp.space import Force, name_of
 from autopar.micro_batches import batch_length, loss_weight, split_batch
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.ilp.space import Parallelism
+from autopar.core.parallelism import Parallelism
 from autopar.runtime import worker
 from autopar.runtime.memory import dense
 from examples import characters, digits, photographs

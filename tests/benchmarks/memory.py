@@ -23,7 +23,6 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from autopar.api import make_request, with_pipeline
 from autopar.cluster import ClusterSpec
 from autopar.compiler import Compiler
 from autopar.contest import Contest, Job
@@ -33,7 +32,8 @@ from autopar.core.placement import Layout, R, Shard
 from autopar.core.plan import Plan
 from autopar.ops.analysis import find_atoms
 from autopar.ops.dims import Dims
-from autopar.request import Request
+from autopar.options import Options
+from autopar.request import Request, request_of
 from autopar.runtime.peak import peak_bytes
 from autopar.target import load_target
 from autopar.units import show_bytes
@@ -87,11 +87,8 @@ class Case:
 
     @property
     def request(self) -> Request:
-        options = dict(self.options)
-        force = options.pop("force", None)
-        request = make_request(options.pop("mesh", None), force, None, None, 1e-3, self.optimizer, False)
-        pipeline = {"stages": 1, "micro_batches": 1, "schedule": "1f1b", "recompute": "none"} | options
-        request, _ = with_pipeline(request, self.cluster, force, **pipeline)
+        defaults = {"schedule": "1f1b", "recompute": "none", "optimizer": self.optimizer, "measure": False}
+        request, _ = request_of(Options(**defaults | self.options), self.cluster)
         return replace(request, alternatives=False)
 
 

@@ -9,9 +9,9 @@ import pytest
 import autopar
 from autopar import api
 from autopar.cluster import ClusterSpec
+from autopar.core.parallelism import Parallelism, name_of
 from autopar.core.plan import Plan
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.space import Parallelism, name_of
 from autopar.target import Target, load_target
 
 TARGETS = Path(__file__).parents[1] / "targets.py"

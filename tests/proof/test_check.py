@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
 from autopar.core.mesh import Mesh
+from autopar.core.parallelism import Parallelism
 from autopar.core.recompute import Recompute
 from autopar.errors import InfeasibleError, InputError
-from autopar.ilp.space import Parallelism
 from autopar.proof import check as check_module
 from autopar.proof import precision, processes
 from autopar.proof import verify as verify_module

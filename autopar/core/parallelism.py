@@ -1,0 +1,26 @@
+"""The kinds of parallelism inside a stage, and how a user forces them or pins layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import TypeAlias
+
+
+class Parallelism(Enum):
+    """The kinds of parallelism inside a stage, by what is sharded."""
+
+    BATCH = "batch"
+    DOMAIN = "domain"
+    FILTER = "filter"
+    CHANNEL = "channel"
+
+
+Force: TypeAlias = Parallelism | tuple[Parallelism, ...]  # the kind on all axes, or one for each axis
+# A layer's or an operator's name -> a factor, or None, for each axis.
+Pins: TypeAlias = Mapping[str, Sequence[str | None]]
+
+
+def name_of(force: Force) -> str:
+    """As the command line writes it: `batch`, or `batch+filter` for two axes."""
+    return force.value if isinstance(force, Parallelism) else "+".join(kind.value for kind in force)
