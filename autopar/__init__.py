@@ -1,11 +1,21 @@
-"""autopar: auto-parallelization of PyTorch models across batch, domain, model and pipeline stages."""
+"""autopar: auto-parallelization of PyTorch models across batch, domain, model and pipeline stages.
 
-from autopar.api import compare, parallelize, plan, timeline
-from autopar.cluster import ClusterSpec, Link
-from autopar.core.mesh import Mesh
-from autopar.core.plan import Plan
-from autopar.errors import AutoparError
-from autopar.runtime.module import ParallelModule
+What is exported here is imported when it is first used: the command line tells help and wrong words
+without torch.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.api import compare, parallelize, plan, timeline
+    from autopar.cluster import ClusterSpec, Link
+    from autopar.core.mesh import Mesh
+    from autopar.core.plan import Plan
+    from autopar.errors import AutoparError
+    from autopar.options import PlanOptions
+    from autopar.runtime.module import ParallelModule
 
 __all__ = [
     "AutoparError",
@@ -14,9 +24,37 @@ __all__ = [
     "Mesh",
     "ParallelModule",
     "Plan",
+    "PlanOptions",
     "compare",
     "parallelize",
     "plan",
     "timeline",
 ]
 __version__ = "0.1.0"
+_HOMES = {
+    "AutoparError": "autopar.errors",
+    "ClusterSpec": "autopar.cluster",
+    "Link": "autopar.cluster",
+    "Mesh": "autopar.core.mesh",
+    "ParallelModule": "autopar.runtime.module",
+    "Plan": "autopar.core.plan",
+    "PlanOptions": "autopar.options",
+    "compare": "autopar.api",
+    "parallelize": "autopar.api",
+    "plan": "autopar.api",
+    "timeline": "autopar.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """PEP 562: an exported name, or a module of the package."""
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
