@@ -58,7 +58,7 @@ def net(**options: Any) -> tuple[Net, tuple[Tensor]]:
 
 
 def request(**options: Any) -> Request:
-    return Request(measure=False, alternatives=False, schedule=None, **options)
+    return Request(measure=False, alternatives=False, **options)
 
 
 def plan(model: nn.Module, args: tuple[Tensor], **options: Any) -> Plan:
