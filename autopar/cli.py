@@ -243,14 +243,14 @@ def run(
     say otherwise, by the environment variable AUTOPAR_OPTIONS. Stages and
     micro-batches need a SCRIPT that trains by train_step().
     """
-    spec = ClusterSpec.parse(cluster)
+    if options["costdb"] is not None:
+        options["costdb"] = str(Path(options["costdb"]).absolute())
+    asked, spec = settle(**options), ClusterSpec.parse(cluster)
     from autopar.request import request_of
     from autopar.runtime.launch import start_script
 
     spec.check_local()
-    if options["costdb"] is not None:
-        options["costdb"] = str(Path(options["costdb"]).absolute())
-    request_of(settle(**options), spec)  # what makes no sense is told here, not by every rank
+    request_of(asked, spec)  # what makes no sense is told here, not by every rank
     start_script(script, spec.num_devices, arguments or (), variables=write(options))
     return Answer({"script": script, "processes": spec.num_devices, "exit_code": 0}, "")
 
