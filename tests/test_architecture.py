@@ -113,7 +113,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": BASE
     | {"api", "draw", "show", "table", "progress", "target", "cluster", "options", "request", "runtime"},
     "autopar": BASE | {"api", "cluster", "runtime"},
-    "__main__": {"cli"},
+    "__main__": {"api", "cli", "runtime"},
 }
 OUTSIDE = {  # who may import what does the work outside
     "pulp": {"autopar.ilp.solver"},
@@ -150,6 +150,8 @@ def layer(module: str) -> str | None:
     if module.startswith("autopar.rewrite.emit"):
         return "emit"
     first, *rest = module.split(".")
+    if rest and rest[-1] == "__main__":
+        return "__main__"
     if first == "costdb":
         return "costdb"
     if first != "autopar":
