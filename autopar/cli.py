@@ -20,17 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
+from rich.console import Console, Group, RenderableType
 
 from autopar import __version__
 from autopar.cluster import ClusterSpec
 from autopar.errors import INTERRUPTED, AutoparError, InputError, WorkerError
 from autopar.options import COMPARE, OPTIONS, PARALLELIZE, PLAN, PROFILE, VERIFY, Door, Options, settle, write
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 # Commands import what needs torch when they run: help and bad words are told without it.
 
@@ -140,8 +138,6 @@ def plan(
 ) -> Answer:
     """Find the best placement of TARGET on a cluster, and print it."""
     spec = ClusterSpec.parse(cluster)
-    from rich.console import Group
-
     from autopar import api
     from autopar.draw import timeline_text, write_trace
     from autopar.progress import ProgressBar
@@ -301,8 +297,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from autopar.show import WIDTH
 
         width = None if sys.stdout.isatty() else WIDTH
-        from rich.console import Console
-
         Console(width=width, highlight=False, markup=False).print(answer.text)
     return answer.exit_code
 
