@@ -1,13 +1,21 @@
-"""autopar: auto-parallelization of PyTorch models across batch, domain, model and pipeline stages."""
+"""autopar: auto-parallelization of PyTorch models across batch, domain, model and pipeline stages.
 
-__version__ = "0.1.0"
+What is exported here is imported when it is first used: the command line tells help and wrong words
+without torch.
+"""
 
-from autopar.api import compare, parallelize, plan, timeline
-from autopar.cluster import ClusterSpec, Link
-from autopar.core.mesh import Mesh
-from autopar.errors import AutoparError
-from autopar.results.plan import Plan
-from autopar.runtime.module.parallel_module import ParallelModule
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.api import compare, parallelize, plan, timeline
+    from autopar.cluster import ClusterSpec, Link
+    from autopar.core.mesh import Mesh
+    from autopar.errors import AutoparError
+    from autopar.planning.options import PlanOptions
+    from autopar.results.plan import Plan
+    from autopar.runtime.module.parallel_module import ParallelModule
 
 __all__ = [
     "AutoparError",
@@ -16,8 +24,37 @@ __all__ = [
     "Mesh",
     "ParallelModule",
     "Plan",
+    "PlanOptions",
     "compare",
     "parallelize",
     "plan",
     "timeline",
 ]
+__version__ = "0.1.0"
+_HOMES = {
+    "AutoparError": "autopar.errors",
+    "ClusterSpec": "autopar.cluster",
+    "Link": "autopar.cluster",
+    "Mesh": "autopar.core.mesh",
+    "ParallelModule": "autopar.runtime.module.parallel_module",
+    "Plan": "autopar.results.plan",
+    "PlanOptions": "autopar.planning.options",
+    "compare": "autopar.api",
+    "parallelize": "autopar.api",
+    "plan": "autopar.api",
+    "timeline": "autopar.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """PEP 562: an exported name, or a module of the package."""
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

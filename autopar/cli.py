@@ -9,12 +9,14 @@ Exit codes: 0 ok, 1 a check failed, 2 bad input or infeasible, 3 no plan in time
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import math
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,22 +25,26 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console, Group, RenderableType
 
-from autopar import api
+from autopar import __version__
 from autopar.cluster import ClusterSpec
-from autopar.errors import AutoparError, InputError, WorkerError
-from autopar.planning.options import AUTO, settle, write
-from autopar.planning.request import DEFAULT_GAP
-from autopar.results.draw_timeline import timeline_text, write_trace
-from autopar.results.progress_bar import ProgressBar
-from autopar.results.render_comparison import render_comparison
-from autopar.results.render_plan import render
-from autopar.results.text import WIDTH
-from autopar.runtime.launch.launch import INTERRUPTED, start_script
-from autopar.trace.target import load_target
+from autopar.errors import INTERRUPTED, AutoparError, InputError, WorkerError
+from autopar.planning.options import (
+    COMPARE,
+    OPTIONS,
+    PARALLELIZE,
+    PLAN,
+    PROFILE,
+    VERIFY,
+    Door,
+    Options,
+    settle,
+    write,
+)
+
+# Commands import what needs torch when they run: help and bad words are told without it.
 
 app = typer.Typer(
     name="autopar",
-    help="Auto-parallelization of PyTorch models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -48,66 +54,6 @@ TargetName = Annotated[
     str, typer.Argument(metavar="TARGET", help="file.py:function, which returns (model, inputs[, loss_fn]).")
 ]
 Cluster = Annotated[str, typer.Option("--cluster", metavar="local:N|FILE.toml", help="The devices to use.")]
-MeshOption = Annotated[
-    str | None, typer.Option("--mesh", metavar="2x2", help="One mesh instead of all that fit.")
-]
-Force = Annotated[
-    str | None,
-    typer.Option(
-        "--force",
-        metavar="KIND[+KIND...]",
-        help="One pure kind (batch, domain, filter, channel, pipeline), or one for each axis: batch+filter.",
-    ),
-]
-_RECOMPUTE = typer.Option(
-    "--recompute",
-    metavar="none|all|auto",
-    help="What to compute again in backward; auto: what a memory cap asks.",
-)
-_OFFLOAD = typer.Option(
-    "--offload",
-    metavar="none|all|auto",
-    help="What waits for backward in host memory; auto: under a memory cap what hides behind compute.",
-)
-_SHARD_STATE = typer.Option(
-    "--shard-state",
-    metavar="LEVEL",
-    help="What of the weights' state lies in shards: none, optimizer, gradients, weights; auto: as is best.",
-)
-_SCHEDULE = typer.Option(
-    "--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto."
-)
-_GAP = typer.Option("--gap", metavar="G", help="Relative gap at which the solver may stop.")
-_OPTIMIZER = typer.Option(
-    "--optimizer", metavar="NAME", help="Whose state counts: sgd, sgd-momentum, adam or adamw."
-)
-Stages = Annotated[
-    str | None, typer.Option("--stages", metavar="K|auto", help="Pipeline ranks; 1 with --force, else auto.")
-]
-MicroBatches = Annotated[
-    str | None,
-    typer.Option(
-        "--micro-batches",
-        metavar="M|auto",
-        help="Parts of the batch that follow each other; 1 with --force, else auto.",
-    ),
-]
-Recompute = Annotated[str, _RECOMPUTE]
-Offload = Annotated[str, _OFFLOAD]
-OffloadOrNone = Annotated[str | None, _OFFLOAD]
-ShardState = Annotated[str, _SHARD_STATE]
-ShardStateOrNone = Annotated[str | None, _SHARD_STATE]
-RecomputeOrNone = Annotated[str | None, _RECOMPUTE]
-ScheduleName = Annotated[str, _SCHEDULE]
-ScheduleOrNone = Annotated[str | None, _SCHEDULE]
-Gap = Annotated[float, _GAP]
-GapOrNone = Annotated[float | None, _GAP]
-Optimizer = Annotated[str, _OPTIMIZER]
-OptimizerOrNone = Annotated[str | None, _OPTIMIZER]
-NoMeasure = Annotated[bool, typer.Option("--no-measure", help="Estimate what is not measured yet.")]
-Memory = Annotated[str | None, typer.Option("--memory", metavar="2GiB", help="Cap per device.")]
-TimeLimit = Annotated[float | None, typer.Option("--time-limit", metavar="S", help="Seconds for the solver.")]
-CostDB = Annotated[str | None, typer.Option("--costdb", metavar="PATH", help="Database of measurements.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 ShowProgress = Annotated[
     bool, typer.Option("--progress", help="Show progress also where stderr is no terminal.")
@@ -123,32 +69,97 @@ class Answer:
     exit_code: int = 0
 
 
+# -- flags of options -----------------------------------------------------------------------------------
+
+
+def taking(
+    door: Door, *, without: str | None = None, shown: bool = True
+) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """A command with a flag for each option of `door` but one in the place of its `**options`.
+
+    Values are checked before it runs. Unless defaults are `shown`, what isn't said is None.
+    """
+    names = [name for name in door.options if name != without]
+    flags = [_flag(name, door.default(name) if shown else None) for name in names]
+
+    def add(command: Callable[..., Answer]) -> Callable[..., Answer]:
+        @functools.wraps(command)
+        def checked(**words: Any) -> Answer:
+            if words.pop("no_measure", False):
+                words["measure"] = False
+            Options(door, **{name: words[name] for name in names if name in words}).read()
+            return command(**words)
+
+        signature = inspect.signature(command, eval_str=True)
+        own = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
+        needed = [item for item in own if item.default is item.empty]
+        rest = [item for item in own if item.default is not item.empty]
+        parameters = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in (*needed, *flags, *rest)]
+        checked.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        checked.__annotations__ = {item.name: item.annotation for item in parameters}
+        return checked
+
+    return add
+
+
+def _flag(name: str, default: Any) -> inspect.Parameter:
+    """The parameter from which typer makes the flag of an option."""
+    option, text = OPTIONS[name], name.replace("_", "-")
+    kind: Any
+    if option.words == (bool,):  # is true unless the flag says that it isn't
+        name, kind = f"no_{name}", bool
+        told = typer.Option(False, f"--no-{text}", help=option.without)
+    else:
+        kind = str if str in option.words else option.words[-1]
+        told = typer.Option(default, f"--{text}", metavar=option.metavar, help=option.help)
+    annotation = kind | None if told.default is None else kind
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=told, annotation=annotation)
+
+
+# -- commands -------------------------------------------------------------------------------------------
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"autopar {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def autopar(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Auto-parallelization of PyTorch models."""
+
+
 @app.command()
+@taking(PLAN)
 def plan(
     target: TargetName,
     cluster: Cluster,
-    memory: Memory = None,
-    mesh: MeshOption = None,
-    force: Force = None,
-    time_limit: TimeLimit = None,
-    gap: Gap = DEFAULT_GAP,
-    stages: Stages = None,
-    micro_batches: MicroBatches = None,
-    schedule: ScheduleName = AUTO,
-    recompute: Recompute = "auto",
-    offload: Offload = "auto",
-    shard_state: ShardState = "auto",
-    optimizer: Optimizer = "adam",
-    costdb: CostDB = None,
-    no_measure: NoMeasure = False,
     trace: Annotated[
         str | None, typer.Option("--trace", metavar="FILE", help="Write the timeline of the stages.")
     ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Save the plan, for parallelize(plan=FILE)."),
+    ] = None,
     as_json: AsJson = False,
     progress: ShowProgress = False,
+    **options: Any,
 ) -> Answer:
     """Find the best placement of TARGET on a cluster, and print it."""
-    spec, made, bar = ClusterSpec.parse(cluster), load_target(target), ProgressBar(progress)
+    spec = ClusterSpec.parse(cluster)
+    from autopar import api
+    from autopar.results.draw_timeline import timeline_text, write_trace
+    from autopar.results.progress_bar import ProgressBar
+    from autopar.results.render_plan import render
+    from autopar.trace.target import load_target
+
+    made, bar = load_target(target), ProgressBar(progress)
     with bar.shown():
         found = api.plan(
             made.model,
@@ -156,22 +167,11 @@ def plan(
             made.args,
             example_kwargs=made.kwargs,
             loss_fn=made.loss_fn,
-            mesh=mesh,
-            force=force,
-            memory=memory,
-            time_limit=time_limit,
-            gap=gap,
-            optimizer=optimizer,
-            stages=stages,
-            micro_batches=micro_batches,
-            schedule=schedule,
-            recompute=recompute,
-            offload=offload,
-            shard_state=shard_state,
-            costdb=costdb,
-            measure=not no_measure,
             progress=bar,
+            **options,
         )
+    if output:
+        found.save(output)
     drawn = api.timeline(found) if trace or found.pipeline.is_staged else None
     if drawn is None:
         return Answer(found.as_dict(), render(found))
@@ -181,59 +181,31 @@ def plan(
 
 
 @app.command()
+@taking(VERIFY)
 def verify(
     target: TargetName,
     cluster: Cluster,
-    mesh: MeshOption = None,
-    force: Force = None,
     steps: Annotated[int, typer.Option(help="Steps of SGD.")] = 3,
     processes: Annotated[
         bool, typer.Option("--processes", help="Real processes, not simulated ranks.")
     ] = False,
-    stages: Stages = None,
-    micro_batches: MicroBatches = None,
-    schedule: ScheduleName = AUTO,
-    recompute: Recompute = "auto",
-    offload: Offload = "auto",
-    shard_state: ShardState = "auto",
-    memory: Memory = None,
-    time_limit: TimeLimit = None,
-    gap: Gap = DEFAULT_GAP,
-    costdb: CostDB = None,
     as_json: AsJson = False,
+    **options: Any,
 ) -> Answer:
     """Prove that parallel training of TARGET equals serial training, in float64."""
-    report = api.verify(
-        load_target(target),
-        ClusterSpec.parse(cluster),
-        mesh=mesh,
-        force=force,
-        memory=memory,
-        time_limit=time_limit,
-        gap=gap,
-        stages=stages,
-        micro_batches=micro_batches,
-        schedule=schedule,
-        recompute=recompute,
-        offload=offload,
-        shard_state=shard_state,
-        costdb=costdb,
-        steps=steps,
-        processes=processes,
-    )
+    spec = ClusterSpec.parse(cluster)
+    from autopar import api
+    from autopar.trace.target import load_target
+
+    report = api.verify(load_target(target), spec, steps=steps, processes=processes, **options)
     return Answer(report.as_dict(), str(report), 0 if report.passed else 1)
 
 
 @app.command()
+@taking(COMPARE, without="measure")
 def compare(
     target: TargetName,
     cluster: Cluster,
-    memory: Memory = None,
-    time_limit: TimeLimit = None,
-    gap: Gap = DEFAULT_GAP,
-    optimizer: Optimizer = "adam",
-    shard_state: ShardState = "auto",
-    costdb: CostDB = None,
     measure: Annotated[
         bool | None,
         typer.Option(
@@ -244,25 +216,28 @@ def compare(
     ] = None,
     as_json: AsJson = False,
     progress: ShowProgress = False,
+    **options: Any,
 ) -> Answer:
     """Put the pure strategies and the solver's plan for TARGET side by side."""
+    spec = ClusterSpec.parse(cluster)
+    from autopar import api
+    from autopar.results.progress_bar import ProgressBar
+    from autopar.results.render_comparison import render_comparison
+    from autopar.trace.target import load_target
+
     found = api.compare(
         load_target(target),
-        ClusterSpec.parse(cluster),
-        memory=memory,
-        time_limit=time_limit,
-        gap=gap,
-        optimizer=optimizer,
-        shard_state=shard_state,
-        costdb=costdb,
+        spec,
         measure=measure is not False,
         run=measure is True,
         bar=ProgressBar(progress),
+        **options,
     )
     return Answer(found.as_dict(), render_comparison(found))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
+@taking(PARALLELIZE, shown=False)
 def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script that calls parallelize.")],
     cluster: Cluster,
@@ -272,21 +247,8 @@ def run(
             metavar="[ARGS]...", help="The script's own; after -- also those that are named here."
         ),
     ] = None,
-    mesh: MeshOption = None,
-    force: Force = None,
-    memory: Memory = None,
-    stages: Stages = None,
-    micro_batches: MicroBatches = None,
-    schedule: ScheduleOrNone = None,
-    recompute: RecomputeOrNone = None,
-    offload: OffloadOrNone = None,
-    shard_state: ShardStateOrNone = None,
-    optimizer: OptimizerOrNone = None,
-    time_limit: TimeLimit = None,
-    gap: GapOrNone = None,
-    costdb: CostDB = None,
-    no_measure: NoMeasure = False,
     as_json: AsJson = False,
+    **options: Any,
 ) -> Answer:
     """Run SCRIPT on every device of a local cluster.
 
@@ -294,43 +256,37 @@ def run(
     say otherwise, by the environment variable AUTOPAR_OPTIONS. Stages and
     micro-batches need a SCRIPT that trains by train_step().
     """
-    spec = ClusterSpec.parse(cluster)
+    if options["costdb"] is not None:
+        options["costdb"] = str(Path(options["costdb"]).absolute())
+    asked, spec = settle(**options), ClusterSpec.parse(cluster)
+    from autopar.planning.request import request_of
+    from autopar.runtime.launch.launch import start_script
+
     spec.check_local()
-    said = {
-        "mesh": mesh,
-        "force": force,
-        "memory": memory,
-        "stages": stages,
-        "micro_batches": micro_batches,
-        "schedule": schedule,
-        "recompute": recompute,
-        "offload": offload,
-        "shard_state": shard_state,
-        "optimizer": optimizer,
-        "time_limit": time_limit,
-        "gap": gap,
-        "costdb": None if costdb is None else str(Path(costdb).absolute()),
-        "measure": False if no_measure else None,
-    }
-    api.request_of(settle(**said), spec)  # what makes no sense is told here, not by every rank
-    start_script(script, spec.num_devices, arguments or (), variables=write(said))
+    request_of(asked, spec)  # what makes no sense is told here, not by every rank
+    start_script(script, spec.num_devices, arguments or (), variables=write(options))
     return Answer({"script": script, "processes": spec.num_devices, "exit_code": 0}, "")
 
 
 @app.command()
+@taking(PROFILE)
 def profile(
     cluster: Cluster,
     target: Annotated[
         str | None, typer.Argument(metavar="[TARGET]", help="Also measure its operators.")
     ] = None,
-    mesh: MeshOption = None,
-    costdb: CostDB = None,
     as_json: AsJson = False,
     progress: ShowProgress = False,
+    **options: Any,
 ) -> Answer:
     """Measure collectives, and the operators of TARGET, on this machine."""
-    spec, made = ClusterSpec.parse(cluster), load_target(target) if target else None
-    found = api.profile(spec, made, mesh=mesh, costdb=costdb, bar=ProgressBar(progress))
+    spec = ClusterSpec.parse(cluster)
+    from autopar import api
+    from autopar.results.progress_bar import ProgressBar
+    from autopar.trace.target import load_target
+
+    made = load_target(target) if target else None
+    found = api.profile(spec, made, bar=ProgressBar(progress), **options)
     return Answer(found.as_dict(), str(found))
 
 
@@ -355,6 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     if answer.text:
+        from autopar.results.text import WIDTH
+
         width = None if sys.stdout.isatty() else WIDTH
         Console(width=width, highlight=False, markup=False).print(answer.text)
     return answer.exit_code

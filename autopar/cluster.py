@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import torch
-
 from autopar.core.mesh import AXIS_NAMES, Mesh
 from autopar.errors import InputError
 from autopar.units import parse_bytes, parse_rate, parse_seconds, show_bytes, show_rate, show_seconds
@@ -271,10 +269,8 @@ class ClusterSpec:
         found = None
         if self.nodes > 1:
             found = f"{self.nodes} nodes"
-        elif self.device_type == "cuda" and torch.cuda.device_count() < self.num_devices:
-            found = (
-                f"{self.num_devices} x {self.device}, of which this machine has {torch.cuda.device_count()}"
-            )
+        elif self.device_type == "cuda" and (here := _count_gpus()) < self.num_devices:
+            found = f"{self.num_devices} x {self.device}, of which this machine has {here}"
         if found:
             raise InputError(
                 where="--cluster",
@@ -434,6 +430,8 @@ def _raise(source: str, wrong: list[InputError]) -> None:
 def _this_machine(num_processes: int, *, nodes: int) -> ClusterSpec:
     """`nodes` machines like this one, each with `num_processes` processes."""
     _count("number of processes", num_processes)
+    import torch  # here, so that a text that names no cluster is told before torch is loaded
+
     inter = ETHERNET if nodes > 1 else None
     if torch.cuda.is_available() and torch.cuda.device_count() >= num_processes:
         device = gpu_kind(torch.cuda.get_device_name(0))
@@ -442,6 +440,12 @@ def _this_machine(num_processes: int, *, nodes: int) -> ClusterSpec:
         device = "cpu"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_processes
     return ClusterSpec(nodes=nodes, devices_per_node=num_processes, device=device, memory=memory, inter=inter)
+
+
+def _count_gpus() -> int:
+    import torch  # here, so that a description of machines needs none
+
+    return torch.cuda.device_count()
 
 
 def gpu_kind(name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from autopar.cost.machine.model import Company, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, TraceError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.pipeline_search import decide_all
-from autopar.planning.request import Request
+from autopar.planning.request import Auto, Request
 from autopar.planning.search import decide, finish, search
 from autopar.results.plan import Plan
 from autopar.rewrite.build import build, build_stages
@@ -36,15 +36,6 @@ from autopar.trace.micro_batches import batch_length, cut_inputs, reducer_of, sp
 from autopar.trace.simplify import only_loss, with_masks_by_dims, without_gradients
 from autopar.trace.uncollected import uncollected
 from costdb.database import Database
-
-
-class Auto(NamedTuple):
-    """Pipeline ranks and micro-batches, None where the planner chooses; `exactly` if only such micro-batches
-    that together compute what the batch does."""
-
-    stages: int | None
-    micro_batches: int | None
-    exactly: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +248,22 @@ class Compiler:
         else:
             plan = finish(decision).plan
         return _noted(plan, note)
+
+    def agree_on_pipeline(
+        self, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], auto: Auto
+    ) -> Plan:
+        """The plan, and so the pipeline, that rank 0 chooses for all; collective."""
+        args, kwargs = call
+        if not args and not kwargs:
+            raise InputError(
+                where="parallelize",
+                found="stages or micro-batches to be chosen, and no example of the batch",
+                wanted="an example of the global batch",
+                remedy="pass example_inputs, or give both numbers",
+            )
+
+        self.measure_links()
+        return agree(lambda company: self.find_pipeline(model, args, kwargs, auto, company), self.cluster)
 
     def find_unhindered(self, graph: Graph, request: Request, company: Company | None = None) -> Plan | None:
         """The best plan if memory makes nothing slower: several micro-batches without stages would only

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 from typing import Any
+
+INTERRUPTED = 128 + signal.SIGINT  # the command line's exit code, 130, as shells count
 
 
 class AutoparError(Exception):

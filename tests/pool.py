@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # One server imports torch once; the workers are forked from it before it has started threads.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "autopar.runtime.collectives.placement_moves"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "autopar.api"])
 
 
 class PoolError(AssertionError):

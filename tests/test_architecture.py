@@ -76,6 +76,8 @@ def imports(path: Path) -> Iterator[str]:
 def room(module: str) -> str | None:
     """The room of one of our modules, None for those of others."""
     first, *rest = module.split(".")
+    if rest and rest[-1] == "__main__":
+        return "__main__"
     if first == "costdb":
         return "costdb"
     if first != "autopar":

@@ -275,7 +275,7 @@ def test_run_starts_the_script_and_maps_exit_codes(tmp_path: Path) -> None:
         f"""
 import sys
 import autopar
-from autopar.target import load_target
+from autopar.trace.target import load_target
 
 target = load_target({str(TARGETS)!r} + ":frozen")
 parallel = autopar.parallelize(
@@ -291,6 +291,14 @@ print("modes", parallel.training, parallel.norm.training, sys.argv[1:])
     assert "modes True False ['--rate', '0.1']" in done.stderr, "a frozen batch norm stays in eval mode"
 
 
+def test_a_script_may_lie_beside_a_file_that_is_named_like_a_library(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import autopar\nprint(autopar.parallelize.__name__)\n")
+    (tmp_path / "statistics.py").write_text("raise NotImplementedError\n")
+    done = started("run", str(script), "--cluster", "local:1")
+    assert done.returncode == 0 and done.stdout == "parallelize\n", done.stderr
+
+
 @pytest.mark.long
 def test_a_script_that_raises_exits_with_4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -302,7 +310,7 @@ def test_a_script_that_raises_exits_with_4(capsys: pytest.CaptureFixture[str], t
 
 STEPS = """
 import autopar
-from autopar.target import load_target
+from autopar.trace.target import load_target
 
 target = load_target({target!r} + ":net")
 parallel = autopar.parallelize(

@@ -176,15 +176,13 @@ class Contest:
         return Trainer(model, optimizer, step, pytree.tree_leaves((args, kwargs)))
 
     def parallel(self, model: nn.Module, plan: Plan) -> ParallelModule:
-        request = replace(
-            self.job.request,
-            mesh=plan.mesh,
-            stages=plan.pipeline.ranks,
-            micro_batches=plan.pipeline.micro_batches,
-            schedule=plan.pipeline.schedule,
-        )
         compiler = Compiler(
-            self.job.cluster, request, self.target.loss_fn, costdb=self.job.costdb, plan=plan, timeout=TIMEOUT
+            self.job.cluster,
+            self.job.request.settled(plan),
+            self.target.loss_fn,
+            costdb=self.job.costdb,
+            plan=plan,
+            timeout=TIMEOUT,
         )
         return ParallelModule(
             model,

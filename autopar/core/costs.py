@@ -7,14 +7,17 @@ where it is made, so that none ever reaches the solver.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from autopar.core.graph import TensorSpec
 from autopar.errors import CostMissingError, InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from autopar.core.graph import TensorSpec
 
 
 class Collective(Enum):
@@ -112,6 +115,29 @@ class OptimizerState:
 
 
 ADAM = OptimizerState(2.0, 4)
+OPTIMIZERS: Mapping[str, OptimizerState] = {
+    "sgd": OptimizerState(0.0),
+    "sgd-momentum": OptimizerState(1.0),
+    "adam": ADAM,
+    "adamw": ADAM,
+}
+
+
+def named_optimizer(name: str) -> OptimizerState:
+    """What an optimizer of `OPTIMIZERS` keeps; raises InputError for another name."""
+    if name not in OPTIMIZERS:
+        raise wrong_optimizer(repr(name), ", ".join(OPTIMIZERS))
+    return OPTIMIZERS[name]
+
+
+def wrong_optimizer(found: str, wanted: str) -> InputError:
+    """The error for an optimizer whose state has no known size."""
+    return InputError(
+        where="optimizer",
+        found=found,
+        wanted=wanted,
+        remedy=f"name the one of {', '.join(OPTIMIZERS)} whose state is as large as yours, or larger",
+    )
 
 
 @dataclass(frozen=True, slots=True)

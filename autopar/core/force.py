@@ -1,9 +1,10 @@
-"""What a user forces: a kind of parallelism on each axis, or factors of single layers."""
+"""The kinds of parallelism inside a stage, and how a user forces them or pins layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import TypeAlias
 
 
 class Parallelism(Enum):
@@ -15,12 +16,11 @@ class Parallelism(Enum):
     CHANNEL = "channel"
 
 
-Force = Parallelism | tuple[Parallelism, ...]  # the kind on all axes, or one for each axis
+Force: TypeAlias = Parallelism | tuple[Parallelism, ...]  # the kind on all axes, or one for each axis
+# A layer's or an operator's name -> a factor, or None, for each axis.
+Pins: TypeAlias = Mapping[str, Sequence[str | None]]
 
 
 def name_of(force: Force) -> str:
     """As the command line writes it: `batch`, or `batch+filter` for two axes."""
     return force.value if isinstance(force, Parallelism) else "+".join(kind.value for kind in force)
-
-
-Pins = Mapping[str, Sequence[str | None]]  # layer or operator name -> a factor, or None, for each axis

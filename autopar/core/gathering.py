@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from autopar.errors import InputError
-
 
 class Gathering(Enum):
     """When a weight that is stored in shards is gathered."""
@@ -50,16 +48,3 @@ class ShardState(Enum):
     def is_forced(self) -> bool:
         """Whether every trainable weight is to be stored in shards."""
         return len(self.gatherings) == 1
-
-    @staticmethod
-    def parse(text: str) -> ShardState:
-        """As the command line writes it; raises InputError."""
-        levels = {level.value: level for level in ShardState}
-        if text not in levels:
-            raise InputError(
-                where="--shard-state",
-                found=repr(text),
-                wanted=", ".join(levels),
-                remedy="choose one of these",
-            )
-        return levels[text]

@@ -1,21 +1,31 @@
-"""A plan that is there already: read, held against the cluster, and asked for again without a search.
+"""A plan that is there already: read, held against the cluster, and told to all ranks, without a search.
 
-Plan or file ── devices, memory ── request ── every rank's graph (compiler) ── program
+Plan or file ── devices, memory ── all ranks ── each rank's graph (compiler) ── program
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
-from autopar.planning.request import Request
+from autopar.planning.agree import agree
 from autopar.results.plan import Plan
 from autopar.units import show_bytes
 
+# Options that a plan has decided.
 DECIDED = ("mesh", "force", "stages", "micro_batches", "schedule", "recompute", "offload", "shard_state")
+
+
+def agree_on_plan(plan: Plan | str | Path, cluster: ClusterSpec, *, beside: Collection[str] = ()) -> Plan:
+    """Rank 0's plan, or the one in its file, on every rank; collective.
+
+    Raises InputError for a plan that isn't one for the cluster, and for options `beside` it that it has
+    decided.
+    """
+    _refuse_beside(beside)
+    return agree(lambda _: read_plan(plan, cluster), cluster)
 
 
 def read_plan(plan: Plan | str | Path, cluster: ClusterSpec) -> Plan:
@@ -39,7 +49,7 @@ def read_plan(plan: Plan | str | Path, cluster: ClusterSpec) -> Plan:
     return plan
 
 
-def refuse_beside(options: Collection[str]) -> None:
+def _refuse_beside(options: Collection[str]) -> None:
     """Raise InputError for options beside a plan, which has decided what they say."""
     decided = [name for name in DECIDED if name in options]
     if decided:
@@ -49,15 +59,3 @@ def refuse_beside(options: Collection[str]) -> None:
             wanted="a plan, which has decided that, or options by which to plan",
             remedy="leave out one of them",
         )
-
-
-def settled(request: Request, plan: Plan) -> Request:
-    """The request with the pipeline and the mesh that a plan has."""
-    pipeline = plan.pipeline
-    return replace(
-        request,
-        mesh=plan.mesh,
-        stages=pipeline.ranks,
-        micro_batches=pipeline.micro_batches,
-        schedule=pipeline.schedule,
-    )

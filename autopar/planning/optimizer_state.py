@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar.core.costs import ADAM, OptimizerState
-from autopar.errors import InputError
+from autopar.core.costs import OptimizerState, named_optimizer, wrong_optimizer
 
 Factory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 OptimizerLike: TypeAlias = str | type[Optimizer] | Factory | Optimizer
@@ -31,12 +30,6 @@ KNOWN: Mapping[str, Factory] = {
     "adam": partial(torch.optim.Adam, lr=RATE),
     "adamw": partial(torch.optim.AdamW, lr=RATE),
 }
-STATES: Mapping[str, OptimizerState] = {
-    "sgd": OptimizerState(0.0),
-    "sgd-momentum": OptimizerState(1.0),
-    "adam": ADAM,
-    "adamw": ADAM,
-}
 SHAPES = ((8, 16), (32, 64))  # of the weights that are tried
 _KERNELS = ("foreach", "fused", "capturable")  # options of how a step runs, which keep nothing more
 
@@ -44,15 +37,13 @@ _KERNELS = ("foreach", "fused", "capturable")  # options of how a step runs, whi
 def state_of(optimizer: OptimizerLike) -> OptimizerState:
     """What an optimizer keeps of each weight.
 
-    `optimizer` is a name of `KNOWN`, a class whose other arguments have defaults, a function of parameters
-    that makes one, or one that is made already, of whose parameter groups the largest state counts. Raises
-    InputError for what can't be made or has no such size.
+    `optimizer` is a name of `OPTIMIZERS`, a class whose other arguments have defaults, a function of
+    parameters that makes one, or one that is made already, of whose parameter groups the largest state
+    counts. Raises InputError for what can't be made or has no such size.
     """
     match optimizer:
         case str():
-            if optimizer not in STATES:
-                raise _wrong(repr(optimizer), ", ".join(STATES))
-            return STATES[optimizer]
+            return named_optimizer(optimizer)
         case Optimizer():
             name, groups = _name(optimizer), optimizer.param_groups
             found = [_measure(_as_made(optimizer, group), name) for group in groups]
@@ -60,7 +51,9 @@ def state_of(optimizer: OptimizerLike) -> OptimizerState:
         case _ if callable(optimizer):
             return _measure(optimizer, _name(optimizer))
         case _:
-            raise _wrong(repr(optimizer), "a name, a class, a function of parameters or an optimizer")
+            raise wrong_optimizer(
+                repr(optimizer), "a name, a class, a function of parameters or an optimizer"
+            )
 
 
 def _as_made(optimizer: Optimizer, group: Mapping[str, Any]) -> Factory:
@@ -72,7 +65,7 @@ def _as_made(optimizer: Optimizer, group: Mapping[str, Any]) -> Factory:
 def _measure(make: Factory, name: str) -> OptimizerState:
     first, second = (_kept(make, name, shape) for shape in SHAPES)
     if first != second:
-        raise _wrong(
+        raise wrong_optimizer(
             f"{name}, which keeps {first.ratio:g} times as much as a weight of {SHAPES[0]}, {second.ratio:g} "
             f"times as much as one of {SHAPES[1]}",
             "an optimizer whose state is in proportion to the weights",
@@ -89,7 +82,7 @@ def _kept(make: Factory, name: str, shape: tuple[int, ...]) -> OptimizerState:
         optimizer.step()
         kept = optimizer.state[weight].values()
     except Exception as cause:  # the user's own class or function may raise anything
-        raise _wrong(
+        raise wrong_optimizer(
             f"{name}, which raises {type(cause).__name__}: {cause}", "one that takes a step"
         ) from cause
     tensors = [item for item in kept if isinstance(item, Tensor)]
@@ -101,12 +94,3 @@ def _name(optimizer: object) -> str:
     inner = optimizer.func if isinstance(optimizer, partial) else optimizer
     named = inner if callable(inner) and hasattr(inner, "__name__") else type(inner)
     return str(named.__name__)
-
-
-def _wrong(found: str, wanted: str) -> InputError:
-    return InputError(
-        where="optimizer",
-        found=found,
-        wanted=wanted,
-        remedy=f"name the one of {', '.join(STATES)} whose state is as large as yours, or larger",
-    )

@@ -1,54 +1,425 @@
-"""Options of a plan, as a script, its environment, and nobody says them.
+"""Options of planning, each declared once: its name, type, default, meaning and check.
 
-parallelize(..., stages=2)             what the script says
-AUTOPAR_OPTIONS={"stages": 4}          where it says nothing: what `autopar run --stages 4` said
-Options()                              where neither does
+    autopar.plan(..., stages=2)            keywords of a door, which type checkers know: PlanOptions
+    autopar plan TARGET --stages 2         flags of the command line, made from OPTIONS
+    AUTOPAR_OPTIONS='{"stages": 2}'        where a script that calls parallelize says nothing
+
+None says nothing. What nobody says is the door's own default, or else the table's. Nothing here needs torch
+or a solver, so that wrong words are told at once; planning/request.py makes a Request of what is right.
 """
 
-from __future__ import annotations
-
+import inspect
 import json
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args
 
+from autopar.core.costs import named_optimizer
+from autopar.core.force import Force, Parallelism, Pins
+from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
+from autopar.core.offload import Offload
+from autopar.core.recompute import Recompute
+from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
-from autopar.planning.request import DEFAULT_GAP
+from autopar.units import parse_bytes
+
+if TYPE_CHECKING:
+    from autopar.planning.optimizer_state import OptimizerLike
 
 VARIABLE = "AUTOPAR_OPTIONS"  # of the environment: a JSON object of options by name
 AUTO = "auto"
-DEFAULT_OPTIMIZER = "adam"
+DEFAULT_GAP = 1e-3  # relative
+PIPELINE = "pipeline"  # the kind of parallelism that no operator has
+Choice = TypeVar("Choice", bound=Enum)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+# -- what each option is read as ------------------------------------------------------------------------
+
+
+def _as_said(value: Any) -> Any:
+    return value
+
+
+def _mesh(mesh: Mesh | str | None) -> Mesh | None:
+    return Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+
+
+def _force(force: Force | Pins | str | None) -> Force | Pins | None:
+    """The kinds that a text names; none for pipelining, which no operator does."""
+    if not isinstance(force, str):
+        return force
+    if force == PIPELINE:
+        return None
+    kinds = {kind.value: kind for kind in Parallelism}
+    names = force.split("+")
+    if not kinds.keys() >= set(names):
+        raise InputError(
+            where="force",
+            found=repr(force),
+            wanted=", ".join((*kinds, PIPELINE)),
+            remedy="choose one kind of parallelism, or join one for each axis by +",
+        )
+    return kinds[force] if len(names) == 1 else tuple(kinds[name] for name in names)
+
+
+def _memory(memory: int | str | None) -> int | None:
+    return parse_bytes(memory, where="memory") if isinstance(memory, str) else memory
+
+
+def _time_limit(seconds: float | None) -> float | None:
+    if seconds is None or 0 < seconds < math.inf:
+        return seconds
+    raise InputError(
+        where="time limit", found=f"{seconds:g} s", wanted="more than 0 s", remedy="give it some seconds"
+    )
+
+
+def _gap(gap: float) -> float:
+    if 0 <= gap < 1:
+        return gap
+    raise InputError(
+        where="gap", found=f"{gap:g}", wanted="at least 0 and less than 1", remedy="write 0.01 for 1 %"
+    )
+
+
+def _optimizer(optimizer: "OptimizerLike") -> "OptimizerLike":
+    if isinstance(optimizer, str):
+        named_optimizer(optimizer)
+    return optimizer
+
+
+def _count(flag: str, value: int | str | None) -> int | None:
+    """A count of at least 1, None where it is to be chosen."""
+    if value is None or value == AUTO:
+        return None
+    if isinstance(value, int) and value >= 1 or isinstance(value, str) and value.isdecimal() and int(value):
+        return int(value)
+    raise InputError(where=flag, found=repr(value), wanted="at least 1, or auto", remedy=f"write {flag} 2")
+
+
+def _choice(flag: str, choices: type[Choice], value: str) -> Choice:
+    names = {str(choice.value): choice for choice in choices}
+    if value not in names:
+        raise InputError(where=flag, found=repr(value), wanted=", ".join(names), remedy="choose one of these")
+    return names[value]
+
+
+def _schedule(value: str) -> ScheduleKind | None:
+    """None for the fastest of all that can be run."""
+    kinds = {kind.value: kind for kind in ScheduleKind}
+    if value not in (*kinds, AUTO):
+        raise InputError(
+            where="--schedule",
+            found=repr(value),
+            wanted=", ".join((*kinds, AUTO)),
+            remedy="choose one of these",
+        )
+    return kinds.get(value)
+
+
+# -- the table ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Every option of `plan` that a command line can say, with the default of `parallelize`: a loop that
-    calls backward needs one stage and one micro-batch."""
+class Option:
+    """What all doors share of an option.
 
-    mesh: Mesh | str | None = None
-    force: Any = None
-    memory: int | str | None = None
-    time_limit: float | None = None
-    gap: float = DEFAULT_GAP
-    optimizer: Any = DEFAULT_OPTIMIZER
-    stages: int | str = 1
-    micro_batches: int | str = 1
-    schedule: str = AUTO
-    recompute: str = AUTO
-    offload: str = AUTO
-    shard_state: str = AUTO
-    costdb: str | None = None
-    measure: bool = True
+    `words` are the types as which JSON says it; `metavar` and `help` are the command line's, `more` what a
+    line can't say; `read` checks a value and gives what the search takes, or raises InputError.
+    """
+
+    help: str
+    more: str = ""
+    without: str = ""  # the help of the flag that says no, where an option is yes or no
+    metavar: str = ""
+    default: Any = None
+    words: tuple[type, ...] = (str,)
+    read: Callable[[Any], Any] = _as_said
+
+    def fits(self, word: Any) -> bool:
+        """Whether `word` of a JSON object is of the option's type."""
+        return isinstance(word, self.words) and (bool in self.words or not isinstance(word, bool))
+
+
+_OPTIMIZER = Option(
+    metavar="NAME",
+    default="adam",
+    read=_optimizer,
+    help="Whose state counts: sgd, sgd-momentum, adam or adamw.",
+    more="In Python also a class, a function of the parameters, or an optimizer: the size of its state is "
+    "measured.",
+)
+_MEASURE = Option(
+    default=True,
+    words=(bool,),
+    help="Measure what is not measured yet.",
+    without="Estimate what is not measured yet.",
+)
+
+
+class SearchOptions(TypedDict, total=False):
+    """Options that every search takes."""
+
+    memory: Annotated[
+        int | str | None,
+        Option(
+            metavar="2GiB",
+            words=(int, str),
+            read=_memory,
+            help="Cap per device.",
+            more="In bytes, or a text with a unit; None is the cap of the cluster, if it has one.",
+        ),
+    ]
+    time_limit: Annotated[
+        float | None,
+        Option(metavar="S", words=(int, float), read=_time_limit, help="Seconds for the solver."),
+    ]
+    gap: Annotated[
+        float | None,
+        Option(
+            metavar="G",
+            default=DEFAULT_GAP,
+            words=(int, float),
+            read=_gap,
+            help="Relative gap at which the solver may stop.",
+        ),
+    ]
+    shard_state: Annotated[
+        str | None,
+        Option(
+            metavar="LEVEL",
+            default=AUTO,
+            read=partial(_choice, "--shard-state", ShardState),
+            help="What of the weights' state lies in shards: none, optimizer, gradients, weights; "
+            "auto: as is best.",
+            more="As far as dims of trainable weights are long enough. Of the levels, optimizer leaves full "
+            "copies of weights and sums of gradients that last all step, gradients full weights that last "
+            "from forward to backward, and weights neither; auto chooses for each weight.",
+        ),
+    ]
+    costdb: Annotated[str | None, Option(metavar="PATH", help="Database of measurements.")]
+
+
+class PlacementOptions(TypedDict, total=False):
+    """Options of where and when operators run."""
+
+    mesh: Annotated[
+        Mesh | str | None,
+        Option(
+            metavar="2x2",
+            read=_mesh,
+            help="One mesh instead of all that fit.",
+            more="It leaves as many stages as it goes into the devices, unless their number is given.",
+        ),
+    ]
+    force: Annotated[
+        Force | Pins | str | None,
+        Option(
+            metavar="KIND[+KIND...]",
+            read=_force,
+            help="One pure kind (batch, domain, filter, channel, pipeline), or one for each axis: "
+            "batch+filter.",
+            more="Pipeline is one device for each stage. In Python also pins of single layers, by name, to "
+            "a factor for each axis.",
+        ),
+    ]
+    stages: Annotated[
+        int | str | None,
+        Option(
+            metavar="K|auto",
+            words=(int, str),
+            read=partial(_count, "--stages"),
+            help="Pipeline ranks; 1 with --force, else auto.",
+            more="The devices form so many; they ask for train_step.",
+        ),
+    ]
+    micro_batches: Annotated[
+        int | str | None,
+        Option(
+            metavar="M|auto",
+            words=(int, str),
+            read=partial(_count, "--micro-batches"),
+            help="Parts of the batch that follow each other; 1 with --force, else auto.",
+            more="A step is cut in time, which asks for train_step.",
+        ),
+    ]
+    schedule: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            default=AUTO,
+            read=_schedule,
+            help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto.",
+            more="The order of the micro-batches in the stages; auto: the fastest.",
+        ),
+    ]
+    recompute: Annotated[
+        str | None,
+        Option(
+            metavar="none|all|auto",
+            default=AUTO,
+            read=partial(_choice, "--recompute", Recompute),
+            help="What to compute again in backward; auto: what a memory cap asks.",
+            more="With all, little is kept for backward and the rest is computed again; with auto as much "
+            "as it takes to meet the cap, where that is faster than other ways to meet it.",
+        ),
+    ]
+    offload: Annotated[
+        str | None,
+        Option(
+            metavar="none|all|auto",
+            default=AUTO,
+            read=partial(_choice, "--offload", Offload),
+            help="What waits for backward in host memory; auto: under a memory cap what hides behind "
+            "compute.",
+            more="Where the cluster has a link to the host. All, with one stage only, are the tensors that "
+            "are worth a copy; auto takes as many as a cap asks for, in stages of schedules that don't "
+            "split backward.",
+        ),
+    ]
+
+
+class VerifyOptions(PlacementOptions, SearchOptions, total=False):
+    """Options of `verify`: where state is SGD's with momentum, and nothing is measured."""
+
+
+class PlanOptions(VerifyOptions, total=False):
+    """Options of `plan` and `parallelize`; help(autopar.plan) tells what each means."""
+
+    optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
+    measure: Annotated[bool | None, _MEASURE]
+
+
+class CompareOptions(SearchOptions, total=False):
+    """Options of `compare`, which takes steps with an optimizer that has a name."""
+
+    optimizer: Annotated[str | None, _OPTIMIZER]
+    measure: Annotated[bool | None, _MEASURE]
+
+
+OPTIONS: Mapping[str, Option] = {
+    name: annotation.__metadata__[0] for name, annotation in PlanOptions.__annotations__.items()
+}
+
+
+# -- who takes which, and what holds for those that nobody says -----------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A function that takes options: their names, and its own defaults in the place of the table's."""
+
+    name: str
+    options: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def default(self, option: str) -> Any:
+        """What holds where nobody says the option."""
+        return self.defaults.get(option, OPTIONS[option].default)
+
+    def check(self, said: Mapping[str, Any]) -> None:
+        """Raise TypeError for a name that is no option of the door, with those that are near.
+
+        A TypeError, since it is the program that is wrong and not what a user handed in: so Python says
+        it, and so do tools expect it that try what a function takes.
+        """
+        wrong = [name for name in said if name not in self.options]
+        if wrong:
+            near = {near for name in wrong for near in get_close_matches(name, self.options)}
+            remedy = f"did you mean {', '.join(sorted(near))}?" if near else f"see help(autopar.{self.name})"
+            raise TypeError(
+                f"{self.name}: found the unknown option {', '.join(wrong)}, "
+                f"wanted {', '.join(self.options)}; {remedy}"
+            )
+
+    def describe(self) -> str:
+        """A paragraph for each option."""
+        return "\n".join(self._paragraph(name, OPTIONS[name]) for name in self.options)
+
+    def _paragraph(self, name: str, option: Option) -> str:
+        text = f"{option.help} {option.more}".strip()
+        indent = " " * 8
+        body = textwrap.fill(text, width=100, initial_indent=indent, subsequent_indent=indent)
+        return f"    {name} = {self.default(name)!r}\n{body}"
+
+
+_WHOLE_STEP = {"stages": 1, "micro_batches": 1}  # a loop that calls backward needs both
+_NO_PIPELINE = {**_WHOLE_STEP, "schedule": ScheduleKind.ONE_F_ONE_B.value}
+PLAN = Door("plan", tuple(PlanOptions.__annotations__))
+PARALLELIZE = Door("parallelize", PLAN.options, _WHOLE_STEP)
+VERIFY = Door("verify", tuple(VerifyOptions.__annotations__), {"optimizer": "sgd-momentum", "measure": False})
+COMPARE = Door("compare", tuple(CompareOptions.__annotations__), _NO_PIPELINE)
+PROFILE = Door("profile", ("mesh", "costdb"), _NO_PIPELINE)
+
+
+def documented(door: Door) -> Callable[[Function], Function]:
+    """Adds every option of the door to the text that `help` shows of a function."""
+
+    def add(function: Function) -> Function:
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions:\n\n{door.describe()}\n"
+        return function
+
+    return add
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Options:
+    """A value for every option of the table, read as an attribute: what is said, or else the default."""
+
+    values: Mapping[str, Any]
+
+    def __init__(self, door: Door = PARALLELIZE, /, **said: Any) -> None:
+        """Raises TypeError for names that the door doesn't know."""
+        door.check(said)
+        values = {name: door.default(name) for name in OPTIONS} | _said(said)
+        object.__setattr__(self, "values", values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OPTIONS:
+            return self.values[name]
+        raise AttributeError(f"no option {name}")
+
+    def read(self) -> dict[str, Any]:
+        """Every option as the search takes it; raises InputError for values that make no sense."""
+        return {name: option.read(self.values[name]) for name, option in OPTIONS.items()}
+
+
+def _said(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+Reach = Literal["global", "local"]  # the whole batch on every rank, or each rank's own part
+
+
+def is_local(option: str, value: str) -> bool:
+    """Whether `value` of an option is "local"; raises InputError unless it is "global" then."""
+    if value in get_args(Reach):
+        return value == "local"
+    raise InputError(
+        where=option,
+        found=repr(value),
+        wanted="'global' or 'local'",
+        remedy="say whether every rank holds the whole batch or its own part",
+    )
+
+
+# -- the environment ------------------------------------------------------------------------------------
 
 
 def settle(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Options:
-    """The options that are `said` (not None), else the environment's, else the defaults.
+    """The options that are `said` to `parallelize`, else the environment's, else the defaults.
 
     Raises InputError for an environment that holds no options.
     """
-    return Options(**read(environment) | {name: value for name, value in said.items() if value is not None})
+    return Options(PARALLELIZE, **(read(environment) | _said(said)))
 
 
 def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -62,9 +433,10 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         raise _wrong(f"{text!r}: {cause}") from cause
     if not isinstance(found, dict):
         raise _wrong(repr(text))
-    names = [item.name for item in fields(Options)]
     wrong = [
-        f"{name}={value!r}" for name, value in found.items() if name not in names or not _fits(name, value)
+        f"{name}={word!r}"
+        for name, word in found.items()
+        if name not in OPTIONS or not OPTIONS[name].fits(word)
     ]
     if wrong:
         raise _wrong(", ".join(wrong))
@@ -73,24 +445,14 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 def write(said: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variable that says so to a script: what is `said` (not None), beside what the environment says."""
-    found = read(environment) | {name: value for name, value in said.items() if value is not None}
+    found = read(environment) | _said(said)
     return {VARIABLE: json.dumps(found)} if found else {}
-
-
-def _fits(name: str, value: Any) -> bool:
-    if name == "measure":
-        return isinstance(value, bool)
-    if name in ("time_limit", "gap"):
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if name in ("memory", "stages", "micro_batches"):
-        return isinstance(value, int | str) and not isinstance(value, bool)
-    return isinstance(value, str)
 
 
 def _wrong(found: str) -> InputError:
     return InputError(
         where=f"environment variable {VARIABLE}",
         found=found,
-        wanted="a JSON object of " + ", ".join(item.name for item in fields(Options)),
+        wanted="a JSON object of " + ", ".join(OPTIONS),
         remedy=f"""write {VARIABLE}='{{"stages": 2, "micro_batches": 8}}', or unset it""",
     )

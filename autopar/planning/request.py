@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from autopar.cluster import ClusterSpec
 from autopar.core.costs import ADAM, OptimizerState
 from autopar.core.force import Force, Pins
 from autopar.core.gathering import ShardState
@@ -15,9 +17,20 @@ from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.errors import InputError
+from autopar.planning.optimizer_state import state_of
+from autopar.planning.options import DEFAULT_GAP, PIPELINE, Options
+from autopar.results.plan import Plan
 
-DEFAULT_GAP = 1e-3
 MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
+
+
+class Auto(NamedTuple):
+    """Pipeline ranks and micro-batches, None where the planner chooses; `exactly` if only such micro-batches
+    that together compute what the batch does."""
+
+    stages: int | None
+    micro_batches: int | None
+    exactly: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,17 @@ class Request:
     homes: Mapping[str, int] | None = None  # the first stage of each parameter, where they lie already
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
+    def settled(self, plan: Plan) -> Request:
+        """The request with the pipeline and the mesh that `plan` has."""
+        pipeline = plan.pipeline
+        return replace(
+            self,
+            mesh=plan.mesh,
+            stages=pipeline.ranks,
+            micro_batches=pipeline.micro_batches,
+            schedule=pipeline.schedule,
+        )
+
     def kinds(self) -> list[ScheduleKind]:
         """The schedule that is asked for, or all that can be run and timed; none without stages. Raises
         InputError, naming the rule, if there is none."""
@@ -78,3 +102,76 @@ class Request:
     def actions(self, kind: ScheduleKind) -> int:
         """Forwards and backwards in a step."""
         return 2 * self.stages * stages_per_rank(kind) * self.micro_batches
+
+
+def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | None]:
+    """What the search takes, and the numbers of stages and micro-batches if any is to be chosen.
+
+    Raises InputError for options that make no sense, and for what torch's schedules can't run.
+    """
+    values = options.read()
+    force = values["force"]
+    request = Request(
+        mesh=values["mesh"],
+        force=None if isinstance(force, Mapping) else force,
+        pins=force if isinstance(force, Mapping) else None,
+        memory=values["memory"],
+        time_limit=values["time_limit"],
+        gap=values["gap"],
+        measure=values["measure"],
+        optimizer=state_of(values["optimizer"]),
+        schedule=values["schedule"],
+        recompute=values["recompute"],
+        offload=values["offload"],
+        shard_state=values["shard_state"],
+    )
+    ranks, count = _numbers(options, values, cluster)
+    if request.offload is Offload.ALL:
+        ranks = 1 if ranks is None else ranks
+        _check_offload(cluster, ranks)
+    if ranks is None or count is None:
+        return request, Auto(ranks, count, exactly=options.micro_batches is None)
+    kind = request.schedule
+    if ranks != 1 and kind is not None:
+        check_schedule(kind, ranks=ranks, stages_per_rank=stages_per_rank(kind), micro_batches=count)
+    cluster.stage(ranks)
+    return replace(request, stages=ranks, micro_batches=count), None
+
+
+def _numbers(
+    options: Options, values: Mapping[str, Any], cluster: ClusterSpec
+) -> tuple[int | None, int | None]:
+    """Pipeline ranks and micro-batches, None where they are to be chosen; `values` are what was read."""
+    mesh, ranks, count = values["mesh"], values["stages"], values["micro_batches"]
+    pure = options.force == PIPELINE
+    unsaid = 1 if options.force and not pure else None
+    if ranks is None and mesh and cluster.num_devices % mesh.num_devices == 0:
+        ranks = cluster.num_devices // mesh.num_devices
+    elif options.stages is None:
+        ranks = unsaid
+    if options.micro_batches is None:
+        count = unsaid
+    if pure and ranks not in (None, 1, cluster.num_devices):
+        raise InputError(
+            where="--stages",
+            found=str(ranks),
+            wanted=f"{cluster.num_devices}: pure pipelining has one device for each stage",
+            remedy="leave out --stages or --force pipeline",
+        )
+    return cluster.num_devices if pure else ranks, count
+
+
+def _check_offload(cluster: ClusterSpec, ranks: int) -> None:
+    """Raise InputError if nothing can be offloaded, although that is asked for."""
+    found = None
+    if ranks != 1:
+        found, wanted = f"all with {ranks} stages", "one stage, whose forward backward follows at once"
+        remedy = "leave out --stages, or write --offload auto"
+    elif cluster.host is None and cluster.device_type == "cpu":
+        found, wanted = "all on CPUs, whose memory is the host's", "devices with memory of their own"
+        remedy = "write --offload none"
+    elif cluster.host is None:
+        found, wanted = "all on a cluster without a link to the host", "how fast copies to the host are"
+        remedy = "add links.host to the cluster's file, or ClusterSpec(host=Link(...))"
+    if found:
+        raise InputError(where="--offload", found=found, wanted=wanted, remedy=remedy)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
-from typing import Any
 
 import highspy
 import numpy as np
@@ -23,6 +22,33 @@ from autopar.solve.linear_program import Answer, LinearProgram
 DIGITS = 9  # of a variable's number: PuLP hands variables over sorted by name
 LARGEST = 1e3  # cost: HiGHS takes less than 1e-7 for nothing, and so may a plan of microseconds be
 LEAST_SECONDS = 0.1  # even past the time limit: a small program is solved all the same
+
+
+class SilentHighs(highspy.Highs):
+    """HiGHS with one thread that prints nothing, neither while it solves nor its banner.
+
+    Its constructor enables callbacks, which is what prints the licence of the first model of a process,
+    before anybody can set an option of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.setOptionValue("threads", 1)
+
+    def enableCallbacks(self) -> None:
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+
+class PulpOn(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's way to HiGHS, to a model with its options that is there already: its own would print."""
+
+    def __init__(self, model: SilentHighs) -> None:
+        super().__init__(msg=False)
+        self.model = model
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        lp.solverModel = self.model
 
 
 def solve(
@@ -80,9 +106,7 @@ def _loaded(program: LinearProgram) -> highspy.Highs:
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.start_, lp.a_matrix_.index_ = matrix.starts, matrix.variables
     lp.a_matrix_.value_ = matrix.coefficients
-    model: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
-    model.setOptionValue("output_flag", False)
-    model.setOptionValue("threads", 1)
+    model = SilentHighs()
     model.passModel(lp)
     return model
 
@@ -91,9 +115,10 @@ def _integer(program: LinearProgram, *, gap: float, seconds: float) -> highspy.H
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces PuLP 4 at every variable
         problem = _written(program)
-    limit: dict[str, Any] = {} if math.isinf(seconds) else {"timeLimit": seconds}
-    problem.solve(pulp.HiGHS(msg=False, gapRel=gap, threads=1, **limit))
-    model: highspy.Highs = problem.solverModel
+    model = SilentHighs()
+    model.setOptionValue("mip_rel_gap", gap)
+    model.setOptionValue("time_limit", seconds)
+    problem.solve(PulpOn(model))
     return model
 
 

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from autopar.api import make_request, with_pipeline
 from autopar.cluster import ClusterSpec
 from autopar.comparing.measured import Contest, Job
 from autopar.comparing.measured_peak import peak_bytes
 from autopar.compiler import Compiler
 from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.core.placement import Layout, R, Shard
-from autopar.planning.request import Request
+from autopar.planning.options import Options
+from autopar.planning.request import Request, request_of
 from autopar.results.comparison import Row
 from autopar.results.plan import Plan
 from autopar.sharding.atoms import Dims
@@ -87,16 +87,9 @@ class Case:
 
     @property
     def request(self) -> Request:
-        options = dict(self.options)
-        force = options.pop("force", None)
-        request = make_request(options.pop("mesh", None), force, None, None, 1e-3, self.optimizer, False)
-        pipeline: dict[str, Any] = {
-            "stages": 1,
-            "micro_batches": 1,
-            "schedule": "1f1b",
-            "recompute": "none",
-        } | options
-        request, _ = with_pipeline(request, self.cluster, force, **pipeline)
+        options: dict[str, Any] = {"schedule": "1f1b", "recompute": "none", **self.options}
+        asked = Options(**{"optimizer": self.optimizer, "measure": False, **options})
+        request, _ = request_of(asked, self.cluster)
         return replace(request, alternatives=False)
 
 

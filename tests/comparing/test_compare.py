@@ -20,7 +20,7 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.comparing.measured import heats
 from autopar.comparing.strategies import ORDER
 from autopar.errors import InfeasibleError, InputError
-from autopar.planning.request import DEFAULT_GAP
+from autopar.planning.options import DEFAULT_GAP
 from autopar.results.comparison import Comparison, Row
 from autopar.results.plan import Plan
 from autopar.trace.target import Target, load_target

@@ -11,14 +11,14 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, RMSprop
 
 import autopar
-from autopar.core.costs import OptimizerState
+from autopar.core.costs import OPTIMIZERS, OptimizerState
 from autopar.errors import InputError
-from autopar.planning.optimizer_state import KNOWN, STATES, state_of
+from autopar.planning.optimizer_state import KNOWN, state_of
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_is_known_by_name_is_what_would_be_measured(name: str) -> None:
-    assert state_of(name) == state_of(KNOWN[name]) == STATES[name]
+    assert state_of(name) == state_of(KNOWN[name]) == OPTIMIZERS[name]
 
 
 @pytest.mark.parametrize(

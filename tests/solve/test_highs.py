@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram
 
+ROOT = Path(__file__).parents[2]
 COUNT = 25  # more than have one digit
 
 
@@ -35,6 +39,25 @@ def test_values_are_those_of_the_variables(relaxed: bool) -> None:
         assert answer.values[number] == pytest.approx(first)
         assert answer.values[number + 1] == pytest.approx(second if relaxed else math.ceil(second))
     assert answer.cost == pytest.approx(answer.bound)
+
+
+ONE = """
+from autopar.solve.linear_program import LinearProgram
+from autopar.solve.highs import solve
+
+program = LinearProgram()
+program.at_least([(1.0, program.variable(1.0, integer=True, upper=2.0))], 0.5)
+print([solve(program, relaxed=relaxed).cost for relaxed in {order}], flush=True)
+"""
+
+
+@pytest.mark.parametrize(("order", "costs"), [([True, False], "[0.5, 1.0]"), ([False, True], "[1.0, 0.5]")])
+def test_the_first_solver_of_a_process_prints_nothing(order: list[bool], costs: str) -> None:
+    """HiGHS writes past Python, so what is looked at is what leaves the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", ONE.format(order=order)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout == f"{costs}\n" and not done.stderr
 
 
 def test_what_has_no_answer_is_infeasible() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autopar.api import make_request
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
@@ -60,8 +58,7 @@ def net(**options: Any) -> tuple[Net, tuple[Tensor]]:
 
 
 def request(**options: Any) -> Request:
-    made = make_request(None, None, None, None, 1e-3, "adam", measure=False)
-    return replace(made, alternatives=False, **options)
+    return Request(measure=False, alternatives=False, **options)
 
 
 def plan(model: nn.Module, args: tuple[Tensor], **options: Any) -> Plan:

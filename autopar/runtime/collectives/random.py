@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _library = torch.library.Library("autopar", "FRAGMENT")
@@ -35,6 +36,14 @@ def differ_by_stage(stage: int) -> None:
     """Move the default generator to another place for each pipeline rank: alike within a stage, as the
     masks of its replicas must be, and different from the masks of the others."""
     torch.manual_seed((torch.initial_seed() + 1_000_003 * stage) % 2**63)
+
+
+def share_state() -> None:
+    """All ranks go on with rank 0's CPU generator: replicas must draw one mask; collective."""
+    state = torch.get_rng_state()
+    box = [state]
+    dist.broadcast_object_list(box, src=0)
+    torch.set_rng_state(box[0])
 
 
 def _register(name: str, schema: str, kernel: object) -> None:

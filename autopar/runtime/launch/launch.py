@@ -35,13 +35,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from autopar.errors import InputError, WorkerError
+from autopar.errors import INTERRUPTED, InputError, WorkerError
 from autopar.runtime.launch import call_main, worker
 
 Result = TypeVar("Result")
 
 WORKER_FAILED = 4
-INTERRUPTED = 128 + signal.SIGINT  # 130, as shells count
 GRACE = 5  # seconds that an interrupted rank has for its own cleaning up
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
 

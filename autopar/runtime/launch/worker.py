@@ -51,6 +51,19 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 DeviceKind = Literal["cpu", "cuda"]
 
 
+def require_launcher() -> None:
+    """Raise InputError in a process that nobody started as a rank."""
+    if dist.is_initialized() or "RANK" in os.environ:
+        return
+    raise InputError(
+        where="parallelize",
+        found="no process group and no launcher",
+        wanted="one process for each device",
+        remedy="put the code into a script and start it with `autopar run SCRIPT --cluster local:4` "
+        "or torchrun; plan() works here",
+    )
+
+
 def init(device_kind: DeviceKind = "cpu", timeout: float = PROCESS_GROUP_TIMEOUT) -> None:
     """Join the process group: gloo on CPUs, NCCL on the GPU of LOCAL_RANK; nothing if already joined.
 
