@@ -7,16 +7,17 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.mutants.draw import draw, rooms
 from tests.mutants.report import report, verdicts
-from tests.mutants.run import Outcome, trials
+from tests.mutants.run import Outcome, trials, tried
 from tests.mutants.slips import KINDS, Slip, is_program, slips
 from tests.mutants.touching import Recording, importers, record
-from tests.mutants.trial import Copy, copied
+from tests.mutants.trial import Copy, Ran, copied
 
 ROOT = Path(__file__).parents[1]
 CODE = b'''"""Sizes: 1 < 2."""
@@ -172,6 +173,37 @@ def test_a_test_that_fails_without_the_slip_too_notices_nothing(tree: Path) -> N
     known = Recording({test: 0.1}, {slip.file: {slip.line: [test]}})
     (trial,) = trials([slip], known, tree, jobs=1, limit=60)
     assert trial.outcome is Outcome.SURVIVED
+
+
+class Timed(Copy):
+    """The tree itself, where tests take the seconds that are said, with a slip and without."""
+
+    def __init__(self, root: Path, slipped: float, plain: float) -> None:
+        super().__init__(root)
+        self.slipped_seconds, self.plain_seconds = slipped, plain
+
+    def pytest(
+        self, words: Sequence[str], *, seconds: float | None, variables: Mapping[str, str] | None = None
+    ) -> Ran:
+        slipped = (self.root / "autopar" / "sizes.py").read_bytes() != CODE
+        takes = self.slipped_seconds if slipped else self.plain_seconds
+        return Ran(None if seconds is not None and takes > seconds else 0, (), "")
+
+
+@pytest.mark.parametrize(
+    ("slipped", "plain", "outcome"),
+    [
+        (99, 30, Outcome.CAUGHT),
+        (99, 31, Outcome.SURVIVED),  # the machine is busy
+        (60, 1, Outcome.SURVIVED),
+    ],
+)
+def test_no_end_within_the_limit_notices_a_slip_if_there_is_one_within_half_without(
+    tree: Path, slipped: float, plain: float, outcome: Outcome
+) -> None:
+    (slip,) = [each for each in slips("autopar/sizes.py", CODE) if each.text == "max"]
+    known = Recording({"a": 0.1, "b": 0.1}, {slip.file: {slip.line: ["a", "b"]}})
+    assert tried(slip, known, Timed(tree, slipped, plain), 60).outcome is outcome
 
 
 def test_chosen_tests_are_the_mirror_first_and_take_a_share_of_the_time() -> None:

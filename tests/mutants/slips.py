@@ -383,7 +383,7 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
 
 def _only_told(node: ast.AST) -> bool:
     match node:
-        case ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom() | ast.Raise():
+        case ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
             return True
         case ast.Expr(value=ast.Constant()):
             return True
