@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: run test check test-long bench
+.PHONY: run test check test-long bench mutants
 
 run: $(STAMP)
 	$(BIN)/python examples/photographs.py
@@ -25,6 +25,9 @@ test-long: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants
 
 # torch goes first: its build for this Python must be settled before a dependency asks for any torch.
 $(STAMP): pyproject.toml

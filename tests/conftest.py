@@ -7,11 +7,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from autopar.proof import processes
 from tests.pool import Pool
 
 torch.set_num_threads(1)  # many small tensors: threads only get in each other's way
+
+# A machine that is busy with something else makes no test fail: no example has a time limit.
+settings.register_profile("autopar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("autopar")
 
 
 @pytest.fixture(scope="session", autouse=True)

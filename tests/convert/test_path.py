@@ -106,7 +106,7 @@ def random_price(seed: int) -> Callable[[Move], float]:
     return lambda move: random.Random(f"{seed} {move}").randint(0, 9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from([Mesh((2,)), Mesh((2, 2)), Mesh((2, 2, 2))]), st.integers(0, 999), st.data())
 def test_a_path_is_as_cheap_as_the_cheapest_of_all(mesh: Mesh, seed: int, data: st.DataObject) -> None:
     dims, price, choices = one_tensor(mesh), random_price(seed), st.sampled_from(layouts(mesh))
@@ -148,7 +148,7 @@ def test_an_illegal_need_has_no_way() -> None:
         tree((S,), [need], lambda move: 1.0, legal=lambda layout: layout != need, differentiable=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 999), st.floats(0, 1), st.data())
 def test_whatever_is_illegal_a_path_is_the_cheapest_of_the_legal_ones(
     seed: int, share: float, data: st.DataObject
@@ -173,7 +173,7 @@ def test_whatever_is_illegal_a_path_is_the_cheapest_of_the_legal_ones(
     assert sum(map(price, found)) == nx.dijkstra_path_length(ways, source, need)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 999), st.booleans(), st.data())
 def test_moves_to_several_uses_form_a_tree_of_legal_moves(
     seed: int, differentiable: bool, data: st.DataObject

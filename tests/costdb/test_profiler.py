@@ -1,16 +1,17 @@
-"""The profiler: its times are those of a hand timing, and every operator's operands are valid."""
+"""The profiler: it times forward and backward each on its own, and every operator's operands are valid."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Call, TensorSpec
 from autopar.errors import CostMissingError
+from costdb import timing
 from costdb.footprint import footprint
 from costdb.profiler import measure
 from tests.costdb.test_footprint import CASES
@@ -28,34 +29,31 @@ def test_every_call_is_measured(name: str) -> None:
     assert measurement.runs >= 3
 
 
-def _median_seconds(run: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(10):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+class Products(TorchDispatchMode):
+    """A clock that counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.count += func is ATEN.mm.default
+        return func(*args, **(kwargs or {}))
+
+    def perf_counter(self) -> float:
+        return float(self.count)
+
+    thread_time = perf_counter
 
 
-def test_a_large_product_takes_what_a_hand_timing_says(one_thread: None) -> None:
-    spec = TensorSpec((512, 512), torch.float32, requires_grad=True)
-    a, b = torch.rand(512, 512), torch.rand(512, 512)
-    for _ in range(5):  # other work on the machine may disturb either side
-        by_hand = _median_seconds(lambda: a @ b)
-        measurement = measure(Call(ATEN.mm.default, (spec, spec), {}))
-        forward = measurement.forward_seconds / by_hand
-        backward = measurement.backward_seconds / by_hand / 2  # two products
-        if 1 / 3 < forward < 3 and 1 / 3 < backward < 3:
-            return
-    pytest.fail(f"forward is {forward:.2f} times, backward {backward:.2f} times the hand timing")
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def test_a_product_is_timed_forward_and_its_two_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TensorSpec((8, 8), torch.float32, requires_grad=True)
+    with Products() as products:
+        monkeypatch.setattr(timing, "time", products)
+        measurement = measure(Call(ATEN.mm.default, (spec, spec), {}), budget=30)
+    assert (measurement.forward_seconds, measurement.backward_seconds) == (1, 2)
 
 
 def test_without_a_gradient_there_is_no_backward() -> None:

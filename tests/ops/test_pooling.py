@@ -63,7 +63,7 @@ def cut_short(draw: st.DrawFn) -> Sample:
     return sample
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut_short())
 @example(Sample(TARGETS[0], (torch.arange(12.0).view(1, 1, 12), [4], [3], [2], True, True)))
 def test_a_window_that_is_cut_short_keeps_its_divisor(sample: Sample) -> None:

@@ -37,7 +37,6 @@ def prove_random_pipelines(count: int, *, repeat: bool) -> Histogram:
 
     @settings(
         max_examples=count,
-        deadline=None,
         derandomize=repeat,
         database=None,
         phases=(Phase.generate,),

@@ -36,7 +36,6 @@ def prove_random_programs(count: int, *, repeat: bool) -> Histogram:
 
     @settings(
         max_examples=count,
-        deadline=None,
         derandomize=repeat,
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -108,7 +108,7 @@ def test_a_width_without_room_is_refused() -> None:
         timeline_text(example(ScheduleKind.GPIPE, 2, 1, 4), width=12)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(cases())
 def test_no_line_is_too_wide_and_each_band_has_every_row(
     case: tuple[Schedule, list[StageCost], Receives],

@@ -50,7 +50,7 @@ def test_a_v_knows_by_what_comes_down_and_up() -> None:
 
 
 @given(schedules())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_proves_left_after_what_is_proved_was_taken(schedule: Schedule) -> None:
     sent, taken = places(schedule)
     for rank in range(schedule.ranks):
@@ -73,7 +73,7 @@ def test_what_proves_left_after_what_is_proved_was_taken(schedule: Schedule) -> 
 
 
 @given(schedules())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_memory_of_gradients_that_were_sent_ends_with_the_proof(schedule: Schedule) -> None:
     """Simulated bytes never exceed what was sent, and what nothing proves is there at the end."""
     timeline = simulate(schedule, [StageCost(1, 1, 1, sent_back=1)] * schedule.stages)

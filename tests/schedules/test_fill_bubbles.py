@@ -49,7 +49,7 @@ def weights(schedule: Schedule, rank: int, stage: int) -> list[Action]:
     return [action for action in schedule.actions(rank) if action.kind is W and action.stage == stage]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_nothing_is_later_and_no_rank_keeps_more(data: st.DataObject) -> None:
     plain = data.draw(schedules())
@@ -68,7 +68,7 @@ def test_nothing_is_later_and_no_rank_keeps_more(data: st.DataObject) -> None:
             assert weights(found, rank, stage) == weights(plain, rank, stage)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_the_first_stage_keeps_its_halves_together_where_they_were(data: st.DataObject) -> None:
     """Its first half is empty in torch, and its second half all of its backward."""

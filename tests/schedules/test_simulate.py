@@ -256,7 +256,7 @@ def test_the_peak_names_its_rank() -> None:
 # On links where a transfer begins when both sides have posted it, and lasts `hop` seconds.
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.sampled_from([K.GPIPE, K.ONE_F_ONE_B]),
     st.integers(1, 5),
@@ -369,7 +369,7 @@ def longest_path(schedule: Schedule, costs: Sequence[StageCost]) -> float:
     return float(nx.dag_longest_path_length(graph))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases())
 def test_no_step_is_shorter_than_its_critical_path(
     case: tuple[Schedule, list[StageCost], Receives],
@@ -378,7 +378,7 @@ def test_no_step_is_shorter_than_its_critical_path(
     assert simulate(schedule, costs, receives=receives).seconds >= longest_path(schedule, costs)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases())
 def test_without_hops_sums_and_updates_a_step_is_its_critical_path(
     case: tuple[Schedule, list[StageCost], Receives],
@@ -388,7 +388,7 @@ def test_without_hops_sums_and_updates_a_step_is_its_critical_path(
     assert simulate(schedule, bare, receives=receives).seconds == longest_path(schedule, bare)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases())
 def test_everything_runs_once_in_order_and_after_what_it_needs(
     case: tuple[Schedule, list[StageCost], Receives],
@@ -418,7 +418,7 @@ def test_everything_runs_once_in_order_and_after_what_it_needs(
         assert all(other.stop <= event.start for other in actions if other.rank == event.rank)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases(), st.data())
 def test_no_cost_that_rises_shortens_a_step(
     case: tuple[Schedule, list[StageCost], Receives], data: st.DataObject
@@ -433,7 +433,7 @@ def test_no_cost_that_rises_shortens_a_step(
     assert simulate(schedule, raised, receives=receives).seconds >= before
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(cases())
 def test_all_that_was_kept_is_given_back(case: tuple[Schedule, list[StageCost], Receives]) -> None:
     schedule, costs, receives = case
@@ -444,7 +444,7 @@ def test_all_that_was_kept_is_given_back(case: tuple[Schedule, list[StageCost], 
         assert all(before.seconds <= after.seconds for before, after in pairwise(held))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 5), st.integers(0, 6), st.lists(st.integers(1, 5), min_size=5, max_size=5))
 def test_1f1b_keeps_as_many_in_flight_as_ranks_are_left_whatever_the_times(
     p: int, more: int, seconds: list[int]

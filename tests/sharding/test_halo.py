@@ -116,7 +116,7 @@ def prove(sample: Sample, mesh: Mesh) -> None:
     assert error(*found) < 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(4, 17), SMALL, SMALL, st.integers(0, 4), st.integers(1, 3), MESHES)
 def test_any_convolution(
     length: int, kernel: int, stride: int, padding: int, dilation: int, mesh: Mesh
@@ -127,7 +127,7 @@ def test_any_convolution(
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(4, 12), SMALL, SMALL, st.integers(0, 3), st.integers(1, 3), MESHES, st.data())
 def test_any_transposed_convolution(
     length: int, kernel: int, stride: int, padding: int, dilation: int, mesh: Mesh, data: st.DataObject
@@ -139,7 +139,7 @@ def test_any_transposed_convolution(
     prove(Sample(aten.conv_transpose1d.default, args), mesh)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(4, 17), SMALL, SMALL, st.booleans(), st.booleans(), MESHES, st.data())
 def test_any_pooling(
     length: int, kernel: int, stride: int, ceil: bool, include: bool, mesh: Mesh, data: st.DataObject
@@ -152,14 +152,14 @@ def test_any_pooling(
     prove(Sample(largest, (x, [kernel], [stride], [padding], [dilation], ceil)), mesh)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(3, 12), st.integers(2, 4), st.sampled_from(["nearest", "linear"]), MESHES)
 def test_any_enlargement(length: int, factor: int, mode: str, mesh: Mesh) -> None:
     args = (torch.randn(1, 2, length), None, *([False] if mode == "linear" else []), [float(factor)])
     prove(Sample(getattr(aten, f"upsample_{mode}1d").vec, args), mesh)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(4, 14), st.integers(-3, 4), st.integers(-3, 4), st.integers(1, 4), MESHES)
 def test_any_pad_crop_and_slice(length: int, left: int, right: int, step: int, mesh: Mesh) -> None:
     assume(length + left + right > 0)

@@ -247,7 +247,7 @@ def test_channels_last_stays(pools: Pools) -> None:
         assert stays
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(1, 5), st.integers(1, 3), st.integers(0, 4), st.integers(1, 3), st.booleans(),
     st.integers(-4, 9), st.integers(1, 4), st.integers(1, 8),

@@ -6,7 +6,6 @@ import copy
 import itertools
 import math
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -789,11 +788,9 @@ def _raises() -> None:
 
 
 def test_a_stage_that_raises_ends_all_ranks() -> None:
-    begin = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1 of 2: found") as caught:
-        run_function(_raises, 2)
+        run_function(_raises, 2, timeout=PROMPT)
     assert "ValueError: one sample too many" in caught.value.traceback
-    assert time.monotonic() - begin < PROMPT
 
 
 def _raises_between_buckets() -> None:
@@ -815,11 +812,9 @@ def _raises_between_buckets() -> None:
 
 
 def test_a_rank_that_raises_between_its_sums_ends_all_ranks() -> None:
-    begin = time.monotonic()
     with pytest.raises(WorkerError, match="rank 3 of 4: found") as caught:
-        run_function(_raises_between_buckets, 4)
+        run_function(_raises_between_buckets, 4, timeout=PROMPT)
     assert "ValueError: one bucket too many" in caught.value.traceback
-    assert time.monotonic() - begin < PROMPT
 
 
 # -- the proof can fail -------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from autopar.runtime.launch import launch
 from autopar.runtime.launch.launch import run_function, run_script
 from autopar.runtime.launch.worker import init
 
-PROMPT = 60.0  # seconds within which a failure must end everything, process start on a busy machine included
+PROMPT = 120.0  # seconds within which a failure must end everything, process start on a busy machine included
 LAUNCH = "import sys; from autopar.runtime.launch import run_script; sys.exit(run_script(sys.argv[1], 2))"
 
 JOINED = """
@@ -155,9 +155,8 @@ def test_lines_of_ranks_come_whole(
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(
     write: Write, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script, begin = write(JOINED + RAISES), time.monotonic()
-    assert run_script(script, 2) == 4
-    assert time.monotonic() - begin < PROMPT
+    script = write(JOINED + RAISES)
+    assert run_script(script, 2, timeout=PROMPT) == 4
     _, err = capfd.readouterr()
     assert re.search(r'script.py", line \d+, in <module>\n.*raise ValueError', err)
     assert err.count("Traceback") == 1
@@ -166,9 +165,8 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback(
 
 
 def test_a_killed_rank_ends_all_and_is_named(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
-    script, begin = write(JOINED + KILLED), time.monotonic()
-    assert run_script(script, 2) == 4
-    assert time.monotonic() - begin < PROMPT
+    script = write(JOINED + KILLED)
+    assert run_script(script, 2, timeout=PROMPT) == 4
     assert "rank 1 of 2: found death by SIGKILL" in capfd.readouterr().err
     assert processes(script) == []
 
@@ -246,7 +244,7 @@ def test_a_killed_launcher_leaves_no_rank(write: Write) -> None:
     script = write(WAITS)
     with start(script) as launcher:
         launcher.kill()
-    end = time.monotonic() + 5
+    end = time.monotonic() + PROMPT
     while processes(script) and time.monotonic() < end:
         time.sleep(0.1)
     assert processes(script) == []

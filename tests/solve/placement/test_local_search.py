@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from random import Random
 
@@ -30,7 +31,7 @@ def scarce(graph: Graph) -> tuple[Problem, Near, int]:
 
 def test_a_plan_that_needs_less_is_found_nearby() -> None:
     problem, start, cap = scarce(scores())
-    found = near(problem, [start], cap, Recompute.NONE, deadline=time.monotonic() + 60)
+    found = near(problem, [start], cap, Recompute.NONE, deadline=math.inf)
     assert found == near(problem, [start], cap, Recompute.NONE)
     assert found.excess(cap) < start.excess(cap)
 
