@@ -10,7 +10,7 @@ import pytest
 STEPS = """
 import resource, sys
 import torch
-from autopar.heap import keep_freed_memory
+from autopar.runtime.launch.glibc_heap import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()

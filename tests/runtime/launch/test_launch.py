@@ -28,7 +28,7 @@ LAUNCH = "import sys; from autopar.runtime.launch import run_script; sys.exit(ru
 JOINED = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from autopar.runtime.worker import init
+from autopar.runtime.launch.worker import init
 
 init()
 init()  # joining twice is joining once
@@ -251,7 +251,7 @@ def test_a_killed_launcher_leaves_no_rank(write: Write) -> None:
 
 
 def test_a_rank_that_starts_after_its_launcher_died_ends() -> None:
-    code = "from autopar.runtime.worker import die_with_parent; die_with_parent(1)"
+    code = "from autopar.runtime.launch.worker import die_with_parent; die_with_parent(1)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
 
 
