@@ -10,6 +10,7 @@ import pytest
 STEPS = """
 import resource, sys
 import torch
+import autopar.api  # as in a rank: what else lies in the heap decides, too
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
 
 if sys.argv[1] == "kept":

@@ -23,7 +23,9 @@ from autopar.runtime.launch.launch import run_function, run_script
 from autopar.runtime.launch.worker import init
 
 PROMPT = 120.0  # seconds within which a failure must end everything, process start on a busy machine included
-LAUNCH = "import sys; from autopar.runtime.launch import run_script; sys.exit(run_script(sys.argv[1], 2))"
+LAUNCH = (
+    "import sys; from autopar.runtime.launch.launch import run_script; sys.exit(run_script(sys.argv[1], 2))"
+)
 
 JOINED = """
 import os, signal, sys, time
