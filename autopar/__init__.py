@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from autopar.core.version import VERSION
+
 if TYPE_CHECKING:
     from autopar.api import compare, parallelize, plan, timeline
     from autopar.cluster import ClusterSpec, Link
@@ -30,7 +32,7 @@ __all__ = [
     "plan",
     "timeline",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION
 _HOMES = {
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.cluster",

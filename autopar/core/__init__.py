@@ -17,5 +17,6 @@ pipeline      how a step is cut into micro-batches and stages
 schedule      which rank computes what, in which order
 timeline      when everything runs, and what is held
 samples       which rows of the global batch each rank loads
+version       the version of autopar
 costs         what operators and collectives cost, and the devices and links
 """

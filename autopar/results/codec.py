@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import cattrs
 
-from autopar import __version__
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Broadcast, Partial, Placement, Replicate, Shard
+from autopar.core.version import VERSION
 from autopar.errors import InputError
 from autopar.results.whole_file import write_whole
 
@@ -32,7 +32,7 @@ def save(result: object, path: str | Path) -> None:
     document = {
         "kind": type(result).__name__,
         "format": FORMAT,
-        "autopar": __version__,
+        "autopar": VERSION,
         "result": _CONVERTER.unstructure(result),
     }
     write_whole(Path(path), _text(document), where=f"{type(result).__name__.lower()} file {path}")
@@ -56,7 +56,7 @@ def _read(path: str | Path, kind: str) -> dict[str, Any]:
     except (OSError, ValueError) as cause:
         found = cause.strerror if isinstance(cause, OSError) else str(cause)
         raise _wrong(path, str(found), f"a readable JSON file of a {kind}") from cause
-    head = {"kind": kind, "format": FORMAT, "autopar": __version__}
+    head = {"kind": kind, "format": FORMAT, "autopar": VERSION}
     if not isinstance(document, dict) or document.keys() != {*head, "result"}:
         raise _wrong(path, "other JSON", f"an object of {', '.join(head)} and result")
     for name, wanted in head.items():
