@@ -29,6 +29,7 @@ from autopar.trace.call_signature import (
     split_for_loss,
 )
 from autopar.trace.checkpoint_regions import inlined
+from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.module_state import attributes_of, buffers_of, noted, replaced_in, write_back
 from autopar.trace.uncollected import uncollected
@@ -113,7 +114,9 @@ def trace(
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=seen.append)
     try:
         with inlined(), _DataDetached():
-            exported = torch.export.export(flat, _distinct(arguments.tensors), strict=False)
+            exported = without_draws(
+                lambda: torch.export.export(flat, _distinct(arguments.tensors), strict=False)
+            )
     except TraceError:
         raise
     except _DataSetError as cause:
