@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import fx
 
+from autopar.errors import cut_text
+
 
 def module_of(node: fx.Node) -> str:
     """The qualified name of the innermost module that calls the operator; empty for the model itself."""
@@ -62,11 +64,6 @@ def user_line(error: BaseException, unknown: str = "the model's forward") -> str
 def shown_line(file: str, number: int) -> str:
     """A line of source as errors show it."""
     return f"{file}:{number}: {cut_text(linecache.getline(file, number).strip(), _LINE_LENGTH)}"
-
-
-def cut_text(text: str, length: int) -> str:
-    """A text of at most so many characters: what is longer ends in dots."""
-    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def first_line(error: BaseException) -> str:
