@@ -49,7 +49,7 @@ from autopar.planning.options import (
     is_local,
     settle,
 )
-from autopar.planning.request import request_of
+from autopar.planning.request import check_cluster, check_timeout, request_of
 from autopar.proof.check import Report, check, check_input
 from autopar.results.comparison import Comparison
 from autopar.results.plan import Plan
@@ -61,7 +61,7 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.schedules.fill_bubbles import order_of
 from autopar.schedules.simulate import simulate
 from autopar.trace.call_signature import LossFunction, split_inputs
-from autopar.trace.target import Target, load_target
+from autopar.trace.target import Target, check_target, load_target
 from costdb.database import Database
 
 TIMEOUT = timedelta(minutes=10)
@@ -147,6 +147,8 @@ def parallelize(
     Raises InputError outside a launcher, or where the world is not the cluster.
     """
     PARALLELIZE.check(options)
+    check_cluster(cluster_spec)
+    check_timeout(timeout)
     local_inputs, local_outputs = is_local("inputs", inputs), is_local("outputs", outputs)
     planned = example_inputs is not None or example_kwargs is not None
     if local_inputs and not planned:
@@ -203,6 +205,7 @@ def verify(
     measured.
     """
     asked = Options(VERIFY, **options)
+    check_target("verify", target)
     request, auto = request_of(asked, cluster)
     decided = None
     if auto:
@@ -237,7 +240,7 @@ def compare(
     """
     asked = Options(COMPARE, **options)
     request, _ = request_of(asked, cluster)
-    made = load_target(target) if isinstance(target, str) else target
+    made = load_target(target) if isinstance(target, str) else check_target("compare", target)
     serial_model.check(made.model)
     if run:
         return run_rows(Job(made.source, cluster, request, asked.optimizer, asked.costdb, bar), made)
@@ -255,6 +258,8 @@ def profile(
     bar: Bar,
 ) -> Profile:
     """Measure the collectives of `cluster`, which must be local, and the operator calls of `target`."""
+    if target is not None:
+        check_target("profile", target)
     request, _ = request_of(Options(PROFILE, mesh=mesh), cluster)
     with Database.open(costdb) as database:
         return measure_profile(cluster, database, target=target, request=request, bar=bar)
