@@ -51,6 +51,7 @@ from autopar.planning.options import (
 )
 from autopar.planning.request import check_cluster, check_timeout, request_of
 from autopar.proof.check import Report, check, check_input
+from autopar.results.announce import Announcer
 from autopar.results.comparison import Comparison
 from autopar.results.plan import Plan
 from autopar.rewrite.render import describe
@@ -111,6 +112,7 @@ def parallelize(
     inputs: Reach = "global",
     outputs: Reach = "global",
     plan: Plan | str | Path | None = None,
+    quiet: bool = False,
     **options: Unpack[PlanOptions],
 ) -> ParallelModule:
     """The model as a module that runs on the whole cluster; call it on every rank alike.
@@ -118,7 +120,8 @@ def parallelize(
     With examples it plans at once, otherwise at the first call; until then its parameters cannot be
     read. Rank 0 plans (and measures what is missing), the others receive the plan, and all continue
     with rank 0's parameters and random state. With `loss_fn` calling the module returns the loss.
-    `exact_random` draws the serial dropout masks, whole, on every rank: for proofs.
+    `exact_random` draws the serial dropout masks, whole, on every rank: for proofs. What a plan notes, rank 0
+    prints once to stderr, unless `quiet`.
 
     With `plan`, a Plan or the file of one (`Plan.save`, `autopar plan --output`), nothing is searched: the
     first call must be the one that was planned, with gradients and the same shapes, on as many devices.
@@ -166,7 +169,13 @@ def parallelize(
     request, auto = request_of(asked, cluster_spec)
     request = replace(request, local_inputs=local_inputs, local_outputs=local_outputs)
     compiler = Compiler(
-        cluster_spec, request, loss_fn, costdb=asked.costdb, exact_random=exact_random, timeout=timeout
+        cluster_spec,
+        request,
+        loss_fn,
+        costdb=asked.costdb,
+        exact_random=exact_random,
+        timeout=timeout,
+        announce=None if quiet else Announcer(),
     )
     random.share_state()
     call = split_inputs(example_inputs, example_kwargs)
