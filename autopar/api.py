@@ -49,8 +49,9 @@ from autopar.planning.options import (
     is_local,
     settle,
 )
-from autopar.planning.request import request_of
+from autopar.planning.request import check_cluster, check_timeout, request_of
 from autopar.proof.check import Report, check, check_input
+from autopar.results.announce import Announcer
 from autopar.results.comparison import Comparison
 from autopar.results.plan import Plan
 from autopar.rewrite.render import describe
@@ -61,7 +62,7 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.schedules.fill_bubbles import order_of
 from autopar.schedules.simulate import simulate
 from autopar.trace.call_signature import LossFunction, split_inputs
-from autopar.trace.target import Target, load_target
+from autopar.trace.target import Target, check_target, load_target
 from costdb.database import Database
 
 TIMEOUT = timedelta(minutes=10)
@@ -111,6 +112,7 @@ def parallelize(
     inputs: Reach = "global",
     outputs: Reach = "global",
     plan: Plan | str | Path | None = None,
+    quiet: bool = False,
     **options: Unpack[PlanOptions],
 ) -> ParallelModule:
     """The model as a module that runs on the whole cluster; call it on every rank alike.
@@ -118,7 +120,8 @@ def parallelize(
     With examples it plans at once, otherwise at the first call; until then its parameters cannot be
     read. Rank 0 plans (and measures what is missing), the others receive the plan, and all continue
     with rank 0's parameters and random state. With `loss_fn` calling the module returns the loss.
-    `exact_random` draws the serial dropout masks, whole, on every rank: for proofs.
+    `exact_random` draws the serial dropout masks, whole, on every rank: for proofs. What a plan notes, rank 0
+    prints once to stderr, unless `quiet`.
 
     With `plan`, a Plan or the file of one (`Plan.save`, `autopar plan --output`), nothing is searched: the
     first call must be the one that was planned, with gradients and the same shapes, on as many devices.
@@ -147,6 +150,8 @@ def parallelize(
     Raises InputError outside a launcher, or where the world is not the cluster.
     """
     PARALLELIZE.check(options)
+    check_cluster(cluster_spec)
+    check_timeout(timeout)
     local_inputs, local_outputs = is_local("inputs", inputs), is_local("outputs", outputs)
     planned = example_inputs is not None or example_kwargs is not None
     if local_inputs and not planned:
@@ -164,7 +169,13 @@ def parallelize(
     request, auto = request_of(asked, cluster_spec)
     request = replace(request, local_inputs=local_inputs, local_outputs=local_outputs)
     compiler = Compiler(
-        cluster_spec, request, loss_fn, costdb=asked.costdb, exact_random=exact_random, timeout=timeout
+        cluster_spec,
+        request,
+        loss_fn,
+        costdb=asked.costdb,
+        exact_random=exact_random,
+        timeout=timeout,
+        announce=None if quiet else Announcer(),
     )
     random.share_state()
     call = split_inputs(example_inputs, example_kwargs)
@@ -203,6 +214,7 @@ def verify(
     measured.
     """
     asked = Options(VERIFY, **options)
+    check_target("verify", target)
     request, auto = request_of(asked, cluster)
     decided = None
     if auto:
@@ -237,7 +249,7 @@ def compare(
     """
     asked = Options(COMPARE, **options)
     request, _ = request_of(asked, cluster)
-    made = load_target(target) if isinstance(target, str) else target
+    made = load_target(target) if isinstance(target, str) else check_target("compare", target)
     serial_model.check(made.model)
     if run:
         return run_rows(Job(made.source, cluster, request, asked.optimizer, asked.costdb, bar), made)
@@ -255,6 +267,8 @@ def profile(
     bar: Bar,
 ) -> Profile:
     """Measure the collectives of `cluster`, which must be local, and the operator calls of `target`."""
+    if target is not None:
+        check_target("profile", target)
     request, _ = request_of(Options(PROFILE, mesh=mesh), cluster)
     with Database.open(costdb) as database:
         return measure_profile(cluster, database, target=target, request=request, bar=bar)

@@ -247,6 +247,10 @@ def run(
             metavar="[ARGS]...", help="The script's own; after -- also those that are named here."
         ),
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Seconds after which all ranks are ended, with exit code 4."),
+    ] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> Answer:
@@ -263,9 +267,17 @@ def run(
     from autopar.runtime.launch.launch import start_script
 
     spec.check_local()
+    _check_seconds("--timeout", timeout)
     request_of(asked, spec)  # what makes no sense is told here, not by every rank
-    start_script(script, spec.num_devices, arguments or (), variables=write(options))
+    start_script(script, spec.num_devices, arguments or (), timeout=timeout, variables=write(options))
     return Answer({"script": script, "processes": spec.num_devices, "exit_code": 0}, "")
+
+
+def _check_seconds(flag: str, seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise InputError(
+            where=flag, found=f"{seconds:g} s", wanted="more than 0 s", remedy=f"write {flag} 3600"
+        )
 
 
 @app.command()

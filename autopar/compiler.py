@@ -23,6 +23,7 @@ from autopar.planning.agree import agree, measure_links
 from autopar.planning.pipeline_search import decide_all
 from autopar.planning.request import Auto, Request
 from autopar.planning.search import decide, finish, search
+from autopar.results.announce import Announcer
 from autopar.results.plan import Plan
 from autopar.rewrite.build import build, build_stages
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
@@ -46,7 +47,7 @@ class Compiler:
     refused, otherwise it is planned like any. With `traced` the plan is one of that graph, whatever the
     model; `shorter` is then the graph of shorter micro-batches, and exact masks of any graph are drawn in the
     order of dims, as in proofs. `loss_only` says whether the model's own output leaves the program beside the
-    loss of `loss_fn`.
+    loss of `loss_fn`. Rank 0 tells `announce` what its plans note.
     """
 
     cluster: ClusterSpec
@@ -61,6 +62,7 @@ class Compiler:
     timeout: timedelta = timedelta(minutes=10)  # of process groups
     traced: Traced | None = None
     shorter: Traced | None = None
+    announce: Announcer | None = None
 
     @uncollected()
     def __call__(
@@ -87,6 +89,8 @@ class Compiler:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = (self.given(traced) if pinned is None else None) or self.agree(traced, request)
         rank, device = dist.get_rank(), self.device()
+        if self.announce is not None and rank == 0:
+            self.announce(plan.notes)
         if not plan.pipeline.is_staged:
             return build(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
         made = build_stages(traced, plan, rank=rank, device=device, exact_random=self.exact_random)

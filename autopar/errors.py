@@ -9,6 +9,11 @@ from typing import Any
 INTERRUPTED = 128 + signal.SIGINT  # the command line's exit code, 130, as shells count
 
 
+def cut_text(text: str, length: int) -> str:
+    """A text of at most so many characters, for messages of at most 400: a longer one ends in dots."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
 class AutoparError(Exception):
     """Base of all errors that autopar raises on purpose.
 

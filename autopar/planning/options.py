@@ -13,11 +13,12 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args
 
 from autopar.core.costs import named_optimizer
@@ -27,7 +28,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
-from autopar.errors import InputError
+from autopar.errors import InputError, cut_text
 from autopar.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -48,30 +49,49 @@ def _as_said(value: Any) -> Any:
     return value
 
 
-def _mesh(mesh: Mesh | str | None) -> Mesh | None:
-    return Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+def _mesh(mesh: Mesh | Sequence[int] | str | None) -> Mesh | None:
+    if isinstance(mesh, str):
+        return Mesh.parse(mesh)
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    return Mesh.parse("x".join(map(str, mesh)))
 
 
-def _force(force: Force | Pins | str | None) -> Force | Pins | None:
+def _force(force: Any) -> Force | Pins | None:
     """The kinds that a text names; none for pipelining, which no operator does."""
+    if isinstance(force, (tuple, list)) and all(isinstance(kind, str) for kind in force):
+        force = "+".join(force)
+    if isinstance(force, (tuple, list)) and not all(isinstance(kind, Parallelism) for kind in force):
+        raise _no_force(force)
     if not isinstance(force, str):
-        return force
+        kind: Force | Pins | None = tuple(force) if isinstance(force, list) else force
+        return kind
     if force == PIPELINE:
         return None
     kinds = {kind.value: kind for kind in Parallelism}
     names = force.split("+")
     if not kinds.keys() >= set(names):
-        raise InputError(
-            where="force",
-            found=repr(force),
-            wanted=", ".join((*kinds, PIPELINE)),
-            remedy="choose one kind of parallelism, or join one for each axis by +",
-        )
+        raise _no_force(force)
     return kinds[force] if len(names) == 1 else tuple(kinds[name] for name in names)
 
 
-def _memory(memory: int | str | None) -> int | None:
-    return parse_bytes(memory, where="memory") if isinstance(memory, str) else memory
+def _no_force(found: object) -> InputError:
+    return InputError(
+        where="force",
+        found=cut_text(repr(found), 80),
+        wanted=", ".join((*(kind.value for kind in Parallelism), PIPELINE)),
+        remedy="choose one kind of parallelism, or join one for each axis by +",
+    )
+
+
+def _memory(memory: float | str | None) -> int | None:
+    if isinstance(memory, str):
+        return parse_bytes(memory, where="memory")
+    if memory is None or 0 < memory < math.inf:
+        return None if memory is None else int(memory)
+    raise InputError(
+        where="memory", found=f"{memory:g} bytes", wanted="a size such as 2GiB", remedy='write memory="2GiB"'
+    )
 
 
 def _time_limit(seconds: float | None) -> float | None:
@@ -100,14 +120,21 @@ def _count(flag: str, value: int | str | None) -> int | None:
     """A count of at least 1, None where it is to be chosen."""
     if value is None or value == AUTO:
         return None
-    if isinstance(value, int) and value >= 1 or isinstance(value, str) and value.isdecimal() and int(value):
+    if (
+        isinstance(value, int)
+        and value >= 1
+        and value is not True
+        or isinstance(value, str)
+        and value.isdecimal()
+        and int(value)
+    ):
         return int(value)
     raise InputError(where=flag, found=repr(value), wanted="at least 1, or auto", remedy=f"write {flag} 2")
 
 
 def _choice(flag: str, choices: type[Choice], value: str) -> Choice:
     names = {str(choice.value): choice for choice in choices}
-    if value not in names:
+    if not isinstance(value, str) or value not in names:
         raise InputError(where=flag, found=repr(value), wanted=", ".join(names), remedy="choose one of these")
     return names[value]
 
@@ -132,8 +159,9 @@ def _schedule(value: str) -> ScheduleKind | None:
 class Option:
     """What all doors share of an option.
 
-    `words` are the types as which JSON says it; `metavar` and `help` are the command line's, `more` what a
-    line can't say; `read` checks a value and gives what the search takes, or raises InputError.
+    `words` are the types as which JSON says it, `types` those that only Python says, of which errors show an
+    `example`; `metavar` and `help` are the command line's, `more` what a line can't say; `read` checks a
+    value and gives what the search takes, or raises InputError.
     """
 
     help: str
@@ -142,16 +170,30 @@ class Option:
     metavar: str = ""
     default: Any = None
     words: tuple[type, ...] = (str,)
+    types: tuple[type, ...] = ()
+    example: str = ""
     read: Callable[[Any], Any] = _as_said
 
     def fits(self, word: Any) -> bool:
         """Whether `word` of a JSON object is of the option's type."""
         return isinstance(word, self.words) and (bool in self.words or not isinstance(word, bool))
 
+    def check_type(self, name: str, value: Any) -> None:
+        """Raise InputError for a `value` that Python says and that is of another type."""
+        if value is None or isinstance(value, self.types) or self.fits(value):
+            return
+        raise InputError(
+            where=name,
+            found=f"{cut_text(repr(value), 80)}, a {type(value).__name__}",
+            wanted=" or ".join(kind.__name__ for kind in (*self.words, *self.types)),
+            remedy=f"write {name}={self.example or repr(self.default)}",
+        )
+
 
 _OPTIMIZER = Option(
     metavar="NAME",
     default="adam",
+    types=(object,),  # whatever has a state to measure
     read=_optimizer,
     help="Whose state counts: sgd, sgd-momentum, adam or adamw.",
     more="In Python also a class, a function of the parameters, or an optimizer: the size of its state is "
@@ -173,6 +215,8 @@ class SearchOptions(TypedDict, total=False):
         Option(
             metavar="2GiB",
             words=(int, str),
+            types=(float,),
+            example='"2GiB"',
             read=_memory,
             help="Cap per device.",
             more="In bytes, or a text with a unit; None is the cap of the cluster, if it has one.",
@@ -180,7 +224,9 @@ class SearchOptions(TypedDict, total=False):
     ]
     time_limit: Annotated[
         float | None,
-        Option(metavar="S", words=(int, float), read=_time_limit, help="Seconds for the solver."),
+        Option(
+            metavar="S", words=(int, float), example="60", read=_time_limit, help="Seconds for the solver."
+        ),
     ]
     gap: Annotated[
         float | None,
@@ -197,6 +243,7 @@ class SearchOptions(TypedDict, total=False):
         Option(
             metavar="LEVEL",
             default=AUTO,
+            types=(object,),
             read=partial(_choice, "--shard-state", ShardState),
             help="What of the weights' state lies in shards: none, optimizer, gradients, weights; "
             "auto: as is best.",
@@ -205,16 +252,21 @@ class SearchOptions(TypedDict, total=False):
             "from forward to backward, and weights neither; auto chooses for each weight.",
         ),
     ]
-    costdb: Annotated[str | None, Option(metavar="PATH", help="Database of measurements.")]
+    costdb: Annotated[
+        str | None,
+        Option(metavar="PATH", types=(Path,), example='"costs.db"', help="Database of measurements."),
+    ]
 
 
 class PlacementOptions(TypedDict, total=False):
     """Options of where and when operators run."""
 
     mesh: Annotated[
-        Mesh | str | None,
+        Mesh | tuple[int, ...] | str | None,
         Option(
             metavar="2x2",
+            types=(Mesh, tuple, list),
+            example='"2x2"',
             read=_mesh,
             help="One mesh instead of all that fit.",
             more="It leaves as many stages as it goes into the devices, unless their number is given.",
@@ -224,6 +276,8 @@ class PlacementOptions(TypedDict, total=False):
         Force | Pins | str | None,
         Option(
             metavar="KIND[+KIND...]",
+            types=(Parallelism, tuple, list, Mapping),
+            example='"batch"',
             read=_force,
             help="One pure kind (batch, domain, filter, channel, pipeline), or one for each axis: "
             "batch+filter.",
@@ -236,6 +290,7 @@ class PlacementOptions(TypedDict, total=False):
         Option(
             metavar="K|auto",
             words=(int, str),
+            types=(object,),  # refused by the flag's name
             read=partial(_count, "--stages"),
             help="Pipeline ranks; 1 with --force, else auto.",
             more="The devices form so many; they ask for train_step.",
@@ -246,6 +301,7 @@ class PlacementOptions(TypedDict, total=False):
         Option(
             metavar="M|auto",
             words=(int, str),
+            types=(object,),  # refused by the flag's name
             read=partial(_count, "--micro-batches"),
             help="Parts of the batch that follow each other; 1 with --force, else auto.",
             more="A step is cut in time, which asks for train_step.",
@@ -256,6 +312,7 @@ class PlacementOptions(TypedDict, total=False):
         Option(
             metavar="NAME",
             default=AUTO,
+            types=(object,),
             read=_schedule,
             help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto.",
             more="The order of the micro-batches in the stages; auto: the fastest.",
@@ -266,6 +323,7 @@ class PlacementOptions(TypedDict, total=False):
         Option(
             metavar="none|all|auto",
             default=AUTO,
+            types=(object,),
             read=partial(_choice, "--recompute", Recompute),
             help="What to compute again in backward; auto: what a memory cap asks.",
             more="With all, little is kept for backward and the rest is computed again; with auto as much "
@@ -277,6 +335,7 @@ class PlacementOptions(TypedDict, total=False):
         Option(
             metavar="none|all|auto",
             default=AUTO,
+            types=(object,),
             read=partial(_choice, "--offload", Offload),
             help="What waits for backward in host memory; auto: under a memory cap what hides behind "
             "compute.",
@@ -389,6 +448,8 @@ class Options:
 
     def read(self) -> dict[str, Any]:
         """Every option as the search takes it; raises InputError for values that make no sense."""
+        for name, option in OPTIONS.items():
+            option.check_type(name, self.values[name])
         return {name: option.read(self.values[name]) for name, option in OPTIONS.items()}
 
 

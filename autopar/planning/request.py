@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 from autopar.cluster import ClusterSpec
@@ -16,7 +17,7 @@ from autopar.core.pipeline import stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind, check_schedule
-from autopar.errors import InputError
+from autopar.errors import InputError, cut_text
 from autopar.planning.optimizer_state import state_of
 from autopar.planning.options import DEFAULT_GAP, PIPELINE, Options
 from autopar.results.plan import Plan
@@ -109,6 +110,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
 
     Raises InputError for options that make no sense, and for what torch's schedules can't run.
     """
+    check_cluster(cluster)
     values = options.read()
     force = values["force"]
     request = Request(
@@ -136,6 +138,28 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         check_schedule(kind, ranks=ranks, stages_per_rank=stages_per_rank(kind), micro_batches=count)
     cluster.stage(ranks)
     return replace(request, stages=ranks, micro_batches=count), None
+
+
+def check_cluster(cluster: object) -> None:
+    """Raise InputError for what is no ClusterSpec."""
+    if not isinstance(cluster, ClusterSpec):
+        raise InputError(
+            where="cluster",
+            found=f"{cut_text(repr(cluster), 80)}, a {type(cluster).__name__}",
+            wanted="a ClusterSpec",
+            remedy="write ClusterSpec.local(2), or ClusterSpec.from_toml(file)",
+        )
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise InputError for what is no time that collectives can wait."""
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise InputError(
+            where="timeout",
+            found=f"{cut_text(repr(timeout), 80)}, a {type(timeout).__name__}",
+            wanted="a timedelta of more than 0 seconds",
+            remedy="write timeout=timedelta(minutes=10)",
+        )
 
 
 def _numbers(

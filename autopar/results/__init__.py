@@ -5,6 +5,7 @@ render_plan         as text
 comparison          strategies side by side, as data
 render_comparison   as text
 draw_timeline       a timeline, as text and for a trace viewer
+announce            what a plan notes, on stderr
 progress_bar        how far a long search is, on stderr
 codec               plans as files of JSON, and back
 whole_file          files that are written whole or not at all

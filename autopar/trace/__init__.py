@@ -5,6 +5,9 @@ graph_builder        writes the exported graph down as operators
 simplify             leaves out what nobody needs
 call_signature       nested arguments and results, flat and back
 module_state         what a forward changes in its modules
+torch_checks         what torch's own Python decides by values
+refusals             what torch.export raises, in our words
+foreign_random       random numbers that a program can't draw
 checkpoint_regions   what torch.utils.checkpoint recomputes
 micro_batches        one batch as micro-batches, and the batch's loss
 user_source          the user's own line for a traced operator

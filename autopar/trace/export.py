@@ -9,15 +9,14 @@ inlined, guards and assertions are dropped (the wrapper checks its inputs itself
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from autopar.core.graph import Graph
-from autopar.errors import InputError, TraceError
+from autopar.errors import AutoparError, InputError, cut_text
 from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
@@ -29,12 +28,12 @@ from autopar.trace.call_signature import (
     split_for_loss,
 )
 from autopar.trace.checkpoint_regions import inlined
+from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.module_state import attributes_of, buffers_of, noted, replaced_in, write_back
+from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
+from autopar.trace.torch_checks import traceable
 from autopar.trace.uncollected import uncollected
-from autopar.trace.user_source import first_line, user_line
-
-_DATA: Any = torch.Tensor.data  # the attribute of every tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,7 @@ class _Flat(nn.Module):
         *,
         loss_only: bool,
         record: Callable[[_Seen], None],
+        enter: Callable[[str], None],
     ) -> None:
         super().__init__()
         self.model = model
@@ -73,14 +73,18 @@ class _Flat(nn.Module):
         self.loss_only = loss_only
         self.record = record
         self.training = model.training
+        self.enter = enter
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.arguments.rebuild(tensors)
         args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
+        self.enter(FORWARD)
         output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
+            self.enter(f"the loss {_name(self.loss_fn)}")
             loss = self.loss_fn(output, *loss_args, **loss_kwargs)
+            _check_loss_result(self.loss_fn, loss)
             output = loss if self.loss_only else {"loss": loss, "output": output}
         leaves, results = flatten_results(output)
         found = find_loss(output)
@@ -110,45 +114,21 @@ def trace(
     check_dense(model)
     arguments = flatten_arguments(args, kwargs or {})
     seen: list[_Seen] = []  # torch.export undoes what forward does to attributes
-    flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=seen.append)
+    parts, notes = [FORWARD], list[str]()
+    flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=seen.append, enter=parts.append)
     try:
-        with inlined(), _DataDetached():
-            exported = torch.export.export(flat, _distinct(arguments.tensors), strict=False)
-    except TraceError:
+        with inlined(), traceable(notes), without_torchs_words():
+            exported = without_draws(
+                lambda: torch.export.export(flat, _distinct(arguments.tensors), strict=False)
+            )
+    except AutoparError:
         raise
-    except _DataSetError as cause:
-        raise TraceError(
-            where=user_line(cause),
-            found=str(cause),
-            wanted="writes that can be traced",
-            remedy="write tensor.copy_(...) under torch.no_grad()",
-        ) from cause
     except Exception as cause:  # torch.export raises anything that the user's forward raises
-        raise TraceError(
-            where=user_line(cause),
-            found=f"{type(cause).__name__}: {first_line(cause)}",
-            wanted="a forward that torch.export can trace",
-            remedy="make the branch or shape independent of tensor values, or move it out of forward",
-        ) from cause
+        raise refusal(cause, parts[-1]) from cause
     results, loss_index, replaced = seen[-1]
     graph = GraphBuilder(model, arguments, exported).build(loss_index=loss_index, dropped=results.dropped)
-    return Traced(noted(graph, replaced), arguments, results)
-
-
-class _DataDetached(TorchFunctionMode):
-    """Reads of `tensor.data` are traced as `tensor.detach()`, and `tensor.data = x` is refused: torch.export
-    knows neither, and leaves out the latter without a word."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function == _DATA.__get__:
-            return args[0].detach()
-        if function == _DATA.__set__:
-            raise _DataSetError("tensor.data = ...")
-        return function(*args, **(kwargs or {}))
-
-
-class _DataSetError(RuntimeError):
-    """The forward puts other values under a tensor."""
+    graph = replace(noted(graph, replaced), notes=(*notes, *graph.notes))
+    return Traced(graph, arguments, results)
 
 
 def _check_loss(model: nn.Module, loss_fn: LossFunction | None) -> None:
@@ -163,6 +143,22 @@ def _check_loss(model: nn.Module, loss_fn: LossFunction | None) -> None:
             found=f"parameters that learn: {', '.join(found)}",
             wanted="all of them in the model, where optimizers and checkpoints find them",
             remedy="let the model hold this loss and return it, or freeze them by requires_grad_(False)",
+        )
+
+
+def _name(loss_fn: LossFunction) -> str:
+    return getattr(loss_fn, "__name__", type(loss_fn).__name__)
+
+
+def _check_loss_result(loss_fn: LossFunction, loss: object) -> None:
+    """Raise InputError for a loss that gives nothing to start backward from."""
+    if not flatten_results(loss)[0]:
+        shown = "a number" if isinstance(loss, (int, float, torch.SymFloat, torch.SymInt)) else repr(loss)
+        raise InputError(
+            where=f"loss_fn {_name(loss_fn)}",
+            found=f"{cut_text(shown, 100)} as its result",
+            wanted="a tensor, from which backward starts",
+            remedy="return the loss itself, without .item() or float()",
         )
 
 

@@ -56,6 +56,19 @@ def load_target(text: str) -> Target:
     return _target(_users(text, lambda: _seeded(make)), f"TARGET {text}", source)
 
 
+def check_target(where: str, target: object) -> Target:
+    """The target that a function `where` is given; raises InputError for anything else."""
+    if isinstance(target, Target):
+        return target
+    raise _wrong(
+        where,
+        f"a {type(target).__name__} as its target",
+        "'file.py:function', or a Target: a model with an example call",
+        "write Target(model, args, {}, loss_fn, '') of autopar.trace.target, or name a function that returns "
+        "(model, inputs)",
+    )
+
+
 def _import(path: Path) -> ModuleType:
     """The file as a module; once for each process."""
     name = path.stem

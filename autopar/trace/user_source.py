@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
+import torch
 from torch import fx
+
+from autopar.errors import cut_text
 
 
 def module_of(node: fx.Node) -> str:
@@ -17,6 +23,7 @@ def module_of(node: fx.Node) -> str:
     return re.sub(r"^model(\.|$)", "", re.sub(r"@\d+$", "", str(path)))
 
 
+_LINE_LENGTH = 80  # characters of a line of source in an error, which stays below 400
 _OURS = (__file__.rsplit("/", 2)[0] + "/", sysconfig.get_path("stdlib") + "/")
 
 
@@ -25,10 +32,20 @@ def is_library(file: str) -> bool:
     return file.startswith(_OURS) or "site-packages" in file or "/torch/" in file or file.startswith("<")
 
 
+_TOOLS = tuple(str(Path(package.__path__[0])) + "/" for package in (np, torch))
+
+
+def is_tool(file: str) -> bool:
+    """Whether a source file is of what all models run on; a library of models is none."""
+    ours, python = _OURS
+    is_python = file.startswith(python) and "site-packages" not in file
+    return is_python or file.startswith((ours, "<", *_TOOLS))
+
+
 def _frames(text: str) -> Iterator[str]:
     for file, line, code in re.findall(r'File "([^"]+)", line (\d+), in \S+\s*\n\s*([^\n]*)', text):
         if not is_library(file):
-            yield f"{file}:{line}: {code.strip()}"
+            yield f"{file}:{line}: {cut_text(code.strip(), _LINE_LENGTH)}"
 
 
 def source_of(node: fx.Node) -> str:
@@ -36,12 +53,17 @@ def source_of(node: fx.Node) -> str:
     return next(reversed(list(_frames(node.meta.get("stack_trace") or ""))), "")
 
 
-def user_line(error: BaseException) -> str:
-    """The innermost line of the user's own code in the traceback of `error`."""
+def user_line(error: BaseException, unknown: str = "the model's forward") -> str:
+    """The innermost line of the user's own code in the traceback of `error`, or what stands for it."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not is_library(frame.filename):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return next(reversed(list(_frames(str(error)))), "the model's forward")
+            return shown_line(frame.filename, frame.lineno or 0)
+    return next(reversed(list(_frames(str(error)))), unknown)
+
+
+def shown_line(file: str, number: int) -> str:
+    """A line of source as errors show it."""
+    return f"{file}:{number}: {cut_text(linecache.getline(file, number).strip(), _LINE_LENGTH)}"
 
 
 def first_line(error: BaseException) -> str:

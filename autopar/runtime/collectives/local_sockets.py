@@ -23,11 +23,12 @@ import secrets
 import select
 import socket
 import sys
+import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -37,23 +38,34 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from autopar.errors import AutoparError
+from autopar.runtime.launch.processes import STOPPED_SECONDS, RankProcess, is_stopped, own_process
 
 FEW_RANKS = 8  # at most, of a group: its sockets are as many as its pairs
 BUFFER_BYTES = 4 << 20  # asked for; the kernel gives what its administrator allows
+LOOK_SECONDS = 1.0  # between two looks at a peer that says nothing
 TOKEN_BYTES = 16  # names can be seen by others: a stream begins with a secret, and its opener's place
 
 
 class PeerError(AutoparError):
-    """Another rank of the group is gone, or silent for too long."""
+    """Another rank of the group is gone, stopped, or silent for too long."""
+
+    exit_code = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """A rank's streams, by the peers' places in the group; `timeout` in seconds."""
+    """A rank's streams, by the peers' places in the group; `timeout` in seconds.
+
+    `ranks` are the processes of the group as the world knows them, by place.
+    """
 
     place: int
     sockets: dict[int, socket.socket]
     timeout: float
+    ranks: Mapping[int, RankProcess] = field(default_factory=dict)
+
+    def name(self, place: int) -> str:
+        return str(self.ranks.get(place, f"rank {place} of a group"))
 
     def start(self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]) -> Exchange:
         """Begin to send contiguous tensors of main memory and to receive into such; none is empty."""
@@ -87,14 +99,34 @@ class Exchange:
             if events:
                 poll.register(stream, events)
                 peers[stream.fileno()] = peer
-        ready = poll.poll(1000 * self.wires.timeout)
-        if not ready:
-            raise self._lost(min(peers.values()), f"nothing from it for {self.wires.timeout:g} s")
-        for number, event in ready:
+        for number, event in self._ready(poll, sorted(peers.values())):
             if event & ~select.POLLIN:
                 self.send(peers[number])
             if event & ~select.POLLOUT:
                 self.receive(peers[number])
+
+    def _ready(self, poll: select.poll, peers: Sequence[int]) -> list[tuple[int, int]]:
+        """The streams that can go on, of some to `peers`; PeerError for a peer that is stopped, or once all
+        have been silent for too long."""
+        begin, stopped = time.monotonic(), Counter[int]()
+        while (left := begin + self.wires.timeout - time.monotonic()) > 0:
+            if ready := poll.poll(1000 * min(left, LOOK_SECONDS)):
+                return ready
+            for peer in peers:
+                process = self.wires.ranks.get(peer)
+                stopped[peer] = stopped[peer] + 1 if process and is_stopped(process) else 0
+                if stopped[peer] * LOOK_SECONDS >= STOPPED_SECONDS:
+                    raise self._stopped(peer)
+        raise self._lost(peers[0], f"nothing from it for {self.wires.timeout:g} s")
+
+    def _stopped(self, peer: int) -> PeerError:
+        process = self.wires.ranks[peer]
+        return PeerError(
+            where=f"{self.wires.name(self.wires.place)}, waiting for {process}",
+            found=f"a process that has been stopped for {STOPPED_SECONDS:g} s",
+            wanted="ranks that run",
+            remedy=f"see who stopped it, and start again; kill -CONT {process.pid} in time lets it go on",
+        )
 
     def send(self, peer: int) -> None:
         """What the stream takes now."""
@@ -124,7 +156,7 @@ class Exchange:
 
     def _lost(self, peer: int, found: str) -> PeerError:
         return PeerError(
-            where=f"rank {self.wires.place} of a group, waiting for its rank {peer}",
+            where=f"{self.wires.name(self.wires.place)}, waiting for {self.wires.name(peer)}",
             found=found,
             wanted=f"tensors within the group's timeout of {self.wires.timeout:g} s",
             remedy="see what that rank says; if it is only slow, raise the timeout",
@@ -146,28 +178,74 @@ def connect(group: ProcessGroup, timeout: timedelta) -> Wires | None:
         return None
     with ExitStack() as undo:
         listener, mine = _listen(undo)
-        offers = [("", b"")] * size
-        dist.all_gather_object(offers, (mine, secrets.token_bytes(TOKEN_BYTES)), group=group)
+        offers: list[Any] = [("", b"", None)] * size
+        offer = (mine, secrets.token_bytes(TOKEN_BYTES), own_process(dist.get_rank()))
+        dist.all_gather_object(offers, offer, group=group)
         token = offers[0][1]
         opened = {peer: stream for peer in range(place) if (stream := _open(undo, offers[peer][0]))}
         if not _all_agree(listener is not None and len(opened) == place, group) or listener is None:
             return None
-        listener.settimeout(timeout.total_seconds())
         for stream in opened.values():
             stream.sendall(token + bytes([place]))
-        while len(opened) < size - 1:
-            stream = undo.enter_context(listener.accept()[0])
-            hello = stream.recv(len(token) + 1, socket.MSG_WAITALL)
-            if hello[:-1] == token:
-                opened[hello[-1]] = stream
-            else:  # a stranger's
-                stream.close()
+        ranks = {peer: process for peer, (_, _, process) in enumerate(offers)}
+        missing = {peer: ranks[peer] for peer in range(place + 1, size)}
+        opened |= _accept(undo, listener, token, missing, timeout.total_seconds())
         for stream in opened.values():
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             stream.setblocking(False)
         undo.pop_all()
         listener.close()
-        return Wires(place, opened, timeout.total_seconds())
+        return Wires(place, opened, timeout.total_seconds(), ranks)
+
+
+def _accept(
+    undo: ExitStack,
+    listener: socket.socket,
+    token: bytes,
+    missing: Mapping[int, RankProcess],
+    timeout: float,
+) -> dict[int, socket.socket]:
+    """The streams of the `missing` peers, each of which begins with the token and the peer's place. Strangers
+    may connect as well: whatever they say, or don't, keeps nobody waiting."""
+    opened: dict[int, socket.socket] = {}
+    hellos: dict[socket.socket, bytes] = {}
+    listener.setblocking(False)
+    deadline = time.monotonic() + timeout
+    while len(opened) < len(missing):
+        ready, _, _ = select.select([listener, *hellos], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise PeerError(
+                where="streams between ranks of a machine",
+                found=f"none from {', '.join(str(missing[peer]) for peer in missing.keys() - opened.keys())}",
+                wanted=f"all within {timeout:g} s",
+                remedy="see what that rank says; if it is only slow, raise the timeout",
+            )
+        for stream in ready:
+            if stream is listener:
+                guest = listener.accept()[0]
+                guest.setblocking(False)
+                hellos[guest] = b""
+                continue
+            heard = _hear(stream, len(token) + 1 - len(hellos[stream]))
+            hellos[stream] += heard
+            if heard and len(hellos[stream]) <= len(token):
+                continue
+            hello = hellos.pop(stream)
+            if hello[:-1] == token and hello[-1] in missing.keys() - opened.keys():
+                opened[hello[-1]] = undo.enter_context(stream)
+            else:
+                stream.close()
+    for stream in hellos:
+        stream.close()
+    return opened
+
+
+def _hear(stream: socket.socket, count: int) -> bytes:
+    """What has come, at most `count` bytes; nothing at the end of a stream."""
+    try:
+        return stream.recv(count)
+    except OSError:  # it broke off
+        return b""
 
 
 def _listen(undo: ExitStack) -> tuple[socket.socket | None, str]:

@@ -22,14 +22,18 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
+from unittest.mock import patch
 
 from torch.distributed.elastic import multiprocessing
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
@@ -37,10 +41,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autopar.errors import INTERRUPTED, InputError, WorkerError
 from autopar.runtime.launch import call_main, worker
+from autopar.runtime.launch.processes import STOPPED_SECONDS, RankProcess, is_stopped, process_of
 
 Result = TypeVar("Result")
 
 WORKER_FAILED = 4
+LOOK_SECONDS = 1.0  # between two looks at the ranks
 GRACE = 5  # seconds that an interrupted rank has for its own cleaning up
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
 
@@ -123,6 +129,8 @@ def _launch(
         tempfile.TemporaryDirectory(prefix="autopar-") as logs,
         _environment(num_processes, variables or {}),
         _signals(timeout),
+        _short_grace(),
+        _watching() as stopped,
         _quiet(),
         _lines(),
     ):
@@ -137,7 +145,7 @@ def _launch(
         except SignalException as error:
             _end_all_but(others)
             _end_tails()
-            raise _interruption(error.sigval, timeout) from None
+            raise (stopped[0] if stopped else _interruption(error.sigval, timeout)) from None
 
 
 def _children() -> set[int]:
@@ -267,6 +275,55 @@ def _signals(timeout: float | None) -> Iterator[None]:
 
 def _expired(number: int, _frame: FrameType | None) -> NoReturn:
     raise SignalException("the time is up", signal.Signals(number))
+
+
+@contextmanager
+def _short_grace() -> Iterator[None]:
+    """Have the agent wait no longer for ranks that it ends after a failure than for those of an interrupt."""
+    shutdown = LocalElasticAgent._shutdown
+
+    def brief(self: Any, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
+        shutdown(self, death_sig, min(timeout, GRACE))
+
+    with patch.object(LocalElasticAgent, "_shutdown", brief):
+        yield
+
+
+@contextmanager
+def _watching() -> Iterator[list[WorkerError]]:
+    """Within, a thread looks at the ranks; what it says of one that has been stopped for too long, after
+    which it rings the alarm."""
+    found: list[WorkerError] = []
+    over = threading.Event()
+    others = _children()
+
+    def look() -> None:
+        looks = Counter[int]()
+        while not over.wait(LOOK_SECONDS):
+            for pid in _children() - others:
+                process = process_of(pid)
+                looks[pid] = looks[pid] + 1 if is_stopped(process) else 0
+                if looks[pid] * LOOK_SECONDS >= STOPPED_SECONDS:
+                    found.append(_stopped(process))
+                    os.kill(os.getpid(), signal.SIGALRM)
+                    return
+
+    thread = threading.Thread(target=look, daemon=True, name="autopar-watch")
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
+def _stopped(process: RankProcess) -> WorkerError:
+    return WorkerError(
+        where=str(process),
+        found=f"a process that has been stopped for {STOPPED_SECONDS:g} s",
+        wanted="ranks that run",
+        remedy=f"see who stopped it, and start again; kill -CONT {process.pid} in time lets it go on",
+    )
 
 
 @contextmanager

@@ -28,6 +28,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from traceback import format_exception
 from types import TracebackType
 from typing import Literal, NoReturn
 
@@ -122,7 +123,10 @@ def end(code: int) -> NoReturn:
 
 
 def _raised(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> NoReturn:
-    sys.__excepthook__(kind, error, traceback)
+    lines = "".join(format_exception(kind, error, traceback)).splitlines()
+    prefix = f"[rank{os.environ.get('RANK', '')}]: "
+    stream = sys.__stderr__ or sys.stderr  # torch's hook, which calls this one, buffers
+    print("\n".join(prefix + line for line in lines), file=stream, flush=True)
     time.sleep(LINGER)
     end(1)
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from autopar.errors import InputError
+from autopar.errors import InputError, cut_text
 
 _MODULE_HOOKS = {
     "_forward_hooks": "forward hook",
@@ -26,6 +28,10 @@ _MODULE_HOOKS = {
 _HARMLESS = {  # the names of libraries' own
     "make_inputs_require_grads",  # transformers: traced checkpoints need no gradient of their inputs
     "output_capturing_hook",  # transformers, at the first call: what it captures is traced as an output
+}
+_OLD_NORMS: dict[type, str] = {  # which put a tensor in an attribute before each call
+    WeightNorm: "weight_norm",
+    SpectralNorm: "spectral_norm",
 }
 _PARAMETER_HOOKS = {
     "_backward_hooks": "gradient hook",
@@ -50,6 +56,10 @@ def _wrappers() -> dict[type, str]:
 
 def check(model: nn.Module) -> None:
     """Raise InputError naming everything on the model that a traced program would silently drop."""
+    if not isinstance(model, nn.Module):
+        _refuse(
+            [cut_text(f"{model!r}, a {type(model).__name__}", 120)], "an nn.Module", "pass the model itself"
+        )
     wrapped = [
         f"{_name(path)} wrapped by {name}"
         for path, module in model.named_modules()
@@ -63,6 +73,18 @@ def check(model: nn.Module) -> None:
     ]
     if parallel:
         _refuse(parallel, "plain tensors", "pass the serial model")
+    old = [
+        f"torch.nn.utils.{_OLD_NORMS[type(hook)]} on {_name(path)}"
+        for path, module in model.named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if type(hook) in _OLD_NORMS
+    ]
+    if old:
+        _refuse(
+            old[:3],
+            "weights that are made from parameters inside the program",
+            "use its successor in torch.nn.utils.parametrizations, which loads the same state dicts",
+        )
     hooks = [*_module_hooks(model), *_parameter_hooks(model)]
     if hooks:
         _refuse(

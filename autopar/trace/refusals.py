@@ -1,0 +1,78 @@
+"""What torch.export raises, said as what the user's code does: its line, in our words, in 400 characters.
+
+the code's own error         a wrong shape, a ValueError: eager calls raise it, too
+a value that is asked for    bool(tensor), int(tensor), a size that follows from values
+anything else                torch's own first line
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from autopar.errors import TraceError, cut_text
+from autopar.trace.torch_checks import ForwardError
+from autopar.trace.user_source import first_line, user_line
+
+FORWARD = "the model's forward"
+_VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_TEXT_LENGTH = 110  # characters of torch's words
+_TORCH_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
+
+
+def refusal(cause: Exception, part: str) -> TraceError:
+    """The error of a trace that has raised `cause` in a `part` of the call: the model's forward, the loss."""
+    where = user_line(cause, part)
+    if not where.startswith(part) and part != FORWARD:
+        where = f"{part}, {where}"
+    if isinstance(cause, ForwardError):
+        return TraceError(where=where, found=cause.found, wanted=cause.wanted, remedy=cause.remedy)
+    if _asks_for_values(cause):
+        return TraceError(
+            where=where,
+            found="a branch, number or size that depends on a tensor's values",
+            wanted="the same operators for all values",
+            remedy="choose by torch.where(condition, a, b), or decide before the call and pass a flag",
+        )
+    said = cut_text(f"{type(cause).__name__}: {first_line(cause)}", _TEXT_LENGTH)
+    if not type(cause).__module__.startswith("torch."):
+        return TraceError(
+            where=where,
+            found=said,
+            wanted="inputs that fit, and operators that torch.export knows",
+            remedy="call it eagerly with these inputs: if that raises, too, mend the call",
+        )
+    return TraceError(
+        where=where,
+        found=said,
+        wanted=f"a call of {part} that torch.export can trace",
+        remedy="rewrite that line with plain tensor operators, or move it out of the model",
+    )
+
+
+def _asks_for_values(cause: BaseException | None) -> bool:
+    while cause is not None:
+        if isinstance(cause, _VALUE_ERRORS) or "data-dependent" in str(cause)[:2000]:
+            return True
+        cause = cause.__cause__
+    return False
+
+
+@contextmanager
+def without_torchs_words() -> Iterator[None]:
+    """Within, torch.export keeps to itself its hints and the graph so far, which can be of 80 kB."""
+    loggers = [logging.getLogger(name) for name in _TORCH_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with patch("torch.export._trace.print", lambda *_, **__: None, create=True):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,172 @@
+"""What torch's own Python decides by values, and in-place operators without functional form, made traceable.
+
+    bool((mask == causal).all())        nn.Transformer: is it the causal mask? It is applied as it is.
+    if torch.any(var < 0): raise        Gaussian NLL, distributions: checks are left out, and that is noted.
+    1 / float(num_batches_tracked)      a batch norm's cumulative average: computed by tensors
+    x.normal_(), x.fill_diagonal_(v)    by torch.randn and torch.where
+
+Generators that a forward passes to a draw are refused: their state would be that of the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.nn.modules import batchnorm, transformer
+from torch.overrides import TorchFunctionMode
+
+_NO_DIMS = torch.Size()
+_DATA: Any = Tensor.data  # the attribute of every tensor
+
+
+class ForwardError(RuntimeError):
+    """What a forward does that a program can't: `found`, and the `remedy`."""
+
+    def __init__(self, found: str, wanted: str, remedy: str) -> None:
+        super().__init__(found)
+        self.found, self.wanted, self.remedy = found, wanted, remedy
+
+
+@contextmanager
+def traceable(notes: list[str]) -> Iterator[None]:
+    """Within, they are; what the program leaves out is added to `notes`."""
+    with (
+        patch.object(transformer, "_detect_is_causal_mask", _as_it_is),
+        patch.object(batchnorm._BatchNorm, "forward", _batch_norm(batchnorm._BatchNorm.forward)),
+        _unchecked_distributions(notes),
+        _Rewriting(notes),
+    ):
+        yield
+
+
+def _as_it_is(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """A mask is applied as it is unless the caller says that it is the causal one."""
+    return is_causal is True
+
+
+# -- checks of values -----------------------------------------------------------------------------------
+
+
+def _note(notes: list[str], name: str) -> None:
+    note = f"torch's checks of values in {name} are not in the program"
+    if note not in notes:
+        notes.append(note)
+
+
+@contextmanager
+def _unchecked_distributions(notes: list[str]) -> Iterator[None]:
+    make = Distribution.__init__
+
+    def made(
+        self: Distribution,
+        batch_shape: torch.Size = _NO_DIMS,
+        event_shape: torch.Size = _NO_DIMS,
+        validate_args: bool | None = None,
+    ) -> None:
+        if validate_args or validate_args is None and self._validate_args:
+            _note(notes, type(self).__name__)
+        make(self, batch_shape, event_shape, validate_args=False)
+
+    def sampled(self: Distribution, value: Tensor) -> None:
+        _note(notes, type(self).__name__)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Distribution, "__init__", made))
+        stack.enter_context(patch.object(Distribution, "_validate_sample", sampled))
+        yield
+
+
+# -- batch norms without a momentum ---------------------------------------------------------------------
+
+
+def _batch_norm(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def cumulative(self: Any, x: Tensor) -> Tensor:
+        if self.momentum is not None or not self.training or self.num_batches_tracked is None:
+            return forward(self, x)
+        self._check_input_dim(x)
+        self.num_batches_tracked.add_(1)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        with torch.no_grad():
+            share = 1 / self.num_batches_tracked.to(self.running_mean.dtype)
+            for running, new in ((self.running_mean, x.mean(dims)), (self.running_var, x.var(dims))):
+                running.copy_((1 - share) * running + share * new)
+        return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    return cumulative
+
+
+# -- in-place operators ---------------------------------------------------------------------------------
+
+
+def _normal(x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None) -> Tensor:
+    return x.copy_(torch.randn(x.shape, dtype=x.dtype, device=x.device) * std + mean)
+
+
+def _fill_diagonal(x: Tensor, value: float, wrap: bool = False) -> Tensor:
+    if x.dim() != 2 or wrap:
+        raise ForwardError(
+            found=f"fill_diagonal_ of {x.dim()} dims" + (" with wrap" if wrap else ""),
+            wanted="that of a matrix, without wrap",
+            remedy="write x = x.masked_fill(mask, value) with a mask that is a buffer",
+        )
+    rows, columns = (torch.arange(size, device=x.device) for size in x.shape)
+    return x.masked_fill_(rows[:, None] == columns, value)
+
+
+_IN_PLACE: dict[Any, Callable[..., Tensor]] = {
+    Tensor.normal_: _normal,
+    Tensor.fill_diagonal_: _fill_diagonal,
+}
+_LEAVING = (Tensor.numpy, Tensor.__array__, Tensor.tolist)  # which work for what is constant
+
+
+class _Rewriting(TorchFunctionMode):
+    """Reads of `tensor.data` are traced as `tensor.detach()`, and `tensor.data = x` is refused: torch.export
+    knows neither, and leaves out the latter without a word."""
+
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        _refuse(function, args, kwargs)
+        if function == _DATA.__get__:
+            return args[0].detach()
+        if function is F.gaussian_nll_loss:
+            _note(self.notes, "gaussian_nll_loss")
+            with patch.object(torch, "any", lambda *_: False):  # of `var < 0`
+                return function(*args, **kwargs)
+        if function in _IN_PLACE:
+            with self:
+                return _IN_PLACE[function](*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as cause:
+            if function not in _LEAVING:
+                raise
+            raise ForwardError(
+                f"Tensor.{function.__name__}, which takes values out of the program",
+                "a forward by tensors alone",
+                "compute it with torch, or outside of forward and pass the result",
+            ) from cause
+
+
+def _refuse(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if function == _DATA.__set__:
+        raise ForwardError(
+            "tensor.data = ...", "writes that can be traced", "write tensor.copy_(...) under torch.no_grad()"
+        )
+    if isinstance(kwargs.get("generator"), torch.Generator):
+        raise ForwardError(
+            "a torch.Generator, whose state would always be that of the trace",
+            "draws from torch's own generator",
+            "leave out generator=, or draw outside of forward and pass the tensor",
+        )

@@ -1,0 +1,121 @@
+"""What torch's modules decide by values doesn't keep a model from being traced, and changes no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Categorical, Independent, Normal
+
+from autopar.api import verify
+from autopar.cluster import ClusterSpec
+from autopar.core.graph import InputKind
+from autopar.errors import TraceError
+from autopar.trace.export import trace
+from autopar.trace.target import Target
+
+TWO = ClusterSpec.local(2)
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(5)
+
+
+class Net(nn.Module):
+    """A linear layer and what follows it."""
+
+    def __init__(self, then: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.then = nn.Linear(6, 6), then
+
+    def forward(self, x: Tensor) -> Any:
+        return self.then(self.linear(x), x)
+
+
+class Encoder(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.layers, self.how = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), how
+        self.register_buffer("mask", CAUSAL.clone(), persistent=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.how == "made":
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        elif self.how == "buffer":
+            mask = self.mask
+        return self.layers(x, mask=mask).square().mean()
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.both(x, y, tgt_mask=CAUSAL.clone()).square().mean()
+
+
+def matrix(h: Tensor, x: Tensor) -> Tensor:
+    near = x @ x.T
+    near.fill_diagonal_(-3.0)
+    return (near @ h).square().mean()
+
+
+def cumulative() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None))
+
+
+X, SEQUENCE = torch.randn(8, 6), torch.randn(4, 5, 8)
+TRACED: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "a causal mask that is made": lambda: (Encoder("made"), (SEQUENCE,)),
+    "a causal mask in a buffer": lambda: (Encoder("buffer"), (SEQUENCE,)),
+    "a mask that is passed": lambda: (Encoder("passed"), (SEQUENCE, CAUSAL)),
+    "a mask that is not causal": lambda: (Encoder("passed"), (SEQUENCE, CAUSAL.T.contiguous())),
+    "a target mask": lambda: (Both(), (SEQUENCE, SEQUENCE)),
+    "normal_": lambda: (Net(lambda h, x: (h + torch.empty_like(x).normal_(0.5, 2)).square().mean()), (X,)),
+    "rsample": lambda: (Net(lambda h, x: Normal(h, 1 + x.abs()).rsample().square().mean()), (X,)),
+    "log_prob": lambda: (Net(lambda h, x: -Independent(Normal(h, 1.0), 1).log_prob(x).mean()), (X,)),
+    "fill_diagonal_": lambda: (Net(matrix), (X,)),
+    "a cumulative average": lambda: (cumulative(), (X, X), F.mse_loss),
+    "Gaussian NLL": lambda: (
+        Net(lambda h, _: (h, F.softplus(h))),
+        (X, X),
+        lambda output, y: F.gaussian_nll_loss(output[0], y, output[1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_the_program_computes_what_the_eager_model_does(name: str) -> None:
+    torch.manual_seed(0)
+    model, args, *loss = TRACED[name]()
+    report = verify(Target(model, args, {}, loss[0] if loss else None, ""), TWO, steps=2, force="batch")
+    assert report.passed
+
+
+def test_an_average_over_all_batches_is_written_to_its_buffers() -> None:
+    graph = trace(cumulative(), (X,)).graph
+    written = {buffer for buffer, _ in graph.writes}
+    targets = {item.target for item in graph.inputs if item.kind is InputKind.BUFFER and item.name in written}
+    assert targets == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda h, _: Categorical(logits=h).sample(), "Categorical"),
+        (lambda h, x: F.gaussian_nll_loss(h, x, x.square()), "gaussian_nll_loss"),
+    ],
+)
+def test_a_check_that_the_program_leaves_out_is_noted(draw: Callable[..., Any], name: str) -> None:
+    assert any(name in note for note in trace(Net(draw), (X,)).graph.notes)
+    with pytest.raises(ValueError, match="scale"):
+        Normal(0.0, torch.tensor([-1.0]))  # eager calls check as before
+
+
+def test_a_generator_that_a_draw_is_given_is_refused_with_the_line() -> None:
+    own = torch.Generator()
+    with pytest.raises(TraceError, match=r"test_torch_checks\.py:\d+: .*torch\.Generator.*generator="):
+        trace(Net(lambda h, x: h + torch.randn(x.shape, generator=own)), (X,))
