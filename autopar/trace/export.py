@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.core.cutting import Count, Cutting
 from autopar.core.graph import Graph
 from autopar.errors import InputError, TraceError
 from autopar.trace.call_signature import (
@@ -39,11 +40,18 @@ _DATA: Any = torch.Tensor.data  # the attribute of every tensor
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A graph and how to call it: `arguments` of the example call, `results` of the output."""
+    """A graph and how to call it: `arguments` of the example call, `results` of the output.
+
+    Of a micro-batch `cutting` says how the batch was cut. Its graph gives then what adds up to the batch's
+    loss; the model's own loss of it divides that by its `own` count, or, `by_numbers`, by its own length.
+    """
 
     graph: Graph
     arguments: Arguments
     results: Results
+    cutting: Cutting | None = None
+    own: Count | None = None
+    by_numbers: bool = False
 
 
 class _Seen(NamedTuple):
