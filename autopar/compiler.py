@@ -19,7 +19,7 @@ from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.cost.machine.model import Company, Progress
-from autopar.errors import CheckError, InfeasibleError, InputError
+from autopar.errors import CheckError, InfeasibleError, InputError, TraceError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.micro_batch_graphs import Parts, parts_of
 from autopar.planning.pipeline_search import decide_all
@@ -230,7 +230,15 @@ class Compiler:
         def graph_of(count: int) -> Graph:
             if count == 1:
                 return only_loss(whole)
-            return parts.traced(count).graph
+            traced = parts.traced(count)
+            if parts.is_exact and traced.cutting is not None and traced.cutting.change is not None:
+                raise TraceError(
+                    where="micro-batches",
+                    found=f"{count} of them: {traced.cutting.change}",
+                    wanted="parts of the batch that are computed as it is",
+                    remedy="choose fewer micro-batches",
+                )
+            return traced.graph
 
         try:
             with Database.open(self.costdb) as database:
@@ -314,9 +322,21 @@ class Compiler:
     def find(self, graph: Graph, request: Request, company: Company | None = None) -> Plan:
         """Search, with the cost database open."""
         with Database.open(self.costdb) as database:
-            return search(
-                graph, self.cluster, request, database=database, progress=self.progress, company=company
-            ).plan
+            try:
+                return search(
+                    graph, self.cluster, request, database=database, progress=self.progress, company=company
+                ).plan
+            except InfeasibleError as error:
+                if error.least is not None and request.training and not request.local_inputs:
+                    error.add_remedy(_more_micro_batches(graph, request))
+                raise
+
+
+def _more_micro_batches(graph: Graph, request: Request) -> str:
+    """How parts of the batch that follow each other would give memory."""
+    by_steps = "" if request.stages > 1 or request.micro_batches > 1 else ", which asks for train_step"
+    by_steps += "" if graph.loss is not None else " and a loss"
+    return f"cut the batch into micro-batches (--micro-batches {2 * request.micro_batches}{by_steps})"
 
 
 def _noted(plan: Plan, note: str | None) -> Plan:

@@ -160,6 +160,12 @@ def map_refs(tree: Tree, replace: Callable[[Ref], Tree]) -> Tree:
             return tree
 
 
+def eager_target(item: Operator) -> Any:
+    """The overload that computes the operator on tensors that lie in memory in whatever way: a graph has no
+    copies that only make them contiguous."""
+    return torch.ops.aten.reshape.default if item.target is torch.ops.aten.view.default else item.target
+
+
 def memory_order(value: torch.Tensor) -> tuple[int, ...]:
     """The dims of a tensor like `value` from the slowest to the fastest; empty if that is 0, 1, 2 ...
 

@@ -13,17 +13,19 @@ before the first part: so a part in which nothing counts adds 0, not 0/0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.core.cutting import Count, Cutting, Rows
 from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, refs
 from autopar.core.mesh import Mesh
-from autopar.errors import InputError
+from autopar.errors import InputError, TraceError
 from autopar.sharding.atoms import Dims
+from autopar.sharding.made_constants import made_constants
 from autopar.sharding.sample_independence import (
     SUM_REDUCTION,
     Role,
@@ -86,19 +88,46 @@ class Parts:
         """The graph of the first of `count` micro-batches, or of that at another `place`."""
         cutting = self.cutting()
         micro = split_batch(cutting, self.call.tensors, count, weigh=False)[place]
-        traced = self.trace(*self.call.rebuild(micro.tensors))
+        try:
+            traced = self.trace(*self.call.rebuild(micro.tensors))
+        except TraceError as error:
+            error.add_remedy(f"choose fewer than {count} micro-batches, if the whole batch can be traced")
+            raise
         plain = only_loss(traced.graph)
         assert self.flow is not None
         graph, difference = alike(plain, self.whole, self.flow)
-        own, scale = None, self.flow.loss.scale
+        own, scale = None, self.flow.loss.scale if cutting.count is not None else None
         if difference is not None:
-            cutting = replace(cutting, by_share=True, count=None, change=difference, by_statistics=False)
-        elif cutting.count is not None and scale is not None:
+            cutting = replace(cutting, change=difference, by_statistics=False)
+            scale = _matched(scale, plain, self.whole) if scale is not None else None
+            if scale is None and not (cutting.by_share and cutting.count is None):
+                raise _unlike(difference, count)
+        if scale is not None:
             own = count_of(plain, traced.arguments, scale)
             graph = without_count(graph, scale)
         by_numbers = graph.operators != plain.operators and own is None
         graph = replace(graph, notes=(*graph.notes, *_notes(cutting)))
         return replace(traced, graph=graph, cutting=cutting, own=own, by_numbers=by_numbers)
+
+
+def _matched(scale: Scale, part: Graph, whole: Graph) -> Scale | None:
+    """The scale of a part whose operators have other names than the whole batch's."""
+    (target,) = (item.target for item in whole.operators if item.name == scale.operator)
+    theirs = [item.name for item in whole.operators if item.target == target]
+    ours = [item for item in part.operators if item.target == target]
+    if len(ours) != len(theirs):
+        return None
+    mine = ours[theirs.index(scale.operator)]
+    return replace(scale, operator=mine.name, count=mine.operands[1] if scale.count else None)
+
+
+def _unlike(difference: str, count: int) -> InputError:
+    return InputError(
+        where="micro-batches",
+        found=f"{count}, of which one is computed otherwise than the batch: {difference}",
+        wanted="parts of the batch that are computed as it is",
+        remedy="choose fewer micro-batches, or let the model not depend on the size of the batch",
+    )
 
 
 def _notes(cutting: Cutting) -> tuple[str, ...]:
@@ -240,9 +269,13 @@ def alike(part: Graph, whole: Graph, flow: SampleFlow) -> tuple[Graph, str | Non
     for item in whole.operators:
         if item.name not in ours and not is_identity(item):
             return part, _differs(item, "is computed for the whole batch alone")
+    made = made_constants(part)
     for name, spec in part.specs.items():
-        if name in whole.specs and not _fits(name, spec, flow):
+        if name in whole.specs and not (name in made and name in flow.made) and not _fits(name, spec, flow):
             return part, f"{name} of shape {list(spec.shape)} is no part of {list(whole.specs[name].shape)}"
+    other = next(_other_constants(part, made, flow), None)
+    if other is not None:
+        return part, f"{other} is another number for fewer samples"
     operators = tuple(_with_numbers(item, theirs[item.name]) for item in part.operators)
     values = {item.name: item.value for item in whole.inputs if item.value is not None}
     inputs = tuple(
@@ -252,6 +285,26 @@ def alike(part: Graph, whole: Graph, flow: SampleFlow) -> tuple[Graph, str | Non
         for item in part.inputs
     )
     return replace(part, operators=operators, inputs=inputs), None
+
+
+def _other_constants(part: Graph, made: Mapping[str, Tensor], flow: SampleFlow) -> Iterator[str]:
+    """Tensors made of numbers that are no rows of those of the whole batch, where the loss needs them."""
+    needed = ancestors(part, part.loss)
+    for item in part.operators:
+        for name in item.operands if item.name in needed and item.results[0] not in made else ():
+            if name in made and name in flow.made:
+                mine, theirs = made[name], flow.made[name]
+                if not _is_part(mine, theirs):
+                    yield name
+
+
+def _is_part(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether a tensor is the first rows of another."""
+    if mine.dim() != theirs.dim() or any(a > b for a, b in zip(mine.shape, theirs.shape, strict=True)):
+        return False
+    for dim, size in enumerate(mine.shape):
+        theirs = theirs.narrow(dim, 0, size)
+    return torch.equal(mine, theirs)
 
 
 def _differs(item: Operator, how: str) -> str:

@@ -258,7 +258,8 @@ def _check_pipeline(
         return accumulate_eagerly(model, arguments, parts, target.loss_fn, steps=steps, constants=constants)
 
     random = count > 1 and draws(graph)
-    verdict = judge(ours, model, in_parts if random else at_once, casts, disagreement)
+    serially = in_parts if random else at_once
+    verdict = judge(ours, copy.deepcopy(model), serially, casts, disagreement)
     if count == 1 or (verdict.passed and not random):
         return Report(plan, verdict, request.force)
     effect = cutting_effect(model, at_once, in_parts, random=random)

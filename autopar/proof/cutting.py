@@ -45,7 +45,7 @@ def cutting_effect(
     *,
     random: bool,
 ) -> Verdict:
-    """By how much serial training in parts differs from training at once; both train what they are given."""
+    """By how much serial training in parts differs from training at once; both change what they are given."""
     with _Average() if random else nullcontext():  # type: ignore[no-untyped-call]
         parts = in_parts(copy.deepcopy(model))
         return judge(parts, copy.deepcopy(model), at_once, ())

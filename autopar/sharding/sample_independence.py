@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
+from torch import Tensor
 
 from autopar.core.graph import Graph, InputKind, Operator, may_learn
 from autopar.core.placement import P, Shard
@@ -29,6 +30,7 @@ from autopar.core.strategy import PARTIAL, Option
 from autopar.errors import RuleError
 from autopar.sharding.atoms import Atom, Dims
 from autopar.sharding.equation import Kind
+from autopar.sharding.made_constants import made_constants
 from autopar.sharding.rule import Instance, rule_of
 from autopar.sharding.strategies import options_of
 
@@ -43,6 +45,10 @@ _PRODUCTS = {
 }
 _ADDITIONS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar}
 _SCALINGS = {aten.div.Tensor: 1, aten.true_divide.Tensor: 1, aten.mul.Tensor: None}  # where a count stands
+_MOMENTS = {  # and norms, which say how large all rows are
+    *(aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction, aten.var_mean.correction),
+    *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim),
+}
 _BATCH_NORMS = {aten.batch_norm.default}
 _ALIKE = {  # whose result is the same in every row
     *(aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format),
@@ -92,7 +98,7 @@ class Value:
 class SampleFlow:
     """The roles of all tensors of a graph, where the samples run through the loops `batch`.
 
-    `statistics` are the batch norms that take them together, after which rows count as rows again. `whole`
+    `statistics` are what batch norms take of them, the model's own too, after which rows are rows again. `whole`
     are inputs that hold no samples whatever the graph says. Of `trusted` samples, whose dims the user says,
     operators of which nothing is known keep the rows; `unknown` are these.
     """
@@ -105,12 +111,15 @@ class SampleFlow:
         whole: frozenset[str] = frozenset(),
         *,
         trusted: bool = False,
+        made: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.graph, self.dims, self.batch = graph, dims, set(batch)
         self.trusted = trusted
         self.statistics: list[Operator] = []
         self.unknown: list[Operator] = []
         self.values: dict[str, Value] = {}
+        self.made = made_constants(graph) if made is None else made
+        self._join_own_rows()
         written = {buffer for buffer, _ in graph.writes}
         for item in graph.inputs:
             users = item.kind is InputKind.USER and item.name not in whole
@@ -167,6 +176,8 @@ class SampleFlow:
     # -- one operator -------------------------------------------------------------------------------
 
     def _results(self, item: Operator) -> list[tuple[str | None, Value]]:
+        if any(name in self.made for name in item.results):
+            return [(name, self._constant(name) if name else Value(Role.WHOLE)) for name in item.results]
         given = [self.values[name] for name in item.operands]
         random = torch.Tag.nondeterministic_seeded in getattr(item.target, "tags", ())
         values = self._roles(item, given)
@@ -175,6 +186,15 @@ class SampleFlow:
             (name, self._checked(name, item, replace(value, given=steady)) if name else value)
             for name, value in zip(item.results, values, strict=True)
         ]
+
+    def _constant(self, name: str) -> Value:
+        """A tensor made of numbers: rows if all samples have the same."""
+        value, places = self.made[name], list(self.places(name))
+        if not places:
+            return Value(Role.WHOLE, given=True)
+        alike = len(places) == 1 and len(self.dims.atoms.of[name][places[0].dim]) == 1
+        first = value.narrow(places[0].dim, 0, 1)
+        return Value(Role.ROWS if alike and bool((value == first).all()) else Role.FIXED, given=True)
 
     def _checked(self, name: str, item: Operator, value: Value) -> Value:
         """`value`, unless the tensor has another number of samples' dims than its role says."""
@@ -190,6 +210,8 @@ class SampleFlow:
         mixed = next((value for value in given if value.role is Role.MIXED), None)
         if mixed is not None:
             return [mixed] * count
+        if self._picks_own(item, given):
+            return [Value(Role.ROWS)]
         if any(value.role is Role.FIXED for value in given):
             return [Value(Role.MIXED, item)] * count
         scaled = self._scaled(item, given)
@@ -198,11 +220,49 @@ class SampleFlow:
         rows = {place for place, value in enumerate(given) if value.role is Role.ROWS}
         taken = [value for value in given if value.role in _TAKEN]
         if rows and taken:
-            return [Value(Role.MIXED, taken[0].by)] * count
+            return self._normalised(item, given, taken)
         if taken:
             return [self._combined(item, given)] * count
         if not rows:
             return [Value(Role.WHOLE)] * count
+        return self._of_rows(item, given, rows)
+
+    def _join_own_rows(self) -> None:
+        """What is indexed by the numbers of the samples holds a row for each."""
+        for item in reversed(self.graph.operators):
+            own = self._numbered(item)
+            if own is not None and any(True for _ in self.places(item.operands[1 + own[1]])):
+                self.batch.add(self.dims.atoms.components[(item.operands[0], own[0], 0)])
+
+    def _numbered(self, item: Operator) -> tuple[int, int] | None:
+        """The dim that an operator indexes by 0, 1, 2 ... as far as it goes, and which index that is."""
+        if item.target is not aten.index.Tensor:
+            return None
+        indexed = [dim for dim, index in enumerate(item.args[1]) if index is not None]
+        for place, dim in enumerate(indexed):
+            numbers = self.made.get(item.operands[1 + place])
+            size = self.graph.specs[item.operands[0]].shape[dim]
+            if numbers is not None and numbers.numel() == size and 1 < size == max(numbers.shape):
+                if bool((numbers.flatten() == torch.arange(size)).all()):
+                    return dim, place
+        return None
+
+    def _picks_own(self, item: Operator, given: Sequence[Value]) -> bool:
+        """Whether every sample picks of its own row, whose number it is."""
+        own = self._numbered(item)
+        if own is None or given[0].role is not Role.ROWS or given[0].scale is not None:
+            return False
+        (place,) = self.places(item.operands[0])
+        others = [value for index, value in enumerate(given[1:]) if index != own[1]]
+        return place.dim == own[0] and all(value.role in (Role.WHOLE, Role.ROWS) for value in others)
+
+    def _normalised(self, item: Operator, given: Sequence[Value], taken: Sequence[Value]) -> list[Value]:
+        """Rows together with a mean, or another statistic, of all of them; only a sum mixes them for good."""
+        statistics = [value.by for value in taken if value.by and value.role is not Role.SUM]
+        if len(statistics) < len(taken) or any(value.scale for value in given):
+            return [Value(Role.MIXED, taken[0].by)] * len(item.results)
+        self.statistics += statistics
+        rows = {place for place, value in enumerate(given) if value.role is Role.ROWS}
         return self._of_rows(item, given, rows)
 
     def _scaled(self, item: Operator, given: Sequence[Value]) -> Value | None:
@@ -247,7 +307,10 @@ class SampleFlow:
             return [Value(Role.ROWS)] * len(item.results)
         if option is None or _depends_on_rows(item, option):
             single = all(self.graph.specs[name].numel == 1 for name in named)
-            role = Role.BENT if single and len(rows) == len(given) else Role.MIXED
+            taken = (
+                single or item.target in _MOMENTS and not any(True for one in named for _ in self.places(one))
+            )
+            role = Role.BENT if taken and len(rows) == len(given) else Role.MIXED
             return [Value(role, item)] * len(item.results)
         scales = {given[place].scale for place in rows if given[place].scale}
         scaled = {place for place in rows if given[place].scale}
@@ -262,8 +325,9 @@ class SampleFlow:
             case Kind.STATISTIC if item.target in _BATCH_NORMS:
                 self.statistics.append(item)
                 return [Value(Role.ROWS)] * len(item.results)
-        kept = any(True for name in named for _ in self.places(name))
-        return [Value(Role.MIXED if kept else Role.BENT, item)] * len(item.results)
+            case Kind.STATISTIC if not any(True for name in named for _ in self.places(name)):
+                return [Value(Role.BENT, item)] * len(item.results)
+        return [Value(Role.MIXED, item)] * len(item.results)
 
     def _option(self, item: Operator, rows: set[int]) -> Option | None:
         """How the operator is sharded by samples, in all that it takes of them and nothing else."""
@@ -353,7 +417,8 @@ def ancestors(graph: Graph, *results: str | None) -> set[str]:
 def find_batch(graph: Graph, dims: Dims) -> tuple[SampleFlow | None, str | None]:
     """The flow of the samples, None where their dim can't be told; and why not, or what cutting them would
     change."""
-    flows = [SampleFlow(graph, dims, {loop}) for loop in _loops(graph, dims)]
+    made = made_constants(graph)
+    flows = [SampleFlow(graph, dims, {loop}, made=made) for loop in _loops(graph, dims)]
     if not flows:
         return None, "no input has a dim that no weight has"
     best = min(flow.depth for flow in flows)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.cutting import Count, Cutting, Rows
-from autopar.core.graph import map_refs
+from autopar.core.graph import eager_target, map_refs
 from autopar.errors import InputError
 
 
@@ -127,7 +127,7 @@ def number_of(count: Count, tensors: Sequence[Tensor], find: Find | None = None)
     with torch.no_grad():
         for item in count.operators:
             args, kwargs = _filled((item.args, item.kwargs), values)
-            results = item.target(*args, **kwargs)
+            results = eager_target(item)(*args, **kwargs)
             whole = results if isinstance(results, (tuple, list)) else (results,)
             values |= {name: value for name, value in zip(item.results, whole, strict=False) if name}
     return values[count.result].double().reshape(())

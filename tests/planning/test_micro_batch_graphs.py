@@ -1,4 +1,4 @@
-"""A batch in parts whose losses and gradients add up to those of the batch, whatever the loss is a mean of."""
+"""Parts of a batch whose losses and gradients add up to the batch's, whatever the loss is a mean of."""
 
 from __future__ import annotations
 
@@ -358,6 +358,44 @@ def test_a_part_of_another_shape_than_the_batch_says_is_told() -> None:
     x, y = torch.randn(10, 6).double(), torch.randn(10, 3).double()
     traced = parts(model(branching, nn.Linear(6, 3)), x, y).traced(2)
     assert "tanh" in str(traced.cutting.change)  # type: ignore[union-attr]
+
+
+def picked(layer: nn.Module, x: Tensor, ends: Tensor, y: Tensor) -> Tensor:
+    """Of each sequence the row that `ends` says."""
+    return F.cross_entropy(layer(x)[torch.arange(len(x)), ends], y)
+
+
+def test_a_sample_may_pick_of_its_own_row_by_its_number() -> None:
+    ends = torch.tensor([0, 3, 2, 1, 2, 0])
+    labels = torch.tensor([0, -100, 1, 2, 1, 0])
+    found = assert_alike(model(picked, nn.Linear(5, 3)), torch.randn(6, 4, 5).double(), ends, labels, count=2)
+    assert found.size == 6 and found.rows[1] is not None
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda x: torch.arange(len(x)).double().mean(),
+        lambda x: torch.full((), len(x)).double(),
+        lambda x: torch.ones(len(x)).double().sum(),
+    ],
+)
+def test_numbers_made_of_the_batchs_length_are_told(number: Callable[[Tensor], Tensor]) -> None:
+    def loss(layer: nn.Module, x: Tensor) -> Tensor:
+        return (layer(x) * number(x)).square().mean()
+
+    traced = parts(model(loss, nn.Linear(3, 2)), torch.randn(6, 3).double()).traced(2)
+    change = traced.cutting.change if traced.cutting else None
+    assert change is not None and "another number for fewer samples" in change
+
+
+def test_a_sum_of_parts_that_are_computed_otherwise_is_refused() -> None:
+    def branching(layer: nn.Module, x: Tensor) -> Tensor:
+        z = layer(x)
+        return (z if len(x) > 5 else z.tanh()).sum()
+
+    with pytest.raises(InputError, match="2, of which one is computed otherwise than the batch: tanh"):
+        parts(model(branching, nn.Linear(6, 3)), torch.randn(6, 6).double()).traced(2)
 
 
 class Bags(nn.Module):
