@@ -17,6 +17,7 @@ from torch import nn
 from autopar.cluster import ClusterSpec
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
 from autopar.core.program import Program
 from autopar.cost.machine.model import Company, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, TraceError
@@ -30,6 +31,7 @@ from autopar.rewrite.build import build, build_stages
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
 from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
 from autopar.sharding.atoms import Dims
+from autopar.sharding.sample_independence import samples_elsewhere
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
@@ -88,6 +90,8 @@ class Compiler:
             traced = self.trace_whole(model, args, kwargs)
         if self.traced is not None:
             traced = replace(traced, graph=with_masks_by_dims(traced.graph))
+        if request.local_inputs:
+            check_rows(traced.graph)
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = (self.given(traced) if pinned is None else None) or self.agree(traced, request)
@@ -350,6 +354,20 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
     kept = exactly or parts.flow is None
     way = "batch_dims says where samples are" if parts.flow is None else "more are asked for"
     return kept, f"{parts.obstacle}: one micro-batch, unless {way}" if kept else None
+
+
+def check_rows(graph: Graph) -> None:
+    """Raise InputError for a graph whose samples aren't in the rows of its first input, of which ranks load
+    some with local inputs."""
+    found = samples_elsewhere(graph, Dims(graph, find_atoms(graph), Mesh((1,))))
+    if found is not None:
+        item, dim = found
+        raise InputError(
+            where='parallelize with inputs="local"',
+            found=f"samples in dim {dim} of {item.target} {list(item.spec.shape)}",
+            wanted="samples in dim 0 of the first input, of whose rows each rank loads some",
+            remedy='pass samples first (batch_first=True), or every rank the whole batch by inputs="global"',
+        )
 
 
 def check_program(program: Program, graph: Graph) -> None:

@@ -160,10 +160,11 @@ def map_refs(tree: Tree, replace: Callable[[Ref], Tree]) -> Tree:
             return tree
 
 
-def eager_target(item: Operator) -> Any:
+def eager_target(item: Operator) -> Callable[..., Any]:
     """The overload that computes the operator on tensors that lie in memory in whatever way: a graph has no
     copies that only make them contiguous."""
-    return torch.ops.aten.reshape.default if item.target is torch.ops.aten.view.default else item.target
+    target: Callable[..., Any] = item.target
+    return torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
 
 
 def memory_order(value: torch.Tensor) -> tuple[int, ...]:

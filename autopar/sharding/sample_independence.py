@@ -24,7 +24,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from autopar.core.graph import Graph, InputKind, Operator, may_learn
+from autopar.core.graph import Graph, GraphInput, InputKind, Operator, may_learn
 from autopar.core.placement import P, Shard
 from autopar.core.strategy import PARTIAL, Option
 from autopar.errors import RuleError
@@ -98,9 +98,9 @@ class Value:
 class SampleFlow:
     """The roles of all tensors of a graph, where the samples run through the loops `batch`.
 
-    `statistics` are what batch norms take of them, the model's own too, after which rows are rows again. `whole`
-    are inputs that hold no samples whatever the graph says. Of `trusted` samples, whose dims the user says,
-    operators of which nothing is known keep the rows; `unknown` are these.
+    `statistics` are what batch norms take of them, the model's own too, after which rows are rows again.
+    `whole` are inputs that hold no samples whatever the graph says. Of `trusted` samples, whose dims the user
+    says, operators of which nothing is known keep the rows; `unknown` are these.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SampleFlow:
             role = Role.ROWS if users and places == 1 else Role.FIXED if places else Role.WHOLE
             steady = item.kind is not InputKind.PARAMETER and not item.mutated and item.name not in written
             self.values[item.name] = Value(role, given=steady)
-        needed = ancestors(graph, graph.loss)
+        needed = ancestors(graph, *graph.outputs)
         for operator in graph.operators:
             if operator.name in needed:
                 self.values |= {name: value for name, value in self._results(operator) if name}
@@ -242,9 +242,9 @@ class SampleFlow:
         for place, dim in enumerate(indexed):
             numbers = self.made.get(item.operands[1 + place])
             size = self.graph.specs[item.operands[0]].shape[dim]
-            if numbers is not None and numbers.numel() == size and 1 < size == max(numbers.shape):
-                if bool((numbers.flatten() == torch.arange(size)).all()):
-                    return dim, place
+            own = numbers is not None and numbers.numel() == size and 1 < size == max(numbers.shape)
+            if own and numbers is not None and torch.equal(numbers.flatten(), torch.arange(size)):
+                return dim, place
         return None
 
     def _picks_own(self, item: Operator, given: Sequence[Value]) -> bool:
@@ -440,6 +440,30 @@ def _loops(graph: Graph, dims: Dims) -> Iterator[Atom]:
                     if size > 1 and loop not in seen and not dims.is_weight(loop):
                         seen.add(loop)
                         yield loop
+
+
+def samples_elsewhere(graph: Graph, dims: Dims) -> tuple[GraphInput, int] | None:
+    """The first user input with dims and the dim that holds its samples, if that isn't dim 0: rows of dim 0
+    meet, while those of the other go apart to all outputs."""
+    users = [item for item in graph.inputs if item.kind is InputKind.USER and item.spec.shape]
+    if not users:
+        return None
+    first = users[0]
+    roles = [_roles_of_outputs(graph, dims, first, dim) for dim in range(len(first.spec.shape))]
+    if Role.MIXED not in roles[0]:
+        return None
+    apart = {Role.ROWS, Role.SUM, Role.MEAN}
+    dim = next((dim for dim, found in enumerate(roles) if found and found <= apart), None)
+    return None if dim is None else (first, dim)
+
+
+def _roles_of_outputs(graph: Graph, dims: Dims, item: GraphInput, dim: int) -> set[Role]:
+    """What outputs are to the rows of a dim of an input; nothing for a dim that weights have too."""
+    loop = dims.atoms.components[(item.name, dim, 0)]
+    if dims.is_weight(loop) or item.spec.shape[dim] < 2:
+        return set()
+    flow = SampleFlow(graph, dims, {loop})
+    return {flow.values[name].role for name in graph.outputs}
 
 
 def _is_normalised(flow: SampleFlow) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
 from autopar.sharding.atoms import Dims
-from autopar.sharding.sample_independence import Role, SampleFlow, find_batch
+from autopar.sharding.sample_independence import Role, SampleFlow, find_batch, samples_elsewhere
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import trace
 from autopar.trace.simplify import only_loss
@@ -166,3 +166,17 @@ def test_buffers_that_every_part_writes_are_told() -> None:
 
     flow = batch_of(Counting(), torch.randn(SAMPLES, 8))
     assert flow is not None and flow.obstacle == "every part of the batch updates seen"
+
+
+def test_samples_in_another_dim_than_the_first_are_told() -> None:
+    """Of an encoder's output, too, whose loss is outside."""
+
+    def elsewhere(model: nn.Module, *inputs: Tensor) -> int | None:
+        graph = trace(model, inputs).graph
+        found = samples_elsewhere(graph, Dims(graph, find_atoms(graph), Mesh((1,))))
+        return None if found is None else found[1]
+
+    assert elsewhere(nn.LSTM(6, 8), torch.randn(5, 4, 6)) == 1
+    assert elsewhere(nn.LSTM(6, 8, batch_first=True), torch.randn(5, 4, 6)) is None
+    assert elsewhere(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(4, 3, 6, 6)) is None
+    assert elsewhere(Model(lambda _, x: (x @ x.t()).logsumexp(1).mean()), torch.randn(SAMPLES, 8)) is None
