@@ -218,13 +218,27 @@ def verify(
     request, auto = request_of(asked, cluster)
     decided = None
     if auto:
-        check_input(target, cluster, steps=steps, processes=processes, micro_batches=auto.micro_batches or 1)
+        check_input(
+            target,
+            cluster,
+            steps=steps,
+            processes=processes,
+            micro_batches=auto.micro_batches or 1,
+            batch_dims=request.batch_dims,
+        )
         compiler = Compiler(cluster, request, target.loss_fn, costdb=asked.costdb)
         decided = compiler.find_pipeline(target.model, target.args, target.kwargs, auto)
         request = request.settled(decided)
     with Database.open(asked.costdb) as database:
         return check(
-            target, cluster, request, steps=steps, processes=processes, database=database, plan=decided
+            target,
+            cluster,
+            request,
+            steps=steps,
+            processes=processes,
+            database=database,
+            plan=decided,
+            asked=asked.micro_batches is not None,
         )
 
 

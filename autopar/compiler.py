@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import nn
 from autopar.cluster import ClusterSpec
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
 from autopar.core.program import Program
 from autopar.cost.machine.model import Company, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, TraceError
 from autopar.planning.agree import agree, measure_links
+from autopar.planning.micro_batch_graphs import Parts, parts_of
 from autopar.planning.pipeline_search import decide_all
 from autopar.planning.request import Auto, Request
 from autopar.planning.search import decide, finish, search
@@ -29,11 +32,11 @@ from autopar.rewrite.build import build, build_stages
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
 from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
 from autopar.sharding.atoms import Dims
-from autopar.sharding.sample_independence import mixing_operator, rows_instead
+from autopar.sharding.sample_independence import samples_elsewhere
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
-from autopar.trace.call_signature import Arguments, LossFunction, flatten_arguments
+from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
-from autopar.trace.micro_batches import batch_length, cut_inputs, reducer_of, split_batch
+from autopar.trace.micro_batches import split_batch
 from autopar.trace.simplify import only_loss, with_masks_by_dims, without_gradients
 from autopar.trace.uncollected import uncollected
 from costdb.database import Database
@@ -74,17 +77,23 @@ class Compiler:
         training: bool,
         pinned: Pinned | None,
         step: bool = False,
+        place: int = 0,
     ) -> Executable | StagedExecutable:
         """Compile the program of this rank for one kind of call; collective."""
         request = self._request(pinned, training=training, step=step)
         if self.traced is not None and pinned is None:
             traced = self.traced
+        elif place and self.shorter is not None:
+            traced = self.shorter
         elif step:
-            traced = self.trace_step(model, args, kwargs)
+            count, staged = request.micro_batches, request.stages > 1 or request.micro_batches > 1
+            traced = self.trace_part(model, args, kwargs, count, staged=staged, place=place)
         else:
-            traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+            traced = self.trace_whole(model, args, kwargs)
         if self.traced is not None:
             traced = replace(traced, graph=with_masks_by_dims(traced.graph))
+        if request.local_inputs:
+            check_rows(traced.graph)
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = (self.given(traced) if pinned is None else None) or self.agree(traced, request)
@@ -148,22 +157,28 @@ class Compiler:
     ) -> Traced:
         """The graph of the first of `count` micro-batches, or that at another `place`.
 
-        Raises InputError where the loss is not over what micro-batches take in parts.
+        Raises InputError where it can't be told which dims hold the samples.
         """
-        call = flatten_arguments(args, kwargs)
-        micro = split_batch(call.tensors, count)[place]
-        args, kwargs = call.rebuild(micro.tensors)
-        try:
-            traced = trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
-        except TraceError as error:
-            if count > 1:
-                error.add_remedy(f"choose fewer than {count} micro-batches, if the whole batch can be traced")
-            raise
         if count > 1:
-            check_rows(traced.graph, call)
-        if staged:
-            traced = replace(traced, graph=only_loss(traced.graph))
-        return traced
+            return self.parts(model, args, kwargs).traced(count, place)
+        split_batch(None, flatten_arguments(args, kwargs).tensors, count)
+        traced = self.trace_whole(model, args, kwargs)
+        return replace(traced, graph=only_loss(traced.graph)) if staged else traced
+
+    def trace_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The graph of a call as it is."""
+        return trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+
+    def parts(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        whole: Graph | None = None,
+    ) -> Parts:
+        """The micro-batches of a call, whose graph is `whole` if it is known."""
+        call = partial(self.trace_whole, model)
+        return parts_of(call, args, kwargs, self.request.batch_dims, whole=whole)
 
     def trace_shorter(
         self,
@@ -178,7 +193,7 @@ class Compiler:
         """The graph of the shorter micro-batches, None where all are of the length of `traced`, the first;
         raises InputError where `plan`, which has stages, doesn't hold for it."""
         count = plan.pipeline.micro_batches
-        if not plan.pipeline.is_staged or batch_length(flatten_arguments(args, kwargs).tensors) % count == 0:
+        if not plan.pipeline.is_staged or traced.cutting is None or traced.cutting.size % count == 0:
             return None
         shorter = self.shorter or self.trace_part(model, args, kwargs, count, staged=True, place=-1)
         if not training:
@@ -191,9 +206,11 @@ class Compiler:
     ) -> None:
         """Raise InputError for a plan with stages that doesn't hold for the shorter micro-batches."""
         count = plan.pipeline.micro_batches
-        if plan.pipeline.is_staged and batch_length(flatten_arguments(args, kwargs).tensors) % count:
-            traced = self.trace_part(model, args, kwargs, count, staged=True)
-            self.trace_shorter(model, args, kwargs, traced, plan)
+        if plan.pipeline.is_staged and count > 1:
+            parts = self.parts(model, args, kwargs)
+            if parts.size % count:
+                shorter = parts.traced(count, -1)
+                check_plan(plan.program, parts.traced(count).graph, shorter.graph)
 
     @uncollected()
     def find_pipeline(
@@ -213,28 +230,29 @@ class Compiler:
         plain = replace(self.request, stages=1, micro_batches=1)
         if whole.loss is None and stages in (None, 1) and micro_batches in (None, 1):
             return self.find(whole, plain, company)
-        call = flatten_arguments(args, kwargs)
-        samples = batch_length(call.tensors)
-        rows = other_rows(whole, call)
-        reason = rows or together(whole, samples) if micro_batches is None else None
-        kept = reason is not None and (exactly or rows is not None)
-        note = None
-        if reason is not None:
-            asked = "" if rows else ", unless more are asked for"
-            note = f"{reason}: " + (f"one micro-batch{asked}" if kept else "of every micro-batch by itself")
+        parts = self.parts(model, args, kwargs, whole)
+        kept, note = _kept(parts, micro_batches, exactly=exactly)
         if stages == 1 and (plan := self.find_unhindered(whole, plain, company)):
             return _noted(plan, note)
 
         def graph_of(count: int) -> Graph:
             if count == 1:
                 return only_loss(whole)
-            return self.trace_part(model, args, kwargs, count, staged=True).graph
+            traced = parts.traced(count)
+            if parts.is_exact and traced.cutting is not None and traced.cutting.change is not None:
+                raise TraceError(
+                    where="micro-batches",
+                    found=f"{count} of them: {traced.cutting.change}",
+                    wanted="parts of the batch that are computed as it is",
+                    remedy="choose fewer micro-batches",
+                )
+            return traced.graph
 
         try:
             with Database.open(self.costdb) as database:
                 decision = decide_all(
                     graph_of,
-                    samples,
+                    parts.size,
                     self.cluster,
                     self.request,
                     stages=stages,
@@ -244,8 +262,10 @@ class Compiler:
                     company=company,
                 )
         except InfeasibleError as error:
-            if kept and rows is None:
-                error.add_remedy(f"allow micro-batches (--micro-batches auto), although {reason}")
+            if kept and parts.flow is not None:
+                error.add_remedy(f"allow micro-batches (--micro-batches auto), although {parts.obstacle}")
+            elif kept:
+                error.add_remedy("say which dims hold samples (batch_dims), and so allow micro-batches")
             raise
         if decision.request.stages == decision.request.micro_batches == 1:
             plan = self.find(whole, replace(plain, mesh=decision.problem.mesh), company)
@@ -310,45 +330,47 @@ class Compiler:
     def find(self, graph: Graph, request: Request, company: Company | None = None) -> Plan:
         """Search, with the cost database open."""
         with Database.open(self.costdb) as database:
-            return search(
-                graph, self.cluster, request, database=database, progress=self.progress, company=company
-            ).plan
+            try:
+                return search(
+                    graph, self.cluster, request, database=database, progress=self.progress, company=company
+                ).plan
+            except InfeasibleError as error:
+                if error.least is not None and request.training and not request.local_inputs:
+                    error.add_remedy(_more_micro_batches(graph, request))
+                raise
+
+
+def _more_micro_batches(graph: Graph, request: Request) -> str:
+    """How parts of the batch that follow each other would give memory."""
+    by_steps = "" if request.stages > 1 or request.micro_batches > 1 else ", which asks for train_step"
+    by_steps += "" if graph.loss is not None else " and a loss"
+    return f"cut the batch into micro-batches (--micro-batches {2 * request.micro_batches}{by_steps})"
 
 
 def _noted(plan: Plan, note: str | None) -> Plan:
     return plan if note is None else replace(plan, notes=(*plan.notes, note))
 
 
-def together(graph: Graph, samples: int) -> str | None:
-    """Why micro-batches of the graph would not compute what the batch does, or None if they would."""
-    reducer = reducer_of(graph)
-    if reducer is None:
-        return "the loss is no plain mean or sum of samples"
-    mixing = mixing_operator(graph, samples, end=reducer)
-    if mixing is None:
-        return None
-    return f"{mixing.module or mixing.name} ({mixing.target}) takes samples together"
+def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bool, str | None]:
+    """Whether one micro-batch is kept where their number is to be chosen, and what a plan says of it."""
+    if micro_batches is not None or parts.is_exact:
+        return False, None
+    kept = exactly or parts.flow is None
+    way = "batch_dims says where samples are" if parts.flow is None else "more are asked for"
+    return kept, f"{parts.obstacle}: one micro-batch, unless {way}" if kept else None
 
 
-def other_rows(graph: Graph, call: Arguments) -> str | None:
-    """Which rows the loss is over, where not over those of the batch, or None."""
-    instead = rows_instead(graph, cut_inputs(call.paths, call.tensors))
-    if not instead:
-        return None
-    first = next(path for path, tensor in zip(call.paths, call.tensors, strict=True) if tensor.dim())
-    rows = ", ".join(f"{item.target} ({item.spec.shape[0]})" for item in instead)
-    return f"a loss over the rows of {rows}, not of the first input, {first} ({batch_length(call.tensors)})"
-
-
-def check_rows(graph: Graph, call: Arguments) -> None:
-    """Raise InputError where the loss of `graph`, a micro-batch's, is over rows that it takes whole."""
-    if found := other_rows(graph, call):
+def check_rows(graph: Graph) -> None:
+    """Raise InputError for a graph whose samples aren't in the rows of its first input, of which ranks load
+    some with local inputs."""
+    found = samples_elsewhere(graph, Dims(graph, find_atoms(graph), Mesh((1,))))
+    if found is not None:
+        item, dim = found
         raise InputError(
-            where="micro-batches",
-            found=found,
-            wanted="samples in the rows of the first input, and as many in all that go with them",
-            remedy="pass inputs that hold a row for each sample, padded where samples differ in length, or "
-            "leave out --micro-batches",
+            where='parallelize with inputs="local"',
+            found=f"samples in dim {dim} of {item.target} {list(item.spec.shape)}",
+            wanted="samples in dim 0 of the first input, of whose rows each rank loads some",
+            remedy='pass samples first (batch_first=True), or every rank the whole batch by inputs="global"',
         )
 
 

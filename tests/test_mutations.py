@@ -39,6 +39,7 @@ from autopar.sharding.rule import Rule, Site
 from autopar.sharding.window import Window
 from autopar.solve.placement.problem import Problem, TensorClass, Use
 from autopar.solve.placement.search import choose
+from autopar.trace.micro_batches import MicroBatch
 from tests.forced_programs import force_factors
 from tests.pool import Pool
 from tests.proof.models import Model, Script
@@ -294,13 +295,23 @@ def forget_a_tied_copy(patch: Patch) -> None:
     patch.setattr(autopar.proof.pipeline, "_gradient", of_first)
 
 
+def weigh_micro_batches(patch: Patch, weight: float) -> None:
+    users = autopar.proof.pipeline._users
+
+    def weighed(graph: Any, paths: Any, micro: MicroBatch) -> Any:
+        object.__setattr__(micro, "weight", weight)
+        return users(graph, paths, micro)
+
+    patch.setattr(autopar.proof.pipeline, "_users", weighed)
+
+
 def count_micro_batches_alike(patch: Patch) -> None:
     """1 / M instead of the shares of the samples."""
-    patch.setattr(autopar.proof.pipeline, "loss_weight", lambda graph, share: 1 / 3)
+    weigh_micro_batches(patch, 1 / 3)
 
 
 def sum_a_mean_loss(patch: Patch) -> None:
-    patch.setattr(autopar.proof.pipeline, "loss_weight", lambda graph, share: 1.0)
+    weigh_micro_batches(patch, 1.0)
 
 
 def draw_the_first_stages_masks(patch: Patch) -> None:

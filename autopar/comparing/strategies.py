@@ -33,9 +33,7 @@ from autopar.planning.request import Request
 from autopar.planning.search import Found, search
 from autopar.results.comparison import Comparison, Row
 from autopar.solve.placement.space import Kinds, is_heavy
-from autopar.trace.call_signature import flatten_arguments
 from autopar.trace.export import Traced
-from autopar.trace.micro_batches import batch_length
 from autopar.trace.target import Target
 from autopar.units import show_bytes
 from costdb.database import Database
@@ -136,7 +134,7 @@ class Comparer:
     def pipelines(self) -> Iterator[Request]:
         """One device for each stage: a few numbers of micro-batches, in every schedule that takes them."""
         stages = self.cluster.num_devices
-        batch = batch_length(flatten_arguments(self.target.args, self.target.kwargs).tensors)
+        batch = self.samples()
         divisors = [count for count in range(1, batch + 1) if batch % count == 0] or [1]
         counts = {max(each for each in divisors if each <= times * stages) for times in TIMES}
         for count in sorted(counts):
@@ -148,6 +146,15 @@ class Comparer:
                 yield replace(
                     self.request, stages=stages, micro_batches=count, schedule=schedule, alternatives=False
                 )
+
+    def samples(self) -> int:
+        """How many samples the batch has, 1 if it can't be told which dim holds them."""
+        target = self.target
+        return (
+            Compiler(self.cluster, self.request, target.loss_fn)
+            .parts(target.model, target.args, target.kwargs)
+            .size
+        )
 
     def planned(self, request: Request) -> Candidate:
         """The best plan that fits; else the best that would without the cap, and the reason."""

@@ -160,6 +160,13 @@ def map_refs(tree: Tree, replace: Callable[[Ref], Tree]) -> Tree:
             return tree
 
 
+def eager_target(item: Operator) -> Callable[..., Any]:
+    """The overload that computes the operator on tensors that lie in memory in whatever way: a graph has no
+    copies that only make them contiguous."""
+    target: Callable[..., Any] = item.target
+    return torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
+
+
 def memory_order(value: torch.Tensor) -> tuple[int, ...]:
     """The dims of a tensor like `value` from the slowest to the fastest; empty if that is 0, 1, 2 ...
 

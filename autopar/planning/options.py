@@ -152,6 +152,38 @@ def _schedule(value: str) -> ScheduleKind | None:
     return kinds.get(value)
 
 
+def _batch_dims(said: Mapping[str | int, int | None] | str | None) -> Mapping[str | int, int | None] | None:
+    """The dims by input; of a text, `input_0=1,labels=none`."""
+    if isinstance(said, str):
+        said = dict(map(_batch_dim, said.split(",")))
+    if said is None:
+        return None
+    wrong = [
+        f"{key!r}: {dim!r}"
+        for key, dim in said.items()
+        if not isinstance(key, str | int) or isinstance(dim, bool) or not isinstance(dim, int | None)
+    ]
+    if wrong or not said:
+        raise _wrong_dims(", ".join(wrong) or "no input")
+    return said
+
+
+def _batch_dim(word: str) -> tuple[str | int, int | None]:
+    name, _, text = (part.strip() for part in word.partition("="))
+    if not name or not (text.removeprefix("-").isdecimal() or text.lower() == "none"):
+        raise _wrong_dims(repr(word))
+    return int(name) if name.isdecimal() else name, None if text.lower() == "none" else int(text)
+
+
+def _wrong_dims(found: str) -> InputError:
+    return InputError(
+        where="--batch-dims",
+        found=found,
+        wanted="for each input, by path or number, the dim that holds samples, or none",
+        remedy="write --batch-dims input_0=1,input_1=none, in Python batch_dims={0: 1, 1: None}",
+    )
+
+
 # -- the table ------------------------------------------------------------------------------------------
 
 
@@ -305,6 +337,16 @@ class PlacementOptions(TypedDict, total=False):
             read=partial(_count, "--micro-batches"),
             help="Parts of the batch that follow each other; 1 with --force, else auto.",
             more="A step is cut in time, which asks for train_step.",
+        ),
+    ]
+    batch_dims: Annotated[
+        Mapping[str | int, int | None] | str | None,
+        Option(
+            metavar="INPUT=DIM,...",
+            read=_batch_dims,
+            help="Dims of inputs that hold samples, where graphs can't tell: input_0=1,labels=none.",
+            more="By the input's path or number; None for an input that micro-batches take whole. In Python "
+            "also a mapping: batch_dims={0: 1, 'labels': None}.",
         ),
     ]
     schedule: Annotated[

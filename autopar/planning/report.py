@@ -26,7 +26,6 @@ from autopar.solve.placement.space import Kinds, kind_by_axis
 from autopar.solve.stages.joint_bound import MOST_OPERATORS
 from autopar.solve.stages.step import Step
 from autopar.solve.stages.user_checkpoints import notes as checkpoint_notes
-from autopar.trace.micro_batches import loss_notes
 
 
 def report(
@@ -178,8 +177,8 @@ def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
 
 
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
-    """How micro-batches count in the loss, and what the gap of a plan with stages covers."""
-    counted = loss_notes(graph) if request.micro_batches > 1 else ()
+    """What the user's own checkpoints cost, and what the gap of a plan with stages covers."""
+    counted: tuple[str, ...] = ()
     if request.relay:
         return ("the stages run one after the other; bytes are those of all of them together",)
     if request.training:

@@ -60,6 +60,7 @@ class Request:
     user_layouts: Mapping[str, Layout] | None = None
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
+    batch_dims: Mapping[str | int, int | None] | None = None  # that hold samples, where the user says so
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
     recompute: Recompute = Recompute.AUTO
     offload: Offload = Offload.AUTO
@@ -126,6 +127,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         recompute=values["recompute"],
         offload=values["offload"],
         shard_state=values["shard_state"],
+        batch_dims=values["batch_dims"],
     )
     ranks, count = _numbers(options, values, cluster)
     if request.offload is Offload.ALL:

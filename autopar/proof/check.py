@@ -23,8 +23,10 @@ from autopar.core.fingerprint import fingerprint_of
 from autopar.core.force import Force, name_of
 from autopar.core.graph import Graph
 from autopar.errors import InputError
+from autopar.planning.micro_batch_graphs import Said, parts_of
 from autopar.planning.request import Request
 from autopar.planning.search import search
+from autopar.proof.cutting import cutting_effect, draws, eager_parts
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import (
     float64_by_default,
@@ -53,7 +55,7 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced, check_dense, trace
-from autopar.trace.micro_batches import batch_length, loss_weight, split_batch
+from autopar.trace.micro_batches import MicroBatch, split_batch
 from autopar.trace.target import Target
 from autopar.trace.user_source import user_line
 from costdb.database import Database
@@ -62,12 +64,37 @@ FORCED_SHARE = 0.9  # of the flops of operators that have the forced factor
 
 
 @dataclass(frozen=True, slots=True)
+class Effect:
+    """What cutting the batch into `count` micro-batches changes in serial training, and why; `allowed` where
+    it was asked for and is what samples are normalised by."""
+
+    verdict: Verdict
+    count: int
+    change: str | None
+    allowed: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"max_error": self.verdict.max_error, "why": self.change, "allowed": self.allowed}
+
+    def __str__(self) -> str:
+        errors = self.verdict.max_error.items()
+        largest = ", ".join(f"{name} by {error:.1e}" for name, error in errors if error > TOLERANCE)
+        why = f": {self.change}" if self.change else ""
+        return f"cutting     into {self.count} micro-batches alone changes {largest}{why}"
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """A verdict on a plan; `force` are the kinds of parallelism that were asked for."""
+    """A verdict on a plan; `force` are the kinds of parallelism that were asked for.
+
+    With `cutting` the verdict is on serial training that is cut into the same micro-batches, and that differs
+    from the uncut by this.
+    """
 
     plan: Plan
     verdict: Verdict
     force: Force | None
+    cutting: Effect | None = None
 
     @property
     def vacuous(self) -> bool:
@@ -75,8 +102,14 @@ class Report:
         return self.force is not None and self.plan.sharded_flops_share < FORCED_SHARE
 
     @property
+    def changes(self) -> bool:
+        """Whether cutting alone changes numbers."""
+        return self.cutting is not None and not self.cutting.verdict.passed
+
+    @property
     def passed(self) -> bool:
-        return self.verdict.passed and not self.vacuous
+        agreed = not self.changes or (self.cutting is not None and self.cutting.allowed)
+        return self.verdict.passed and agreed and not self.vacuous
 
     def as_dict(self) -> dict[str, Any]:
         """The report as the command line's JSON shows it."""
@@ -85,6 +118,7 @@ class Report:
             "max_error": self.verdict.max_error,
             "worst": self.verdict.worst,
             "vacuous": self.vacuous,
+            "cutting": self.cutting.as_dict() if self.cutting is not None and self.changes else None,
             "sharded_flops_share": self.plan.sharded_flops_share,
             "gathered_ops": list(self.plan.gathered_ops),
             "raised_casts": list(self.verdict.raised_casts),
@@ -106,9 +140,13 @@ class Report:
         if self.verdict.raised_casts:
             lines.append("raised to float64: " + ", ".join(self.verdict.raised_casts))
         verdict = "equals" if self.verdict.passed else "DIFFERS from"
+        alike = " that is cut alike" if self.changes else ""
         lines.append(
-            f"mesh {self.plan.mesh}: parallel training {verdict} serial training ({TOLERANCE:.0e} allowed)"
+            f"mesh {self.plan.mesh}: parallel training {verdict} serial training{alike} "
+            f"({TOLERANCE:.0e} allowed)"
         )
+        if self.changes:
+            lines.append(str(self.cutting))
         if self.verdict.is_rounding:
             lines.append(
                 f"unproved: serial training differs from itself by {self.verdict.rounding:.1e} if parameters "
@@ -128,17 +166,33 @@ def check(
     processes: bool = False,
     database: Database | None = None,
     plan: Plan | None = None,
+    asked: bool = True,
 ) -> Report:
     """Plan `target` as `request` says, and train it in parallel and serially for `steps` steps.
 
     `plan` is proved instead, if it is one of the target's graph. With `processes` on real processes of this
-    machine, else on simulated ranks. Raises InputError for a model that cannot be run in parallel, and what
+    machine, else on simulated ranks. Micro-batches that were `asked` for may have statistics of their own.
+    Raises InputError for a model that cannot be run in parallel, and what
     planning raises.
     """
-    check_input(target, cluster, steps=steps, processes=processes, micro_batches=request.micro_batches)
+    check_input(
+        target,
+        cluster,
+        steps=steps,
+        processes=processes,
+        micro_batches=request.micro_batches,
+        batch_dims=request.batch_dims,
+    )
     if request.stages > 1 or request.micro_batches > 1:
         return _check_pipeline(
-            target, cluster, request, steps=steps, processes=processes, database=database, plan=plan
+            target,
+            cluster,
+            request,
+            steps=steps,
+            processes=processes,
+            database=database,
+            plan=plan,
+            asked=asked,
         )
     traced = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn, loss_only=False)
     _check_loss(target, traced)
@@ -159,20 +213,25 @@ def _check_pipeline(
     processes: bool,
     database: Database | None,
     plan: Plan | None,
+    asked: bool,
 ) -> Report:
-    """The same for stages and micro-batches, against the serial model that accumulates gradients."""
+    """The same for stages and micro-batches, against the serial model that takes the batch at once."""
     arguments = flatten_arguments(target.args, target.kwargs)
-    batch = split_batch(arguments.tensors, request.micro_batches)
-    traced, shorter = trace_lengths(target, arguments, batch)
+    count = request.micro_batches
+    traced, shorter = trace_lengths(target, count, request.batch_dims)
     plan = _plan(traced.graph, cluster, request, database, plan)
     if shorter and (plan.pipeline.is_staged or not processes):
         check_plan(plan.program, traced.graph, shorter.graph)
     graph, casts = raise_graph(traced.graph)
     model = raise_model(copy.deepcopy(target.model))
-    batch = [replace(micro, tensors=tuple(map(raise_tensor, micro.tensors))) for micro in batch]
+    tensors = tuple(map(raise_tensor, arguments.tensors))
+    batch = split_batch(traced.cutting, tensors, count, find=model.get_buffer)
     disagreement: Disagreement = {}
     if processes:
-        ours, disagreement = train_on_processes(_job(target, traced, plan, cluster, arguments.tensors, steps))
+        job = replace(
+            _job(target, traced, plan, cluster, arguments.tensors, steps), batch_dims=request.batch_dims
+        )
+        ours, disagreement = train_on_processes(job)
     else:
         dims = Dims(graph, find_atoms(graph), plan.mesh)
         paths = traced.arguments.paths
@@ -188,15 +247,28 @@ def _check_pipeline(
                 steps=steps,
                 shorter=raise_graph(shorter.graph)[0] if shorter else None,
             )
-    weights = [loss_weight(graph, micro.share) for micro in batch]
     constants = written_constants(traced.graph)
 
-    def serially(model: nn.Module) -> Record:
-        return accumulate_eagerly(
-            model, arguments, batch, weights, target.loss_fn, steps=steps, constants=constants
-        )
+    def at_once(model: nn.Module) -> Record:
+        whole = [MicroBatch(tensors, 1.0)]
+        return accumulate_eagerly(model, arguments, whole, target.loss_fn, steps=steps, constants=constants)
 
-    return Report(plan, judge(ours, model, serially, casts, disagreement), request.force)
+    def in_parts(model: nn.Module) -> Record:
+        parts = eager_parts(batch, traced, shorter, model)
+        return accumulate_eagerly(model, arguments, parts, target.loss_fn, steps=steps, constants=constants)
+
+    random = count > 1 and draws(graph)
+    serially = in_parts if random else at_once
+    verdict = judge(ours, copy.deepcopy(model), serially, casts, disagreement)
+    if count == 1 or (verdict.passed and not random):
+        return Report(plan, verdict, request.force)
+    effect = cutting_effect(model, at_once, in_parts, random=random)
+    if not random:
+        verdict = judge(ours, model, in_parts, casts, disagreement)
+    cutting = traced.cutting
+    assert cutting is not None
+    allowed = asked and cutting.by_statistics
+    return Report(plan, verdict, request.force, Effect(effect, count, cutting.change, allowed))
 
 
 def _plan(
@@ -209,7 +281,13 @@ def _plan(
 
 
 def check_input(
-    target: Target, cluster: ClusterSpec, *, steps: int, processes: bool, micro_batches: int
+    target: Target,
+    cluster: ClusterSpec,
+    *,
+    steps: int,
+    processes: bool,
+    micro_batches: int,
+    batch_dims: Said | None = None,
 ) -> None:
     """Raise InputError for what can't be proved, whatever its plan."""
     if steps < 1:
@@ -226,20 +304,26 @@ def check_input(
     if processes:
         cluster.check_local()
     if micro_batches > 1:
-        _check_micro_batches(target, micro_batches)
+        _check_micro_batches(target, micro_batches, batch_dims)
 
 
-def _check_micro_batches(target: Target, count: int) -> None:
+def _check_micro_batches(target: Target, count: int, said: Said | None) -> None:
     """Raise InputError for a micro-batch that the eager model, or its loss, can't run although it runs the
     whole batch; what is wrong with both is told where the model is traced and trained."""
     arguments = flatten_arguments(target.args, target.kwargs)
-    batch = split_batch(arguments.tensors, count)
+
+    def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        return trace(target.model, args, kwargs, loss_fn=target.loss_fn)
+
+    cutting = parts_of(whole, target.args, target.kwargs, said).cutting()
+    batch = split_batch(cutting, arguments.tensors, count, weigh=False)
     model = raise_model(copy.deepcopy(target.model))
     causes = (_failure(target, model, arguments, micro.tensors, number) for number, micro in enumerate(batch))
     number, cause = next(((place, each) for place, each in enumerate(causes) if each is not None), (0, None))
     if cause is None or _failure(target, model, arguments, arguments.tensors) is not None:
         return
-    lengths, total = [batch_length(micro.tensors) for micro in batch], batch_length(arguments.tensors)
+    total = cutting.size
+    lengths = [round(micro.share * total) for micro in batch]
     raise InputError(
         where=f"micro-batch {number + 1} of {count}: {user_line(cause)}",
         found=f"{type(cause).__name__} with {lengths[number]} of {total} samples: {cause}",

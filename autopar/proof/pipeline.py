@@ -26,7 +26,7 @@ from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.split_stages import StageProgram, split
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.trace.micro_batches import MicroBatch, loss_weight
+from autopar.trace.micro_batches import MicroBatch
 
 Values = list[tuple[Tensor, ...]]  # of each rank
 
@@ -77,9 +77,9 @@ def simulate_pipeline(
         total = torch.zeros((), dtype=torch.float64)
         for number, micro in enumerate(batch):
             users = _users(graph, paths, micro)
-            weight = loss_weight(graph, micro.share)
             made, sizes = (short, rest) if micro.share < batch[0].share else (stages, dims)
-            total += weight * _micro_batch(made, users, program, sizes, weight, seed(step, number))
+            loss = _micro_batch(made, users, program, sizes, micro.weight, seed(step, number))
+            total += micro.weight * loss
         record.loss[f"{step}:loss"] = total
         for name in learned:
             gradient = _gradient(name, stages, program, dims)

@@ -7,18 +7,20 @@ leave rank 0 untouched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
-from autopar.compiler import Compiler, check_rows
+from autopar.compiler import Compiler
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph, InputKind
 from autopar.errors import CheckError
+from autopar.planning.micro_batch_graphs import Said, parts_of
 from autopar.planning.request import Request
 from autopar.proof.precision import float64_by_default, raise_graph, raise_model, raise_tensor
 from autopar.proof.verify import (
@@ -38,9 +40,8 @@ from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments, flatten_results
+from autopar.trace.call_signature import find_loss, flatten_arguments, flatten_results
 from autopar.trace.export import Traced, trace
-from autopar.trace.micro_batches import MicroBatch, split_batch
 from autopar.trace.simplify import only_loss
 from autopar.trace.target import Target, load_target
 
@@ -57,6 +58,7 @@ class Job:
     tensors: tuple[Tensor, ...]
     state: Mapping[str, Tensor]
     steps: int
+    batch_dims: Said | None = None
 
     @property
     def by_steps(self) -> bool:
@@ -113,29 +115,27 @@ def _copy_state(state: Mapping[str, Tensor], model: nn.Module) -> None:
             tensor.copy_(state[name])
 
 
-def trace_lengths(
-    target: Target, arguments: Arguments, batch: Sequence[MicroBatch]
-) -> tuple[Traced, Traced | None]:
-    """The graph of the first of several micro-batches, with its loss alone, and that of shorter ones."""
+def trace_lengths(target: Target, count: int, said: Said | None) -> tuple[Traced, Traced | None]:
+    """The graph of the first of `count` micro-batches, with its loss alone, and that of shorter ones; `said`
+    are the dims of samples that the user says."""
 
-    def of(micro: MicroBatch) -> Traced:
-        args, kwargs = arguments.rebuild(micro.tensors)
-        traced = trace(target.model, args, kwargs, loss_fn=target.loss_fn)
-        if len(batch) > 1:
-            check_rows(traced.graph, arguments)
-        return replace(traced, graph=only_loss(traced.graph))
+    def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        return trace(target.model, args, kwargs, loss_fn=target.loss_fn)
 
-    return of(batch[0]), of(batch[-1]) if batch[-1].share < batch[0].share else None
+    if count == 1:
+        traced = whole(target.args, target.kwargs)
+        return replace(traced, graph=only_loss(traced.graph)), None
+    parts = parts_of(whole, target.args, target.kwargs, said)
+    return parts.traced(count), parts.traced(count, -1) if parts.size % count else None
 
 
 def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
     """The target's graphs in float64, traced as the parent did: from the model as it is."""
-    arguments = flatten_arguments(target.args, target.kwargs)
     if job.by_steps:
-        batch = split_batch(job.tensors, job.plan.pipeline.micro_batches)
-        traced, shorter = trace_lengths(target, arguments, batch)
+        count = job.plan.pipeline.micro_batches
+        traced, shorter = trace_lengths(target, count, job.batch_dims)
     else:
-        args, kwargs = arguments.rebuild(job.tensors)
+        args, kwargs = flatten_arguments(target.args, target.kwargs).rebuild(job.tensors)
         traced, shorter = trace(target.model, args, kwargs, loss_fn=target.loss_fn, loss_only=False), None
     difference = fingerprint_of(traced.graph).difference(job.plan.graph)
     if difference is not None:

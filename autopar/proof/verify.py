@@ -162,7 +162,6 @@ def accumulate_eagerly(
     model: nn.Module,
     arguments: Arguments,
     batch: Sequence[MicroBatch],
-    weights: Sequence[float],
     loss_fn: LossFunction | None,
     *,
     steps: int,
@@ -182,8 +181,10 @@ def accumulate_eagerly(
             with _running_in_float64():
                 _, loss = run_eagerly(model, call, loss_fn, record.casts, constants)
             assert loss is not None
-            backward(loss * weights[number], ())
-            total += weights[number] * loss.detach()
+            weight = batch[number].weight
+            if weight:  # of a part in which nothing counts the loss is 0/0
+                backward(loss * weight, ())
+                total += weight * loss.detach()
         record.loss[f"{step}:loss"] = total
         note_gradients(record, model, step)
         _check_finite(record, step)

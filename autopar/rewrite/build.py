@@ -20,7 +20,6 @@ from autopar.runtime.execute.executable import Executable, InputPart, StagedExec
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import Traced
-from autopar.trace.micro_batches import is_sum
 
 
 def build(
@@ -45,7 +44,7 @@ def build(
         plan=plan,
         layers=mine.layers,
         samples=find_samples(graph, program.inputs, dims),
-        loss_is_sum=is_sum(graph),
+        cutting=traced.cutting,
     )
 
 
@@ -77,7 +76,7 @@ def build_stages(
         homes={target: each[0] for target, each in users.items()},
         groups=tuple(sorted({key for each in stages for key in each.groups})),
         outputs=tuple(graph.specs[name] for name in graph.outputs),
-        loss_is_sum=is_sum(graph),
+        cutting=traced.cutting,
         plan=plan,
     )
 

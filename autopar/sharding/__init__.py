@@ -7,5 +7,6 @@ atoms                 into what every dim can be split
 window                which input rows a range of output rows needs
 halo                  fetching them from other ranks
 statistics            moments over sharded dims
+made_constants        what a forward makes of numbers alone
 sample_independence   whether samples go through a graph independently
 """

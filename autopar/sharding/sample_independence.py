@@ -1,115 +1,483 @@
-"""Whether the samples of a batch go through a graph independently of each other.
+"""How the samples of a batch go through a graph: apart from each other, or together, and into the loss.
 
-Then micro-batches compute together what the batch computes at once. A batch norm, a softmax over the batch,
-an operator without a rule, or anything that has the sample factor but cannot be sharded by it, mixes them.
+    rows        a row for each sample, which depends on no other         x [4, 3] -> linear -> [4, 8]
+    sum, mean   one number, or several, of all samples                   -> square -> sum
+    bent        neither: a root of a mean, a largest sample
+    mixed       rows that depend on other samples                        softmax over the batch, x @ x.t()
+
+Micro-batches compute together what the batch computes at once where the loss is a sum or a mean of rows:
+what an operator does on a part of its rows is what the option that shards them does on a rank, if that
+needs nothing of other ranks. A sum may be divided by what the inputs alone count to (labels that are
+kept, class weights, masks): whoever knows the count of the whole batch can weigh its parts.
+
+Which dim of which input holds the samples follows from the same walk. Of all loops over dims of inputs that
+no weight has it is the first along which the loss is a sum or a mean; if there is none, the one along
+which only statistics of the batch are in the way, or else the only one that gets as far as the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 
-from autopar.core.graph import Graph, GraphInput, InputKind, Operator
-from autopar.core.mesh import Mesh
+import torch
+from torch import Tensor
+
+from autopar.core.graph import Graph, GraphInput, InputKind, Operator, may_learn
 from autopar.core.placement import P, Shard
-from autopar.core.strategy import Option
+from autopar.core.strategy import PARTIAL, Option
 from autopar.errors import RuleError
 from autopar.sharding.atoms import Atom, Dims
 from autopar.sharding.equation import Kind
+from autopar.sharding.made_constants import made_constants
 from autopar.sharding.rule import Instance, rule_of
-from autopar.sharding.strategies import find_atoms, options_of
+from autopar.sharding.strategies import options_of
+
+aten = torch.ops.aten
+
+MEAN_REDUCTION, SUM_REDUCTION = 1, 2  # at::Reduction
+_SUMS = {aten.sum.default, aten.sum.dim_IntList}
+_MEANS = {aten.mean.default, aten.mean.dim}
+_PRODUCTS = {
+    *(aten.mm.default, aten.matmul.default, aten.bmm.default, aten.dot.default),
+    *(aten.einsum.default, aten.linear.default),
+}
+_ADDITIONS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar}
+_SCALINGS = {aten.div.Tensor: 1, aten.true_divide.Tensor: 1, aten.mul.Tensor: None}  # where a count stands
+_MOMENTS = {  # and norms, which say how large all rows are
+    *(aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction, aten.var_mean.correction),
+    *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim),
+}
+_BATCH_NORMS = {aten.batch_norm.default}
+_ALIKE = {  # whose result is the same in every row
+    *(aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format),
+    *(aten.rand.default, aten.randn.default, aten.expand.default, aten.broadcast_to.default),
+    *(aten.broadcast_tensors.default,),
+}
 
 
-def mixing_operator(graph: Graph, samples: int, *, end: Operator | None) -> Operator | None:
-    """The first operator that mixes samples before `end`, which makes one number of them all, or takes a row
-    for each from what is no user's input, whose rows stay when fewer samples come; None if there is none.
-    User inputs whose dim 0 is `samples` long hold a row for each."""
-    dims = Dims(graph, find_atoms(graph), Mesh((1,)))
-    batch = {
-        dims.atoms.components[(item.name, 0, 0)]
-        for item in graph.inputs
-        if item.kind is InputKind.USER and item.spec.shape and item.spec.shape[0] == samples
-    }
-    fixed = {item.name for item in graph.inputs if item.kind is not InputKind.USER}
-    rows = {name for name in fixed if _has(name, dims, batch)}
-    for item in graph.operators:
-        if not rows.isdisjoint(item.operands):
-            return item
-        if item is end:
+class Role(Enum):
+    """What a tensor is to the samples of a batch."""
+
+    WHOLE = "the same whatever the samples"
+    FIXED = "as many rows as samples, which stay when fewer samples come"
+    ROWS = "a row for each sample"
+    SUM = "a sum over samples"
+    MEAN = "a mean over samples"
+    BENT = "of all samples, and no sum or mean of them"
+    MIXED = "rows that depend on other samples"
+
+
+_TAKEN = (Role.SUM, Role.MEAN, Role.BENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An operator that divides a sum over samples by what the inputs count to, or multiplies it.
+
+    `count` is the tensor that says how much; None for a mean over labels, whose count is inside.
+    """
+
+    operator: str
+    count: str | None
+    multiplies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What is known of a tensor: its role, which operator took samples together, whether inputs alone make
+    it, and the scale that is still to be applied where its own is a part's."""
+
+    role: Role
+    by: Operator | None = None
+    given: bool = False
+    scale: Scale | None = None
+
+
+class SampleFlow:
+    """The roles of all tensors of a graph, where the samples run through the loops `batch`.
+
+    `statistics` are what batch norms take of them, the model's own too, after which rows are rows again.
+    `whole` are inputs that hold no samples whatever the graph says. Of `trusted` samples, whose dims the user
+    says, operators of which nothing is known keep the rows; `unknown` are these.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        dims: Dims,
+        batch: Iterable[Atom],
+        whole: frozenset[str] = frozenset(),
+        *,
+        trusted: bool = False,
+        made: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.graph, self.dims, self.batch = graph, dims, set(batch)
+        self.trusted = trusted
+        self.statistics: list[Operator] = []
+        self.unknown: list[Operator] = []
+        self.values: dict[str, Value] = {}
+        self.made = made_constants(graph) if made is None else made
+        self._join_own_rows()
+        written = {buffer for buffer, _ in graph.writes}
+        for item in graph.inputs:
+            users = item.kind is InputKind.USER and item.name not in whole
+            places = len(list(self.places(item.name)))
+            role = Role.ROWS if users and places == 1 else Role.FIXED if places else Role.WHOLE
+            steady = item.kind is not InputKind.PARAMETER and not item.mutated and item.name not in written
+            self.values[item.name] = Value(role, given=steady)
+        needed = ancestors(graph, *graph.outputs)
+        for operator in graph.operators:
+            if operator.name in needed:
+                self.values |= {name: value for name, value in self._results(operator) if name}
+
+    @property
+    def loss(self) -> Value:
+        return self.values[self.graph.loss or ""]
+
+    @property
+    def depth(self) -> int:
+        """0 for a loss of samples apart, 1 if only their statistics are in the way, 2 for one that is bent,
+        3 if they meet before it."""
+        match self.loss.role:
+            case Role.SUM | Role.MEAN:
+                return 1 if self.statistics or self._updates() else 0
+            case Role.BENT:
+                return 2
+            case _:
+                return 3
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why parts of the batch would not compute what it does, None if they would."""
+        mixed = self.loss.by if self.loss.role is Role.MIXED else None
+        together = mixed or next(iter((*self.unknown, *self.statistics)), None)
+        if together is not None:
+            known = ", as far as is known" if together in self.unknown else ""
+            return f"{together.module or together.name} ({together.target}) takes samples together{known}"
+        if self.loss.role not in (Role.SUM, Role.MEAN):
+            return "the loss is no plain mean or sum of samples"
+        updates = self._updates()
+        return f"every part of the batch updates {updates[0]}" if updates else None
+
+    def _updates(self) -> list[str]:
+        """The buffers that a forward writes."""
+        written = {buffer for buffer, _ in self.graph.writes}
+        return [item.target for item in self.graph.inputs if item.mutated or item.name in written]
+
+    def places(self, name: str) -> Iterator[Shard]:
+        """Where the tensor has the samples' loops."""
+        for dim, atoms in enumerate(self.dims.atoms.of[name]):
+            for atom in range(len(atoms)):
+                if self.dims.atoms.components[(name, dim, atom)] in self.batch:
+                    yield Shard(dim, atom)
+
+    # -- one operator -------------------------------------------------------------------------------
+
+    def _results(self, item: Operator) -> list[tuple[str | None, Value]]:
+        if any(name in self.made for name in item.results):
+            return [(name, self._constant(name) if name else Value(Role.WHOLE)) for name in item.results]
+        given = [self.values[name] for name in item.operands]
+        random = torch.Tag.nondeterministic_seeded in getattr(item.target, "tags", ())
+        values = self._roles(item, given)
+        steady = all(value.given for value in given) and not random
+        return [
+            (name, self._checked(name, item, replace(value, given=steady)) if name else value)
+            for name, value in zip(item.results, values, strict=True)
+        ]
+
+    def _constant(self, name: str) -> Value:
+        """A tensor made of numbers: rows if all samples have the same."""
+        value, places = self.made[name], list(self.places(name))
+        if not places:
+            return Value(Role.WHOLE, given=True)
+        alike = len(places) == 1 and len(self.dims.atoms.of[name][places[0].dim]) == 1
+        first = value.narrow(places[0].dim, 0, 1)
+        return Value(Role.ROWS if alike and bool((value == first).all()) else Role.FIXED, given=True)
+
+    def _checked(self, name: str, item: Operator, value: Value) -> Value:
+        """`value`, unless the tensor has another number of samples' dims than its role says."""
+        places = len(list(self.places(name)))
+        if value.role is Role.ROWS and places != 1:
+            return replace(value, role=Role.MIXED, by=item)
+        if value.role is Role.WHOLE and places:
+            return replace(value, role=Role.ROWS if item.target in _ALIKE else Role.FIXED)
+        return value
+
+    def _roles(self, item: Operator, given: Sequence[Value]) -> list[Value]:
+        count = len(item.results)
+        mixed = next((value for value in given if value.role is Role.MIXED), None)
+        if mixed is not None:
+            return [mixed] * count
+        if self._picks_own(item, given):
+            return [Value(Role.ROWS)]
+        if any(value.role is Role.FIXED for value in given):
+            return [Value(Role.MIXED, item)] * count
+        scaled = self._scaled(item, given)
+        if scaled is not None:
+            return [scaled]
+        rows = {place for place, value in enumerate(given) if value.role is Role.ROWS}
+        taken = [value for value in given if value.role in _TAKEN]
+        if rows and taken:
+            return self._normalised(item, given, taken)
+        if taken:
+            return [self._combined(item, given)] * count
+        if not rows:
+            return [Value(Role.WHOLE)] * count
+        return self._of_rows(item, given, rows)
+
+    def _join_own_rows(self) -> None:
+        """What is indexed by the numbers of the samples holds a row for each."""
+        for item in reversed(self.graph.operators):
+            own = self._numbered(item)
+            if own is not None and any(True for _ in self.places(item.operands[1 + own[1]])):
+                self.batch.add(self.dims.atoms.components[(item.operands[0], own[0], 0)])
+
+    def _numbered(self, item: Operator) -> tuple[int, int] | None:
+        """The dim that an operator indexes by 0, 1, 2 ... as far as it goes, and which index that is."""
+        if item.target is not aten.index.Tensor:
             return None
-        if any(_has(name, dims, batch) for name in item.operands) and not _keeps_apart(item, dims, batch):
-            return item
+        indexed = [dim for dim, index in enumerate(item.args[1]) if index is not None]
+        for place, dim in enumerate(indexed):
+            numbers = self.made.get(item.operands[1 + place])
+            size = self.graph.specs[item.operands[0]].shape[dim]
+            own = numbers is not None and numbers.numel() == size and 1 < size == max(numbers.shape)
+            if own and numbers is not None and torch.equal(numbers.flatten(), torch.arange(size)):
+                return dim, place
+        return None
+
+    def _picks_own(self, item: Operator, given: Sequence[Value]) -> bool:
+        """Whether every sample picks of its own row, whose number it is."""
+        own = self._numbered(item)
+        if own is None or given[0].role is not Role.ROWS or given[0].scale is not None:
+            return False
+        (place,) = self.places(item.operands[0])
+        others = [value for index, value in enumerate(given[1:]) if index != own[1]]
+        return place.dim == own[0] and all(value.role in (Role.WHOLE, Role.ROWS) for value in others)
+
+    def _normalised(self, item: Operator, given: Sequence[Value], taken: Sequence[Value]) -> list[Value]:
+        """Rows together with a mean, or another statistic, of all of them; only a sum mixes them for good."""
+        statistics = [value.by for value in taken if value.by and value.role is not Role.SUM]
+        if len(statistics) < len(taken) or any(value.scale for value in given):
+            return [Value(Role.MIXED, taken[0].by)] * len(item.results)
+        self.statistics += statistics
+        rows = {place for place, value in enumerate(given) if value.role is Role.ROWS}
+        return self._of_rows(item, given, rows)
+
+    def _scaled(self, item: Operator, given: Sequence[Value]) -> Value | None:
+        """What becomes of rows or a sum that are divided or multiplied by a number that the batch's inputs
+        count to."""
+        if item.target not in _SCALINGS or len(given) != 2:
+            return None
+        where = _SCALINGS[item.target]
+        for place in (1, 0) if where is None else (where,):
+            count, other = given[place], given[1 - place]
+            single = self.graph.specs[item.operands[place]].numel == 1
+            if count.role in _TAKEN and count.given and single and other.role in (Role.ROWS, Role.SUM):
+                if other.scale is not None or self._is_half(item):
+                    return Value(Role.BENT if other.role is Role.SUM else Role.MIXED, count.by)
+                return replace(other, scale=Scale(item.name, item.operands[place], where is None))
+        return None
+
+    def _is_half(self, item: Operator) -> bool:
+        """Whether a sum might overflow where the mean does not."""
+        return any(name and self.graph.specs[name].dtype is torch.float16 for name in item.results)
+
+    def _combined(self, item: Operator, given: Sequence[Value]) -> Value:
+        """Sums or means with each other, and with what is the same for all samples."""
+        taken = {place for place, value in enumerate(given) if value.role in _TAKEN}
+        first = given[min(taken)]
+        bent = Value(Role.BENT, first.by)
+        alike = all((given[place].role, given[place].scale) == (first.role, first.scale) for place in taken)
+        if first.role is Role.BENT or not alike:
+            return bent
+        shifts = item.target in _ADDITIONS and first.role is Role.MEAN and first.scale is None
+        return first if shifts or self._is_linear(item, taken) else bent
+
+    def _is_linear(self, item: Operator, places: set[int]) -> bool:
+        """Whether the operator is linear in the operands at `places` together, without a constant term."""
+        linear = [option.operands for option in options_of(item, self.dims) if option.factor == PARTIAL]
+        return any({place for place, each in enumerate(one) if each == P} == places for one in linear)
+
+    def _of_rows(self, item: Operator, given: Sequence[Value], rows: set[int]) -> list[Value]:
+        option = self._option(item, rows)
+        named = [name for name in item.results if name]
+        if option is None and self._is_trusted(item, rows):
+            return [Value(Role.ROWS)] * len(item.results)
+        if option is None or _depends_on_rows(item, option):
+            single = all(self.graph.specs[name].numel == 1 for name in named)
+            taken = (
+                single or item.target in _MOMENTS and not any(True for one in named for _ in self.places(one))
+            )
+            role = Role.BENT if taken and len(rows) == len(given) else Role.MIXED
+            return [Value(role, item)] * len(item.results)
+        scales = {given[place].scale for place in rows if given[place].scale}
+        scaled = {place for place in rows if given[place].scale}
+        if scales and (len(scales) > 1 or not self._is_linear(item, scaled)):
+            return [Value(Role.MIXED, item)] * len(item.results)
+        scale = next(iter(scales), None)
+        match self._kind(item, option):
+            case Kind.FREE:
+                return [Value(Role.ROWS, scale=scale)] * len(item.results)
+            case Kind.CONTRACTED:
+                return [self._reduced(item, given, scale)] * len(item.results)
+            case Kind.STATISTIC if item.target in _BATCH_NORMS:
+                self.statistics.append(item)
+                return [Value(Role.ROWS)] * len(item.results)
+            case Kind.STATISTIC if not any(True for name in named for _ in self.places(name)):
+                return [Value(Role.BENT, item)] * len(item.results)
+        return [Value(Role.MIXED, item)] * len(item.results)
+
+    def _option(self, item: Operator, rows: set[int]) -> Option | None:
+        """How the operator is sharded by samples, in all that it takes of them and nothing else."""
+        for option in options_of(item, self.dims):
+            sharded = {
+                place
+                for place, (name, each) in enumerate(zip(item.operands, option.operands, strict=True))
+                if isinstance(each, Shard) and self.dims.component(name, each) in self.batch
+            }
+            if sharded == rows:
+                return option
+        return None
+
+    def _is_trusted(self, item: Operator, rows: set[int]) -> bool:
+        """Whether the results may be taken for rows in the dim of the first rows that the operator takes."""
+        first = item.operands[min(rows)]
+        (place,) = self.places(first)
+        size = self.graph.specs[first].shape[place.dim]
+        named = [name for name in item.results if name]
+        shapes = [self.graph.specs[name].shape for name in named]
+        if not self.trusted or any(shape[place.dim : place.dim + 1] != (size,) for shape in shapes):
+            return False
+        self.batch |= {self.dims.atoms.components[(name, place.dim, 0)] for name in named}
+        self.unknown.append(item)
+        return True
+
+    def _kind(self, item: Operator, option: Option) -> Kind:
+        try:
+            equation = rule_of(item).equation(Instance(item, self.dims.graph.specs))
+        except RuleError:  # a view, which only relates dims
+            return Kind.FREE
+        return equation.kind(option.factor.split(".")[0])
+
+    def _reduced(self, item: Operator, given: Sequence[Value], scale: Scale | None) -> Value:
+        """What an operator makes that adds up over samples."""
+        if item.target in _SUMS or (item.target in _PRODUCTS and len(item.operands) == 2):
+            return Value(Role.SUM, item, scale=scale)
+        if item.target in _MEANS:
+            return Value(Role.MEAN, item, scale=scale)
+        reduction = reduction_of(item)
+        if reduction == SUM_REDUCTION:
+            return Value(Role.SUM, item, scale=scale)
+        if reduction != MEAN_REDUCTION:
+            return Value(Role.BENT, item)
+        if not counts_labels(item, self.graph):
+            return Value(Role.MEAN, item, scale=scale)
+        known = all(value.given for value in given[1:])
+        if scale is not None or not known or self._is_half(item):
+            return Value(Role.BENT, item)
+        return Value(Role.SUM, item, scale=Scale(item.name, None))
+
+
+def reduction_of(item: Operator) -> int | None:
+    """ATen's number of the reduction that a loss ends with; None for an operator without one."""
+    for place, argument in enumerate(item.target._schema.arguments):
+        if argument.name == "reduction":
+            given = item.kwargs.get("reduction", argument.default_value)
+            return int(item.args[place] if place < len(item.args) else given)
     return None
 
 
-def rows_instead(graph: Graph, cut: Collection[str]) -> tuple[GraphInput, ...]:
-    """The user inputs over whose rows the loss runs, where micro-batches take them whole, and other inputs
-    that the loss comes from, `cut` by path, in parts. None for a loss over samples.
+def counts_labels(item: Operator, graph: Graph) -> bool:
+    """Whether the mean of a loss is over labels that are kept, each with the weight of its class."""
+    names = [argument.name for argument in item.target._schema.arguments]
+    return "ignore_index" in names and not may_learn(graph.specs[item.operands[1]].dtype)
 
-        input_0 [10] of `cut`, input_1 [4]  ->  embedding_bag [4, d]  ->  cross_entropy with input_2 [4]
-    """
+
+def _depends_on_rows(item: Operator, option: Option) -> bool:
+    """Whether what a row becomes depends on its place among the others: a causal query's does."""
+    causal = "attention" in item.target._schema.name and Instance(item, {})["is_causal"]
+    return bool(causal) and option.factor.split(".")[0] == "q"
+
+
+def ancestors(graph: Graph, *results: str | None) -> set[str]:
+    """The names of the operators that `results` come from."""
+    needed, found = set(results), set[str]()
+    for item in reversed(graph.operators):
+        if not needed.isdisjoint(item.results):
+            found.add(item.name)
+            needed.update(item.operands)
+    return found
+
+
+# -- which dims hold the samples ------------------------------------------------------------------------
+
+
+def find_batch(graph: Graph, dims: Dims) -> tuple[SampleFlow | None, str | None]:
+    """The flow of the samples, None where their dim can't be told; and why not, or what cutting them would
+    change."""
+    made = made_constants(graph)
+    flows = [SampleFlow(graph, dims, {loop}, made=made) for loop in _loops(graph, dims)]
+    if not flows:
+        return None, "no input has a dim that no weight has"
+    best = min(flow.depth for flow in flows)
+    nearest = [flow for flow in flows if flow.depth == best]
+    if best == 1:
+        nearest = [flow for flow in nearest if _is_normalised(flow)] or nearest
+    told = best < 2 or (best == 2 and len(nearest) == 1)
+    return (nearest[0] if told else None), nearest[0].obstacle
+
+
+def _loops(graph: Graph, dims: Dims) -> Iterator[Atom]:
+    """Loops over the dims of user inputs, each once, that are no weight's; one of length 1 can't be cut."""
+    seen = set()
+    for item in graph.inputs:
+        if item.kind is InputKind.USER:
+            for dim, atoms in enumerate(dims.atoms.of[item.name]):
+                for atom, size in enumerate(atoms):
+                    loop = dims.atoms.components[(item.name, dim, atom)]
+                    if size > 1 and loop not in seen and not dims.is_weight(loop):
+                        seen.add(loop)
+                        yield loop
+
+
+def samples_elsewhere(graph: Graph, dims: Dims) -> tuple[GraphInput, int] | None:
+    """The first user input with dims and the dim that holds its samples, if that isn't dim 0: rows of dim 0
+    meet, while those of the other go apart to all outputs."""
     users = [item for item in graph.inputs if item.kind is InputKind.USER and item.spec.shape]
-    whole = [item for item in users if item.target not in cut]
-    if not whole or graph.loss is None:
-        return ()
-    dims = Dims(graph, find_atoms(graph), Mesh((1,)))
-    parts = {item.name for item in users if item.target in cut}
-    batch = {atom for name in parts for atom in _rows(name, dims)}
-    for name in _reduced(graph, parts):
-        rows = _rows(name, dims)
-        instead = tuple(item for item in whole if _rows(item.name, dims) & rows)
-        if instead and not _has(name, dims, batch):
-            return instead
-    return ()
+    if not users:
+        return None
+    first = users[0]
+    roles = [_roles_of_outputs(graph, dims, first, dim) for dim in range(len(first.spec.shape))]
+    if Role.MIXED not in roles[0]:
+        return None
+    apart = {Role.ROWS, Role.SUM, Role.MEAN}
+    dim = next((dim for dim, found in enumerate(roles) if found and found <= apart), None)
+    return None if dim is None else (first, dim)
 
 
-def _reduced(graph: Graph, cut: Collection[str]) -> Iterator[str]:
-    """The tensors that come from the inputs `cut` and of which single numbers are made for the loss."""
-    makers = {name: item for item in graph.operators for name in item.results if name}
-    fed = set(cut)
-    for item in graph.operators:
-        if not fed.isdisjoint(item.operands):
-            fed.update(name for name in item.results if name)
-    ahead = [graph.loss] if graph.loss else []
-    for name in ahead:
-        for operand in makers[name].operands if name in makers else ():
-            if graph.specs[operand].shape:
-                if operand in fed:
-                    yield operand
-            elif operand not in ahead:
-                ahead.append(operand)
+def _roles_of_outputs(graph: Graph, dims: Dims, item: GraphInput, dim: int) -> set[Role]:
+    """What outputs are to the rows of a dim of an input; nothing for a dim that weights have too."""
+    loop = dims.atoms.components[(item.name, dim, 0)]
+    if dims.is_weight(loop) or item.spec.shape[dim] < 2:
+        return set()
+    flow = SampleFlow(graph, dims, {loop})
+    return {flow.values[name].role for name in graph.outputs}
 
 
-def _rows(name: str, dims: Dims) -> frozenset[Atom]:
-    """What dim 0 runs through."""
-    return frozenset(dims.atoms.components[(name, 0, atom)] for atom in range(len(dims.atoms.of[name][0])))
+def _is_normalised(flow: SampleFlow) -> bool:
+    """Whether the samples are in dim 0 of what batch norms take, as they say they should be."""
+    return all(any(place.dim == 0 for place in flow.places(item.operands[0])) for item in flow.statistics)
 
 
-def _has(name: str, dims: Dims, batch: Collection[Atom]) -> bool:
-    return any(
-        dims.atoms.components[(name, dim, atom)] in batch
-        for dim, atoms in enumerate(dims.atoms.of[name])
-        for atom in range(len(atoms))
-    )
-
-
-def _keeps_apart(item: Operator, dims: Dims, batch: Collection[Atom]) -> bool:
-    """Whether the operator can be sharded by samples, in all that it takes of them, and shards then need
-    nothing of each other."""
-    rows = {place for place, name in enumerate(item.operands) if _has(name, dims, batch)}
-    for option in options_of(item, dims):
-        sharded = {
-            place
-            for place, (name, each) in enumerate(zip(item.operands, option.operands, strict=True))
-            if isinstance(each, Shard) and dims.component(name, each) in batch
-        }
-        if sharded == rows:
-            return P not in option.results and not _is_statistic(item, option, dims)
-    return False
-
-
-def _is_statistic(item: Operator, option: Option, dims: Dims) -> bool:
-    try:
-        equation = rule_of(item).equation(Instance(item, dims.graph.specs))
-    except RuleError:  # a view, which only relates dims
-        return False
-    return equation.kind(option.factor.split(".")[0]) is not Kind.FREE
+def said_batch(graph: Graph, dims: Dims, said: Mapping[str, int | None]) -> SampleFlow:
+    """The flow of samples in the dims that are `said`, by path of the input; None for an input without."""
+    names = {item.target: item.name for item in graph.inputs if item.kind is InputKind.USER}
+    batch = {
+        dims.atoms.components[(names[path], dim, 0)]
+        for path, dim in said.items()
+        if dim is not None and path in names
+    }
+    whole = frozenset(names[path] for path, dim in said.items() if dim is None and path in names)
+    return SampleFlow(graph, dims, batch, whole, trusted=True)

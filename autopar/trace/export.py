@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autopar.core.cutting import Count, Cutting
 from autopar.core.graph import Graph
 from autopar.errors import AutoparError, InputError, cut_text
 from autopar.trace.call_signature import (
@@ -38,11 +39,18 @@ from autopar.trace.uncollected import uncollected
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A graph and how to call it: `arguments` of the example call, `results` of the output."""
+    """A graph and how to call it: `arguments` of the example call, `results` of the output.
+
+    Of a micro-batch `cutting` says how the batch was cut. Its graph gives then what adds up to the batch's
+    loss; the model's own loss of it divides that by its `own` count, or, `by_numbers`, by its own length.
+    """
 
     graph: Graph
     arguments: Arguments
     results: Results
+    cutting: Cutting | None = None
+    own: Count | None = None
+    by_numbers: bool = False
 
 
 class _Seen(NamedTuple):

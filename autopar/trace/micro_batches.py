@@ -1,50 +1,52 @@
-"""One global batch as micro-batches, and how their losses make the batch's loss.
+"""One global batch as micro-batches, and what the loss of each counts in that of the batch.
 
     batch of 10, 4 micro-batches      3  3  2  2          weights of a mean loss  0.3 0.3 0.2 0.2
 
-Gradients add up over micro-batches, so each loss is weighted before backward: a mean over samples by
-the micro-batch's share of them, a sum by 1. Statistics of a batch norm are those of the micro-batch,
-as in every pipeline and in every serial accumulation of gradients.
+Gradients add up over micro-batches, so each loss is weighted before backward, as core/cutting.py says.
+Statistics of a batch norm are those of the micro-batch, as in every pipeline and in every serial
+accumulation of gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.core.graph import Graph, InputKind, Operator, may_learn
+from autopar.core.cutting import Count, Cutting, Rows
+from autopar.core.graph import eager_target, map_refs
 from autopar.errors import InputError
-
-aten = torch.ops.aten
-
-_MEAN, _SUM = 1, 2  # at::Reduction
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The tensors of one call, and its share of the batch's samples."""
+    """The tensors of one call, its share of the batch's samples, and what its loss counts."""
 
     tensors: tuple[Tensor, ...]
     share: float
+    weight: float = 1.0
 
 
-def split_batch(tensors: Sequence[Tensor], count: int) -> list[MicroBatch]:
-    """Cut the tensors that have the batch's length in dim 0 into `count` parts, the longer ones first.
+Find = Callable[[str], Tensor]  # a buffer's whole value, by its name in the model
 
-    That length is the first tensor's; the others are passed whole. Raises InputError for a
-    `count` below 1 and where the batch is too short, or empty.
+
+def split_batch(
+    cutting: Cutting | None,
+    tensors: Sequence[Tensor],
+    count: int,
+    *,
+    find: Find | None = None,
+    weigh: bool = True,
+) -> list[MicroBatch]:
+    """Cut the tensors that hold samples into `count` parts, the longer ones first; the others are whole.
+
+    Without `weigh` the parts have no weights. Raises InputError for a `count` below 1 and where the batch
+    is too short, or empty.
     """
-    length = batch_length(tensors)
-    if not length:
-        raise InputError(
-            where="batch",
-            found="no samples in the first input",
-            wanted="at least one, in its dim 0",
-            remedy="pass a batch that is not empty",
-        )
+    _refuse_empty(tensors)
     if count < 1:
         raise InputError(
             where="micro-batches",
@@ -52,38 +54,50 @@ def split_batch(tensors: Sequence[Tensor], count: int) -> list[MicroBatch]:
             wanted="at least 1",
             remedy="choose another --micro-batches",
         )
-    if count == 1:
+    if count == 1 or cutting is None:
         return [MicroBatch(tuple(tensors), 1.0)]
-    if length < count:
+    if cutting.size < count:
         raise InputError(
             where="micro-batches",
-            found=f"{count} for a batch of {length}",
-            wanted=f"at most {length}",
+            found=f"{count} for a batch of {cutting.size}",
+            wanted=f"at most {cutting.size}",
             remedy="choose another --micro-batches, or pass more samples",
         )
+    sizes = [len(part) for part in torch.arange(cutting.size).tensor_split(count)]
     parts = [
-        tensor.tensor_split(count) if _is_batched(tensor, length) else (tensor,) * count for tensor in tensors
+        cut(tensor, rows, sizes) if rows is not None else (tensor,) * count
+        for tensor, rows in zip(tensors, cutting.rows, strict=True)
     ]
-    sizes = [len(part) for part in torch.arange(length).tensor_split(count)]
+    factor = factor_of(cutting.count, tensors, find) if weigh else 1.0
+    shares = [size / cutting.size for size in sizes]
     return [
-        MicroBatch(tuple(group), size / length)
-        for group, size in zip(zip(*parts, strict=True), sizes, strict=True)
+        MicroBatch(tuple(group), share, factor * (share if cutting.by_share else 1.0))
+        for group, share in zip(zip(*parts, strict=True), shares, strict=True)
     ]
 
 
-def batch_length(tensors: Sequence[Tensor]) -> int:
-    """The number of samples: dim 0 of the first tensor that has dims."""
-    return next((len(tensor) for tensor in tensors if tensor.dim()), 1)
+def _refuse_empty(tensors: Sequence[Tensor]) -> None:
+    first = next((tensor for tensor in tensors if tensor.dim()), None)
+    if first is not None and not first.numel():
+        raise InputError(
+            where="batch",
+            found=f"no samples in the first input, of shape {list(first.shape)}",
+            wanted="at least one",
+            remedy="pass a batch that is not empty",
+        )
 
 
-def cut_inputs(paths: Sequence[str], tensors: Sequence[Tensor]) -> frozenset[str]:
-    """The paths of those tensors of a call that its micro-batches take in parts."""
-    length = batch_length(tensors)
-    return frozenset(path for path, tensor in zip(paths, tensors, strict=True) if _is_batched(tensor, length))
+def cut(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """The tensor's samples in groups of `sizes`, in memory like the tensor: a model may view them."""
+    if rows.outer == 1:
+        return _packed(tensor, tensor.split([size * rows.inner for size in sizes], rows.dim))
+    opened: Tensor = tensor.unflatten(rows.dim, (rows.outer, -1))
+    pieces = opened.split([size * rows.inner for size in sizes], rows.dim + 1)
+    return _packed(tensor, [piece.flatten(rows.dim, rows.dim + 1) for piece in pieces])
 
 
-def _is_batched(tensor: Tensor, length: int) -> bool:
-    return tensor.dim() > 0 and len(tensor) == length
+def _packed(whole: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(piece.contiguous() for piece in pieces) if whole.is_contiguous() else tuple(pieces)
 
 
 def mask_seed(seed: int, number: int) -> int:
@@ -91,109 +105,48 @@ def mask_seed(seed: int, number: int) -> int:
     return seed + 1_000 * number
 
 
-# -- the loss ---------------------------------------------------------------------------------------------
+# -- counts ---------------------------------------------------------------------------------------------
 
 
-def loss_weight(graph: Graph, share: float) -> float:
-    """What a micro-batch's loss counts in the loss of the batch: `share` of a mean, all of a sum.
-
-    A loss that is neither by its last operators (both, or sums that are divided) counts as a mean.
-    """
-    return 1.0 if is_sum(graph) else share
-
-
-def is_sum(graph: Graph) -> bool:
-    """Whether the loss is a sum over samples, negated at most."""
-    reducer = _reducer(graph)
-    return reducer is not None and _reduction(reducer) == _SUM
+def factor_of(count: Count | None, tensors: Sequence[Tensor], find: Find | None = None) -> float:
+    """What the sum of a batch's parts is multiplied by."""
+    if count is None:
+        return 1.0
+    total = number_of(count, tensors, find)
+    return float(total if count.multiplies else total.reciprocal())
 
 
-def reducer_of(graph: Graph) -> Operator | None:
-    """The operator that makes the loss, a plain mean or sum, of all samples; None if there is no such."""
-    reducer = _reducer(graph)
-    return None if reducer is None or _reduction(reducer) is None else reducer
+def number_of(count: Count, tensors: Sequence[Tensor], find: Find | None = None) -> Tensor:
+    """What the tensors of a call count to, in float64: a graph's float32 would round large counts."""
+    values = {name: _wide(tensors[place].detach()) for name, place in count.inputs}
+    device = next((value.device for value in values.values()), torch.device("cpu"))
+    values |= {name: _wide(value.to(device)) for name, value in count.constants.items()}
+    if count.buffers:
+        assert find is not None
+        values |= {name: _wide(find(target).detach().to(device)) for name, target in count.buffers}
+    with torch.no_grad():
+        for item in count.operators:
+            args, kwargs = _filled((item.args, item.kwargs), values)
+            results = eager_target(item)(*args, **kwargs)
+            whole = results if isinstance(results, (tuple, list)) else (results,)
+            values |= {name: value for name, value in zip(item.results, whole, strict=False) if name}
+    return values[count.result].double().reshape(())
 
 
-def loss_notes(graph: Graph) -> tuple[str, ...]:
-    """Where the loss of the batch may differ from that of the same samples at once, for the plan."""
-    reducer = _reducer(graph)
-    if reducer is None or _reduction(reducer) is None:
-        return ("the loss is no plain mean or sum of samples: micro-batches count in it by their samples",)
-    labels = [argument.name for argument in reducer.target._schema.arguments]
-    if _reduction(reducer) == _MEAN and "ignore_index" in labels and _takes_integers(reducer, graph):
-        return (
-            "micro-batches count in the mean loss by their samples: with unlike numbers of ignored labels, "
-            "or unlike class weights, it is not that of the whole batch",
-        )
-    return ()
+def _filled(tree: Any, values: Mapping[str, Tensor]) -> Any:
+    """Arguments with their tensors, and floats of any width as float64."""
+    match tree:
+        case torch.dtype():
+            return torch.float64 if tree.is_floating_point else tree
+        case tuple():
+            return tuple(_filled(item, values) for item in tree)
+        case list():
+            return [_filled(item, values) for item in tree]
+        case dict():
+            return {key: _filled(item, values) for key, item in tree.items()}
+        case _:
+            return map_refs(tree, lambda ref: values[ref.name])
 
 
-def _reducer(graph: Graph) -> Operator | None:
-    """The operator that makes one number of the samples: the last reduction, or one of the other kind over
-    them before it (`x.mean(0).sum()`, `x.sum(0).mean()`). None if that one's result is bent in between."""
-    makers = {name: item for item in graph.operators for name in item.results if name}
-    last = makers.get(graph.loss or "")
-    while last is not None and last.target in _TRANSPARENT:
-        last = makers.get(last.operands[0])
-    if last is None or last.target not in _SUMS | _MEANS:
-        return last
-    others, is_linear = _MEANS if last.target in _SUMS else _SUMS, True
-    before: Operator | None = last
-    while before is not None and len(before.operands) == 1:
-        if before.target in others and _takes_samples(before, graph):
-            return before if is_linear else None
-        is_linear = is_linear and before.target in _LINEAR
-        before = makers.get(before.operands[0])
-    return last
-
-
-_SUMS = {aten.sum.default, aten.sum.dim_IntList}
-_MEANS = {aten.mean.default, aten.mean.dim}
-_TRANSPARENT = {aten.neg.default, aten.to.dtype, aten.alias.default, aten.clone.default, aten.detach.default}
-_LINEAR = {  # in the one tensor that they take
-    *(_SUMS | _MEANS | _TRANSPARENT),
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-    aten.view.default,
-    aten.reshape.default,
-    aten.flatten.using_ints,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-}
-
-
-def _reduction(item: Operator) -> int | None:
-    """ATen's number of the reduction of samples that the operator is; None if it is none."""
-    if item.target in _SUMS | _MEANS:
-        return _SUM if item.target in _SUMS else _MEAN
-    for place, argument in enumerate(item.target._schema.arguments):
-        if argument.name == "reduction":
-            given = item.kwargs.get("reduction", argument.default_value)
-            return int(item.args[place] if place < len(item.args) else given)
-    return None
-
-
-def _takes_samples(item: Operator, graph: Graph) -> bool:
-    """Whether the sum or mean is over dim 0; a sum, that a mean of other dims may follow, over one as long as
-    the batch: samples may also lie in the last dim."""
-    shape = graph.specs[item.operands[0]].shape
-    if not shape or 0 not in _dims(item, len(shape)):
-        return False
-    users = (each.spec.shape for each in graph.inputs if each.kind is InputKind.USER and each.spec.shape)
-    return item.target in _MEANS or shape[0] == next(users, shape)[0]
-
-
-def _dims(item: Operator, count: int) -> set[int]:
-    """The dims, of `count`, over which a sum or mean is taken; all if it names none."""
-    named = item.args[1] if item.target in (aten.sum.dim_IntList, aten.mean.dim) else ()
-    return {dim % count for dim in named} if named else set(range(count))
-
-
-def _takes_integers(item: Operator, graph: Graph) -> bool:
-    return any(not may_learn(graph.specs[name].dtype) for name in item.operands)
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor

@@ -56,6 +56,12 @@ def _changes_nothing(item: Operator, specs: dict[str, TensorSpec]) -> bool:
     return alike and len(pairs) == len(item.results)
 
 
+def is_identity(item: Operator) -> bool:
+    """Whether the operator gives its operand back for some shapes, and is then left out."""
+    name = item.target._schema.name.split("::")[1]
+    return name in _IDENTITIES or name == "cat"
+
+
 def _nonempty_cat(item: Operator, args: tuple[Any, ...], specs: dict[str, TensorSpec]) -> tuple[Any, ...]:
     if item.target is not aten.cat.default:
         return args

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs, memory_order
+from autopar.core.graph import (
+    Graph,
+    GraphInput,
+    InputKind,
+    Operator,
+    Ref,
+    TensorSpec,
+    eager_target,
+    map_refs,
+    memory_order,
+)
 from autopar.trace.simplify import only_loss
 
 aten = torch.ops.aten
@@ -60,7 +70,7 @@ def evaluate(
     values, generator = dict(inputs), torch.Generator().manual_seed(len(operators))
     for item in operators:
         args = map_refs(item.args, lambda ref: values[ref.name])
-        results = item.target(*args, **item.kwargs)
+        results = eager_target(item)(*args, **item.kwargs)
         results = [results] if isinstance(results, Tensor) else results
         for name, value in zip(item.results, results, strict=True):
             if name and noise and value.is_floating_point():

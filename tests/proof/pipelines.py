@@ -14,7 +14,7 @@ from random import Random
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.core.graph import InputKind
+from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline
 from autopar.core.program import Program
 from autopar.proof.pipeline import simulate_pipeline
@@ -23,7 +23,7 @@ from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.split_stages import StageProgram, split
 from autopar.runtime.saved.offload import offload
 from autopar.sharding.atoms import Dims
-from autopar.trace.micro_batches import MicroBatch, is_sum, loss_weight
+from autopar.trace.micro_batches import MicroBatch
 from tests.proof.models import ROUNDING, Model, aten, evaluate, leaves
 from tests.proof.plans import LEAST
 
@@ -45,10 +45,16 @@ def draw_batch(random: Random, model: Model, count: int) -> list[MicroBatch]:
     """Micro-batches with the model's numbers in another order each, and with shares of any size."""
     generator = torch.Generator().manual_seed(model.seed)
     shares = [random.uniform(0.2, 1.0) for _ in range(count)]
+    weights = [1.0 if is_sum(model.graph) else share / sum(shares) for share in shares]
     return [
-        MicroBatch(tuple(_shuffled(item, generator) for item in users(model)), share / sum(shares))
-        for share in shares
+        MicroBatch(tuple(_shuffled(item, generator) for item in users(model)), share / sum(shares), weight)
+        for share, weight in zip(shares, weights, strict=True)
     ]
+
+
+def is_sum(graph: Graph) -> bool:
+    """Whether the loss is the sum that an operator takes last."""
+    return any(graph.loss in item.results and "sum" in str(item.target) for item in graph.operators)
 
 
 def users(model: Model) -> list[Tensor]:
@@ -122,7 +128,7 @@ def accumulate(model: Model, batch: Sequence[MicroBatch], *, steps: int, noise: 
             torch.manual_seed(seed(step, number))
             inputs = state | dict(zip(kinds[InputKind.USER], micro.tensors, strict=True))
             values = evaluate(graph.operators, inputs, noise=noise)
-            loss = values[graph.outputs[0]] * loss_weight(graph, micro.share)
+            loss = values[graph.outputs[0]] * micro.weight
             if loss.requires_grad:
                 loss.backward()
             total += loss.detach()

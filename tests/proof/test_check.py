@@ -370,7 +370,7 @@ def test_an_operator_without_float64_is_refused_by_name(name: str) -> None:
 def test_a_mixture_of_experts_is_proved_though_its_products_have_no_float64(
     processes: bool, micro_batches: int
 ) -> None:
-    request = Request(measure=False, micro_batches=micro_batches)
+    request = Request(measure=False, micro_batches=micro_batches, batch_dims={0: 0, 1: 0})
     report = check(target("experts"), ClusterSpec.local(2), request, steps=2, processes=processes)
     assert report.passed
     assert any("bfloat16" in cast for cast in report.verdict.raised_casts)

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.sharding.sample_independence import mixing_operator, rows_instead
+from autopar.core.graph import InputKind
+from autopar.core.mesh import Mesh
+from autopar.sharding.atoms import Dims
+from autopar.sharding.sample_independence import Role, SampleFlow, find_batch, samples_elsewhere
+from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import trace
-from autopar.trace.micro_batches import reducer_of
+from autopar.trace.simplify import only_loss
 
 SAMPLES = 6
 
@@ -77,24 +81,15 @@ def test_a_dim_is_the_samples_from_either_end(name: str) -> None:
         assert mixing(lambda _, x, dim=dim: ALONG[name](x, dim).mean()) is None
 
 
-def mixing(forward: Callable[[nn.Module, Tensor], Tensor]) -> object:
-    graph = trace(Model(forward), (torch.rand(SAMPLES, 8),), {}).graph
-    end = reducer_of(graph)
-    assert end is not None
-    found = mixing_operator(graph, SAMPLES, end=end)
-    return None if found is None else found.target
+def mixing(forward: Callable[[nn.Module, Tensor], Tensor]) -> str | None:
+    """What stands in the way of samples in dim 0."""
+    graph = only_loss(trace(Model(forward), (torch.rand(SAMPLES, 8),), {}).graph)
+    dims = Dims(graph, find_atoms(graph), Mesh((1,)))
+    (name,) = (item.name for item in graph.inputs if item.kind is InputKind.USER)
+    return SampleFlow(graph, dims, {dims.atoms.components[(name, 0, 0)]}).obstacle
 
 
-# -- what micro-batches take in parts ------------------------------------------------------------------
-
-
-class Bags(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.EmbeddingBag(30, 8, mode="sum"), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.table(x, offsets)), y)
+# -- roles ---------------------------------------------------------------------------------------------
 
 
 class With(nn.Module):
@@ -108,19 +103,13 @@ class With(nn.Module):
         return self.loss(self.linear(x), other)
 
 
-def test_a_loss_over_rows_that_are_not_cut_is_told() -> None:
-    call = (torch.arange(10), torch.tensor([0, 2, 5, 7]), torch.zeros(4, dtype=torch.long))
-    graph = trace(Bags(), call).graph
-    assert [item.target for item in rows_instead(graph, {"input_0"})] == ["input_2"]
-
-
 @pytest.mark.parametrize(
     ("loss", "shape"),
     [
         (lambda x, mask: (x * mask).mean(), (8,)),
         (lambda x, table: F.cross_entropy(x @ table.t(), torch.zeros(SAMPLES, dtype=torch.long)), (5, 8)),
         (lambda x, table: x.mean() + table.square().mean(), (5, 8)),
-        (lambda x, table: (x.t() @ x).square().mean() + table.mean(), (5, 8)),
+        (lambda x, table: (x.t() @ x).mean() * table.mean(), (5, 8)),
         (lambda x, target: F.mse_loss(x.t(), target[:, None].expand(8, SAMPLES)), (8,)),
     ],
     ids=["mask", "table", "regularized", "correlations", "samples last"],
@@ -128,5 +117,66 @@ def test_a_loss_over_rows_that_are_not_cut_is_told() -> None:
 def test_inputs_that_are_no_samples_may_stand_beside_them(
     loss: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]
 ) -> None:
-    graph = trace(With(loss), (torch.randn(SAMPLES, 8), torch.randn(shape))).graph
-    assert rows_instead(graph, {"input_0"}) == ()
+    flow = batch_of(With(loss), torch.randn(SAMPLES, 8), torch.randn(shape))
+    assert flow is not None and flow.obstacle is None
+    x, other = (item.name for item in flow.graph.inputs if item.kind is InputKind.USER)
+    assert (flow.values[x].role, flow.values[other].role) == (Role.ROWS, Role.WHOLE)
+
+
+def batch_of(model: nn.Module, *inputs: Tensor) -> SampleFlow | None:
+    graph = only_loss(trace(model, inputs).graph)
+    return find_batch(graph, Dims(graph, find_atoms(graph), Mesh((1,))))[0]
+
+
+def test_rows_that_stay_when_fewer_samples_come_are_no_samples() -> None:
+    """Numbers of rows, a table with one for each, and a causal query's place."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(SAMPLES, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.rows).sum()
+
+    def attended(x: Tensor, keys: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, keys, keys, is_causal=True).sum()
+
+    assert batch_of(Table(), torch.randn(SAMPLES, 8)) is None
+    assert batch_of(With(lambda x, _: (x * torch.arange(SAMPLES)[:, None]).sum()), *two()) is None
+    assert batch_of(With(attended), *two()) is None
+    plain = batch_of(With(lambda x, keys: F.scaled_dot_product_attention(x, keys, keys).sum()), *two())
+    assert plain is not None
+
+
+def two() -> tuple[Tensor, Tensor]:
+    return torch.randn(SAMPLES, 8), torch.randn(5, 8)
+
+
+def test_buffers_that_every_part_writes_are_told() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            return self.linear(x).sum()
+
+    flow = batch_of(Counting(), torch.randn(SAMPLES, 8))
+    assert flow is not None and flow.obstacle == "every part of the batch updates seen"
+
+
+def test_samples_in_another_dim_than_the_first_are_told() -> None:
+    """Of an encoder's output, too, whose loss is outside."""
+
+    def elsewhere(model: nn.Module, *inputs: Tensor) -> int | None:
+        graph = trace(model, inputs).graph
+        found = samples_elsewhere(graph, Dims(graph, find_atoms(graph), Mesh((1,))))
+        return None if found is None else found[1]
+
+    assert elsewhere(nn.LSTM(6, 8), torch.randn(5, 4, 6)) == 1
+    assert elsewhere(nn.LSTM(6, 8, batch_first=True), torch.randn(5, 4, 6)) is None
+    assert elsewhere(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(4, 3, 6, 6)) is None
+    assert elsewhere(Model(lambda _, x: (x @ x.t()).logsumexp(1).mean()), torch.randn(SAMPLES, 8)) is None

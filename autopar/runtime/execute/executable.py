@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from autopar.core.cutting import Cutting
 from autopar.core.graph import InputKind, TensorSpec
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
@@ -73,7 +74,8 @@ class Executable:
     followed by the new values of the inputs named in `writes`.
     `rebuild` makes the model's output from the outputs; `plan` prints the decision. `layers` says
     which module of the model each node of the program (by name) belongs to, for printing. `samples` are
-    the rows that each rank loads where ranks pass their own; None if no input has dims.
+    the rows that each rank loads where ranks pass their own; None if no input has dims. `cutting` says of
+    which part of a batch it is the program, None of one that is whole.
 
     The program of a pipeline stage takes the tensors `received` from the stage before, ahead of its
     `inputs`, and returns those `sent` to the next one, ahead of its outputs.
@@ -90,7 +92,7 @@ class Executable:
     plan: Plan
     layers: Mapping[str, str] = field(default_factory=dict)
     samples: Samples | None = None
-    loss_is_sum: bool = False
+    cutting: Cutting | None = None
     stage: int = 0
     received: tuple[TensorSpec, ...] = ()
     sent: tuple[TensorSpec, ...] = ()
@@ -102,9 +104,9 @@ class StagedExecutable:
 
     `inputs` are those of the whole graph; `holders` says which pipeline ranks have each parameter and
     buffer that is used, by target (several have a tied weight), and `homes` its first stage. `outputs`
-    are the last stage's, global on every rank; of a step that is the loss alone, and `loss_is_sum` says
-    how micro-batches' losses add up. `shorter` are the stages' programs for micro-batches that are a sample
-    shorter than the first, empty where all are alike.
+    are the last stage's, global on every rank; of a step that is the loss alone, and `cutting` says
+    how a batch is cut into micro-batches, whose losses add up. `shorter` are the stages' programs for
+    micro-batches that are a sample shorter than the first, empty where all are alike.
     """
 
     mesh: Mesh  # of one stage
@@ -115,6 +117,6 @@ class StagedExecutable:
     homes: Mapping[str, int]
     groups: tuple[str, ...]
     outputs: tuple[TensorSpec, ...]
-    loss_is_sum: bool
+    cutting: Cutting | None
     plan: Plan
     shorter: tuple[Executable, ...] = ()

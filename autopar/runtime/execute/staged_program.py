@@ -115,7 +115,7 @@ class StagedProgram:
         seed = torch.initial_seed()
         for stage in self._stages:
             stage.begin(batch, seed)
-        self._weights = [1.0 if self.executable.loss_is_sum else micro.share for micro in batch]
+        self._weights = [micro.weight for micro in batch]
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

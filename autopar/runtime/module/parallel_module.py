@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -56,7 +55,8 @@ class Compile(Protocol):
 
     `training` says whether gradients are wanted. `pinned` is what the program must keep to; None before
     parameters and buffers are placed. For a `step` the arguments are those of the whole batch, and the
-    program is that of one micro-batch, or of this rank's stages. Must give the same plan on every rank.
+    program is that of one micro-batch, the first or the one at `place`, or of this rank's
+    stages. Must give the same plan on every rank.
     """
 
     def __call__(
@@ -68,6 +68,7 @@ class Compile(Protocol):
         training: bool,
         pinned: Pinned | None,
         step: bool = False,
+        place: int = 0,
     ) -> Executable | StagedExecutable: ...
 
 
@@ -156,8 +157,9 @@ class ParallelModule(Container):
         """Forward and backward of one global batch, micro-batch by micro-batch; returns its loss.
 
         Gradients are added to the parameters' `.grad`, and the optimizer's step stays the user's. The
-        loss is that of the batch, on every rank: a mean over samples weighs each micro-batch by its
-        share of them, a sum adds up. Every rank passes the global batch.
+        loss is that of the batch, on every rank: micro-batches count in it by their share of what it is a
+        mean of (samples, labels that are kept, a mask), and as they are in a sum. Every rank passes the
+        global batch.
         """
         return self._step(args, kwargs, learn=True)
 
@@ -171,12 +173,17 @@ class ParallelModule(Container):
         with torch.set_grad_enabled(learn):
             program = self._current = self._program(call, step=self._by_steps)
             count = program.executable.plan.pipeline.micro_batches
-            batch = split_batch(call.tensors, count)
+            batch = split_batch(program.executable.cutting, call.tensors, count, find=self._buffer)
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
                 return program.train(batch) if learn else program.evaluate(batch)
             assert isinstance(program, Bound)
             return self._accumulate(call, batch, program, learn=learn)
+
+    def _buffer(self, name: str) -> Tensor:
+        """The whole of a buffer, on every rank; a collective."""
+        held: Mapping[str, Tensor] = dict(self.named_buffers())
+        return self.gather(name, held.get(name))
 
     def _require_global(self, where: str) -> None:
         if self._local:
@@ -220,12 +227,10 @@ class ParallelModule(Container):
         """One micro-batch after the other; a longer one's program may not fit the shorter. With exact
         masks each is drawn from the step's seed and its number, as in stages."""
         seed = torch.initial_seed()
-        programs = [
-            first
-            if micro.share == batch[0].share
-            else cast(Bound, self._program(replace(call, tensors=micro.tensors)))
-            for micro in batch
-        ]
+        shorter = first
+        if batch[-1].share < batch[0].share:
+            shorter = cast(Bound, self._program(call, step=True, place=-1))
+        programs = [first if micro.share == batch[0].share else shorter for micro in batch]
         losses = []
         for number, (micro, program) in enumerate(zip(batch, programs, strict=True)):
             if self._exact_random:
@@ -234,7 +239,7 @@ class ParallelModule(Container):
                 loss = find_loss(program(micro.tensors))
                 if loss is None:
                     raise no_loss()
-                loss = loss * (1.0 if first.executable.loss_is_sum else micro.share)
+                loss = loss * micro.weight
                 if learn:
                     loss.backward()
             losses.append(loss.detach())
@@ -270,10 +275,12 @@ class ParallelModule(Container):
         if self._local and isinstance(program, Bound):
             self._local.learn(call, program.samples)
 
-    def _program(self, call: Arguments, *, step: bool = False) -> Bound | StagedProgram | Relay:
-        """The program for the global `call`."""
+    def _program(
+        self, call: Arguments, *, step: bool = False, place: int = 0
+    ) -> Bound | StagedProgram | Relay:
+        """The program for the global `call`, or of a step for the micro-batch at `place` of it."""
         self._update_held()
-        key = self._key(call, step=step)
+        key = self._key(call, step=step, place=place)
         if key not in self._programs:
             if self._mesh is not None:
                 self._update_copy()
@@ -282,13 +289,20 @@ class ParallelModule(Container):
                 theirs.training = ours.training
             args, kwargs = call.rebuild(call.tensors)
             made = self._compile(
-                model, args, kwargs, training=torch.is_grad_enabled(), pinned=self._keep(), step=step
+                model,
+                args,
+                kwargs,
+                training=torch.is_grad_enabled(),
+                pinned=self._keep(),
+                step=step,
+                place=place,
             )
             copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
             groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
             mesh = self._place(made) if self._mesh is None else self._check(made)
             self._update_held()
-            program = self._programs[self._key(call, step=step)] = self._bind(made, mesh, step=step)
+            key = self._key(call, step=step, place=place)
+            program = self._programs[key] = self._bind(made, mesh, step=step)
             return program
         return self._programs[key]
 
@@ -339,7 +353,7 @@ class ParallelModule(Container):
         stored = {name: item.layout for name, item in self._pinned.items()}
         return Pinned(self._mesh[0], stored, self._users, self._homes, self._pipeline)
 
-    def _key(self, call: Arguments, *, step: bool) -> tuple[Any, ...]:
+    def _key(self, call: Arguments, *, step: bool, place: int) -> tuple[Any, ...]:
         if self._mesh is None:
             return ()
         held = itertools.chain.from_iterable(
@@ -348,6 +362,7 @@ class ParallelModule(Container):
         mine = tuple((tensor.dtype, tensor.requires_grad) for tensor in held if tensor is not None)
         return (
             step,
+            place,
             torch.is_grad_enabled(),
             call.key,
             tuple(tensor.requires_grad for tensor in call.tensors),

@@ -364,7 +364,7 @@ class Parting:
                 where="memory cap of a pipeline whose stages compute parts again",
                 found=f"{show_bytes(self.cap)} per device",
                 wanted=f"at least {show_bytes(most)} ({most} bytes)",
-                remedy="raise --memory, or use more devices or stages",
+                remedy="raise --memory, or use more devices, stages or micro-batches",
                 least=most,
             )
         return self.fewest(

@@ -1,0 +1,99 @@
+"""What cutting a batch into micro-batches changes in serial training, apart from any parallelism.
+
+    eager model, the batch at once ──.
+                                      ──> largest differences
+    eager model, part after part   ──'
+
+Random masks can't be the same in both, so that this comparison takes what draws give on average: a dropout
+keeps everything, noise is 0. The proof of the plan draws them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.core.graph import Graph
+from autopar.proof.verify import Record, Verdict, judge
+from autopar.sharding.rule import Instance
+from autopar.trace.export import Traced
+from autopar.trace.micro_batches import MicroBatch, number_of
+
+aten = torch.ops.aten
+
+
+def draws(graph: Graph) -> bool:
+    """Whether the graph draws random numbers."""
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(item.target, "tags", ())
+        and Instance(item, graph.specs).arguments.get("dropout_p") != 0.0
+        for item in graph.operators
+    )
+
+
+def cutting_effect(
+    model: nn.Module,
+    at_once: Callable[[nn.Module], Record],
+    in_parts: Callable[[nn.Module], Record],
+    *,
+    random: bool,
+) -> Verdict:
+    """By how much serial training in parts differs from training at once; both change what they are given."""
+    with _Average() if random else nullcontext():  # type: ignore[no-untyped-call]
+        parts = in_parts(copy.deepcopy(model))
+        return judge(parts, copy.deepcopy(model), at_once, ())
+
+
+def eager_parts(
+    batch: Sequence[MicroBatch], traced: Traced, shorter: Traced | None, model: nn.Module
+) -> list[MicroBatch]:
+    """The parts with what the eager model's loss of each counts in that of the batch: it is a mean where the
+    programs' is a sum."""
+    found = []
+    for micro in batch:
+        part = shorter if shorter is not None and micro.share < batch[0].share else traced
+        found.append(replace(micro, weight=_eager_weight(micro, part, model)))
+    return found
+
+
+def _eager_weight(micro: MicroBatch, part: Traced, model: nn.Module) -> float:
+    if part.by_numbers:
+        return micro.share
+    if part.own is None:
+        return micro.weight
+    own = float(number_of(part.own, micro.tensors, model.get_buffer))
+    if part.own.multiplies:
+        return micro.weight / own if own else 0.0
+    return micro.weight * own
+
+
+class _Average(TorchDispatchMode):
+    """Random numbers as they are on average."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = dict(zip((item.name for item in function._schema.arguments), args, strict=False)) | kwargs
+        match function._schema.name.removeprefix("aten::"):
+            case "native_dropout":
+                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+            case "bernoulli_":
+                return args[0].copy_(torch.as_tensor(given["p"])) if "p" in given else args[0].fill_(0.5)
+            case "bernoulli":
+                return args[0].clone() if "p" not in given else torch.full_like(args[0], given["p"])
+            case "uniform_":
+                return args[0].fill_((given.get("from", 0.0) + given.get("to", 1.0)) / 2)
+            case "normal_":
+                return args[0].fill_(given.get("mean", 0.0))
+            case "rand" | "rand_like":
+                return torch.full_like(function(*args, **kwargs), 0.5)
+            case "randn" | "randn_like":
+                return torch.zeros_like(function(*args, **kwargs))
+            case _:
+                return function(*args, **kwargs)
