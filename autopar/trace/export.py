@@ -29,6 +29,7 @@ from autopar.trace.call_signature import (
     split_for_loss,
 )
 from autopar.trace.checkpoint_regions import inlined
+from autopar.trace.custom_backwards import caught
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.module_state import attributes_of, buffers_of, noted, replaced_in, write_back
 from autopar.trace.uncollected import uncollected
@@ -112,7 +113,7 @@ def trace(
     seen: list[_Seen] = []  # torch.export undoes what forward does to attributes
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=seen.append)
     try:
-        with inlined(), _DataDetached():
+        with inlined(), caught(model), _DataDetached():
             exported = torch.export.export(flat, _distinct(arguments.tensors), strict=False)
     except TraceError:
         raise
