@@ -7,6 +7,9 @@ call_signature       nested arguments and results, flat and back
 module_state         what a forward changes in its modules
 checkpoint_regions   what torch.utils.checkpoint recomputes
 custom_backwards     Functions and hooks with a backward of their own
+custom_calls         one of them, its tensors and numbers taken out
+custom_operator      one of them as an operator of the graph
+stand_ins            what one of them does, on random values
 micro_batches        one batch as micro-batches, and the batch's loss
 user_source          the user's own line for a traced operator
 target               a TARGET of the command line
