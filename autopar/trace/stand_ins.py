@@ -4,7 +4,7 @@
     along which dims may it be cut?                   for parts of indices: f(x[part]) = f(x)[part], gradients
                                                       likewise, and those of operands without the dim add up
 
-In float64, on several draws: with zeros and ties, tiny and huge values, gradients that aren't numbers.
+In float64, on several draws: with zeros and ties, tiny and huge values, and one that is no number.
 Operands of more than `MOST_ELEMENTS` elements are made shorter in their first dims.
 """
 
@@ -29,9 +29,10 @@ from autopar.trace.custom_operator import Run
 
 MOST_ELEMENTS = 1 << 18  # of all operands: a draw takes about a millisecond then
 FEWEST_ROWS = 4  # of a dim that is made shorter
-_SCALES = (1.0, 30.0, 1e4, 1e-2, 1.0, 1.0)  # of values; draws 4 and 5 are positive, and whole numbers
-_GRADIENT_SCALES = (1.0, 1e8, 1e-8, 30.0, 1.0, 1.0)
-_CUT_DRAWS = (0, 2, 3, 5)
+_SCALES = (1.0, 30.0, 1e4, 1e-2, 1.0, 1.0, 1.0)  # of values in each draw
+_GRADIENT_SCALES = (1.0, 1e8, 1e-8, 30.0, 1e15, 1.0, 1.0)
+# What is special in a draw; values that are no numbers tell parts from wholes, and forwards from nothing.
+_ZEROS, _NAN_GRADIENT, _POSITIVE, _INTEGERS, _NAN_VALUE = 1, 3, 4, 5, 6
 _RELATIVE, _ABSOLUTE = 1e-9, 1e-11  # differences that are rounding; the latter of the largest value
 _MOST_MATCHES = 12  # ways to match dims of operands with one of the results that are tried
 
@@ -62,14 +63,22 @@ class Behavior:
 
 @contextmanager
 def outside_of_trace() -> Iterator[None]:
-    """Within, tensors have values and nothing is recorded; the generators stay as they are."""
-    with (
-        _disable_current_modes(),
-        torch._C.DisableTorchFunction(),
-        torch.random.fork_rng(devices=[]),
-        torch.enable_grad(),
-    ):
-        yield
+    """Within, tensors have values and nothing is recorded; the generators stay as they are.
+
+    One thread does: these tensors are small, and others wait for a core if ranks share the machine.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with (
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            torch.random.fork_rng(devices=[]),
+            torch.enable_grad(),
+        ):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def observe(run: Run, operands: Specs, numbers: Sequence[float]) -> Behavior:
@@ -101,7 +110,7 @@ def observe(run: Run, operands: Specs, numbers: Sequence[float]) -> Behavior:
 
 def is_derivative(run: Run, forward: Run, operands: Specs, numbers: Sequence[float]) -> bool:
     """Whether the call's backward is what autograd makes of its `forward`."""
-    for draw in range(len(_SCALES)):
+    for draw in range(_NAN_VALUE):
         try:
             ours = _Evaluation.of(run, _leaves(operands, draw), numbers, draw)
             theirs = _Evaluation.of(forward, _leaves(operands, draw), numbers, draw)
@@ -151,7 +160,7 @@ class _Evaluation:
         like: Sequence[Tensor] = (),
     ) -> _Evaluation:
         """On the gradients of results of draw `draw`, those of results `like` in their `part` by dims."""
-        torch.manual_seed(draw)
+        torch.default_generator.manual_seed(draw)
         results = run(leaves, numbers)
         learning = [item.requires_grad for item in results]
         wholes = [item for item, learns in zip(like or results, learning, strict=True) if learns]
@@ -190,7 +199,7 @@ def _alike(ours: Tensor, theirs: Tensor) -> bool:
 
 def _is_cut(run: Run, operands: Specs, numbers: Sequence[float], splits: Sequence[Split]) -> bool:
     """Whether parts along the dims of all `splits` at once are those of the whole."""
-    for draw in _CUT_DRAWS:
+    for draw in range(len(_SCALES)):
         leaves = _leaves(operands, draw)
         whole = _Evaluation.of(run, leaves, numbers, draw)
         sums: dict[int, Tensor] = {}
@@ -209,7 +218,7 @@ def _is_cut(run: Run, operands: Specs, numbers: Sequence[float], splits: Sequenc
 def _partition(splits: Sequence[Split], shape: Sequence[int], draw: int) -> list[dict[int, Tensor]]:
     """Two parts of the indices of one dim, mixed; of several dims the first part of each."""
     dims = [_dim_of(split) for split in splits]
-    torch.manual_seed(draw)
+    torch.default_generator.manual_seed(draw)
     orders = {dim: torch.randperm(shape[dim]) for dim in dims}
     first = {dim: order[: max(1, len(order) // 3)].sort().values for dim, order in orders.items()}
     if len(dims) > 1:
@@ -294,21 +303,33 @@ def _value(spec: TensorSpec, draw: int, generator: torch.Generator) -> Tensor:
         return torch.randint(2, spec.shape, generator=generator)  # valid as rows, classes and masks
     dtype = torch.complex128 if spec.dtype.is_complex else torch.float64
     value = torch.randn(spec.shape, generator=generator, dtype=dtype) * _SCALES[draw]
-    if draw == 1:
+    if draw == _ZEROS:
         return value * (torch.rand(spec.shape, generator=generator) > 0.25)
-    if draw == 4:
+    if draw == _POSITIVE:
         return value.abs().to(dtype) + 0.1
-    if draw == 5 and not dtype.is_complex:
+    if draw == _INTEGERS and not dtype.is_complex:
         return value.mul(2).round()
+    if draw == _NAN_VALUE:
+        return _with_nan(value, generator)
     return value
 
 
 def _seed(result: Tensor, draw: int, place: int) -> Tensor:
-    """The gradient of a result of draw `draw`; in draw 3 some of it is no number."""
+    """The gradient of a result of draw `draw`, some rows of it far larger than others. In one draw a single
+    element is no number: whatever mixes gradients spreads that."""
     generator = torch.Generator().manual_seed(1000 * draw + 500 + place)
     value = torch.randn(result.shape, generator=generator, dtype=result.dtype) * _GRADIENT_SCALES[draw]
-    if draw == 3:
-        return torch.where(torch.rand(result.shape, generator=generator) < 0.1, torch.nan, value)
+    if value.dim() and value.numel():
+        value *= (10.0 ** torch.arange(-2, 3))[torch.arange(len(value)) % 5].view(
+            -1, *[1] * (value.dim() - 1)
+        )
+    return _with_nan(value, generator) if draw == _NAN_GRADIENT else value
+
+
+def _with_nan(value: Tensor, generator: torch.Generator) -> Tensor:
+    """The tensor with one element that is no number."""
+    if value.numel():
+        value.view(-1)[int(torch.randint(value.numel(), (), generator=generator))] = torch.nan
     return value
 
 

@@ -14,11 +14,14 @@ from autopar.cluster import ClusterSpec
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.force import Parallelism
 from autopar.core.graph import Operator
+from autopar.core.mesh import Mesh
 from autopar.errors import TraceError
 from autopar.planning.request import Request
 from autopar.proof.check import Report, check
+from autopar.sharding.sample_independence import mixing_operator
 from autopar.trace.custom_operator import CUSTOM, call_at
 from autopar.trace.export import trace
+from autopar.trace.micro_batches import reducer_of
 from autopar.trace.target import load_target
 from tests.trace.custom_backward_models import Flip, Net, made
 
@@ -33,9 +36,13 @@ def checked(name: str, ranks: int, *, force: str | None = "batch", **more: Any) 
     return check(load_target(f"{MODELS}:{name}"), ClusterSpec.local(ranks), request, steps=2, **more)
 
 
-def customs(name: str) -> list[Operator]:
+def make(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     target = load_target(f"{MODELS}:{name}")
-    graph = trace(target.model, target.args).graph
+    return target.model, target.args
+
+
+def customs(name: str) -> list[Operator]:
+    graph = trace(*make(name)).graph
     return [item for item in graph.operators if item.target is CUSTOM]
 
 
@@ -44,6 +51,28 @@ def customs(name: str) -> list[Operator]:
 def test_it_trains_as_eager_code_does(name: str, force: str | None) -> None:
     report = checked(name, 2, force=force)
     assert report.verdict.passed, report
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize("name", ["hooked", "clamped", pytest.param("noisy", marks=pytest.mark.long)])
+def test_so_it_does_on_real_processes(name: str) -> None:
+    report = checked(name, 2, processes=True)
+    assert report.verdict.passed, report
+
+
+@pytest.mark.parametrize("name", ["quantized", "clamped"])
+def test_two_axes_and_two_kinds(name: str) -> None:
+    """A weight that is quantized is split as the product needs it."""
+    request = Request(force=Parallelism("filter"), mesh=Mesh((2, 2)), measure=False)
+    report = check(load_target(f"{MODELS}:{name}"), ClusterSpec.local(4), request, steps=2)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_stages_and_micro_batches(stages: int) -> None:
+    request = Request(stages=stages, micro_batches=2, measure=False)
+    report = check(load_target(f"{MODELS}:hooked"), ClusterSpec.local(2), request, steps=2)
+    assert report.passed, report
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -58,6 +87,12 @@ def test_what_needs_the_whole_batch_is_gathered_and_named(name: str) -> None:
     assert not call_at(item.args[4]).factors
     title = call_at(item.args[4]).title
     assert any(title in gathered for gathered in checked(name, 2).plan.gathered_ops)
+
+
+@pytest.mark.parametrize(("name", "mixes"), [("flip", False), ("hooked", False), ("normed", True)])
+def test_samples_are_mixed_by_a_backward_that_mixes_them(name: str, mixes: bool) -> None:
+    graph = trace(*make(name)).graph
+    assert (mixing_operator(graph, 8, end=reducer_of(graph)) is not None) is mixes
 
 
 @pytest.mark.parametrize("name", TRACED)
