@@ -10,7 +10,7 @@ other, and every hook, is one operator, which runs the user's own Python (`custo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -23,13 +23,15 @@ from autopar.core.graph import Place, TensorSpec
 from autopar.errors import TraceError
 from autopar.trace import custom_calls, custom_operator, stand_ins
 from autopar.trace.custom_calls import Answered, FunctionCall, HookCall
-from autopar.trace.custom_operator import CUSTOM, CustomCall, place_of
+from autopar.trace.custom_operator import CUSTOM, CustomCall, CustomGradientError, place_of
 from autopar.trace.user_source import calling_line, first_line
 
 _Single: Any = torch.autograd.function._SingleLevelFunction  # where every `apply` ends, also one kept aside
 _OURS = ("torch._", "autopar.")  # whose Functions are no user's
 _HOOK = torch.Tensor.register_hook
 _AFTER_HOOK = torch.Tensor.register_post_accumulate_grad_hook
+_DERIVES = (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward)
+_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -51,7 +53,7 @@ def _learns(args: Sequence[Any]) -> bool:
 
 
 class _Hooks(TorchFunctionMode):
-    """Notices hooks on tensors."""
+    """Notices hooks on tensors, and gradients that forward takes."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -62,7 +64,22 @@ class _Hooks(TorchFunctionMode):
             return self.tracer.hook(*args, **(kwargs or {}))
         if function is _AFTER_HOOK:
             _refuse("register_post_accumulate_grad_hook inside forward", "none there", _ONCE)
-        return function(*args, **(kwargs or {}))
+        if function in _DERIVES:
+            return self.tracer.derive(function, args, kwargs or {})
+        result = function(*args, **(kwargs or {}))
+        return _Node(result) if function == _GRAD_FN and result is not None else result
+
+
+class _Node:
+    """A tensor's `grad_fn` while it is traced: it takes no hooks."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("register") or name == "next_functions":
+            _refuse(f"grad_fn.{name} inside forward", "hooks on tensors", "use the tensor's register_hook")
+        return getattr(self._node, name)
 
 
 _ONCE = "register it on the parameter once, after parallelize"
@@ -89,6 +106,7 @@ class _Tracer:
     """Makes operators of calls; what it learned of one it knows for the rest of its trace."""
 
     busy: bool = False  # the user's code runs on stand-ins
+    hooked: bool = False  # a tensor has a hook
     known: dict[Any, _Judgement] = field(default_factory=dict)
 
     def apply(self, function: Any, args: tuple[Any, ...]) -> Any:
@@ -108,7 +126,19 @@ class _Tracer:
         place = self.judged(HookCall(hook), [tensor], []).place
         assert place is not None
         _written(place, [tensor], [])
+        self.hooked = True
         return _Handle()
+
+    def derive(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In place of `autograd.grad`, which is traced like forward, but through no custom backward."""
+        if not self.hooked:
+            with suppress(CustomGradientError):
+                return function(*args, **kwargs)
+        _refuse(
+            f"{function.__name__} inside forward through a backward or hook of its own",
+            "gradients of torch's operators there",
+            "take that gradient outside of the model, or without the Function or hook",
+        )
 
     def judged(
         self, call: FunctionCall | HookCall, operands: Sequence[Tensor], numbers: Sequence[float]

@@ -95,6 +95,10 @@ def _shape(
     return [torch.empty(shape, dtype=spec.dtype, device=like.device) for shape, spec in shapes]
 
 
+class CustomGradientError(RuntimeError):
+    """A forward that is traced takes a gradient through a custom backward."""
+
+
 class _Shaped(torch.autograd.Function):
     """The operator on tensors without values: it keeps all operands and results, as the user's may."""
 
@@ -111,6 +115,8 @@ class _Shaped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if any(isinstance(gradient, (FakeTensor, FunctionalTensor)) for gradient in gradients):
+            raise CustomGradientError
         pairs = zip(ctx.saved_tensors, ctx.learning, strict=False)
         return None, *(torch.empty_like(operand) if learns else None for operand, learns in pairs)
 

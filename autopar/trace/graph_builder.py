@@ -58,6 +58,12 @@ _ALIKE: dict[Any, tuple[Any, int]] = {
     aten.expand_as.default: (aten.expand.default, 1),
 }
 _CAST_ALIKE = (aten.type_as.default, aten.to.other)
+# Calls that give their operand itself back where they have nothing to do.
+_GIVE_BACK = {
+    *(aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other),
+    *(aten.type_as.default, aten.dropout.default, aten.feature_dropout.default, aten.resolve_conj.default),
+    *(aten.resolve_neg.default, aten.conj.default, aten.real.default),
+}
 _NO_GRADIENT = {
     *("detach", "detach_", "argmax", "argmin", "sign"),
     *("zeros_like", "ones_like", "full_like", "empty_like"),
@@ -264,21 +270,23 @@ class GraphBuilder:
         self.note_aliases(operation, fresh=written is not None)
         self.env[node] = Ref(names[0]) if single else [*map(Ref, names), *unusable]
         if _is_hook(operation):
-            self.hook(operation)
+            self.hook(node, operation)
         if written is not None:
             self.replace(node, written, names[0], grad=grad)
 
-    def hook(self, operation: Operator) -> None:
+    def hook(self, node: fx.Node, operation: Operator) -> None:
         """Let all that uses a tensor use what the hook's `operation` gives instead, also before it.
 
         x -> hook -> users, and a second one: x -> second -> hook -> users, as gradients meet the first first.
         """
         makers = {name: item for item in self.operators[:-1] for name in item.results if name}
-        (given,), (new,) = operation.operands, operation.results
-        old = given
-        while _is_hook(makers[old]):
+        given = old = self.value(_itself(node.args[0][0])).name
+        while old in makers and _is_hook(makers[old]):
             (old,) = makers[old].operands
+        (new,) = operation.results
         assert new is not None
+        if old not in makers:
+            raise self.refuse(node, f"a hook on the input {old}", "hooks on results of operators")
 
         def after(item: Operator) -> Operator:
             args, kwargs = map_refs(
@@ -288,7 +296,8 @@ class GraphBuilder:
 
         rest = [after(item) for item in self.operators[:-1]]
         place = next(index for index, item in enumerate(rest) if old in item.results) + 1
-        hook = replace(operation, args=([Ref(old)], *operation.args[1:]))
+        region = makers[old].checkpoint
+        hook = replace(operation, args=([Ref(old)], *operation.args[1:]), checkpoint=region)
         self.operators = [*rest[:place], hook, *rest[place:]]
         self.views = {name: after(view) for name, view in self.views.items()}
         if old in self.views:
@@ -455,6 +464,20 @@ class GraphBuilder:
         return TraceError(
             where=source_of(node) or node.name, found=found, wanted=wanted, remedy="rewrite that line"
         )
+
+
+def _itself(node: fx.Node) -> fx.Node:
+    """The node whose very tensor eager code has here: some calls give their operand back."""
+    while node.target in _GIVE_BACK:
+        before = node.args[0]
+        assert isinstance(before, fx.Node)
+        ours, theirs = node.meta["val"], before.meta["val"]
+        if ours.dtype != theirs.dtype or ours.stride() != theirs.stride():
+            break
+        if node.target is aten.dropout.default and node.args[1] and node.args[2]:
+            break
+        node = before
+    return node
 
 
 def _is_hook(item: Operator) -> bool:

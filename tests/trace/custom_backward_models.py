@@ -268,6 +268,19 @@ def hooked() -> Made:
     return made(use)
 
 
+def hooked_itself() -> Made:
+    """Calls that give their operand back: a hook on what they give is one on the operand."""
+
+    def use(net: Net, h: Tensor) -> Tensor:
+        same = functional.dropout(h.contiguous(), 0.5, training=False)
+        same.register_hook(lambda gradient: gradient.clamp(max=0.01))
+        other = h.t().contiguous()
+        other.register_hook(lambda gradient: 2 * gradient)
+        return h + same.sin() + other.t()
+
+    return made(use)
+
+
 def hooked_by_norm() -> Made:
     def use(net: Net, h: Tensor) -> Tensor:
         h.register_hook(lambda gradient: gradient * (0.01 / gradient.norm()).clamp(max=1.0))

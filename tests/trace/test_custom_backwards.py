@@ -26,7 +26,17 @@ from autopar.trace.target import load_target
 from tests.trace.custom_backward_models import Flip, Net, made
 
 MODELS = Path(__file__).parent / "custom_backward_models.py"
-CUT = ["flip", "quantized", "spiking", "clamped", "several_results", "listed", "checkpointed", "hooked"]
+CUT = [
+    "flip",
+    "quantized",
+    "spiking",
+    "clamped",
+    "several_results",
+    "listed",
+    "checkpointed",
+    "hooked",
+    "hooked_itself",
+]
 GATHERED = ["auxiliary", "normed", "noisy", "hooked_by_norm"]
 TRACED = ["layer_norm", "without_gradients"]
 
@@ -172,6 +182,23 @@ def _removed(net: Net, h: Tensor) -> Tensor:
     return h
 
 
+def _hook_of_node(net: Net, h: Tensor) -> Tensor:
+    assert h.grad_fn is not None
+    h.grad_fn.register_hook(lambda after, before: None)
+    return h
+
+
+def _derived(net: Net, h: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(Flip.apply(h, 0.5).square().sum(), h, create_graph=True)
+    return gradient
+
+
+def _derived_beside_a_hook(net: Net, h: Tensor) -> Tensor:
+    h.register_hook(lambda gradient: gradient / 2)
+    (gradient,) = torch.autograd.grad(h.square().sum(), net.body.weight, create_graph=True)
+    return h + gradient.sum()
+
+
 REFUSED = [
     (lambda net, h: Foreign.apply(h, net), "Foreign, which computes with tensors that aren't its arguments"),
     (lambda net, h: Writing.apply(h * 2), "Writing, which writes to its argument"),
@@ -181,6 +208,9 @@ REFUSED = [
     (_hook_of_parameter, "register_hook on a parameter"),
     (_watched, "which returns nothing"),
     (_removed, "a hook that forward removes"),
+    (_hook_of_node, "grad_fn.register_hook inside forward"),
+    (_derived, "grad inside forward through a backward or hook of its own"),
+    (_derived_beside_a_hook, "grad inside forward through a backward or hook of its own"),
 ]
 
 
