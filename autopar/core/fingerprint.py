@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from autopar.core.graph import Graph, GraphInput, Operator, Tree, map_refs
+from autopar.core.graph import Graph, GraphInput, Operator, Place, Tree, map_refs
 
 NOTHING = "nothing"
 
@@ -73,7 +73,17 @@ def _operator_line(graph: Graph, operator: Operator) -> str:
 
 
 def _without_refs(arguments: Tree) -> Tree:
-    return map_refs(arguments, lambda ref: _Name(ref.name))
+    return _without_places(map_refs(arguments, lambda ref: _Name(ref.name)))
+
+
+def _without_places(arguments: Tree) -> Tree:
+    match arguments:
+        case Place():
+            return _Name("place")
+        case tuple():
+            return tuple(map(_without_places, arguments))
+        case _:
+            return arguments
 
 
 class _Name(str):

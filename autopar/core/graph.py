@@ -52,6 +52,13 @@ class Ref:
     name: str
 
 
+class Place(int):
+    """A number that means something in this process alone: no part of what a graph or a call is."""
+
+    def __str__(self) -> str:
+        return "_"
+
+
 class InputKind(Enum):
     """Where a tensor that the graph takes comes from: the model's state, its code or the user."""
 

@@ -26,6 +26,7 @@ from autopar.solve.placement.space import Kinds, kind_by_axis
 from autopar.solve.stages.joint_bound import MOST_OPERATORS
 from autopar.solve.stages.step import Step
 from autopar.solve.stages.user_checkpoints import notes as checkpoint_notes
+from autopar.trace.custom_operator import title_of
 
 
 def report(
@@ -99,7 +100,9 @@ def report(
         measured_share=1.0 - estimated / compute if compute else 1.0,
         sharded_flops_share=sharded_share(graph, kinds, layers, request.force),
         gathered_ops=tuple(
-            f"{item.name} ({item.target})" for item in graph.operators if prices.is_gathered(item)
+            f"{item.name} ({title_of(item.target, item.args)})"
+            for item in graph.operators
+            if prices.is_gathered(item)
         ),
         alternatives=tuple(alternatives),
         parameter_bytes=_parameter_bytes(graph, prices.dims, step, values),

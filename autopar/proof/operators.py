@@ -23,7 +23,7 @@ from autopar.core.placement import Layout, R
 from autopar.core.program import Program
 from autopar.core.strategy import Strategy
 from autopar.proof.precision import raise_tensor, widest
-from autopar.proof.ranks import assemble, distribute, run, total_gradient
+from autopar.proof.ranks import assemble, distribute, meaning_for, run, seed_share, total_gradient
 from autopar.proof.simulated import simulate_typed
 from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.sharding.atoms import Dims
@@ -137,13 +137,14 @@ def error(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int = 0) ->
     programs = [rewrite(one.graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices)]
     locals_ = distribute(one.tensors, program.inputs, dims)
     torch.manual_seed(seed)
-    outputs = run(programs, locals_)
+    outputs = run(programs, locals_, meaning=meaning_for(one.graph))
     worst = max(_gap(ours, theirs) for local in outputs for ours, theirs in zip(local, wanted, strict=True))
     roots, seeds = [], []
+    share = seed_share(one.graph, len(outputs))
     for local in outputs:
         differentiable = [item for item in local if item.requires_grad]
         roots += differentiable
-        seeds += [item / dims.mesh.num_devices for item in gradients[: len(differentiable)]]
+        seeds += [item * share for item in gradients[: len(differentiable)]]
     torch.autograd.backward(roots, seeds)
     for name, operand in operands.items():
         shares = [local[name] for local in locals_]

@@ -19,7 +19,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline
 from autopar.core.program import Program
 from autopar.errors import CheckError
-from autopar.proof.ranks import assemble, distribute, run, total_gradient
+from autopar.proof.ranks import assemble, distribute, meaning_for, run, seed_share, total_gradient
 from autopar.proof.verify import MOMENTUM, RATE, Record, Tensors, seed, start_state
 from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
@@ -148,13 +148,13 @@ def _micro_batch(
             for mine, state, batch in zip(received, stage.locals_, cut, strict=True)
         ]
         torch.manual_seed(number)
-        results = run(stage.programs, inputs)
+        results = run(stage.programs, inputs, meaning=meaning_for(dims.graph))
         given.append(received)
         made.append([tuple(values[: len(stage.any.sent)]) for values in results])
         _write_buffers(stage, results)
         losses = [values[len(stage.any.sent)] for values in results] if stage.any.outputs else []
     _check_replicas(losses)
-    _backward(given, made, [loss * (weight / len(losses)) for loss in losses])
+    _backward(given, made, [loss * (weight * seed_share(dims.graph, len(losses))) for loss in losses])
     return losses[0].detach()
 
 

@@ -6,11 +6,13 @@ it gives every gradient: no process group, no hand-written backward. A part that
 backward is so on all ranks together; what is offloaded waits in storages that stand for the host's.
 
 The sum over ranks of the gradients of a Replicate tensor is its gradient, so a Replicate result is
-seeded with 1/n of its gradient on each of n ranks.
+seeded with 1/n of its gradient on each of n ranks. Where a graph has backwards of the user's own, which
+needn't be linear, every rank's gradient of a Replicate tensor is whole instead, as in a program.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -18,14 +20,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.core.graph import Graph
 from autopar.core.mesh import parse_key
-from autopar.core.placement import Layout
+from autopar.core.placement import Layout, R
 from autopar.errors import CheckError
 from autopar.proof.precision import in_float64
-from autopar.proof.simulated import Call, simulate
+from autopar.proof.simulated import Call, simulate, simulate_typed
 from autopar.runtime.saved.offload import moves, saving_there
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.sharding.atoms import Dims
+from autopar.trace.custom_operator import CUSTOM
 
 Meaning = Callable[[Any, Sequence[Call]], list[Tensor]]
 
@@ -161,7 +165,7 @@ def _is_random(target: Any) -> bool:
 
 def _each(target: Any, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     """Every rank draws from the generator as it stood before the operator."""
-    if not _is_random(target):
+    if not _is_random(target) and target is not CUSTOM:
         return [in_float64(target, args, kwargs) for args, kwargs in calls]
     state, results = torch.get_rng_state(), []
     for args, kwargs in calls:
@@ -206,7 +210,25 @@ def total_gradient(name: str, locals_: Sequence[Tensor], layout: Layout, dims: D
     for rank, local in enumerate(locals_):
         if local.grad is not None:
             dims.part(name, layout, dims.mesh.coordinate(rank)).add(local.grad, total)
+    if has_custom_backwards(dims.graph):
+        replicas = (size for size, placement in zip(dims.mesh.shape, layout, strict=True) if placement == R)
+        return total / math.prod(replicas)
     return total
+
+
+def has_custom_backwards(graph: Graph) -> bool:
+    """Whether gradients must travel whole."""
+    return any(item.target is CUSTOM for item in graph.operators)
+
+
+def meaning_for(graph: Graph) -> Meaning:
+    """What the collectives of its programs do."""
+    return simulate_typed if has_custom_backwards(graph) else simulate
+
+
+def seed_share(graph: Graph, ranks: int) -> float:
+    """The part of a result's gradient with which each of its replicas is seeded."""
+    return 1.0 if has_custom_backwards(graph) else 1 / ranks
 
 
 def assemble(name: str, locals_: Sequence[Tensor], layout: Layout, dims: Dims) -> Tensor:

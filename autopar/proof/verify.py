@@ -34,7 +34,7 @@ from autopar.proof.precision import (
     widest,
     written_constants,
 )
-from autopar.proof.ranks import assemble, distribute, run, total_gradient
+from autopar.proof.ranks import assemble, distribute, meaning_for, run, seed_share, total_gradient
 from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.sharding.atoms import Dims
@@ -322,14 +322,14 @@ def simulate_training(
     for step in range(steps):
         torch.manual_seed(seed(step))
         locals_ = distribute(full, program.inputs, dims)
-        outputs = run(programs, locals_)
+        outputs = run(programs, locals_, meaning=meaning_for(graph))
         count = len(graph.outputs)
         _check_replicas(outputs, graph)
         leaves = outputs[0][:count]
         place = graph.outputs.index(graph.loss) if graph.loss in graph.outputs else None
         loss = None if place is None else leaves[place]
         note_outputs(record, leaves, loss, step)
-        _simulated_backward(outputs, place, leaves)
+        _simulated_backward(outputs, place, leaves, seed_share(graph, len(outputs)))
         for name in learned:
             share = total_gradient(name, [local[name] for local in locals_], program.inputs[name], dims)
             full[name].grad = share
@@ -386,7 +386,7 @@ def _check_replicas(outputs: Sequence[Sequence[Tensor]], graph: Graph) -> None:
 
 
 def _simulated_backward(
-    outputs: Sequence[Sequence[Tensor]], place: int | None, leaves: Sequence[Tensor]
+    outputs: Sequence[Sequence[Tensor]], place: int | None, leaves: Sequence[Tensor], share: float
 ) -> None:
     loss = None if place is None else leaves[place]
     if loss is not None and not loss.requires_grad:
@@ -394,9 +394,8 @@ def _simulated_backward(
     seeds = (
         [(place, torch.ones_like(loss))] if place is not None and loss is not None else seeds_of(None, leaves)
     )
-    ranks = len(outputs)
     roots = [local[index] for local in outputs for index, _ in seeds]
-    shares = [seed / ranks for _ in outputs for _, seed in seeds]
+    shares = [seed * share for _ in outputs for _, seed in seeds]
     if roots:
         torch.autograd.backward(roots, shares)
 

@@ -9,6 +9,10 @@ torch_checks         what torch's own Python decides by values
 refusals             what torch.export raises, in our words
 foreign_random       random numbers that a program can't draw
 checkpoint_regions   what torch.utils.checkpoint recomputes
+custom_backwards     Functions and hooks with a backward of their own
+custom_calls         one of them, its tensors and numbers taken out
+custom_operator      one of them as an operator of the graph
+stand_ins            what one of them does, on random values
 micro_batches        one batch as micro-batches, and the batch's loss
 user_source          the user's own line for a traced operator
 target               a TARGET of the command line

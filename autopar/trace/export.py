@@ -29,6 +29,7 @@ from autopar.trace.call_signature import (
     split_for_loss,
 )
 from autopar.trace.checkpoint_regions import inlined
+from autopar.trace.custom_backwards import caught
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.module_state import attributes_of, buffers_of, noted, replaced_in, write_back
@@ -125,7 +126,7 @@ def trace(
     parts, notes = [FORWARD], list[str]()
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=seen.append, enter=parts.append)
     try:
-        with inlined(), traceable(notes), without_torchs_words():
+        with inlined(), caught(model), traceable(notes), without_torchs_words():
             exported = without_draws(
                 lambda: torch.export.export(flat, _distinct(arguments.tensors), strict=False)
             )

@@ -19,8 +19,10 @@ from autopar.core.graph import (
     GraphInput,
     InputKind,
     Operator,
+    Place,
     Ref,
     TensorSpec,
+    map_refs,
     may_learn,
     memory_order,
     refs,
@@ -28,6 +30,7 @@ from autopar.core.graph import (
 from autopar.errors import TraceError
 from autopar.trace.call_signature import Arguments
 from autopar.trace.checkpoint_regions import region_of
+from autopar.trace.custom_operator import CUSTOM, call_at
 from autopar.trace.simplify import without_dead_code, without_identities
 from autopar.trace.user_source import module_of, source_of
 
@@ -55,6 +58,12 @@ _ALIKE: dict[Any, tuple[Any, int]] = {
     aten.expand_as.default: (aten.expand.default, 1),
 }
 _CAST_ALIKE = (aten.type_as.default, aten.to.other)
+# Calls that give their operand itself back where they have nothing to do.
+_GIVE_BACK = {
+    *(aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other),
+    *(aten.type_as.default, aten.dropout.default, aten.feature_dropout.default, aten.resolve_conj.default),
+    *(aten.resolve_neg.default, aten.conj.default, aten.real.default),
+}
 _NO_GRADIENT = {
     *("detach", "detach_", "argmax", "argmin", "sign"),
     *("zeros_like", "ones_like", "full_like", "empty_like"),
@@ -226,6 +235,8 @@ class GraphBuilder:
             kwargs |= _left_open(mutable, target, args, kwargs)
             if target is aten.copy.default:
                 target, args, kwargs = self.copied(node, args[1], self.specs[written])
+        if target is CUSTOM:
+            args = (*args[:4], Place(args[4]))
         args, kwargs = _device_by_name(target, args, kwargs)
         target, args, kwargs = _without_example(target, args, kwargs, node.meta.get("val"))
         values = node.meta.get("val")
@@ -240,7 +251,9 @@ class GraphBuilder:
         title, names = self.names_for(node.name, None if single else len(results))
         for name, value in zip(names, results, strict=True):
             assert isinstance(value, torch.Tensor)
-            learns = differentiable and may_learn(value.dtype)
+            learns = (
+                differentiable and may_learn(value.dtype) and _may_learn_of(target, args, names.index(name))
+            )
             self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, learns)
         operation = Operator(
             title,
@@ -256,8 +269,42 @@ class GraphBuilder:
         self.operators.append(operation)
         self.note_aliases(operation, fresh=written is not None)
         self.env[node] = Ref(names[0]) if single else [*map(Ref, names), *unusable]
+        if _is_hook(operation):
+            self.hook(node, operation)
         if written is not None:
             self.replace(node, written, names[0], grad=grad)
+
+    def hook(self, node: fx.Node, operation: Operator) -> None:
+        """Let all that uses a tensor use what the hook's `operation` gives instead, also before it.
+
+        x -> hook -> users, and a second one: x -> second -> hook -> users, as gradients meet the first first.
+        """
+        makers = {name: item for item in self.operators[:-1] for name in item.results if name}
+        given = old = self.value(_itself(node.args[0][0])).name
+        while old in makers and _is_hook(makers[old]):
+            (old,) = makers[old].operands
+        (new,) = operation.results
+        assert new is not None
+        if old not in makers:
+            raise self.refuse(node, f"a hook on the input {old}", "hooks on results of operators")
+
+        def after(item: Operator) -> Operator:
+            args, kwargs = map_refs(
+                (item.args, item.kwargs), lambda ref: Ref(new) if ref.name == old else ref
+            )
+            return replace(item, args=args, kwargs=kwargs)
+
+        rest = [after(item) for item in self.operators[:-1]]
+        place = next(index for index, item in enumerate(rest) if old in item.results) + 1
+        region = makers[old].checkpoint
+        hook = replace(operation, args=([Ref(old)], *operation.args[1:]), checkpoint=region)
+        self.operators = [*rest[:place], hook, *rest[place:]]
+        self.views = {name: after(view) for name, view in self.views.items()}
+        if old in self.views:
+            self.views[new] = self.views[old]
+        self.root[new] = self.root[old]
+        if old == given:
+            self.rename(old, new)
 
     def names_for(self, title: str, count: int | None) -> tuple[str, tuple[str, ...]]:
         """An operator's name and those of its results, `count` of them or itself: the exported ones, unless
@@ -417,6 +464,29 @@ class GraphBuilder:
         return TraceError(
             where=source_of(node) or node.name, found=found, wanted=wanted, remedy="rewrite that line"
         )
+
+
+def _itself(node: fx.Node) -> fx.Node:
+    """The node whose very tensor eager code has here: some calls give their operand back."""
+    while node.target in _GIVE_BACK:
+        before = node.args[0]
+        assert isinstance(before, fx.Node)
+        ours, theirs = node.meta["val"], before.meta["val"]
+        if ours.dtype != theirs.dtype or ours.stride() != theirs.stride():
+            break
+        if node.target is aten.dropout.default and node.args[1] and node.args[2]:
+            break
+        node = before
+    return node
+
+
+def _is_hook(item: Operator) -> bool:
+    return item.target is CUSTOM and call_at(item.args[4]).is_hook
+
+
+def _may_learn_of(target: Any, args: Sequence[Any], result: int) -> bool:
+    """Whether a result has a gradient, where operands do: a custom backward may have marked it as without."""
+    return target is not CUSTOM or call_at(args[4]).results[result].requires_grad
 
 
 def _is_fixed(values: Any) -> bool:

@@ -69,3 +69,11 @@ def shown_line(file: str, number: int) -> str:
 def first_line(error: BaseException) -> str:
     """What an error says first, or its type where it says nothing."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def calling_line() -> str:
+    """The innermost line of the user's own code that is running."""
+    for frame in reversed(traceback.extract_stack()):
+        if not is_library(frame.filename):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "the model's forward"

@@ -22,6 +22,7 @@ from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.compute import cost, estimate
 from autopar.cost.machine.devices import calibrate, device_model
+from autopar.trace.custom_operator import CUSTOM
 from costdb.database import Database
 from costdb.measurement import Measurement
 from costdb.profiler import measure_together, portions
@@ -101,6 +102,7 @@ class CostModel:
             call.key(): call
             for call in calls
             if call.key() not in self.measured and call.key() not in self.refused
+            if call.target is not CUSTOM  # the user's own Python, which other ranks may not have traced yet
         }
         if not (self.here and missing and self.setting):
             return self

@@ -37,6 +37,7 @@ from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import GATHER, Site, rule_of
+from autopar.trace.custom_operator import CUSTOM, call_at
 
 _COLLECTIVE = {
     Action.ALL_REDUCE: Collective.ALL_REDUCE,
@@ -458,7 +459,9 @@ class Prices:
         return 2 * self.state_bytes(name, layout) / self.device.bandwidth
 
     def is_gathered(self, operation: Operator) -> bool:
-        """Whether the operator has no rule and tensors that could have been sharded."""
+        """Whether no rule shards the operator, which has tensors that could have been sharded."""
+        if operation.target is CUSTOM:
+            return not call_at(operation.args[4]).factors
         return rule_of(operation) is GATHER and bool(operation.operands)
 
 
