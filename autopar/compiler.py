@@ -5,6 +5,7 @@ Rank 0 plans and sends the plan; every rank rewrites its own program from it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -72,8 +73,12 @@ class Compiler:
         training: bool,
         pinned: Pinned | None,
         step: bool = False,
+        known: Sequence[Plan] = (),
     ) -> Executable | StagedExecutable:
-        """Compile the program of this rank for one kind of call; collective."""
+        """Compile the program of this rank for one kind of call; collective.
+
+        A plan that is `known` is kept for a graph that differs from its own in numbers alone.
+        """
         request = self._request(pinned, training=training, step=step)
         if self.traced is not None and pinned is None:
             traced = self.traced
@@ -85,7 +90,8 @@ class Compiler:
             traced = replace(traced, graph=with_masks_by_dims(traced.graph))
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
-        plan = (self.given(traced) if pinned is None else None) or self.agree(traced, request)
+        plan = (self.given(traced) if pinned is None else None) or kept(traced.graph, known)
+        plan = plan or self.agree(traced, request)
         rank, device = dist.get_rank(), self.device()
         if not plan.pipeline.is_staged:
             return build(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
@@ -309,6 +315,12 @@ class Compiler:
             return search(
                 graph, self.cluster, request, database=database, progress=self.progress, company=company
             ).plan
+
+
+def kept(graph: Graph, known: Sequence[Plan]) -> Plan | None:
+    """One of the plans whose graph differs from this one in numbers alone, for this one."""
+    here = fingerprint_of(graph)
+    return next((replace(plan, graph=here) for plan in known if plan.graph.shape == here.shape), None)
 
 
 def _noted(plan: Plan, note: str | None) -> Plan:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.core.graph import Graph
 from autopar.errors import InputError, TraceError
+from autopar.trace.attribute_reads import reading
 from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
@@ -78,9 +79,11 @@ class _Flat(nn.Module):
         args, kwargs = self.arguments.rebuild(tensors)
         args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
-        output = self.model(*args, **kwargs)
+        with reading():
+            output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
-            loss = self.loss_fn(output, *loss_args, **loss_kwargs)
+            with reading(self.loss_fn):
+                loss = self.loss_fn(output, *loss_args, **loss_kwargs)
             output = loss if self.loss_only else {"loss": loss, "output": output}
         leaves, results = flatten_results(output)
         found = find_loss(output)

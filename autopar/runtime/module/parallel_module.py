@@ -1,7 +1,7 @@
 """The parallel module: the serial model's names and calls, this rank's part of its work.
 
-    first call    compile the serial model -> place its parameters -> keep a copy without memory
-    every call    key of the call -> program from the cache, or compile the copy -> run
+    first call    compile the serial model -> put DTensors in the place of its parameters
+    every call    key of the call, guards of what was read -> program from the cache, or compile anew -> run
 
 Every rank makes the same calls in the same order: planning, forward, backward, `state_dict` and
 `load_state_dict` are collective. Nothing here catches an exception: a rank that raises ends, and
@@ -14,7 +14,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from functools import cache
+from typing import Any, Protocol, TypedDict, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -37,13 +38,17 @@ from autopar.runtime.execute.staged_program import StagedProgram
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.clipping import norm_dtype, refuse_torch_clipping, scale, total_norm
-from autopar.runtime.module.containers import Container, Stored
+from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.local_inputs import LocalInputs
 from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast
+from autopar.runtime.module.program_cache import ProgramCache
 from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
+from autopar.runtime.module.stored import Stored
+from autopar.runtime.module.user_tree import UserTree
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
 from autopar.runtime.parameters.parameters import device_mesh, distribute, nothing, sharding_key
+from autopar.trace.attribute_reads import recording
 from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.trace.simplify import no_loss
@@ -51,12 +56,22 @@ from autopar.trace.simplify import no_loss
 TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits for one that has died
 
 
+class SamplerOptions(TypedDict, total=False):
+    """What `sampler` takes beside the dataset."""
+
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    batch_size: int | None
+
+
 class Compile(Protocol):
     """Plans and rewrites one kind of call of `model`, for this rank.
 
     `training` says whether gradients are wanted. `pinned` is what the program must keep to; None before
     parameters and buffers are placed. For a `step` the arguments are those of the whole batch, and the
-    program is that of one micro-batch, or of this rank's stages. Must give the same plan on every rank.
+    program is that of one micro-batch, or of this rank's stages. `known` are plans of such calls, made while
+    numbers that the model reads were others. Must give the same plan on every rank.
     """
 
     def __call__(
@@ -68,57 +83,48 @@ class Compile(Protocol):
         training: bool,
         pinned: Pinned | None,
         step: bool = False,
+        known: Sequence[Plan] = (),
     ) -> Executable | StagedExecutable: ...
 
 
-class ParallelModule(Container):
-    """Runs `model` in parallel by the programs that `compile` makes, one for each kind of call.
+class Runner:
+    """Runs `root` in parallel by the programs that `compile` makes, one for each kind of call.
 
     A kind of call is: shapes, dtypes and constants of the arguments; train or eval mode of every
-    module; which parameters need gradients; dtypes of parameters and buffers. Outputs and losses are
-    the serial model's, on every rank the whole, or the part that the program leaves there. `state_dict`
-    and `load_state_dict` speak serial names and full tensors.
-
-    Every rank passes the global batch, or with `local_inputs` its own `samples` of it. The gradient
-    of an input is then that of the rows that the rank passed.
-
-    With `broadcast_parameters` all ranks start from rank 0's values. Values of a model on the meta
-    device are NaN until `load_state_dict`. Raises InputError for a model whose hooks or wrappers a
-    traced program would drop. `describe` is what printing the module shows of a program.
+    module; which parameters need gradients; dtypes of parameters and buffers; and whatever else of the
+    modules and the loss a trace has read. Outputs and losses are the serial model's, on every rank the
+    whole, or the part that the program leaves there.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        root: nn.Module,
+        serial_class: type,
         compile: Compile,
         *,
         describe: Callable[[Executable | StagedExecutable], str],
         device: torch.device,
-        timeout: timedelta = TIMEOUT,
-        broadcast_parameters: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
-        by_steps: bool = False,
-        exact_random: bool = False,
-        local_inputs: bool = False,
+        timeout: timedelta,
+        broadcast_parameters: bool,
+        bucket_bytes: int,
+        by_steps: bool,
+        exact_random: bool,
+        local_inputs: bool,
     ) -> None:
-        super().__init__()
-        serial_model.check(model)
         keep_freed_memory()
-        self.mirror(model)
+        self.tree = UserTree(root, serial_class)
         self._compile, self._describe = compile, describe
         self._device, self._timeout = device, timeout
         self._broadcast, self._bucket_bytes = broadcast_parameters, bucket_bytes
         self._by_steps, self._exact_random = by_steps, exact_random
-        self._model = (model,)  # in a tuple, so that nn.Module does not take it for a child
-        self._containers = tuple(cast(Container, module) for module in self.modules())
         self._mesh: tuple[Mesh, DeviceMesh] | None = None  # set when parameters are placed
         self._pinned: dict[str, InputPart] = {}
         self._holders: Mapping[str, tuple[int, ...]] = {}  # pipeline ranks of each tensor, with stages
         self._homes: Mapping[str, int] = {}  # the first stage of each
         self._pipeline = Pipeline()
         self._held: Held | None = None  # with stages
-        self._nothing: tuple[nn.Parameter, ...] = ()  # with stages: in a tuple as the model is
-        self._programs: dict[tuple[Any, ...], Bound | StagedProgram | Relay] = {}
+        self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
+        self._programs: ProgramCache[Bound | StagedProgram | Relay] = ProgramCache()
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
@@ -192,8 +198,8 @@ class ParallelModule(Container):
     ) -> Tensor:
         """Scale all gradients in place so that their norm, over all ranks and stages, is at most
         `max_norm`; returns the norm before. As torch.nn.utils.clip_grad_norm_; a collective."""
-        self._require_placed()
-        held = {name: item for name, item in self.named_parameters() if item.grad is not None}
+        self.require_placed()
+        held = {name: item for name, item in self.tree.root.named_parameters() if item.grad is not None}
         mine = [item.grad for name, item in held.items() if item.grad is not None and self._counts(name)]
         group = None if isinstance(self._current, Bound | None) else self._current.group
         dtype = norm_dtype(dtype for dtype, learns in self._states().values() if learns)
@@ -244,7 +250,7 @@ class ParallelModule(Container):
     def plan(self) -> Plan:
         """The plan of the program that ran last; the first call's before that."""
         if self._current is None:
-            self._require_placed()
+            self.require_placed()
         assert self._current is not None
         return self._current.executable.plan
 
@@ -252,7 +258,7 @@ class ParallelModule(Container):
     def output_parts(self) -> tuple[Part, ...]:
         """Which box of each global output this rank returns, by the program that ran last; the tensors
         of the output in their order."""
-        self._require_placed()
+        self.require_placed()
         if not isinstance(self._current, Bound):
             raise InputError(
                 where="output_parts of the parallel module",
@@ -272,31 +278,37 @@ class ParallelModule(Container):
 
     def _program(self, call: Arguments, *, step: bool = False) -> Bound | StagedProgram | Relay:
         """The program for the global `call`."""
+        self.tree.check()
         self._update_held()
         key = self._key(call, step=step)
-        if key not in self._programs:
-            if self._mesh is not None:
-                self._update_copy()
-            model = self._model[0]
-            for ours, theirs in zip(self._containers, model.modules(), strict=True):
-                theirs.training = ours.training
-            args, kwargs = call.rebuild(call.tensors)
+        known = self._programs.find(key)
+        if known is not None:
+            return known
+        args, kwargs = call.rebuild(call.tensors)
+        states = None if self._mesh is None else self._states()
+        with recording() as reads, self.tree.serial(states) as model:
             made = self._compile(
-                model, args, kwargs, training=torch.is_grad_enabled(), pinned=self._keep(), step=step
+                model,
+                args,
+                kwargs,
+                training=torch.is_grad_enabled(),
+                pinned=self._keep(),
+                step=step,
+                known=[program.executable.plan for program in self._programs.of(key)],
             )
-            copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
-            groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
-            mesh = self._place(made) if self._mesh is None else self._check(made)
-            self._update_held()
-            program = self._programs[self._key(call, step=step)] = self._bind(made, mesh, step=step)
-            return program
-        return self._programs[key]
+        copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
+        groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
+        mesh = self._place(made) if self._mesh is None else self._check(made)
+        self._update_held()
+        program = self._bind(made, mesh, step=step)
+        self._programs.add(self._key(call, step=step), Guard(reads), program)
+        return program
 
     def _bind(
         self, made: Executable | StagedExecutable, mesh: DeviceMesh, *, step: bool
     ) -> Bound | StagedProgram | Relay:
         def find(target: str) -> Callable[[], Any]:
-            return find_in(self, target)
+            return find_in(self.tree.root, target)
 
         if isinstance(made, StagedExecutable) and not step:
             return Relay(
@@ -343,7 +355,7 @@ class ParallelModule(Container):
         if self._mesh is None:
             return ()
         held = itertools.chain.from_iterable(
-            (*item._parameters.values(), *item._buffers.values()) for item in self._containers
+            (*item._parameters.values(), *item._buffers.values()) for item in self.tree.modules
         )
         mine = tuple((tensor.dtype, tensor.requires_grad) for tensor in held if tensor is not None)
         return (
@@ -351,31 +363,23 @@ class ParallelModule(Container):
             torch.is_grad_enabled(),
             call.key,
             tuple(tensor.requires_grad for tensor in call.tensors),
-            tuple(container.training for container in self._containers),
+            tuple(module.training for module in self.tree.modules),
             tuple(self._held.states.items()) if self._held else mine,
         )
-
-    def _update_copy(self) -> None:
-        """Give the copy that is traced the parameters' present dtypes and need of gradients."""
-        model = self._model[0]
-        traced = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-        for name, (dtype, learns) in self._states().items():
-            theirs = traced[name]
-            if theirs.dtype != dtype:
-                theirs.data = serial_model.without_memory(theirs.detach(), dtype)
-            theirs.requires_grad_(learns)
 
     def _update_held(self) -> None:
         """With stages, learn what other ranks hold; a collective."""
         if self._held is not None:
-            self._held.update(itertools.chain(self.named_parameters(), self.named_buffers()))
+            self._held.update(self._named_tensors())
 
     def _states(self) -> Mapping[str, State]:
         """Dtypes and need of gradients of all parameters and buffers, also of other stages."""
         if self._held is not None:
             return self._held.states
-        tensors = itertools.chain(self.named_parameters(), self.named_buffers())
-        return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
+        return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in self._named_tensors()}
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return itertools.chain(self.tree.root.named_parameters(), self.tree.root.named_buffers())
 
     # -- samples --------------------------------------------------------------------------------
 
@@ -410,7 +414,7 @@ class ParallelModule(Container):
 
     def _loads(self, size: int | None) -> tuple[int, range]:
         """The number of samples of a global batch, and the rows that this rank loads of it."""
-        self._require_placed()
+        self.require_placed()
         if self._batch is None:
             raise InputError(
                 where="samples of the parallel module",
@@ -449,13 +453,11 @@ class ParallelModule(Container):
         if isinstance(made, StagedExecutable):
             self._holders = dict.fromkeys(self._pinned, (0,)) | dict(made.holders)
             self._homes, self._pipeline = made.homes, made.pipeline
-            self._held, self._nothing = Held(self._device), (nothing(mesh),)
+            self._held, self.nothing = Held(self._device), (nothing(mesh),)
             differ_by_stage(dist.get_rank() // made.mesh.num_devices)
             refuse_torch_clipping(mesh)
-        model = self._model[0]
-        self.fill(model, self._store)
-        self._model = (serial_model.hollow(model),)
-        self.load_as(self._model[0])
+        serial_model.check_plain(self.tree.root)
+        self.tree.place(self._store)
         refuse_whole_tensor(self, mesh)
         step_fast(self, mesh)
         return mesh
@@ -520,9 +522,8 @@ class ParallelModule(Container):
             )
         return self._mesh[1]
 
-    # -- what nn.Module does with tensors -------------------------------------------------------
-
-    def _require_placed(self) -> None:
+    def require_placed(self) -> None:
+        """Raise InputError before a plan has said where parameters lie."""
         if self._mesh is None:
             raise InputError(
                 where="parameters of the parallel module",
@@ -531,8 +532,142 @@ class ParallelModule(Container):
                 remedy="pass example_inputs to parallelize, or call the module once first",
             )
 
+    def gather(self, name: str, tensor: Tensor | None) -> Tensor:
+        """The full tensor of what lies as parameter or buffer `name` does; a collective."""
+        return self.tree.stored[name].gather(tensor)
+
+    def untie(self) -> None:
+        """Let go of the parameters' storage, which is about to be replaced."""
+        for program in self._programs.programs():
+            program.untie()
+
+    def describe(self) -> str:
+        """The plan, and this rank's program."""
+        if self._current is None:
+            return "ParallelModule(no plan yet: call it once, or pass example_inputs to parallelize)"
+        return self._describe(self._current.executable)
+
+
+class ParallelModule(nn.Module):
+    """The user's module itself, of a class that runs its forward in parallel.
+
+    Classes, attributes, methods, hooks of the root and `isinstance` are the user's; parameters are DTensors;
+    `state_dict` and `load_state_dict` speak serial names and full tensors. What a trace has read may change:
+    attributes of any module, modes, modules without parameters, numbers of the loss. Modules below the root
+    can't be called by themselves. Names of the user's own that this class has too are reached in forward only.
+
+    Every rank passes the global batch, or with `local_inputs` its own `samples` of it. The gradient
+    of an input is then that of the rows that the rank passed.
+
+    With `broadcast_parameters` all ranks start from rank 0's values. Values of a model on the meta
+    device are NaN until `load_state_dict`. Raises InputError for a model whose hooks or wrappers a
+    traced program would drop. `describe` is what printing the module shows of a program.
+    """
+
+    _autopar: Runner
+
+    def __new__(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """`model`, of another class."""
+        if cls is not ParallelModule:  # a slice of an nn.Sequential makes one of its own class
+            return _serial_class(cls)(model, *args, **kwargs)
+        serial_model.check(model)
+        if isinstance(model, ParallelModule):  # without a plan yet: another try
+            model.__class__ = _serial_class(type(model))
+        model.__class__ = _parallel_class(type(model))
+        return model
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compile: Compile,
+        *,
+        describe: Callable[[Executable | StagedExecutable], str],
+        device: torch.device,
+        timeout: timedelta = TIMEOUT,
+        broadcast_parameters: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+        by_steps: bool = False,
+        exact_random: bool = False,
+        local_inputs: bool = False,
+    ) -> None:
+        self.__dict__["_autopar"] = Runner(
+            self,
+            _serial_class(type(self)),
+            compile,
+            describe=describe,
+            device=device,
+            timeout=timeout,
+            broadcast_parameters=broadcast_parameters,
+            bucket_bytes=bucket_bytes,
+            by_steps=by_steps,
+            exact_random=exact_random,
+            local_inputs=local_inputs,
+        )
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The serial model's output; every rank passes the global batch, or its samples of it.
+
+        With pipeline stages it is without gradients, and backward from it raises: `train_step` trains.
+        """
+        return self._autopar.forward(*args, **kwargs)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of one global batch, micro-batch by micro-batch; returns its loss.
+
+        Gradients are added to the parameters' `.grad`, and the optimizer's step stays the user's. The
+        loss is that of the batch, on every rank: a mean over samples weighs each micro-batch by its
+        share of them, a sum adds up. Every rank passes the global batch.
+        """
+        return self._autopar.train_step(*args, **kwargs)
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
+        return self._autopar.eval_step(*args, **kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Plan and compile for a call with such a global batch, without running it; the first time,
+        place the parameters. With local inputs, calls are known by the batches that were prepared."""
+        self._autopar.prepare(*args, **kwargs)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients in place so that their norm, over all ranks and stages, is at most
+        `max_norm`; returns the norm before. As torch.nn.utils.clip_grad_norm_; a collective."""
+        return self._autopar.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    # -- plan and samples -----------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the program that ran last; the first call's before that."""
+        return self._autopar.plan
+
+    @property
+    def output_parts(self) -> tuple[Part, ...]:
+        """Which box of each global output this rank returns, by the program that ran last; the tensors
+        of the output in their order."""
+        return self._autopar.output_parts
+
+    @property
+    def samples(self) -> range:
+        """The rows of the global batch that this rank passes; of the batch that was planned first."""
+        return self._autopar.samples
+
+    def sampler(self, dataset: Sized, **options: Unpack[SamplerOptions]) -> BatchSampler:
+        """For `DataLoader(dataset, batch_sampler=...)`: this rank's rows of each global batch.
+
+        All ranks draw one order from `seed` and the epoch (`set_epoch`). `batch_size` is the global
+        batch's, one that is prepared; that of the first plan by default. See `BatchSampler`.
+        """
+        return self._autopar.sampler(dataset, **options)
+
+    # -- what nn.Module does with tensors -------------------------------------------------------
+
     def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[Any]:  # parameters() and buffers() too
-        self._require_placed()
+        self._autopar.require_placed()
         yield from super()._named_members(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -542,40 +677,45 @@ class ParallelModule(Container):
         for item in super().parameters(recurse):
             learns = learns or item.requires_grad
             yield item
-        for item in () if learns else self._nothing:
+        for item in () if learns else self._autopar.nothing:
             item.requires_grad_()  # again, where all were frozen before
             yield item
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, with serial names and full tensors on all ranks; a collective."""
-        self._require_placed()
-        return super().state_dict(*args, **kwargs)
+        self._autopar.require_placed()
+        return self._autopar.tree.in_order(super().state_dict(*args, **kwargs), kwargs.get("prefix", ""))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, from full tensors, of which every rank copies its part in place."""
-        self._require_placed()
+        self._autopar.require_placed()
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def gather(self, name: str, tensor: Tensor | None) -> Tensor:
         """The full tensor, in serial order, of what lies as parameter or buffer `name` does: itself,
         its gradient, an optimizer's state; a collective. Ranks of other stages pass None."""
-        path, _, last = name.rpartition(".")
-        containers = dict(self.named_modules(remove_duplicate=False))
-        return cast(Container, containers[path])._stored[last].gather(tensor)
+        return self._autopar.gather(name, tensor)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._require_placed()
-        for program in self._programs.values():
-            program.untie()
+        self._autopar.require_placed()
+        self._autopar.untie()
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    # -- printing -------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         """The plan, and this rank's program."""
-        if self._current is None:
-            return "ParallelModule(no plan yet: call it once, or pass example_inputs to parallelize)"
-        return self._describe(self._current.executable)
+        return self._autopar.describe()
+
+
+@cache
+def _parallel_class(kind: type) -> type:
+    """A class of the same name and module below ParallelModule and `kind`."""
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_serial_class": kind}
+    return cast(type, type(kind)(f"Parallel{kind.__name__}", (ParallelModule, kind), names))
+
+
+def _serial_class(kind: type) -> type:
+    """The user's class of which this is the parallel one."""
+    return cast(type, vars(kind)["_serial_class"])
 
 
 def _refuse_input_gradients(call: Arguments) -> None:
