@@ -10,8 +10,9 @@ the launcher, or the timeout of the process groups, ends the others.
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -40,7 +41,7 @@ from autopar.runtime.module import serial_model
 from autopar.runtime.module.clipping import norm_dtype, refuse_torch_clipping, scale, total_norm
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.local_inputs import LocalInputs
-from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast
+from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast, take_over
 from autopar.runtime.module.program_cache import ProgramCache
 from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
@@ -125,6 +126,7 @@ class Runner:
         self._held: Held | None = None  # with stages
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
         self._programs: ProgramCache[Bound | StagedProgram | Relay] = ProgramCache()
+        self._inherited: dict[Hashable, list[Plan]] = {}  # of the module that this one is a copy of
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
@@ -294,7 +296,7 @@ class Runner:
                 training=torch.is_grad_enabled(),
                 pinned=self._keep(),
                 step=step,
-                known=[program.executable.plan for program in self._programs.of(key)],
+                known=self._plans(key),
             )
         copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
         groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
@@ -361,6 +363,7 @@ class Runner:
         return (
             step,
             torch.is_grad_enabled(),
+            self.tree.version,
             call.key,
             tuple(tensor.requires_grad for tensor in call.tensors),
             tuple(module.training for module in self.tree.modules),
@@ -457,10 +460,33 @@ class Runner:
             differ_by_stage(dist.get_rank() // made.mesh.num_devices)
             refuse_torch_clipping(mesh)
         serial_model.check_plain(self.tree.root)
-        self.tree.place(self._store)
+        placed = self.tree.place(self._store)
+        take_over(self, [item for item in placed if isinstance(item.whole, nn.Parameter)], mesh, self.nothing)
         refuse_whole_tensor(self, mesh)
         step_fast(self, mesh)
         return mesh
+
+    def copied(self, memo: dict[int, Any]) -> nn.Module:
+        """A deep copy of the root that runs by itself: own parameters, and programs that are still to be made."""
+        with self.tree.plain() as root:
+            twin = copy.deepcopy(root, memo)
+        twin.__class__ = type(self.tree.root)
+        runner = twin.__dict__["_autopar"] = copy.copy(self)
+        runner.tree = self.tree.of(twin)
+        runner.tree.install()
+        runner._programs = ProgramCache()
+        runner._users = dict(self._users)
+        runner._inherited = {key: self._plans(key) for key in self._programs.keys()}
+        if self._held is not None:
+            runner._held = Held(self._device)
+        if self._mesh is not None:
+            refuse_whole_tensor(runner, self._mesh[1])
+            step_fast(runner, self._mesh[1])
+        return twin
+
+    def _plans(self, key: Hashable) -> list[Plan]:
+        """Plans of such calls: another graph of the same shape needs no search."""
+        return [*(program.executable.plan for program in self._programs.of(key)), *self._inherited.get(key, ())]
 
     def _store(self, name: str, full: Tensor) -> tuple[Tensor | None, Stored]:
         assert self._mesh is not None
@@ -700,6 +726,18 @@ class ParallelModule(nn.Module):
         self._autopar.require_placed()
         self._autopar.untie()
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A parallel module of its own, with the same values."""
+        return self._autopar.copied(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            where="pickling or copying a parallel module",
+            found="this rank's parts and program, which mean nothing elsewhere",
+            wanted="its state_dict(), which holds full tensors",
+            remedy="torch.save(parallel.state_dict(), file) after calling state_dict() on all ranks, or copy.deepcopy",
+        )
 
     def __repr__(self) -> str:
         """The plan, and this rank's program."""

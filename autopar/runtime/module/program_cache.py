@@ -27,6 +27,10 @@ class ProgramCache(Generic[P]):
         """All of them."""
         return (program for entries in self._kinds.values() for _, program in entries)
 
+    def keys(self) -> Iterator[Hashable]:
+        """Their kinds of call."""
+        return iter(self._kinds)
+
     def of(self, key: Hashable) -> list[P]:
         """Those of one kind of call."""
         return [program for _, program in self._kinds.get(key, [])]

@@ -11,13 +11,14 @@ from __future__ import annotations
 import operator
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
@@ -31,7 +32,15 @@ HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-Tensors = dict[str, Tensor | None]
+_EVERYWHERE = tuple(getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS)  # by torch.nn.modules
+
+
+class Placed(NamedTuple):
+    """A tensor of the serial model, this rank's part of it (None where it holds none), and how that lies."""
+
+    whole: Tensor
+    part: Tensor | None
+    stored: Stored
 
 
 class UserTree:
@@ -39,9 +48,10 @@ class UserTree:
 
     def __init__(self, root: nn.Module, serial_class: type) -> None:
         self.root, self.serial_class = root, serial_class
+        self.version = 0  # of which modules there are
         self.stored: dict[str, Stored] = {}
         self._whole: dict[str, Tensor] = {}  # without memory, by every name; once placed
-        self._whole_lists: list[tuple[dict[str, Any], str, Any]] = []  # attributes that hold some of them
+        self._whole_lists: list[tuple[str, str, Any]] = []  # by path and name, attributes that hold some of them
         self._handles: list[RemovableHandle] = []
         self._take()
 
@@ -61,21 +71,27 @@ class UserTree:
 
     # -- placing ------------------------------------------------------------------------------------
 
-    def place(self, store: Callable[[str, Tensor], tuple[Tensor | None, Stored]]) -> dict[int, Tensor | None]:
+    def place(self, store: Callable[[str, Tensor], tuple[Tensor | None, Stored]]) -> list[Placed]:
         """Put what `store(name, tensor)` makes of every tensor in its place, each tensor once; None is what
-        another stage holds. Returns what has come into the place of which, by id."""
+        another stage holds."""
         full = dict(self._named_tensors())
         self._whole = _without_memory(full)
         self._whole_lists = list(self._lists_with({id(full[name]): whole for name, whole in self._whole.items()}))
-        made: dict[int, tuple[Tensor | None, Stored]] = {}
+        placed: dict[int, Placed] = {}
         for name, tensor in full.items():
-            if id(tensor) not in made:
-                made[id(tensor)] = store(name, tensor)
-            self.stored[name] = made[id(tensor)][1]
-        places = {key: tensor for key, (tensor, _) in made.items()}
-        self._put(places)
+            if id(tensor) not in placed:
+                placed[id(tensor)] = Placed(tensor, *store(name, tensor))
+            self.stored[name] = placed[id(tensor)].stored
+        self._put({key: item.part for key, item in placed.items()})
         self.install()
-        return places
+        return list(placed.values())
+
+    def of(self, twin: nn.Module) -> UserTree:
+        """The tree of a copy of the root."""
+        tree = UserTree(twin, self.serial_class)
+        tree.stored, tree._whole, tree._whole_lists = self.stored, self._whole, self._whole_lists
+        tree.version = self.version
+        return tree
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters and buffers by name, tied ones by each of theirs."""
@@ -92,24 +108,28 @@ class UserTree:
                 for name, tensor in held.items():
                     if id(tensor) in places:
                         held[name] = places[id(tensor)]  # type: ignore[assignment]
-        for state, name, value in list(self._lists_with(places)):
-            state[name] = value
+        self._set(list(self._lists_with(places)))
 
-    def _lists_with(self, places: Mapping[int, Tensor | None]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def _set(self, values: Sequence[tuple[str, str, Any]]) -> None:
+        states = dict(zip(self._paths, map(vars, self.modules), strict=True))
+        for path, name, value in values:
+            if path in states:
+                states[path][name] = value
+
+    def _lists_with(self, places: Mapping[int, Tensor | None]) -> Iterator[tuple[str, str, Any]]:
         """Attributes that hold some of these tensors, and their values with the others in their places."""
-        for module in self.modules:
-            state = vars(module)
-            for name, value in state.items():
+        for path, module in zip(self._paths, self.modules, strict=True):
+            for name, value in vars(module).items():
                 if name in ("_parameters", "_buffers", "_modules") or not isinstance(value, (list, tuple, dict)):
                     continue
                 if (replaced := _replaced(value, places)) is not value:
-                    yield state, name, replaced
+                    yield path, name, replaced
 
     # -- our own hooks ------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Let state dicts speak full tensors, and calls of single modules be refused."""
-        for path, module in zip(self._paths, self.modules, strict=True):
+        """Once tensors are placed, let state dicts speak full ones, and calls of single modules be refused."""
+        for path, module in () if not self.stored else zip(self._paths, self.modules, strict=True):
             names = [*module._parameters, *module._buffers]
             stored = {name: self.stored[_join(path, name)] for name in names if _join(path, name) in self.stored}
             if stored:
@@ -137,26 +157,30 @@ class UserTree:
         """Take over other modules without tensors; raises InputError for what no program can know of."""
         if self._is_as_before():
             return
-        hooks = [
-            f"a {HOOKS[name]} on {path}"
+        self._refuse_hooks()
+        self.uninstall()
+        self._take()
+        self.version += 1
+        if self.stored:
+            self._check_tensors()
+        self.install()
+
+    def _refuse_hooks(self) -> None:
+        hooks = [f"a hook on all modules{_defined(hook)}" for hooks in _EVERYWHERE for hook in hooks.values()]
+        hooks += [
+            f"a {HOOKS[name]} on {path}{_defined(hook)}"
             for path, module in self.root.named_modules()
             for name in HOOKS
-            if path and any(not isinstance(hook, _Refused) and not is_harmless(hook) for hook in getattr(module, name).values())
+            for hook in (getattr(module, name).values() if path else ())
+            if not isinstance(hook, _Refused) and not is_harmless(hook)
         ]
         if hooks:
             raise InputError(
                 where="call of the parallel module",
                 found=_few(hooks),
-                wanted="no hooks on modules below it, whose forward the program has taken the place of",
-                remedy="remove them (handle.remove()), hook the parallel module itself, or let forward return "
-                "what they look at",
+                wanted="no hooks on modules below it: a program runs instead of their forward",
+                remedy="remove them, hook the parallel module itself, or let forward return what they look at",
             )
-        if self.stored:
-            self.uninstall()
-        self._take()
-        if self.stored:
-            self._check_tensors()
-            self.install()
 
     def _is_as_before(self) -> bool:
         children = self._present_children()
@@ -165,11 +189,16 @@ class UserTree:
             and all(map(operator.is_, children, self._children))
             and all(map(operator.is_, map(type, self.modules), self._kinds))
             and list(map(len, self._hooks)) == self._hook_counts
+            and not any(_EVERYWHERE)
         )
 
     def _check_tensors(self) -> None:
         """Raise InputError for parameters and buffers that have no place in the plan."""
-        new = [name for name, _ in self._named_tensors() if name not in self.stored]
+        new = [
+            name
+            for name, tensor in self._named_tensors()
+            if name not in self.stored or (isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor))
+        ]
         if new:
             raise InputError(
                 where="call of the parallel module",
@@ -185,25 +214,30 @@ class UserTree:
         Once parameters are placed, `states` says their dtypes and which learn; whole tensors without memory
         stand in for them.
         """
+        with self.plain() as root:
+            kept = _Kept(self.modules)
+            for name in (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
+                root.__dict__[name] = OrderedDict()
+            try:
+                if states is not None:
+                    self._put_whole(states)
+                yield root
+            finally:
+                kept.restore()
+
+    @contextmanager
+    def plain(self) -> Iterator[nn.Module]:
+        """The root as an instance of the user's class, without anything of ours but its parameters."""
         root, parallel_class = self.root, type(self.root)
-        if states is not None:
-            self.uninstall()
-        kept = _Kept(self.modules)
+        self.uninstall()
         runner = root.__dict__.pop("_autopar")
         root.__class__ = self.serial_class
-        for name in (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
-            root.__dict__[name] = OrderedDict()
         try:
-            if states is not None:
-                self._put_whole(states)
             yield root
         finally:
-            kept.restore()
             root.__class__ = parallel_class
             root.__dict__["_autopar"] = runner
-            self._hook_counts = list(map(len, self._hooks))
-            if states is not None:
-                self.install()
+            self.install()
 
     def _put_whole(self, states: Mapping[str, tuple[torch.dtype, bool]]) -> None:
         places: dict[int, Tensor | None] = {}
@@ -222,8 +256,7 @@ class UserTree:
                     if tensor is not None:
                         places[id(tensor)] = whole
         self._put(places)
-        for state, name, value in self._whole_lists:
-            state[name] = value
+        self._set(self._whole_lists)
 
 
 class _Kept:
@@ -277,12 +310,18 @@ def _caller() -> str:
     return ""
 
 
+def _defined(hook: Any) -> str:
+    """Where a function is defined, in brackets."""
+    code = getattr(hook, "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+
+
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _without_memory(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
