@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,12 +31,11 @@ _PROXIES = "torch.fx.experimental.proxy_tensor"  # whose classes stand for modul
 
 @dataclass(slots=True)
 class Owner:
-    """An object whose attributes were read: `state` is its dictionary, `before` what that held at first."""
+    """An object whose attributes were read: `state` is its dictionary, None for one of slots."""
 
     kind: type
     state: dict[str, Any] | None
     value: Any
-    before: dict[str, Any] = field(default_factory=dict)
     names: dict[str, None] = field(default_factory=dict)
 
 
@@ -46,18 +45,35 @@ class Reads:
     def __init__(self) -> None:
         self.owners: dict[int, Owner] = {}
         self.functions: dict[int, types.FunctionType] = {}
+        self.left: Mapping[tuple[str, str], Any] = {}  # what forward leaves in its modules, by path and name
         self._seen: dict[int, Any] = {}
         self._watched: dict[type, Any] = {}
+        self._written: set[tuple[int, str]] = set()
+
+    def has(self, state: dict[str, Any], name: str) -> bool:
+        """Whether an attribute was read, as it was before forward."""
+        owner = self.owners.get(id(state))
+        return owner is not None and (name in owner.names or ALL in owner.names)
 
     @contextmanager
     def on(self, *values: Any) -> Iterator[None]:
         """Record within; `values` are what the code gets at beside modules: a loss, arguments."""
         self._watch(nn.Module)
+        self._written.clear()
+        own_set: Any = nn.Module.__setattr__
+        written = self._written
+
+        def noting(module: nn.Module, name: str, value: Any) -> None:
+            written.add((id(object.__getattribute__(module, "__dict__")), name))
+            own_set(module, name, value)
+
+        nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
         try:
             for value in values:
                 self.see(value)
             yield
         finally:
+            nn.Module.__setattr__ = own_set  # type: ignore[method-assign]
             for kind, own in self._watched.items():
                 if own is None:
                     del kind.__getattribute__
@@ -129,7 +145,7 @@ class Reads:
             if is_torch(sys._getframe(2).f_globals.get("__name__")):
                 return  # nn.Module's own __setattr__ and __getattr__
             name = ALL
-        elif owner.state is not None and owner.state.get(name) is not owner.before.get(name):
+        elif (id(owner.state), name) in self._written:
             return  # forward has put it there
         owner.names[name] = None
         self.see(result)
@@ -142,7 +158,7 @@ class Reads:
         key = id(value) if state is None else id(state)
         if key not in self.owners:
             kind = next(kind for kind in type(value).__mro__ if not _is_proxy(kind))
-            self.owners[key] = Owner(kind, state, value, dict(state or {}))
+            self.owners[key] = Owner(kind, state, value)
         return self.owners[key]
 
 
@@ -195,11 +211,8 @@ def recording() -> Iterator[Reads]:
 
 
 @contextmanager
-def reading(*values: Any) -> Iterator[None]:
-    """Record what the code within reads, if somebody wants to know."""
-    reads = _current.get()
-    if reads is None:
-        yield
-        return
+def reading(*values: Any) -> Iterator[Reads]:
+    """Record what the code within reads, for whoever records, if anybody does."""
+    reads = _current.get() or Reads()
     with reads.on(*values):
-        yield
+        yield reads

@@ -8,8 +8,8 @@ inlined, guards and assertions are dropped (the wrapper checks its inputs itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,8 @@ from autopar.trace.call_signature import (
 )
 from autopar.trace.checkpoint_regions import inlined
 from autopar.trace.graph_builder import GraphBuilder
-from autopar.trace.module_state import attributes_of, buffers_of, noted, replaced_in, write_back
+from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
+from autopar.trace.simplify import without_dead_code
 from autopar.trace.uncollected import uncollected
 from autopar.trace.user_source import first_line, user_line
 
@@ -48,11 +49,12 @@ class Traced:
 
 
 class _Seen(NamedTuple):
-    """What forward shows beside its tensors: which of them is the loss, and the attributes it replaced."""
+    """What forward shows beside its tensors: which of them is the loss, and the paths of those at the end that
+    it reads and replaces."""
 
     results: Results
     loss_index: int | None
-    replaced: Mapping[str, Any]
+    cached: tuple[str, ...]
 
 
 class _Flat(nn.Module):
@@ -79,7 +81,7 @@ class _Flat(nn.Module):
         args, kwargs = self.arguments.rebuild(tensors)
         args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
-        with reading():
+        with reading() as reads:
             output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             with reading(self.loss_fn):
@@ -88,9 +90,11 @@ class _Flat(nn.Module):
         leaves, results = flatten_results(output)
         found = find_loss(output)
         place = next((i for i, leaf in enumerate(leaves) if leaf is found), None)
-        self.record(_Seen(results, place, replaced_in(attributes)))
+        left = left_in(self.model, attributes, reads)
+        reads.left = left.values
+        self.record(_Seen(results, place, tuple(path for path, _ in left.cached)))
         write_back(buffers)
-        return leaves
+        return (*leaves, *(tensor for _, tensor in left.cached))
 
 
 @uncollected()
@@ -133,9 +137,13 @@ def trace(
             wanted="a forward that torch.export can trace",
             remedy="make the branch or shape independent of tensor values, or move it out of forward",
         ) from cause
-    results, loss_index, replaced = seen[-1]
+    results, loss_index, cached = seen[-1]
     graph = GraphBuilder(model, arguments, exported).build(loss_index=loss_index, dropped=results.dropped)
-    return Traced(noted(graph, replaced), arguments, results)
+    count = len(graph.outputs) - len(cached)
+    if cached:
+        check_cached(graph, graph.outputs[count:], cached)
+        graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
+    return Traced(graph, arguments, results)
 
 
 class _DataDetached(TorchFunctionMode):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from datetime import timedelta
@@ -42,18 +43,19 @@ from autopar.runtime.module.clipping import norm_dtype, refuse_torch_clipping, s
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.local_inputs import LocalInputs
 from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast, take_over
-from autopar.runtime.module.program_cache import ProgramCache
+from autopar.runtime.module.program_cache import STATES, Entry, ProgramCache
 from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.stored import Stored
 from autopar.runtime.module.user_tree import UserTree
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
-from autopar.runtime.parameters.parameters import device_mesh, distribute, nothing, sharding_key
+from autopar.runtime.parameters.parameters import device_mesh, distribute, nothing, sharding_key, twin_of
 from autopar.trace.attribute_reads import recording
 from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.trace.simplify import no_loss
 
+COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
 TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits for one that has died
 
 
@@ -126,6 +128,8 @@ class Runner:
         self._held: Held | None = None  # with stages
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
         self._programs: ProgramCache[Bound | StagedProgram | Relay] = ProgramCache()
+        self._left: Mapping[tuple[str, str], Any] = {}  # what the program in hand leaves in modules
+        self._counted, self._has_said = 0, False
         self._inherited: dict[Hashable, list[Plan]] = {}  # of the module that this one is a copy of
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
@@ -158,7 +162,9 @@ class Runner:
             program = self._program(self._local.whole(call) if self._local else call)
         assert not isinstance(program, StagedProgram)
         self._current = program
-        return program(call.tensors)
+        output = program(call.tensors)
+        self.tree.leave(self._left)
+        return output
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch, micro-batch by micro-batch; returns its loss.
@@ -182,9 +188,12 @@ class Runner:
             batch = split_batch(call.tensors, count)
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
-                return program.train(batch) if learn else program.evaluate(batch)
-            assert isinstance(program, Bound)
-            return self._accumulate(call, batch, program, learn=learn)
+                loss = program.train(batch) if learn else program.evaluate(batch)
+            else:
+                assert isinstance(program, Bound)
+                loss = self._accumulate(call, batch, program, learn=learn)
+        self.tree.leave(self._left)
+        return loss
 
     def _require_global(self, where: str) -> None:
         if self._local:
@@ -285,7 +294,9 @@ class Runner:
         key = self._key(call, step=step)
         known = self._programs.find(key)
         if known is not None:
-            return known
+            self._left = known.left
+            return known.program
+        self._note_change(key)
         args, kwargs = call.rebuild(call.tensors)
         states = None if self._mesh is None else self._states()
         with recording() as reads, self.tree.serial(states) as model:
@@ -303,8 +314,35 @@ class Runner:
         mesh = self._place(made) if self._mesh is None else self._check(made)
         self._update_held()
         program = self._bind(made, mesh, step=step)
-        self._programs.add(self._key(call, step=step), Guard(reads), program)
+        self._programs.add(self._key(call, step=step), Entry(program, Guard(reads), reads.left))
+        self._left = reads.left
         return program
+
+    def _note_change(self, key: Hashable) -> None:
+        """Say once that what was read has changed; raises InputError where forward itself changes it each time."""
+        last = next(iter(self._programs.of(key)), None)
+        if last is None:
+            return
+        change = last.guard.change()
+        owners = {path: type(module).__name__ for path, module in self.tree.root.named_modules()}
+        owners[""] = self.tree.serial_class.__name__
+        own = [f"{path}.{name}".lstrip(".") for path, name in last.left if f"{owners.get(path)}.{name}" == change]
+        self._counted = self._counted + 1 if own else 0
+        if self._counted > COUNTS:
+            raise InputError(
+                where=f"attribute {own[0]}",
+                found=f"a number that forward reads, and changes at each call: {COUNTS} programs were made for it",
+                wanted="one program for all calls",
+                remedy=f"register_buffer({own[0].rpartition('.')[2]!r}, torch.tensor(0)) it, or count outside",
+            )
+        if not self._has_said and dist.get_rank() == 0:
+            print(
+                f"autopar: {change} has changed, which the program depends on: the model is traced anew for each "
+                f"value, and the last {STATES} programs are kept; said once",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._has_said = True
 
     def _bind(
         self, made: Executable | StagedExecutable, mesh: DeviceMesh, *, step: bool
@@ -468,6 +506,8 @@ class Runner:
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
         """A deep copy of the root that runs by itself: own parameters, and programs that are still to be made."""
+        for _, tensor in self._named_tensors():  # torch's own copy of a DTensor takes its gradient along, and fails
+            memo.setdefault(id(tensor), twin_of(tensor))
         with self.tree.plain() as root:
             twin = copy.deepcopy(root, memo)
         twin.__class__ = type(self.tree.root)
@@ -486,7 +526,7 @@ class Runner:
 
     def _plans(self, key: Hashable) -> list[Plan]:
         """Plans of such calls: another graph of the same shape needs no search."""
-        return [*(program.executable.plan for program in self._programs.of(key)), *self._inherited.get(key, ())]
+        return [*(entry.program.executable.plan for entry in self._programs.of(key)), *self._inherited.get(key, ())]
 
     def _store(self, name: str, full: Tensor) -> tuple[Tensor | None, Stored]:
         assert self._mesh is not None

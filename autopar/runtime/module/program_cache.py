@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from autopar.runtime.module.guards import Guard
 
@@ -14,41 +15,50 @@ KINDS = 256  # kinds of call: a program takes about 0.5 MB
 P = TypeVar("P")
 
 
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[P]):
+    """A program, the guard of what its trace read, and what forward leaves in its modules, by path and name."""
+
+    program: P
+    guard: Guard
+    left: Mapping[tuple[str, str], Any]
+
+
 class ProgramCache(Generic[P]):
     """Programs, those that ran last in front; the ones that ran longest ago are dropped."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Hashable, list[tuple[Guard, P]]] = {}
+        self._kinds: dict[Hashable, list[Entry[P]]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._kinds.values()))
 
     def programs(self) -> Iterator[P]:
         """All of them."""
-        return (program for entries in self._kinds.values() for _, program in entries)
+        return (entry.program for entries in self._kinds.values() for entry in entries)
 
     def keys(self) -> Iterator[Hashable]:
         """Their kinds of call."""
         return iter(self._kinds)
 
-    def of(self, key: Hashable) -> list[P]:
+    def of(self, key: Hashable) -> list[Entry[P]]:
         """Those of one kind of call."""
-        return [program for _, program in self._kinds.get(key, [])]
+        return self._kinds.get(key, [])
 
-    def find(self, key: Hashable) -> P | None:
+    def find(self, key: Hashable) -> Entry[P] | None:
         """The program for this kind of call whose guard holds."""
         entries = self._kinds.get(key, [])
-        for index, (guard, program) in enumerate(entries):
-            if guard.holds():
+        for index, entry in enumerate(entries):
+            if entry.guard.holds():
                 if index:
                     entries.insert(0, entries.pop(index))
-                return program
+                return entry
         return None
 
-    def add(self, key: Hashable, guard: Guard, program: P) -> None:
+    def add(self, key: Hashable, entry: Entry[P]) -> None:
         """Take in a program, and drop what has been there too long."""
         entries = self._kinds.pop(key, [])
-        entries.insert(0, (guard, program))
+        entries.insert(0, entry)
         self._kinds[key] = entries
         del entries[STATES:]
         while len(self._kinds) > KINDS:

@@ -151,6 +151,11 @@ class UserTree:
                 state[prefix + name] = state.pop(prefix + name)
         return state
 
+    def leave(self, values: Mapping[tuple[str, str], Any]) -> None:
+        """Leave in the modules what forward leaves there, by path and name."""
+        if values:
+            self._set([(path, name, value) for (path, name), value in values.items()])
+
     # -- calls --------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -267,12 +272,21 @@ class _Kept:
         self._tensors = [
             (held, dict(held)) for module in modules for held in (module._parameters, module._buffers)
         ]
+        held = [value for _, state in self._states for name, value in state.items() if not name.startswith("_")]
+        self._lists = [(value, list(value)) for value in held if isinstance(value, list)]
+        self._dicts = [(value, dict(value)) for value in held if isinstance(value, dict)]
 
     def restore(self) -> None:
         """Put back what was there; what is new stays unless it holds tensors, which are a trace's own."""
         for held, before in self._tensors:
             held.clear()
             held.update(before)  # type: ignore[arg-type]
+        for items, content in self._lists:
+            items[:] = content
+        for table, entries in self._dicts:
+            if any(key not in entries for key in table):
+                table.clear()
+                table.update(entries)
         for state, before in self._states:
             for name in [name for name in state if name not in before and _holds_tensors(state[name])]:
                 del state[name]
