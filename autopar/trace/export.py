@@ -8,6 +8,7 @@ inlined, guards and assertions are dropped (the wrapper checks its inputs itself
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -119,7 +120,8 @@ def trace(
     seen: list[_Seen] = []  # torch.export undoes what forward does to attributes
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=seen.append)
     try:
-        with inlined(), _DataDetached():
+        with inlined(), _DataDetached(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")  # see module_state
             exported = torch.export.export(flat, _distinct(arguments.tensors), strict=False)
     except TraceError:
         raise
