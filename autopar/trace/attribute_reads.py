@@ -78,7 +78,7 @@ class Reads:
                 if own is None:
                     del kind.__getattribute__
                 else:
-                    kind.__getattribute__ = own  # type: ignore[method-assign, assignment]
+                    kind.__getattribute__ = own  # type: ignore[method-assign]
             self._watched.clear()
 
     def see(self, value: Any) -> None:
@@ -103,7 +103,7 @@ class Reads:
                     self.see(held)
             case _ if _is_settings(type(value)):
                 self._watch(type(value))
-                self.see(getattr(type(value), "__call__", None))
+                self.see(vars(type(value)).get("__call__"))
 
     def _see_function(self, function: types.FunctionType) -> None:
         if is_torch(function.__module__):
@@ -121,7 +121,7 @@ class Reads:
         if kind in self._watched:
             return
         own = kind.__dict__.get("__getattribute__")
-        original = kind.__getattribute__
+        original: Any = kind.__getattribute__
         record = self._record
 
         def watched(owner: Any, name: str) -> Any:
@@ -192,7 +192,9 @@ def filled_cells(function: types.FunctionType) -> list[types.CellType]:
 @functools.cache
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """All names that a function's code, and that of functions inside it, may look up."""
-    inner = (name for item in code.co_consts if isinstance(item, types.CodeType) for name in global_names(item))
+    inner = (
+        name for item in code.co_consts if isinstance(item, types.CodeType) for name in global_names(item)
+    )
     return (*code.co_names, *inner)
 
 

@@ -137,8 +137,10 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
 
 
 def state_of(value: Any, above: tuple[int, ...] = ()) -> Hashable:
-    """What an argument without tensors says, equal for equal ones: its fields at any depth, of functions the code
-    and what they close over, of anything else the object itself."""
+    """What an argument without tensors says, equal for equal ones.
+
+    That is its fields at any depth, of functions the code and what they close over, of others the object.
+    """
     if id(value) in above:
         return "again"
     inside = (*above, id(value))
@@ -160,10 +162,17 @@ def state_of(value: Any, above: tuple[int, ...] = ()) -> Hashable:
         case functools.partial():
             return tuple(state_of(item, inside) for item in (value.func, value.args, value.keywords))
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    names = dict.fromkeys([*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))])
+    names = dict.fromkeys(
+        [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
+    )
     if names:
         return type(value), tuple((name, state_of(getattr(value, name, None), inside)) for name in names)
-    return (type(value), repr(value)) if type(value).__repr__ is not object.__repr__ else _Itself(value)
+    return (type(value), repr(value)) if _is_said(type(value)) else _Itself(value)
+
+
+def _is_said(kind: Any) -> bool:
+    """Whether instances print what they are, and not only where."""
+    return kind.__repr__ is not object.__repr__
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -50,12 +50,13 @@ class Traced:
 
 
 class _Seen(NamedTuple):
-    """What forward shows beside its tensors: which of them is the loss, and the paths of those at the end that
-    it reads and replaces."""
+    """What forward shows beside its tensors: which is the loss, the paths of those at the end that it reads
+    and replaces, and what a plan says of that."""
 
     results: Results
     loss_index: int | None
     cached: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 class _Flat(nn.Module):
@@ -93,7 +94,7 @@ class _Flat(nn.Module):
         place = next((i for i, leaf in enumerate(leaves) if leaf is found), None)
         left = left_in(self.model, attributes, reads)
         reads.left = left.values
-        self.record(_Seen(results, place, tuple(path for path, _ in left.cached)))
+        self.record(_Seen(results, place, tuple(path for path, _ in left.cached), left.notes))
         write_back(buffers)
         return (*leaves, *(tensor for _, tensor in left.cached))
 
@@ -121,7 +122,9 @@ def trace(
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=seen.append)
     try:
         with inlined(), _DataDetached(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")  # see module_state
+            warnings.filterwarnings(
+                "ignore", "The tensor attribute.* assigned during export"
+            )  # see module_state
             exported = torch.export.export(flat, _distinct(arguments.tensors), strict=False)
     except TraceError:
         raise
@@ -139,13 +142,13 @@ def trace(
             wanted="a forward that torch.export can trace",
             remedy="make the branch or shape independent of tensor values, or move it out of forward",
         ) from cause
-    results, loss_index, cached = seen[-1]
+    results, loss_index, cached, notes = seen[-1]
     graph = GraphBuilder(model, arguments, exported).build(loss_index=loss_index, dropped=results.dropped)
     count = len(graph.outputs) - len(cached)
     if cached:
         check_cached(graph, graph.outputs[count:], cached)
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
-    return Traced(graph, arguments, results)
+    return Traced(replace(graph, notes=(*graph.notes, *notes)), arguments, results)
 
 
 class _DataDetached(TorchFunctionMode):

@@ -142,11 +142,23 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What forward left in its modules: `values` by path and name; `cached` are tensors, by path, that it reads
-    where they are there already, so that they must be the same at every call."""
+    """What forward left in its modules: `values` by path and name.
+
+    `cached` are tensors, by path, that it reads where they are there already: they must be the same at every
+    call. `counted` are the paths of numbers that it reads and changes.
+    """
 
     values: Mapping[tuple[str, str], Any]
     cached: tuple[tuple[str, torch.Tensor], ...]
+    counted: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan says of it."""
+        return tuple(
+            f"forward reads and changes {path}: a program is made for each of its values"
+            for path in self.counted
+        )
 
 
 def left_in(model: nn.Module, before: State, reads: Reads) -> Left:
@@ -156,12 +168,15 @@ def left_in(model: nn.Module, before: State, reads: Reads) -> Left:
     """
     values: dict[tuple[str, str], Any] = {}
     cached: list[tuple[str, torch.Tensor]] = []
+    own = set(map(id, (*model.parameters(), *model.buffers())))  # which an LSTM puts into a list of its own
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             held = before.get(_path(path, name))
             if name in _OWN or (held is not None and not held.is_replaced and not held.is_changed):
                 continue
             tensors = [item for item in pytree.tree_leaves(value) if isinstance(item, torch.Tensor)]
+            if any(id(item) in own for item in tensors):
+                continue
             changed = held is not None and held.is_changed
             if changed and not tensors and isinstance(value, list):
                 raise _changes(path, name, value)
@@ -171,7 +186,13 @@ def left_in(model: nn.Module, before: State, reads: Reads) -> Left:
                 values[path, name] = Inside(_path(path, name))
             elif isinstance(value, _PLAIN) or value is None:
                 values[path, name] = value
-    return Left(values, tuple(cached))
+    counted = [
+        _path(path, name)
+        for path, module in model.named_modules()
+        for name in vars(module)
+        if (path, name) in values and reads.has(vars(module), name)
+    ]
+    return Left(values, tuple(cached), tuple(counted))
 
 
 def _changes(path: str, name: str, value: Any) -> TraceError:
@@ -184,8 +205,7 @@ def _changes(path: str, name: str, value: Any) -> TraceError:
 
 
 def check_cached(graph: Graph, names: Sequence[str], paths: Sequence[str]) -> None:
-    """Raise TraceError where a tensor that forward reads and replaces depends on the call: `names` are those in
-    the graph, at the end of its outputs."""
+    """Raise TraceError where one of the tensors, which forward reads and replaces, depends on the call."""
     makers = {result: operator for operator in graph.operators for result in operator.results if result}
     fixed = {item.name for item in graph.inputs if item.value is not None}
     for name, path in zip(names, paths, strict=True):

@@ -5,8 +5,8 @@
     a call     the same getters; every object must be the one it was         in C: 0.3 ms for 1,000 modules
     another    equal numbers and texts are taken over, anything else has changed
 
-Lists, tuples and dicts are followed to what they hold, tensors by their version. Children, parameters, buffers, hooks
-and modes of modules are guarded elsewhere: `user_tree`, and the key of a call.
+Lists, tuples and dicts are followed to what they hold, tensors by their version. Children, parameters,
+buffers, hooks and modes of modules are guarded elsewhere: `user_tree`, and the key of a call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,20 @@ class Guard:
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
-        self._take()
+        self._getters: list[Callable[[Any], Any]] = []
+        self._places: list[Any] = []
+        self._expected: list[Any] = []
+        self._names: list[str] = []
+        self._sized: list[Any] = []
+        self._lengths: list[int] = []
+        self._absent: list[frozenset[str]] = []  # of each of them, ALL where its length is what counts
+        self._shown: list[str] = []
+        self._visited: dict[int, Any] = {}
+        self._known: set[tuple[Any, str]] = set()  # attributes of classes and functions
+        for owner in reads.owners.values():
+            self._own(owner)
+        for function in reads.functions.values():
+            self._function(function)
 
     def holds(self) -> bool:
         """Whether nothing that was read has changed since."""
@@ -65,22 +78,6 @@ class Guard:
         return None if list(map(len, self._sized)) == self._lengths else self._grown()
 
     # -- what is there ------------------------------------------------------------------------------
-
-    def _take(self) -> None:
-        self._getters: list[Callable[[Any], Any]] = []
-        self._places: list[Any] = []
-        self._expected: list[Any] = []
-        self._names: list[str] = []
-        self._sized: list[Any] = []
-        self._lengths: list[int] = []
-        self._absent: list[frozenset[str]] = []  # of each of them, ALL where its length is what counts
-        self._shown: list[str] = []
-        self._visited: dict[int, Any] = {}
-        self._known: set[tuple[Any, str]] = set()  # attributes of classes and functions
-        for owner in self._reads.owners.values():
-            self._own(owner)
-        for function in self._reads.functions.values():
-            self._function(function)
 
     def _add(self, place: Any, getter: Callable[[Any], Any], names: Collection[str]) -> None:
         """One place, whose getter gives as many objects as there are names."""
@@ -203,9 +200,9 @@ def _is_state(value: Any) -> bool:
         return False
     if isinstance(value, types.FunctionType):
         return not is_torch(value.__module__)
-    return isinstance(value, (*_ATOMS, list, tuple, dict, set, functools.partial, torch.Tensor, np.ndarray)) or bool(
-        getattr(type(value), "__flags__", 0) & (1 << 9)
-    )
+    return isinstance(
+        value, (*_ATOMS, list, tuple, dict, set, functools.partial, torch.Tensor, np.ndarray)
+    ) or bool(getattr(type(value), "__flags__", 0) & (1 << 9))
 
 
 def _equal(value: Any, before: Any) -> bool:
@@ -250,4 +247,3 @@ def _members(value: set[Any]) -> tuple[frozenset[Any]]:
 
 def _digest(array: np.ndarray[Any, Any]) -> tuple[bytes]:
     return (array.tobytes(),)
-

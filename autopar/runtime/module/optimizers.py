@@ -122,7 +122,9 @@ def _optimizers_of(parts: Mapping[int, Placed]) -> list[torch.optim.Optimizer]:
     return [
         item
         for item in alive
-        if any(id(tensor) in parts for group in getattr(item, "param_groups", ()) for tensor in group["params"])
+        if any(
+            id(tensor) in parts for group in getattr(item, "param_groups", ()) for tensor in group["params"]
+        )
     ]
 
 
@@ -141,12 +143,14 @@ def _repoint(
     for parameter in [item for item in optimizer.state if id(item) in parts]:
         placed, state = parts[id(parameter)], optimizer.state.pop(parameter)
         if placed.part is not None:
-            optimizer.state[placed.part] = {name: _part_of(value, placed, mesh) for name, value in state.items()}
+            optimizer.state[placed.part] = {
+                name: _part_of(value, placed, mesh) for name, value in state.items()
+            }
     return type(optimizer).__name__
 
 
 def _part_of(value: Any, placed: Placed, mesh: DeviceMesh) -> Any:
-    """This rank's part of a moment, of anything else the whole."""
+    """The rank's part of a moment, of anything else the whole."""
     part = placed.stored.part
     if not isinstance(value, Tensor) or value.shape != placed.whole.shape or not value.dim():
         return value

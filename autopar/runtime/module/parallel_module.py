@@ -130,7 +130,9 @@ class Runner:
         self._programs: ProgramCache[Bound | StagedProgram | Relay] = ProgramCache()
         self._left: Mapping[tuple[str, str], Any] = {}  # what the program in hand leaves in modules
         self._counted, self._has_said = 0, False
-        self._inherited: dict[Hashable, list[Plan]] = {}  # of the module that this one is a copy of
+        self._inherited: list[
+            tuple[tuple[Hashable, ...], Plan]
+        ] = []  # of the module that this one is a copy of
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
@@ -318,31 +320,32 @@ class Runner:
         self._left = reads.left
         return program
 
-    def _note_change(self, key: Hashable) -> None:
-        """Say once that what was read has changed; raises InputError where forward itself changes it each time."""
+    def _note_change(self, key: tuple[Hashable, ...]) -> None:
+        """Say once that what was read has changed; raises InputError where forward itself does that."""
+        alike = self._programs.like(key)
         last = next(iter(self._programs.of(key)), None)
-        if last is None:
-            return
-        change = last.guard.change()
+        change = "an argument without tensors" if last is None else last.guard.change()
         owners = {path: type(module).__name__ for path, module in self.tree.root.named_modules()}
         owners[""] = self.tree.serial_class.__name__
-        own = [f"{path}.{name}".lstrip(".") for path, name in last.left if f"{owners.get(path)}.{name}" == change]
+        left = last.left if last else ()
+        own = [f"{path}.{name}".lstrip(".") for path, name in left if f"{owners.get(path)}.{name}" == change]
         self._counted = self._counted + 1 if own else 0
         if self._counted > COUNTS:
             raise InputError(
                 where=f"attribute {own[0]}",
-                found=f"a number that forward reads, and changes at each call: {COUNTS} programs were made for it",
-                wanted="one program for all calls",
-                remedy=f"register_buffer({own[0].rpartition('.')[2]!r}, torch.tensor(0)) it, or count outside",
+                found="a number that forward reads, and changes at each call",
+                wanted=f"one program for all calls; {COUNTS} were made for its values",
+                remedy="register_buffer(name, torch.tensor(0)) it, or count outside",
             )
-        if not self._has_said and dist.get_rank() == 0:
+        if alike and not self._has_said and dist.get_rank() == 0:
             print(
-                f"autopar: {change} has changed, which the program depends on: the model is traced anew for each "
-                f"value, and the last {STATES} programs are kept; said once",
+                f"autopar: {change} has changed, which the program depends on: the model is traced anew for "
+                "each value, without a search where numbers alone differ; the last "
+                f"{STATES} programs of a kind are kept (said once)",
                 file=sys.stderr,
                 flush=True,
             )
-        self._has_said = True
+        self._has_said = self._has_said or bool(alike)
 
     def _bind(
         self, made: Executable | StagedExecutable, mesh: DeviceMesh, *, step: bool
@@ -398,11 +401,14 @@ class Runner:
             (*item._parameters.values(), *item._buffers.values()) for item in self.tree.modules
         )
         mine = tuple((tensor.dtype, tensor.requires_grad) for tensor in held if tensor is not None)
+        structure, constants, shapes = call.key
         return (
+            constants,
             step,
             torch.is_grad_enabled(),
             self.tree.version,
-            call.key,
+            structure,
+            shapes,
             tuple(tensor.requires_grad for tensor in call.tensors),
             tuple(module.training for module in self.tree.modules),
             tuple(self._held.states.items()) if self._held else mine,
@@ -505,8 +511,11 @@ class Runner:
         return mesh
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
-        """A deep copy of the root that runs by itself: own parameters, and programs that are still to be made."""
-        for _, tensor in self._named_tensors():  # torch's own copy of a DTensor takes its gradient along, and fails
+        """A deep copy of the root that runs by itself: own parameters, programs that are still to be made."""
+        for (
+            _,
+            tensor,
+        ) in self._named_tensors():  # torch's own copy of a DTensor takes its gradient along, and fails
             memo.setdefault(id(tensor), twin_of(tensor))
         with self.tree.plain() as root:
             twin = copy.deepcopy(root, memo)
@@ -516,7 +525,10 @@ class Runner:
         runner.tree.install()
         runner._programs = ProgramCache()
         runner._users = dict(self._users)
-        runner._inherited = {key: self._plans(key) for key in self._programs.keys()}
+        runner._inherited = [
+            *self._inherited,
+            *((key, program.executable.plan) for key, program in self._programs.plans()),
+        ]
         if self._held is not None:
             runner._held = Held(self._device)
         if self._mesh is not None:
@@ -524,9 +536,10 @@ class Runner:
             step_fast(runner, self._mesh[1])
         return twin
 
-    def _plans(self, key: Hashable) -> list[Plan]:
+    def _plans(self, key: tuple[Hashable, ...]) -> list[Plan]:
         """Plans of such calls: another graph of the same shape needs no search."""
-        return [*(entry.program.executable.plan for entry in self._programs.of(key)), *self._inherited.get(key, ())]
+        inherited = [plan for known, plan in self._inherited if known[1:] == key[1:]]
+        return [*(entry.program.executable.plan for entry in self._programs.like(key)), *inherited]
 
     def _store(self, name: str, full: Tensor) -> tuple[Tensor | None, Stored]:
         assert self._mesh is not None
@@ -620,7 +633,7 @@ class ParallelModule(nn.Module):
     Classes, attributes, methods, hooks of the root and `isinstance` are the user's; parameters are DTensors;
     `state_dict` and `load_state_dict` speak serial names and full tensors. What a trace has read may change:
     attributes of any module, modes, modules without parameters, numbers of the loss. Modules below the root
-    can't be called by themselves. Names of the user's own that this class has too are reached in forward only.
+    can't be called by themselves. Names of the user's own that this class has, too, are the user's in forward.
 
     Every rank passes the global batch, or with `local_inputs` its own `samples` of it. The gradient
     of an input is then that of the rows that the rank passed.
@@ -639,7 +652,8 @@ class ParallelModule(nn.Module):
         serial_model.check(model)
         if isinstance(model, ParallelModule):  # without a plan yet: another try
             model.__class__ = _serial_class(type(model))
-        model.__class__ = _parallel_class(type(model))
+        kind: Any = type(model)
+        model.__class__ = _parallel_class(kind)
         return model
 
     def __init__(
@@ -776,7 +790,7 @@ class ParallelModule(nn.Module):
             where="pickling or copying a parallel module",
             found="this rank's parts and program, which mean nothing elsewhere",
             wanted="its state_dict(), which holds full tensors",
-            remedy="torch.save(parallel.state_dict(), file) after calling state_dict() on all ranks, or copy.deepcopy",
+            remedy="call state_dict() on all ranks and save it on one, or use copy.deepcopy",
         )
 
     def __repr__(self) -> str:
@@ -788,7 +802,8 @@ class ParallelModule(nn.Module):
 def _parallel_class(kind: type) -> type:
     """A class of the same name and module below ParallelModule and `kind`."""
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_serial_class": kind}
-    return cast(type, type(kind)(f"Parallel{kind.__name__}", (ParallelModule, kind), names))
+    made: type = type(kind)(f"Parallel{kind.__name__}", (ParallelModule, kind), names)
+    return made
 
 
 def _serial_class(kind: type) -> type:

@@ -1,7 +1,7 @@
 """How the parameters and buffers of a module are stored, and its state dicts in full tensors.
 
-    state_dict         DTensors of this rank  --gather-->  full tensors in serial order
-    load_state_dict    full tensors  --the user's own hooks-->  --cut-->  this rank's parts, in place
+state_dict         DTensors of this rank  --gather-->  full tensors in serial order
+load_state_dict    full tensors  --the user's own hooks-->  --cut-->  this rank's parts, in place
 """
 
 from __future__ import annotations

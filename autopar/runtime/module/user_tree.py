@@ -1,9 +1,9 @@
-"""The user's own modules under a parallel module: DTensors in the place of their parameters, all else as it was.
+"""The user's own modules under a parallel module: DTensors in the place of their parameters, no other change.
 
-    user's code    modules, attributes, methods, hooks of the root       their own
-                   a call of a submodule by itself                       refused: its parameters are parts
-    a trace        the same modules, whole tensors without memory        put in for its time
-    every call     other children, classes or hooks than before          taken over, or refused by name
+user's code    modules, attributes, methods, hooks of the root       their own
+               a call of a submodule by itself                       refused: its parameters are parts
+a trace        the same modules, whole tensors without memory        put in for its time
+every call     other children, classes or hooks than before          taken over, or refused by name
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-_EVERYWHERE = tuple(getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS)  # by torch.nn.modules
+_EVERYWHERE = tuple(
+    getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS
+)  # by torch.nn.modules
 
 
 class Placed(NamedTuple):
@@ -51,7 +53,9 @@ class UserTree:
         self.version = 0  # of which modules there are
         self.stored: dict[str, Stored] = {}
         self._whole: dict[str, Tensor] = {}  # without memory, by every name; once placed
-        self._whole_lists: list[tuple[str, str, Any]] = []  # by path and name, attributes that hold some of them
+        self._whole_lists: list[
+            tuple[str, str, Any]
+        ] = []  # by path and name, attributes that hold some of them
         self._handles: list[RemovableHandle] = []
         self._take()
 
@@ -76,7 +80,9 @@ class UserTree:
         another stage holds."""
         full = dict(self._named_tensors())
         self._whole = _without_memory(full)
-        self._whole_lists = list(self._lists_with({id(full[name]): whole for name, whole in self._whole.items()}))
+        self._whole_lists = list(
+            self._lists_with({id(full[name]): whole for name, whole in self._whole.items()})
+        )
         placed: dict[int, Placed] = {}
         for name, tensor in full.items():
             if id(tensor) not in placed:
@@ -107,7 +113,7 @@ class UserTree:
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     if id(tensor) in places:
-                        held[name] = places[id(tensor)]  # type: ignore[assignment]
+                        held[name] = places[id(tensor)]
         self._set(list(self._lists_with(places)))
 
     def _set(self, values: Sequence[tuple[str, str, Any]]) -> None:
@@ -120,7 +126,9 @@ class UserTree:
         """Attributes that hold some of these tensors, and their values with the others in their places."""
         for path, module in zip(self._paths, self.modules, strict=True):
             for name, value in vars(module).items():
-                if name in ("_parameters", "_buffers", "_modules") or not isinstance(value, (list, tuple, dict)):
+                if name in ("_parameters", "_buffers", "_modules") or not isinstance(
+                    value, (list, tuple, dict)
+                ):
                     continue
                 if (replaced := _replaced(value, places)) is not value:
                     yield path, name, replaced
@@ -128,10 +136,12 @@ class UserTree:
     # -- our own hooks ------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Once tensors are placed, let state dicts speak full ones, and calls of single modules be refused."""
+        """Once tensors are placed, let state dicts speak full ones, and refuse calls of single modules."""
         for path, module in () if not self.stored else zip(self._paths, self.modules, strict=True):
             names = [*module._parameters, *module._buffers]
-            stored = {name: self.stored[_join(path, name)] for name in names if _join(path, name) in self.stored}
+            stored = {
+                name: self.stored[_join(path, name)] for name in names if _join(path, name) in self.stored
+            }
             if stored:
                 self._handles += FullState(stored).install(module)
             if path and next(module.parameters(), next(module.buffers(), None)) is not None:
@@ -184,7 +194,7 @@ class UserTree:
                 where="call of the parallel module",
                 found=_few(hooks),
                 wanted="no hooks on modules below it: a program runs instead of their forward",
-                remedy="remove them, hook the parallel module itself, or let forward return what they look at",
+                remedy="remove them, hook the parallel module itself, or let forward return what they see",
             )
 
     def _is_as_before(self) -> bool:
@@ -202,14 +212,15 @@ class UserTree:
         new = [
             name
             for name, tensor in self._named_tensors()
-            if name not in self.stored or (isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor))
+            if name not in self.stored
+            or (isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor))
         ]
         if new:
             raise InputError(
                 where="call of the parallel module",
                 found=f"{_few(new)}, which came after parallelize",
                 wanted="the parameters and buffers that were planned",
-                remedy="change modules before parallelize; then load_state_dict(strict=False) what was trained",
+                remedy="change modules before parallelize, then load_state_dict(..., strict=False) into them",
             )
 
     @contextmanager
@@ -257,7 +268,7 @@ class UserTree:
                         if whole.dtype != dtype:
                             whole.data = without_memory(whole.detach(), dtype)
                         whole.requires_grad_(learns)
-                    held[name] = whole  # type: ignore[assignment]
+                    held[name] = whole
                     if tensor is not None:
                         places[id(tensor)] = whole
         self._put(places)
@@ -272,7 +283,9 @@ class _Kept:
         self._tensors = [
             (held, dict(held)) for module in modules for held in (module._parameters, module._buffers)
         ]
-        held = [value for _, state in self._states for name, value in state.items() if not name.startswith("_")]
+        held = [
+            value for _, state in self._states for name, value in state.items() if not name.startswith("_")
+        ]
         self._lists = [(value, list(value)) for value in held if isinstance(value, list)]
         self._dicts = [(value, dict(value)) for value in held if isinstance(value, dict)]
 
@@ -294,7 +307,7 @@ class _Kept:
 
 
 class _Refused:
-    """Refuses calls of one module by itself: its parameters are parts, in a program that has other operators."""
+    """Refuses calls of one module by itself: its parameters are parts, in a program of the whole model."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -304,7 +317,7 @@ class _Refused:
             where=f"{_caller()}call of {self._path} ({type(module).__name__})",
             found="a module of a parallel model, called by itself",
             wanted="calls of the parallel module, whose program is of its whole forward",
-            remedy="let forward do it, told by an argument (a flag is another program), and call the whole model",
+            remedy="let forward do it, told by an argument such as a flag, and call the whole model",
         )
 
     def __reduce__(self) -> Any:

@@ -1,4 +1,4 @@
-"""A program is used only while everything that its trace read is as it was: each change shows, as in eager mode."""
+"""A program is used only while everything that its trace read is as it was: changes show as in eager mode."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a flag that switches a branch": lambda model: setattr(model, "use", True),
     "a field of settings": lambda model: setattr(model.settings, "width", 3.0),
     "what settings hold": lambda model: model.settings.inner.update(shift=1.0),
-    "other settings": lambda model: setattr(model, "settings", SimpleNamespace(width=2.0, inner={"shift": 1.0})),
+    "other settings": lambda model: setattr(
+        model, "settings", SimpleNamespace(width=2.0, inner={"shift": 1.0})
+    ),
     "an item of a list": lambda model: model.scales.__setitem__(1, 5.0),
     "a tensor in place": lambda model: model.table.mul_(2),
     "another tensor": lambda model: setattr(model, "table", torch.arange(6.0)),
@@ -114,7 +116,10 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "modes by isinstance": _isinstance,
     "train of the user's own": _frozen,
     "statistics": lambda model: setattr(model.norm, "track_running_stats", False),
-    "a module without parameters": lambda model: (setattr(model, "act", nn.ReLU()), setattr(model, "use", True)),
+    "a module without parameters": lambda model: (
+        setattr(model, "act", nn.ReLU()),
+        setattr(model, "use", True),
+    ),
 }
 
 
@@ -311,7 +316,9 @@ def stores(how: str) -> tuple[Stores, ParallelModule]:
 
 def _counts() -> None:
     theirs, ours = stores("counts")
-    with pytest.raises(InputError, match=r"attribute calls: found a number that forward reads, and changes") as caught:
+    with pytest.raises(
+        InputError, match=r"attribute calls: found a number that forward reads, and changes"
+    ) as caught:
         for _ in range(10):
             assert (ours(X) - theirs(X)).abs().max() < 1e-12
     assert len(str(caught.value)) <= 400
@@ -347,12 +354,16 @@ def _inside() -> None:
         lambda kept: 0.1 * kept,
     ]
     for use in uses:
-        with pytest.raises(InputError, match="attribute kept: .*inside the program alone.*let forward return it") as caught:
+        with pytest.raises(
+            InputError, match="attribute kept: .*inside the program alone.*let forward return it"
+        ) as caught:
             use(ours.kept)
         assert len(str(caught.value)) <= 400
     for how in ("first", "appends"):
         theirs, ours = stores(how)
-        with pytest.raises(AutoparError, match="attribute (kept|maps): found a tensor that forward reads and replaces"):
+        with pytest.raises(
+            AutoparError, match="attribute (kept|maps): found a tensor that forward reads and replaces"
+        ):
             ours(X)
         assert ours.maps == [] and ours.kept is None
 
@@ -365,7 +376,9 @@ def test_tensors_that_forward_leaves_are_refused_where_they_are_used(pools: Pool
 
 
 def test_a_guard_of_1000_modules_takes_at_most_a_millisecond() -> None:
-    model = nn.Sequential(*(module for _ in range(334) for module in (nn.Linear(2, 2), nn.LayerNorm(2), nn.Dropout(0.1))))
+    model = nn.Sequential(
+        *(module for _ in range(334) for module in (nn.Linear(2, 2), nn.LayerNorm(2), nn.Dropout(0.1)))
+    )
     with recording() as reads, reading():
         model(torch.zeros(1, 2))
     guard = Guard(reads)

@@ -1,4 +1,4 @@
-"""The parallel module is the user's: its classes, attributes and methods, copies of it, and optimizers made before."""
+"""The parallel module is the user's own: classes, attributes, methods, copies, optimizers made before."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ def _late(kinds: list[str]) -> None:
     ]
     for register in hooks:
         handle = register(lambda *_: None)
-        with pytest.raises(InputError, match=r"hook on .*\(.*test_user_tree.py:\d+\), wanted no hooks") as caught:
+        with pytest.raises(
+            InputError, match=r"hook on .*\(.*test_user_tree.py:\d+\), wanted no hooks"
+        ) as caught:
             ours(X)
         assert len(str(caught.value)) <= 400
         handle.remove()
@@ -235,7 +237,9 @@ def test_pickling_is_refused_and_names_state_dict(pools: Pools) -> None:
 def _before(kinds: list[str]) -> None:
     for make in (
         lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
-        lambda model: torch.optim.AdamW([{"params": model.encoder.parameters(), "lr": 0.1}, {"params": [*model.head.parameters()]}]),
+        lambda model: torch.optim.AdamW(
+            [{"params": model.encoder.parameters(), "lr": 0.1}, {"params": [*model.head.parameters()]}]
+        ),
     ):
         torch.manual_seed(0)
         theirs = Net().double()
