@@ -5,6 +5,7 @@ Rank 0 plans and sends the plan; every rank rewrites its own program from it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -78,8 +79,12 @@ class Compiler:
         pinned: Pinned | None,
         step: bool = False,
         place: int = 0,
+        known: Sequence[Plan] = (),
     ) -> Executable | StagedExecutable:
-        """Compile the program of this rank for one kind of call; collective."""
+        """Compile the program of this rank for one kind of call; collective.
+
+        A plan that is `known` is kept for a graph that differs from its own in numbers alone.
+        """
         request = self._request(pinned, training=training, step=step)
         if self.traced is not None and pinned is None:
             traced = self.traced
@@ -96,7 +101,8 @@ class Compiler:
             check_rows(traced.graph)
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
-        plan = (self.given(traced) if pinned is None else None) or self.agree(traced, request)
+        plan = (self.given(traced) if pinned is None else None) or kept(traced.graph, known)
+        plan = plan or self.agree(traced, request)
         rank, device = dist.get_rank(), self.device()
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)
@@ -345,6 +351,12 @@ def _more_micro_batches(graph: Graph, request: Request) -> str:
     by_steps = "" if request.stages > 1 or request.micro_batches > 1 else ", which asks for train_step"
     by_steps += "" if graph.loss is not None else " and a loss"
     return f"cut the batch into micro-batches (--micro-batches {2 * request.micro_batches}{by_steps})"
+
+
+def kept(graph: Graph, known: Sequence[Plan]) -> Plan | None:
+    """One of the plans whose graph differs from this one in numbers alone, for this one."""
+    here = fingerprint_of(graph)
+    return next((replace(plan, graph=here) for plan in known if plan.graph.shape == here.shape), None)
 
 
 def _noted(plan: Plan, note: str | None) -> Plan:

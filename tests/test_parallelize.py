@@ -103,7 +103,7 @@ def stepped() -> tuple[float, int]:
     for name, item in serial.named_parameters():
         assert item.grad is not None
         gaps.append(float((parallel.gather(name, held[name].grad) - item.grad).abs().max()))
-    return max(gaps), len(parallel._programs)
+    return max(gaps), len(parallel._autopar._programs)
 
 
 def test_a_train_step_without_micro_batches_runs_the_program_that_was_planned(pools: Pools) -> None:

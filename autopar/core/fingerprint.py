@@ -7,13 +7,15 @@ fingerprint of its graph, so that it runs on no other and can say where another 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, dataclass
+import re
+from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
 from autopar.core.graph import Graph, GraphInput, Operator, Place, Tree, map_refs
 
 NOTHING = "nothing"
+_FLOAT = re.compile(r"(?<![\w.'%])-?(\d+\.\d*(e[-+]?\d+)?|\d+e[-+]?\d+|inf|nan)(?![\w.'])")
 
 
 class Difference(NamedTuple):
@@ -36,6 +38,11 @@ class Fingerprint:
     def digest(self) -> str:
         """Equal for equal fingerprints alone."""
         return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()
+
+    @property
+    def shape(self) -> Fingerprint:
+        """The fingerprint without its floating-point numbers: rates, scales, momenta decide nothing."""
+        return replace(self, operators=tuple(_FLOAT.sub("#", line) for line in self.operators))
 
     def difference(self, planned: Fingerprint) -> Difference | None:
         """Where this graph first differs from the one that was planned, None where it doesn't."""

@@ -4,6 +4,7 @@ export               nn.Module -> Graph, by torch.export
 graph_builder        writes the exported graph down as operators
 simplify             leaves out what nobody needs
 call_signature       nested arguments and results, flat and back
+attribute_reads      which attributes a forward reads
 module_state         what a forward changes in its modules
 torch_checks         what torch's own Python decides by values
 refusals             what torch.export raises, in our words

@@ -7,9 +7,12 @@ identity: another value asks for another graph.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
+from autopar.trace.attribute_reads import filled_cells
 
 LossFunction = Callable[..., torch.Tensor]
 _PLAIN = (torch.Tensor, int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
@@ -47,7 +51,7 @@ class Arguments:
     def key_for(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
         """The key of such a call with tensors of these shapes."""
         specs = tuple((shape, tensor.dtype) for shape, tensor in zip(shapes, self.tensors, strict=True))
-        return (str(self.structure), tuple(map(repr, self.constants)), specs)
+        return (str(self.structure), tuple(map(state_of, self.constants)), specs)
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The (args, kwargs) of the call with `tensors` in the tensors' places."""
@@ -130,6 +134,58 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
     names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
     fields = [getattr(value, name, None) for name in names]
     return any(_holds_tensors(item, seen) for item in pytree.tree_leaves(fields))
+
+
+def state_of(value: Any, above: tuple[int, ...] = ()) -> Hashable:
+    """What an argument without tensors says, equal for equal ones.
+
+    That is its fields at any depth, of functions the code and what they close over, of others the object.
+    """
+    if id(value) in above:
+        return "again"
+    inside = (*above, id(value))
+    match value:
+        case Leaf() | type() | Enum():
+            return value
+        case float() | int() | complex() | str() | bytes() | None | torch.dtype() | torch.device():
+            return type(value), repr(value)
+        case dict():
+            return type(value), tuple((state_of(key), state_of(item, inside)) for key, item in value.items())
+        case list() | tuple():
+            return type(value), tuple(state_of(item, inside) for item in value)
+        case set() | frozenset():
+            return type(value), frozenset(state_of(item, inside) for item in value)
+        case types.FunctionType():
+            held = (filled_cells(value), value.__defaults__, value.__kwdefaults__)
+            cells = tuple(state_of(cell.cell_contents, inside) for cell in held[0])
+            return value.__code__, cells, state_of(held[1], inside), state_of(held[2], inside)
+        case functools.partial():
+            return tuple(state_of(item, inside) for item in (value.func, value.args, value.keywords))
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    names = dict.fromkeys(
+        [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
+    )
+    if names:
+        return type(value), tuple((name, state_of(getattr(value, name, None), inside)) for name in names)
+    return (type(value), repr(value)) if _is_said(type(value)) else _Itself(value)
+
+
+def _is_said(kind: Any) -> bool:
+    """Whether instances print what they are, and not only where."""
+    return kind.__repr__ is not object.__repr__
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Itself:
+    """An object that says nothing, equal to itself alone; held, so that no other takes its address."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def _argument_name(path: tuple[Any, ...]) -> str:

@@ -8,7 +8,8 @@ inlined, guards and assertions are dropped (the wrapper checks its inputs itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import nn
 from autopar.core.cutting import Count, Cutting
 from autopar.core.graph import Graph
 from autopar.errors import AutoparError, InputError, cut_text
+from autopar.trace.attribute_reads import reading
 from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
@@ -32,8 +34,9 @@ from autopar.trace.checkpoint_regions import inlined
 from autopar.trace.custom_backwards import caught
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
-from autopar.trace.module_state import attributes_of, buffers_of, noted, replaced_in, write_back
+from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
+from autopar.trace.simplify import without_dead_code
 from autopar.trace.torch_checks import traceable
 from autopar.trace.uncollected import uncollected
 
@@ -55,11 +58,13 @@ class Traced:
 
 
 class _Seen(NamedTuple):
-    """What forward shows beside its tensors: which of them is the loss, and the attributes it replaced."""
+    """What forward shows beside its tensors: which is the loss, the paths of those at the end that it reads
+    and replaces, and what a plan says of that."""
 
     results: Results
     loss_index: int | None
-    replaced: Mapping[str, Any]
+    cached: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 class _Flat(nn.Module):
@@ -89,18 +94,22 @@ class _Flat(nn.Module):
         args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
         self.enter(FORWARD)
-        output = self.model(*args, **kwargs)
+        with reading() as reads:
+            output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             self.enter(f"the loss {_name(self.loss_fn)}")
-            loss = self.loss_fn(output, *loss_args, **loss_kwargs)
+            with reading(self.loss_fn):
+                loss = self.loss_fn(output, *loss_args, **loss_kwargs)
             _check_loss_result(self.loss_fn, loss)
             output = loss if self.loss_only else {"loss": loss, "output": output}
         leaves, results = flatten_results(output)
         found = find_loss(output)
         place = next((i for i, leaf in enumerate(leaves) if leaf is found), None)
-        self.record(_Seen(results, place, replaced_in(attributes)))
+        left = left_in(self.model, attributes, reads)
+        reads.left = left.values
+        self.record(_Seen(results, place, tuple(path for path, _ in left.cached), left.notes))
         write_back(buffers)
-        return leaves
+        return (*leaves, *(tensor for _, tensor in left.cached))
 
 
 @uncollected()
@@ -126,7 +135,10 @@ def trace(
     parts, notes = [FORWARD], list[str]()
     flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=seen.append, enter=parts.append)
     try:
-        with inlined(), caught(model), traceable(notes), without_torchs_words():
+        with inlined(), caught(model), traceable(notes), without_torchs_words(), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "The tensor attribute.* assigned during export"
+            )  # see module_state
             exported = without_draws(
                 lambda: torch.export.export(flat, _distinct(arguments.tensors), strict=False)
             )
@@ -134,10 +146,13 @@ def trace(
         raise
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise refusal(cause, parts[-1]) from cause
-    results, loss_index, replaced = seen[-1]
+    results, loss_index, cached, left = seen[-1]
     graph = GraphBuilder(model, arguments, exported).build(loss_index=loss_index, dropped=results.dropped)
-    graph = replace(noted(graph, replaced), notes=(*notes, *graph.notes))
-    return Traced(graph, arguments, results)
+    count = len(graph.outputs) - len(cached)
+    if cached:
+        check_cached(graph, graph.outputs[count:], cached)
+        graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
+    return Traced(replace(graph, notes=(*notes, *graph.notes, *left)), arguments, results)
 
 
 def _check_loss(model: nn.Module, loss_fn: LossFunction | None) -> None:

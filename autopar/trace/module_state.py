@@ -2,22 +2,30 @@
 
     self.mean = 0.9 * self.mean + 0.1 * x.mean(0)      a buffer     copied into it, as mean.copy_(...) would
                                                        a tensor     refused if it is read, too
-    self.calls += 1                                    a number     noted: nothing tells whether it is read
+    self.scores = x.mean()                             a new tensor stays inside: its use outside is refused
+    self.table = torch.arange(n)                       a cache      made anew: the same at every call
+    self.calls += 1                                    a number     left behind by each call
 
 torch.export undoes such changes, and copies the buffers of the outermost module alone.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Graph, TensorSpec
-from autopar.errors import TraceError
+from autopar.errors import InputError, TraceError
+from autopar.trace.attribute_reads import Reads
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_OWN = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +35,19 @@ class Held:
     place: dict[str, Any]
     name: str
     value: Any
+    content: list[Any] | None = None
 
     @property
     def is_replaced(self) -> bool:
         return self.place.get(self.name) is not self.value
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the list or dict that it is holds something else."""
+        now = _content(self.value)
+        if now is None or self.content is None:
+            return False
+        return len(now) != len(self.content) or any(map(operator.is_not, now, self.content))
 
 
 State = Mapping[str, Held]  # by path
@@ -46,13 +63,24 @@ def buffers_of(model: nn.Module) -> State:
 
 
 def attributes_of(model: nn.Module) -> State:
-    """The tensors and numbers that are plain attributes."""
+    """What is neither a parameter, a buffer, a module nor a hook."""
     return {
-        _path(path, name): Held(vars(module), name, value)
+        _path(path, name): Held(vars(module), name, value, _content(value))
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, (torch.Tensor, int, float))
+        if name not in _OWN
     }
+
+
+def _content(value: Any) -> list[Any] | None:
+    """What a list or dict holds."""
+    match value:
+        case list():
+            return list(value)
+        case dict():
+            return [*value, *value.values()]
+        case _:
+            return None
 
 
 def _path(module: str, name: str) -> str:
@@ -80,26 +108,118 @@ def _shown(value: torch.Tensor | None) -> str:
     return "None" if value is None else str(TensorSpec(tuple(value.shape), value.dtype))
 
 
-def replaced_in(attributes: State) -> Mapping[str, Any]:
-    """By path what has been replaced."""
-    return {path: held.value for path, held in attributes.items() if held.is_replaced}
+class Inside:
+    """Stands where a tensor was that forward left in a module: it exists inside the program alone."""
+
+    def __init__(self, path: str) -> None:
+        object.__setattr__(self, "_path", path)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise InputError(
+            where=f"attribute {object.__getattribute__(self, '_path')}",
+            found="a tensor that forward leaves in its module, which exists inside the program alone",
+            wanted="results that forward returns",
+            remedy="let forward return it beside its output",
+        )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, cls)]
+        return inside[0]._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_path":
+            raise AttributeError(name)
+        return self._refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __neg__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __getitem__ = __len__ = __iter__ = _refuse
+    __float__ = __int__ = __bool__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+    def __repr__(self) -> str:
+        return f"<{object.__getattribute__(self, '_path')}, inside the program>"
 
 
-def noted(graph: Graph, replaced: Mapping[str, Any]) -> Graph:
-    """The graph with a note of numbers that its forward has `replaced`; raises TraceError for tensors that it
-    reads, too: it would always read the first ones."""
-    constants = {item.target.removeprefix("model.") for item in graph.inputs if item.value is not None}
-    for path, value in replaced.items():
-        if path in constants and isinstance(value, torch.Tensor):
-            raise TraceError(
-                where=f"attribute {path}",
-                found="a tensor that forward reads and replaces",
-                wanted="a buffer, whose values are kept from call to call",
-                remedy=f"register_buffer({path.rpartition('.')[2]!r}, ...) it",
-            )
-    return replace(graph, notes=(*graph.notes, *_notes(replaced)))
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What forward left in its modules: `values` by path and name.
+
+    `cached` are tensors, by path, that it reads where they are there already: they must be the same at every
+    call. `counted` are the paths of numbers that it reads and changes.
+    """
+
+    values: Mapping[tuple[str, str], Any]
+    cached: tuple[tuple[str, torch.Tensor], ...]
+    counted: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan says of it."""
+        return tuple(
+            f"forward reads and changes {path}: a program is made for each of its values"
+            for path in self.counted
+        )
 
 
-def _notes(replaced: Mapping[str, Any]) -> Sequence[str]:
-    numbers = {path: value for path, value in replaced.items() if not isinstance(value, torch.Tensor)}
-    return [f"forward changes {path}, which stays {value} in the program" for path, value in numbers.items()]
+def left_in(model: nn.Module, before: State, reads: Reads) -> Left:
+    """What forward has left in `model`, and put nowhere else.
+
+    Raises TraceError for lists that it changes otherwise than by tensors.
+    """
+    values: dict[tuple[str, str], Any] = {}
+    cached: list[tuple[str, torch.Tensor]] = []
+    own = set(map(id, (*model.parameters(), *model.buffers())))  # which an LSTM puts into a list of its own
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            held = before.get(_path(path, name))
+            if name in _OWN or (held is not None and not held.is_replaced and not held.is_changed):
+                continue
+            tensors = [item for item in pytree.tree_leaves(value) if isinstance(item, torch.Tensor)]
+            if any(id(item) in own for item in tensors):
+                continue
+            changed = held is not None and held.is_changed
+            if changed and not tensors and isinstance(value, list):
+                raise _changes(path, name, value)
+            if changed or (tensors and reads.has(vars(module), name)):
+                cached += [(_path(path, name), item) for item in tensors]
+            elif tensors:
+                values[path, name] = Inside(_path(path, name))
+            elif isinstance(value, _PLAIN) or value is None:
+                values[path, name] = value
+    counted = [
+        _path(path, name)
+        for path, module in model.named_modules()
+        for name in vars(module)
+        if (path, name) in values and reads.has(vars(module), name)
+    ]
+    return Left(values, tuple(cached), tuple(counted))
+
+
+def _changes(path: str, name: str, value: Any) -> TraceError:
+    return TraceError(
+        where=f"attribute {_path(path, name)}",
+        found=f"a forward that changes what the {type(value).__name__} holds",
+        wanted="results that forward returns",
+        remedy="let forward return what it adds",
+    )
+
+
+def check_cached(graph: Graph, names: Sequence[str], paths: Sequence[str]) -> None:
+    """Raise TraceError where one of the tensors, which forward reads and replaces, depends on the call."""
+    makers = {result: operator for operator in graph.operators for result in operator.results if result}
+    fixed = {item.name for item in graph.inputs if item.value is not None}
+    for name, path in zip(names, paths, strict=True):
+        todo, seen = [name], set[str]()
+        while todo:
+            value = todo.pop()
+            if value in seen or value in fixed:
+                continue
+            seen.add(value)
+            if value not in makers or torch.Tag.nondeterministic_seeded in makers[value].target.tags:
+                raise TraceError(
+                    where=f"attribute {path}",
+                    found="a tensor that forward reads and replaces",
+                    wanted="a buffer, whose values are kept from call to call",
+                    remedy=f"register_buffer({path.rpartition('.')[2]!r}, ...) it, or let forward return it",
+                )
+            todo += makers[value].operands

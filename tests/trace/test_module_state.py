@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import TraceError
+from autopar.errors import InputError, TraceError
+from autopar.trace.attribute_reads import recording
 from autopar.trace.export import trace
+from autopar.trace.module_state import Inside
 
 
 class Layer(nn.Module):
@@ -83,12 +85,25 @@ def test_what_would_be_lost_is_refused_by_name(what: str, found: str) -> None:
         traced(what)
 
 
-def test_a_number_that_changes_is_noted() -> None:
-    assert traced("number")[1].notes == ("forward changes layer.calls, which stays 1 in the program",)
+def left(what: str) -> tuple[Any, Any]:
+    model = Model()
+    with recording() as reads:
+        graph = trace(model, (torch.randn(2, 3), what)).graph
+    assert model.layer.calls == 1 and model.layer.width == 0.5 and model.layer.shown.shape == (1,)
+    return graph, reads.left
 
 
-def test_tensors_that_are_only_shown_may_be_replaced() -> None:
-    _, graph = traced("shown")
-    assert graph.writes == () and graph.notes == (
-        "forward changes layer.width, which stays 0.5 in the program",
-    )
+def test_a_number_that_is_read_and_changed_is_left_behind_and_noted() -> None:
+    graph, values = left("number")
+    assert values == {("layer", "calls"): 2}
+    assert graph.notes == ("forward reads and changes layer.calls: a program is made for each of its values",)
+
+
+def test_tensors_that_are_only_shown_stay_inside_and_numbers_are_left_behind() -> None:
+    graph, values = left("shown")
+    assert graph.writes == () and graph.notes == ()
+    assert values.pop(("layer", "width")) == 3
+    ((path, inside),) = values.items()
+    assert path == ("layer", "shown") and isinstance(inside, Inside)
+    with pytest.raises(InputError, match=r"attribute layer\.shown: .*inside the program alone"):
+        inside + 1

@@ -2,7 +2,10 @@
 
 parallel_module   the module itself
 serial_model      the user's model, without its memory
-containers        the tree of its names, without its code
+user_tree         its modules, with DTensors in the place of their parameters
+stored            how these lie, and state dicts in full tensors
+guards            what a program's trace has read, compared at every call
+program_cache     programs by kinds of call and by what their traces read
 rank_states       what the ranks of all stages hold
 optimizers        optimizers on sharded parameters
 clipping          gradient clipping over stages

@@ -14,19 +14,23 @@ pass over memory. Where the user leaves the choice to torch, a step takes the fa
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
-from autopar.runtime.parameters.parameters import local
+from autopar.runtime.module.user_tree import Placed
+from autopar.runtime.parameters.parameters import distribute, local
 
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _FUSED_DTYPES = (torch.float32, torch.float64)  # of fewer bits, fused steps round less often than others
@@ -74,6 +78,85 @@ def step_fast(owner: object, mesh: DeviceMesh) -> None:
     chosen: list[tuple[dict[str, Any], str]] = []
     _at_steps(register_optimizer_step_pre_hook, owner, choose)
     _at_steps(register_optimizer_step_post_hook, owner, restore)
+
+
+# -- optimizers that were there before ----------------------------------------------------------
+
+
+def take_over(
+    owner: object, placed: Sequence[Placed], mesh: DeviceMesh, nothing: Sequence[nn.Parameter]
+) -> None:
+    """Let optimizers of the serial model's parameters step the parallel ones, and say so on rank 0.
+
+    What holds serial parameters otherwise raises InputError at its first step. `nothing` goes to optimizers
+    that have no parameter on this rank.
+    """
+    parts = {id(item.whole): item for item in placed}
+    kinds = [_repoint(optimizer, parts, mesh, nothing) for optimizer in _optimizers_of(parts)]
+    if kinds and dist.get_rank() == 0:
+        print(
+            f"autopar: {', '.join(kinds)} was made before parallelize; it steps the parallel module's "
+            "parameters from now on",
+            file=sys.stderr,
+            flush=True,
+        )
+    taken = {id(item.whole): weakref.ref(item.whole) for item in placed}
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for item in group["params"]:
+                if (known := taken.get(id(item))) is not None and known() is item:
+                    raise InputError(
+                        where=f"step of {type(optimizer).__name__}",
+                        found="parameters of the serial model, which parallelize has replaced",
+                        wanted="those of the parallel module",
+                        remedy="make the optimizer after parallelize, of parallel.parameters()",
+                    )
+
+    _at_steps(register_optimizer_step_pre_hook, owner, check)
+
+
+def _optimizers_of(parts: Mapping[int, Placed]) -> list[torch.optim.Optimizer]:
+    """Those alive that hold some of these parameters."""
+    alive = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
+    return [
+        item
+        for item in alive
+        if any(
+            id(tensor) in parts for group in getattr(item, "param_groups", ()) for tensor in group["params"]
+        )
+    ]
+
+
+def _repoint(
+    optimizer: torch.optim.Optimizer,
+    parts: Mapping[int, Placed],
+    mesh: DeviceMesh,
+    nothing: Sequence[nn.Parameter],
+) -> str:
+    """Put this rank's parts in the place of parameters and of what is kept for them; the optimizer's name."""
+    for group in optimizer.param_groups:
+        held = [parts[id(item)].part if id(item) in parts else item for item in group["params"]]
+        group["params"][:] = [item for item in held if item is not None]
+    if not any(group["params"] for group in optimizer.param_groups):
+        optimizer.param_groups[0]["params"].extend(nothing)
+    for parameter in [item for item in optimizer.state if id(item) in parts]:
+        placed, state = parts[id(parameter)], optimizer.state.pop(parameter)
+        if placed.part is not None:
+            optimizer.state[placed.part] = {
+                name: _part_of(value, placed, mesh) for name, value in state.items()
+            }
+    return type(optimizer).__name__
+
+
+def _part_of(value: Any, placed: Placed, mesh: DeviceMesh) -> Any:
+    """The rank's part of a moment, of anything else the whole."""
+    part = placed.stored.part
+    if not isinstance(value, Tensor) or value.shape != placed.whole.shape or not value.dim():
+        return value
+    assert placed.part is not None
+    mine = part.part.take(value.detach()).to(local(placed.part).device)
+    return distribute(part, mine.clone(memory_format=torch.contiguous_format), mesh)
 
 
 _hooks: list[tuple[weakref.ref[object], RemovableHandle]] = []

@@ -1,7 +1,7 @@
 """The parallel module: the serial model's names and calls, this rank's part of its work.
 
-    first call    compile the serial model -> place its parameters -> keep a copy without memory
-    every call    key of the call -> program from the cache, or compile the copy -> run
+    first call    compile the serial model -> put DTensors in the place of its parameters
+    every call    key of the call, guards of what was read -> program from the cache, or compile anew -> run
 
 Every rank makes the same calls in the same order: planning, forward, backward, `state_dict` and
 `load_state_dict` are collective. Nothing here catches an exception: a rank that raises ends, and
@@ -10,10 +10,13 @@ the launcher, or the timeout of the process groups, ends the others.
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from functools import cache
+from typing import Any, Protocol, TypedDict, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -36,18 +39,32 @@ from autopar.runtime.execute.staged_program import StagedProgram
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.clipping import norm_dtype, refuse_torch_clipping, scale, total_norm
-from autopar.runtime.module.containers import Container, Stored
+from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.local_inputs import LocalInputs
-from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast
+from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast, take_over
+from autopar.runtime.module.program_cache import STATES, Entry, ProgramCache
 from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
+from autopar.runtime.module.stored import Stored
+from autopar.runtime.module.user_tree import UserTree
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
-from autopar.runtime.parameters.parameters import device_mesh, distribute, nothing, sharding_key
+from autopar.runtime.parameters.parameters import device_mesh, distribute, nothing, sharding_key, twin_of
+from autopar.trace.attribute_reads import recording
 from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.trace.simplify import no_loss
 
+COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
 TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits for one that has died
+
+
+class SamplerOptions(TypedDict, total=False):
+    """What `sampler` takes beside the dataset."""
+
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    batch_size: int | None
 
 
 class Compile(Protocol):
@@ -55,8 +72,9 @@ class Compile(Protocol):
 
     `training` says whether gradients are wanted. `pinned` is what the program must keep to; None before
     parameters and buffers are placed. For a `step` the arguments are those of the whole batch, and the
-    program is that of one micro-batch, the first or the one at `place`, or of this rank's
-    stages. Must give the same plan on every rank.
+    program is that of one micro-batch, the first or the one at `place`, or of this rank's stages. `known` are
+    plans of such calls, made while numbers that the model reads were others. Must give the same plan on every
+    rank.
     """
 
     def __call__(
@@ -69,57 +87,53 @@ class Compile(Protocol):
         pinned: Pinned | None,
         step: bool = False,
         place: int = 0,
+        known: Sequence[Plan] = (),
     ) -> Executable | StagedExecutable: ...
 
 
-class ParallelModule(Container):
-    """Runs `model` in parallel by the programs that `compile` makes, one for each kind of call.
+class Runner:
+    """Runs `root` in parallel by the programs that `compile` makes, one for each kind of call.
 
     A kind of call is: shapes, dtypes and constants of the arguments; train or eval mode of every
-    module; which parameters need gradients; dtypes of parameters and buffers. Outputs and losses are
-    the serial model's, on every rank the whole, or the part that the program leaves there. `state_dict`
-    and `load_state_dict` speak serial names and full tensors.
-
-    Every rank passes the global batch, or with `local_inputs` its own `samples` of it. The gradient
-    of an input is then that of the rows that the rank passed.
-
-    With `broadcast_parameters` all ranks start from rank 0's values. Values of a model on the meta
-    device are NaN until `load_state_dict`. Raises InputError for a model whose hooks or wrappers a
-    traced program would drop. `describe` is what printing the module shows of a program.
+    module; which parameters need gradients; dtypes of parameters and buffers; and whatever else of the
+    modules and the loss a trace has read. Outputs and losses are the serial model's, on every rank the
+    whole, or the part that the program leaves there.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        root: nn.Module,
+        serial_class: type,
         compile: Compile,
         *,
         describe: Callable[[Executable | StagedExecutable], str],
         device: torch.device,
-        timeout: timedelta = TIMEOUT,
-        broadcast_parameters: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
-        by_steps: bool = False,
-        exact_random: bool = False,
-        local_inputs: bool = False,
+        timeout: timedelta,
+        broadcast_parameters: bool,
+        bucket_bytes: int,
+        by_steps: bool,
+        exact_random: bool,
+        local_inputs: bool,
     ) -> None:
-        super().__init__()
-        serial_model.check(model)
         keep_freed_memory()
-        self.mirror(model)
+        self.tree = UserTree(root, serial_class)
         self._compile, self._describe = compile, describe
         self._device, self._timeout = device, timeout
         self._broadcast, self._bucket_bytes = broadcast_parameters, bucket_bytes
         self._by_steps, self._exact_random = by_steps, exact_random
-        self._model = (model,)  # in a tuple, so that nn.Module does not take it for a child
-        self._containers = tuple(cast(Container, module) for module in self.modules())
         self._mesh: tuple[Mesh, DeviceMesh] | None = None  # set when parameters are placed
         self._pinned: dict[str, InputPart] = {}
         self._holders: Mapping[str, tuple[int, ...]] = {}  # pipeline ranks of each tensor, with stages
         self._homes: Mapping[str, int] = {}  # the first stage of each
         self._pipeline = Pipeline()
         self._held: Held | None = None  # with stages
-        self._nothing: tuple[nn.Parameter, ...] = ()  # with stages: in a tuple as the model is
-        self._programs: dict[tuple[Any, ...], Bound | StagedProgram | Relay] = {}
+        self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
+        self._programs: ProgramCache[Bound | StagedProgram | Relay] = ProgramCache()
+        self._left: Mapping[tuple[str, str], Any] = {}  # what the program in hand leaves in modules
+        self._counted, self._has_said = 0, False
+        self._inherited: list[
+            tuple[tuple[Hashable, ...], Plan]
+        ] = []  # of the module that this one is a copy of
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
@@ -151,7 +165,9 @@ class ParallelModule(Container):
             program = self._program(self._local.whole(call) if self._local else call)
         assert not isinstance(program, StagedProgram)
         self._current = program
-        return program(call.tensors)
+        output = program(call.tensors)
+        self.tree.leave(self._left)
+        return output
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch, micro-batch by micro-batch; returns its loss.
@@ -176,13 +192,16 @@ class ParallelModule(Container):
             batch = split_batch(program.executable.cutting, call.tensors, count, find=self._buffer)
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
-                return program.train(batch) if learn else program.evaluate(batch)
-            assert isinstance(program, Bound)
-            return self._accumulate(call, batch, program, learn=learn)
+                loss = program.train(batch) if learn else program.evaluate(batch)
+            else:
+                assert isinstance(program, Bound)
+                loss = self._accumulate(call, batch, program, learn=learn)
+        self.tree.leave(self._left)
+        return loss
 
     def _buffer(self, name: str) -> Tensor:
         """The whole of a buffer, on every rank; a collective."""
-        held: Mapping[str, Tensor] = dict(self.named_buffers())
+        held: Mapping[str, Tensor] = dict(self.tree.root.named_buffers())
         return self.gather(name, held.get(name))
 
     def _require_global(self, where: str) -> None:
@@ -199,8 +218,8 @@ class ParallelModule(Container):
     ) -> Tensor:
         """Scale all gradients in place so that their norm, over all ranks and stages, is at most
         `max_norm`; returns the norm before. As torch.nn.utils.clip_grad_norm_; a collective."""
-        self._require_placed()
-        held = {name: item for name, item in self.named_parameters() if item.grad is not None}
+        self.require_placed()
+        held = {name: item for name, item in self.tree.root.named_parameters() if item.grad is not None}
         mine = [item.grad for name, item in held.items() if item.grad is not None and self._counts(name)]
         group = None if isinstance(self._current, Bound | None) else self._current.group
         dtype = norm_dtype(dtype for dtype, learns in self._states().values() if learns)
@@ -249,7 +268,7 @@ class ParallelModule(Container):
     def plan(self) -> Plan:
         """The plan of the program that ran last; the first call's before that."""
         if self._current is None:
-            self._require_placed()
+            self.require_placed()
         assert self._current is not None
         return self._current.executable.plan
 
@@ -257,7 +276,7 @@ class ParallelModule(Container):
     def output_parts(self) -> tuple[Part, ...]:
         """Which box of each global output this rank returns, by the program that ran last; the tensors
         of the output in their order."""
-        self._require_placed()
+        self.require_placed()
         if not isinstance(self._current, Bound):
             raise InputError(
                 where="output_parts of the parallel module",
@@ -279,15 +298,17 @@ class ParallelModule(Container):
         self, call: Arguments, *, step: bool = False, place: int = 0
     ) -> Bound | StagedProgram | Relay:
         """The program for the global `call`, or of a step for the micro-batch at `place` of it."""
+        self.tree.check()
         self._update_held()
         key = self._key(call, step=step, place=place)
-        if key not in self._programs:
-            if self._mesh is not None:
-                self._update_copy()
-            model = self._model[0]
-            for ours, theirs in zip(self._containers, model.modules(), strict=True):
-                theirs.training = ours.training
-            args, kwargs = call.rebuild(call.tensors)
+        known = self._programs.find(key)
+        if known is not None:
+            self._left = known.left
+            return known.program
+        self._note_change(key)
+        args, kwargs = call.rebuild(call.tensors)
+        states = None if self._mesh is None else self._states()
+        with recording() as reads, self.tree.serial(states) as model:
             made = self._compile(
                 model,
                 args,
@@ -296,21 +317,49 @@ class ParallelModule(Container):
                 pinned=self._keep(),
                 step=step,
                 place=place,
+                known=self._plans(key),
             )
-            copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
-            groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
-            mesh = self._place(made) if self._mesh is None else self._check(made)
-            self._update_held()
-            key = self._key(call, step=step, place=place)
-            program = self._programs[key] = self._bind(made, mesh, step=step)
-            return program
-        return self._programs[key]
+        copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
+        groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
+        mesh = self._place(made) if self._mesh is None else self._check(made)
+        self._update_held()
+        program = self._bind(made, mesh, step=step)
+        self._programs.add(self._key(call, step=step, place=place), Entry(program, Guard(reads), reads.left))
+        self._left = reads.left
+        return program
+
+    def _note_change(self, key: tuple[Hashable, ...]) -> None:
+        """Say once that what was read has changed; raises InputError where forward itself does that."""
+        alike = self._programs.like(key)
+        last = next(iter(self._programs.of(key)), None)
+        change = "an argument without tensors" if last is None else last.guard.change()
+        owners = {path: type(module).__name__ for path, module in self.tree.root.named_modules()}
+        owners[""] = self.tree.serial_class.__name__
+        left = last.left if last else ()
+        own = [f"{path}.{name}".lstrip(".") for path, name in left if f"{owners.get(path)}.{name}" == change]
+        self._counted = self._counted + 1 if own else 0
+        if self._counted > COUNTS:
+            raise InputError(
+                where=f"attribute {own[0]}",
+                found="a number that forward reads, and changes at each call",
+                wanted=f"one program for all calls; {COUNTS} were made for its values",
+                remedy="register_buffer(name, torch.tensor(0)) it, or count outside",
+            )
+        if alike and not self._has_said and dist.get_rank() == 0:
+            print(
+                f"autopar: {change} has changed, which the program depends on: the model is traced anew for "
+                "each value, without a search where numbers alone differ; the last "
+                f"{STATES} programs of a kind are kept (said once)",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._has_said = self._has_said or bool(alike)
 
     def _bind(
         self, made: Executable | StagedExecutable, mesh: DeviceMesh, *, step: bool
     ) -> Bound | StagedProgram | Relay:
         def find(target: str) -> Callable[[], Any]:
-            return find_in(self, target)
+            return find_in(self.tree.root, target)
 
         if isinstance(made, StagedExecutable) and not step:
             return Relay(
@@ -357,40 +406,36 @@ class ParallelModule(Container):
         if self._mesh is None:
             return ()
         held = itertools.chain.from_iterable(
-            (*item._parameters.values(), *item._buffers.values()) for item in self._containers
+            (*item._parameters.values(), *item._buffers.values()) for item in self.tree.modules
         )
         mine = tuple((tensor.dtype, tensor.requires_grad) for tensor in held if tensor is not None)
+        structure, constants, shapes = call.key
         return (
+            constants,
             step,
             place,
             torch.is_grad_enabled(),
-            call.key,
+            self.tree.version,
+            structure,
+            shapes,
             tuple(tensor.requires_grad for tensor in call.tensors),
-            tuple(container.training for container in self._containers),
+            tuple(module.training for module in self.tree.modules),
             tuple(self._held.states.items()) if self._held else mine,
         )
-
-    def _update_copy(self) -> None:
-        """Give the copy that is traced the parameters' present dtypes and need of gradients."""
-        model = self._model[0]
-        traced = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-        for name, (dtype, learns) in self._states().items():
-            theirs = traced[name]
-            if theirs.dtype != dtype:
-                theirs.data = serial_model.without_memory(theirs.detach(), dtype)
-            theirs.requires_grad_(learns)
 
     def _update_held(self) -> None:
         """With stages, learn what other ranks hold; a collective."""
         if self._held is not None:
-            self._held.update(itertools.chain(self.named_parameters(), self.named_buffers()))
+            self._held.update(self._named_tensors())
 
     def _states(self) -> Mapping[str, State]:
         """Dtypes and need of gradients of all parameters and buffers, also of other stages."""
         if self._held is not None:
             return self._held.states
-        tensors = itertools.chain(self.named_parameters(), self.named_buffers())
-        return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
+        return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in self._named_tensors()}
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return itertools.chain(self.tree.root.named_parameters(), self.tree.root.named_buffers())
 
     # -- samples --------------------------------------------------------------------------------
 
@@ -425,7 +470,7 @@ class ParallelModule(Container):
 
     def _loads(self, size: int | None) -> tuple[int, range]:
         """The number of samples of a global batch, and the rows that this rank loads of it."""
-        self._require_placed()
+        self.require_placed()
         if self._batch is None:
             raise InputError(
                 where="samples of the parallel module",
@@ -464,16 +509,46 @@ class ParallelModule(Container):
         if isinstance(made, StagedExecutable):
             self._holders = dict.fromkeys(self._pinned, (0,)) | dict(made.holders)
             self._homes, self._pipeline = made.homes, made.pipeline
-            self._held, self._nothing = Held(self._device), (nothing(mesh),)
+            self._held, self.nothing = Held(self._device), (nothing(mesh),)
             differ_by_stage(dist.get_rank() // made.mesh.num_devices)
             refuse_torch_clipping(mesh)
-        model = self._model[0]
-        self.fill(model, self._store)
-        self._model = (serial_model.hollow(model),)
-        self.load_as(self._model[0])
+        serial_model.check_plain(self.tree.root)
+        placed = self.tree.place(self._store)
+        take_over(self, [item for item in placed if isinstance(item.whole, nn.Parameter)], mesh, self.nothing)
         refuse_whole_tensor(self, mesh)
         step_fast(self, mesh)
         return mesh
+
+    def copied(self, memo: dict[int, Any]) -> nn.Module:
+        """A deep copy of the root that runs by itself: own parameters, programs that are still to be made."""
+        for (
+            _,
+            tensor,
+        ) in self._named_tensors():  # torch's own copy of a DTensor takes its gradient along, and fails
+            memo.setdefault(id(tensor), twin_of(tensor))
+        with self.tree.plain() as root:
+            twin = copy.deepcopy(root, memo)
+        twin.__class__ = type(self.tree.root)
+        runner = twin.__dict__["_autopar"] = copy.copy(self)
+        runner.tree = self.tree.of(twin)
+        runner.tree.install()
+        runner._programs = ProgramCache()
+        runner._users = dict(self._users)
+        runner._inherited = [
+            *self._inherited,
+            *((key, program.executable.plan) for key, program in self._programs.plans()),
+        ]
+        if self._held is not None:
+            runner._held = Held(self._device)
+        if self._mesh is not None:
+            refuse_whole_tensor(runner, self._mesh[1])
+            step_fast(runner, self._mesh[1])
+        return twin
+
+    def _plans(self, key: tuple[Hashable, ...]) -> list[Plan]:
+        """Plans of such calls: another graph of the same shape needs no search."""
+        inherited = [plan for known, plan in self._inherited if known[1:] == key[1:]]
+        return [*(entry.program.executable.plan for entry in self._programs.like(key)), *inherited]
 
     def _store(self, name: str, full: Tensor) -> tuple[Tensor | None, Stored]:
         assert self._mesh is not None
@@ -535,9 +610,8 @@ class ParallelModule(Container):
             )
         return self._mesh[1]
 
-    # -- what nn.Module does with tensors -------------------------------------------------------
-
-    def _require_placed(self) -> None:
+    def require_placed(self) -> None:
+        """Raise InputError before a plan has said where parameters lie."""
         if self._mesh is None:
             raise InputError(
                 where="parameters of the parallel module",
@@ -546,8 +620,144 @@ class ParallelModule(Container):
                 remedy="pass example_inputs to parallelize, or call the module once first",
             )
 
+    def gather(self, name: str, tensor: Tensor | None) -> Tensor:
+        """The full tensor of what lies as parameter or buffer `name` does; a collective."""
+        return self.tree.stored[name].gather(tensor)
+
+    def untie(self) -> None:
+        """Let go of the parameters' storage, which is about to be replaced."""
+        for program in self._programs.programs():
+            program.untie()
+
+    def describe(self) -> str:
+        """The plan, and this rank's program."""
+        if self._current is None:
+            return "ParallelModule(no plan yet: call it once, or pass example_inputs to parallelize)"
+        return self._describe(self._current.executable)
+
+
+class ParallelModule(nn.Module):
+    """The user's module itself, of a class that runs its forward in parallel.
+
+    Classes, attributes, methods, hooks of the root and `isinstance` are the user's; parameters are DTensors;
+    `state_dict` and `load_state_dict` speak serial names and full tensors. What a trace has read may change:
+    attributes of any module, modes, modules without parameters, numbers of the loss. Modules below the root
+    can't be called by themselves. Names of the user's own that this class has, too, are the user's in
+    forward.
+
+    Every rank passes the global batch, or with `local_inputs` its own `samples` of it. The gradient
+    of an input is then that of the rows that the rank passed.
+
+    With `broadcast_parameters` all ranks start from rank 0's values. Values of a model on the meta
+    device are NaN until `load_state_dict`. Raises InputError for a model whose hooks or wrappers a
+    traced program would drop. `describe` is what printing the module shows of a program.
+    """
+
+    _autopar: Runner
+
+    def __new__(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """`model`, of another class."""
+        if cls is not ParallelModule:  # a slice of an nn.Sequential makes one of its own class
+            return _serial_class(cls)(model, *args, **kwargs)
+        serial_model.check(model)
+        if isinstance(model, ParallelModule):  # without a plan yet: another try
+            model.__class__ = _serial_class(type(model))
+        kind: Any = type(model)
+        model.__class__ = _parallel_class(kind)
+        return model
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compile: Compile,
+        *,
+        describe: Callable[[Executable | StagedExecutable], str],
+        device: torch.device,
+        timeout: timedelta = TIMEOUT,
+        broadcast_parameters: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+        by_steps: bool = False,
+        exact_random: bool = False,
+        local_inputs: bool = False,
+    ) -> None:
+        self.__dict__["_autopar"] = Runner(
+            self,
+            _serial_class(type(self)),
+            compile,
+            describe=describe,
+            device=device,
+            timeout=timeout,
+            broadcast_parameters=broadcast_parameters,
+            bucket_bytes=bucket_bytes,
+            by_steps=by_steps,
+            exact_random=exact_random,
+            local_inputs=local_inputs,
+        )
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The serial model's output; every rank passes the global batch, or its samples of it.
+
+        With pipeline stages it is without gradients, and backward from it raises: `train_step` trains.
+        """
+        return self._autopar.forward(*args, **kwargs)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of one global batch, micro-batch by micro-batch; returns its loss.
+
+        Gradients are added to the parameters' `.grad`, and the optimizer's step stays the user's. The
+        loss is that of the batch, on every rank: a mean over samples weighs each micro-batch by its
+        share of them, a sum adds up. Every rank passes the global batch.
+        """
+        return self._autopar.train_step(*args, **kwargs)
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
+        return self._autopar.eval_step(*args, **kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Plan and compile for a call with such a global batch, without running it; the first time,
+        place the parameters. With local inputs, calls are known by the batches that were prepared."""
+        self._autopar.prepare(*args, **kwargs)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients in place so that their norm, over all ranks and stages, is at most
+        `max_norm`; returns the norm before. As torch.nn.utils.clip_grad_norm_; a collective."""
+        return self._autopar.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    # -- plan and samples -----------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the program that ran last; the first call's before that."""
+        return self._autopar.plan
+
+    @property
+    def output_parts(self) -> tuple[Part, ...]:
+        """Which box of each global output this rank returns, by the program that ran last; the tensors
+        of the output in their order."""
+        return self._autopar.output_parts
+
+    @property
+    def samples(self) -> range:
+        """The rows of the global batch that this rank passes; of the batch that was planned first."""
+        return self._autopar.samples
+
+    def sampler(self, dataset: Sized, **options: Unpack[SamplerOptions]) -> BatchSampler:
+        """For `DataLoader(dataset, batch_sampler=...)`: this rank's rows of each global batch.
+
+        All ranks draw one order from `seed` and the epoch (`set_epoch`). `batch_size` is the global
+        batch's, one that is prepared; that of the first plan by default. See `BatchSampler`.
+        """
+        return self._autopar.sampler(dataset, **options)
+
+    # -- what nn.Module does with tensors -------------------------------------------------------
+
     def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[Any]:  # parameters() and buffers() too
-        self._require_placed()
+        self._autopar.require_placed()
         yield from super()._named_members(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -557,40 +767,58 @@ class ParallelModule(Container):
         for item in super().parameters(recurse):
             learns = learns or item.requires_grad
             yield item
-        for item in () if learns else self._nothing:
+        for item in () if learns else self._autopar.nothing:
             item.requires_grad_()  # again, where all were frozen before
             yield item
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, with serial names and full tensors on all ranks; a collective."""
-        self._require_placed()
-        return super().state_dict(*args, **kwargs)
+        self._autopar.require_placed()
+        return self._autopar.tree.in_order(super().state_dict(*args, **kwargs), kwargs.get("prefix", ""))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, from full tensors, of which every rank copies its part in place."""
-        self._require_placed()
+        self._autopar.require_placed()
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def gather(self, name: str, tensor: Tensor | None) -> Tensor:
         """The full tensor, in serial order, of what lies as parameter or buffer `name` does: itself,
         its gradient, an optimizer's state; a collective. Ranks of other stages pass None."""
-        path, _, last = name.rpartition(".")
-        containers = dict(self.named_modules(remove_duplicate=False))
-        return cast(Container, containers[path])._stored[last].gather(tensor)
+        return self._autopar.gather(name, tensor)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._require_placed()
-        for program in self._programs.values():
-            program.untie()
+        self._autopar.require_placed()
+        self._autopar.untie()
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    # -- printing -------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A parallel module of its own, with the same values."""
+        return self._autopar.copied(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            where="pickling or copying a parallel module",
+            found="this rank's parts and program, which mean nothing elsewhere",
+            wanted="its state_dict(), which holds full tensors",
+            remedy="call state_dict() on all ranks and save it on one, or use copy.deepcopy",
+        )
 
     def __repr__(self) -> str:
         """The plan, and this rank's program."""
-        if self._current is None:
-            return "ParallelModule(no plan yet: call it once, or pass example_inputs to parallelize)"
-        return self._describe(self._current.executable)
+        return self._autopar.describe()
+
+
+@cache
+def _parallel_class(kind: type) -> type:
+    """A class of the same name and module below ParallelModule and `kind`."""
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_serial_class": kind}
+    made: type = type(kind)(f"Parallel{kind.__name__}", (ParallelModule, kind), names)
+    return made
+
+
+def _serial_class(kind: type) -> type:
+    """The user's class of which this is the parallel one."""
+    return cast(type, vars(kind)["_serial_class"])
 
 
 def _refuse_input_gradients(call: Arguments) -> None:

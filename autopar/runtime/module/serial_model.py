@@ -1,8 +1,7 @@
-"""The user's serial model: what of it cannot be run in parallel, and a copy of it without its memory."""
+"""The user's serial model: what of it cannot be run in parallel, and its tensors without their memory."""
 
 from __future__ import annotations
 
-import copy
 import mmap
 from collections.abc import Iterator
 from functools import cache
@@ -68,11 +67,7 @@ def check(model: nn.Module) -> None:
     ]
     if wrapped:
         _refuse(wrapped, "a plain model", "pass the model as it was before it was wrapped")
-    parallel = [
-        f"{name} is a DTensor" for name, tensor in model.named_parameters() if isinstance(tensor, DTensor)
-    ]
-    if parallel:
-        _refuse(parallel, "plain tensors", "pass the serial model")
+    check_plain(model)
     old = [
         f"torch.nn.utils.{_OLD_NORMS[type(hook)]} on {_name(path)}"
         for path, module in model.named_modules()
@@ -94,14 +89,32 @@ def check(model: nn.Module) -> None:
         )
 
 
+def check_plain(model: nn.Module) -> None:
+    """Raise InputError for a model whose parameters are another parallel model's."""
+    parallel = [
+        f"{name} is a DTensor" for name, tensor in model.named_parameters() if isinstance(tensor, DTensor)
+    ]
+    if parallel:
+        _refuse(
+            [*parallel[:3], *([f"{len(parallel) - 3} more"] if len(parallel) > 3 else [])],
+            "plain tensors",
+            "pass the serial model, and parallelize one that holds all that shares a part",
+        )
+
+
 def _module_hooks(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         for attribute, name in _MODULE_HOOKS.items():
             hooks = getattr(module, attribute, None) or {}
-            if any(getattr(hook, "__name__", "") not in _HARMLESS for hook in hooks.values()):
+            if not all(map(is_harmless, hooks.values())):
                 yield f"a {name} on {_name(path)}"
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"extra state on {_name(path)}"
+
+
+def is_harmless(hook: object) -> bool:
+    """Whether a hook is one of those of libraries that a traced program may do without."""
+    return getattr(hook, "__name__", "") in _HARMLESS
 
 
 def _parameter_hooks(model: nn.Module) -> Iterator[str]:
@@ -117,24 +130,6 @@ def _name(path: str) -> str:
 
 def _refuse(found: list[str], wanted: str, remedy: str) -> None:
     raise InputError(where="model", found="; ".join(found), wanted=wanted, remedy=remedy)
-
-
-# -- a copy without memory ----------------------------------------------------------------------
-
-
-def hollow(model: nn.Module) -> nn.Module:
-    """A deep copy for tracing: every parameter and buffer has its shape, strides, dtype and device
-    but no memory; tied tensors stay tied, and other tensors keep their values.
-
-    Unlike a copy on the meta device it can be traced together with what forward makes by itself
-    (`torch.arange(n)`), which lives on a real device.
-    """
-    empty: dict[int, object] = {
-        id(parameter): nn.Parameter(without_memory(parameter.detach()), parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-    empty |= {id(buffer): without_memory(buffer.detach()) for buffer in model.buffers()}
-    return copy.deepcopy(model, empty)
 
 
 def without_memory(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

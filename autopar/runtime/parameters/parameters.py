@@ -58,6 +58,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def twin_of(tensor: Tensor) -> Tensor:
+    """A parameter or buffer that lies like this one, with the same values and no gradient."""
+    values = local(tensor).detach().clone()
+    if isinstance(tensor, DTensor):
+        values = DTensor(values, tensor._spec, requires_grad=False)
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+
+
 # -- full tensors to parts and back -------------------------------------------------------------
 
 

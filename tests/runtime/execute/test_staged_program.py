@@ -361,7 +361,7 @@ def _changed(case: str) -> int:
     serial.float(), ours.float()
     data = [item.float() for item in batch()]
     assert gap(step(ours, *data, seed=5), accumulate(serial, *data, seed=5).float()) < 1e-6
-    return len(ours._programs)
+    return len(ours._autopar._programs)
 
 
 @two_cases
@@ -666,7 +666,7 @@ def test_whole_backwards_start_each_bucket_when_it_is_full(case: str, pools: Poo
 def _rest_waits(case: str) -> None:
     """Sums that are under way when a rank raises: nothing is kept of them, and no step follows."""
     _, ours = prepared(case)
-    program = ours._program(flatten_arguments(batch(), {}), step=True)
+    program = ours._autopar._program(flatten_arguments(batch(), {}), step=True)
     assert isinstance(program, StagedProgram)
 
     def failing(self: Stage) -> Any:

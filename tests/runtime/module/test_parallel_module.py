@@ -294,7 +294,7 @@ def test_the_modules_own_clipping_is_torchs_of_the_serial_model(plan: str, pools
 
 def _modes(plan: str) -> None:
     serial, ours = prepared(plan)
-    compiler = ours._compile
+    compiler = ours._autopar._compile
     x, y = batch()
     for model in (serial, ours):
         model(x, y).backward()
@@ -383,7 +383,7 @@ def test_state_dicts_are_the_serial_models(plan: str, pools: Pools) -> None:
 
 def _old_state(plan: str) -> None:
     def renamed(net: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        assert type(net) is Net
+        assert isinstance(net, Net)
         for name in [name for name in state if name.startswith(prefix + "old.")]:
             state[prefix + name.removeprefix(prefix + "old.")] = state.pop(name)
 

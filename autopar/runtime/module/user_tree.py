@@ -1,0 +1,382 @@
+"""The user's own modules under a parallel module: DTensors in the place of their parameters, no other change.
+
+user's code    modules, attributes, methods, hooks of the root       their own
+               a call of a submodule by itself                       refused: its parameters are parts
+a trace        the same modules, whole tensors without memory        put in for its time
+every call     other children, classes or hooks than before          taken over, or refused by name
+"""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from autopar.errors import InputError
+from autopar.runtime.module.serial_model import is_harmless, without_memory
+from autopar.runtime.module.stored import FullState, Stored
+from autopar.trace.user_source import is_library
+
+HOOKS = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+_EVERYWHERE = tuple(
+    getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS
+)  # by torch.nn.modules
+
+
+class Placed(NamedTuple):
+    """A tensor of the serial model, this rank's part of it (None where it holds none), and how that lies."""
+
+    whole: Tensor
+    part: Tensor | None
+    stored: Stored
+
+
+class UserTree:
+    """The modules below `root`, which is one of them, by their paths."""
+
+    def __init__(self, root: nn.Module, serial_class: type) -> None:
+        self.root, self.serial_class = root, serial_class
+        self.version = 0  # of which modules there are
+        self.stored: dict[str, Stored] = {}
+        self._whole: dict[str, Tensor] = {}  # without memory, by every name; once placed
+        self._whole_lists: list[
+            tuple[str, str, Any]
+        ] = []  # by path and name, attributes that hold some of them
+        self._handles: list[RemovableHandle] = []
+        self._take()
+
+    def _take(self) -> None:
+        """Take over which modules there are."""
+        named = dict(self.root.named_modules())
+        self.modules = tuple(named.values())
+        self._paths = tuple(named)
+        self._children_of = [module._modules for module in self.modules]
+        self._children = self._present_children()
+        self._kinds = list(map(type, self.modules))
+        self._hooks = [getattr(module, name) for module in self.modules[1:] for name in HOOKS]
+        self._hook_counts = list(map(len, self._hooks))
+
+    def _present_children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(operator.methodcaller("values"), self._children_of)))
+
+    # -- placing ------------------------------------------------------------------------------------
+
+    def place(self, store: Callable[[str, Tensor], tuple[Tensor | None, Stored]]) -> list[Placed]:
+        """Put what `store(name, tensor)` makes of every tensor in its place, each tensor once; None is what
+        another stage holds."""
+        full = dict(self._named_tensors())
+        self._whole = _without_memory(full)
+        self._whole_lists = list(
+            self._lists_with({id(full[name]): whole for name, whole in self._whole.items()})
+        )
+        placed: dict[int, Placed] = {}
+        for name, tensor in full.items():
+            if id(tensor) not in placed:
+                placed[id(tensor)] = Placed(tensor, *store(name, tensor))
+            self.stored[name] = placed[id(tensor)].stored
+        self._put({key: item.part for key, item in placed.items()})
+        self.install()
+        return list(placed.values())
+
+    def of(self, twin: nn.Module) -> UserTree:
+        """The tree of a copy of the root."""
+        tree = UserTree(twin, self.serial_class)
+        tree.stored, tree._whole, tree._whole_lists = self.stored, self._whole, self._whole_lists
+        tree.version = self.version
+        return tree
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters and buffers by name, tied ones by each of theirs."""
+        for path, module in zip(self._paths, self.modules, strict=True):
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        yield _join(path, name), tensor
+
+    def _put(self, places: Mapping[int, Tensor | None]) -> None:
+        """Replace tensors, by id, wherever modules hold them, also in lists and the like."""
+        for module in self.modules:
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if id(tensor) in places:
+                        held[name] = places[id(tensor)]
+        self._set(list(self._lists_with(places)))
+
+    def _set(self, values: Sequence[tuple[str, str, Any]]) -> None:
+        states = dict(zip(self._paths, map(vars, self.modules), strict=True))
+        for path, name, value in values:
+            if path in states:
+                states[path][name] = value
+
+    def _lists_with(self, places: Mapping[int, Tensor | None]) -> Iterator[tuple[str, str, Any]]:
+        """Attributes that hold some of these tensors, and their values with the others in their places."""
+        for path, module in zip(self._paths, self.modules, strict=True):
+            for name, value in vars(module).items():
+                if name in ("_parameters", "_buffers", "_modules") or not isinstance(
+                    value, (list, tuple, dict)
+                ):
+                    continue
+                if (replaced := _replaced(value, places)) is not value:
+                    yield path, name, replaced
+
+    # -- our own hooks ------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Once tensors are placed, let state dicts speak full ones, and refuse calls of single modules."""
+        for path, module in () if not self.stored else zip(self._paths, self.modules, strict=True):
+            names = [*module._parameters, *module._buffers]
+            stored = {
+                name: self.stored[_join(path, name)] for name in names if _join(path, name) in self.stored
+            }
+            if stored:
+                self._handles += FullState(stored).install(module)
+            if path and next(module.parameters(), next(module.buffers(), None)) is not None:
+                self._handles.append(module.register_forward_pre_hook(_Refused(path)))
+        self._hook_counts = list(map(len, self._hooks))
+
+    def uninstall(self) -> None:
+        """Take our own hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def in_order(self, state: Any, prefix: str) -> Any:
+        """A state dict in the serial order, also of tensors that this rank doesn't hold."""
+        for name in self.stored:
+            if prefix + name in state:
+                state[prefix + name] = state.pop(prefix + name)
+        return state
+
+    def leave(self, values: Mapping[tuple[str, str], Any]) -> None:
+        """Leave in the modules what forward leaves there, by path and name."""
+        if values:
+            self._set([(path, name, value) for (path, name), value in values.items()])
+
+    # -- calls --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Take over other modules without tensors; raises InputError for what no program can know of."""
+        if self._is_as_before():
+            return
+        self._refuse_hooks()
+        self.uninstall()
+        self._take()
+        self.version += 1
+        if self.stored:
+            self._check_tensors()
+        self.install()
+
+    def _refuse_hooks(self) -> None:
+        hooks = [f"a hook on all modules{_defined(hook)}" for hooks in _EVERYWHERE for hook in hooks.values()]
+        hooks += [
+            f"a {HOOKS[name]} on {path}{_defined(hook)}"
+            for path, module in self.root.named_modules()
+            for name in HOOKS
+            for hook in (getattr(module, name).values() if path else ())
+            if not isinstance(hook, _Refused) and not is_harmless(hook)
+        ]
+        if hooks:
+            raise InputError(
+                where="call of the parallel module",
+                found=_few(hooks),
+                wanted="no hooks on modules below it: a program runs instead of their forward",
+                remedy="remove them, hook the parallel module itself, or let forward return what they see",
+            )
+
+    def _is_as_before(self) -> bool:
+        children = self._present_children()
+        return (
+            len(children) == len(self._children)
+            and all(map(operator.is_, children, self._children))
+            and all(map(operator.is_, map(type, self.modules), self._kinds))
+            and list(map(len, self._hooks)) == self._hook_counts
+            and not any(_EVERYWHERE)
+        )
+
+    def _check_tensors(self) -> None:
+        """Raise InputError for parameters and buffers that have no place in the plan."""
+        new = [
+            name
+            for name, tensor in self._named_tensors()
+            if name not in self.stored
+            or (isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor))
+        ]
+        if new:
+            raise InputError(
+                where="call of the parallel module",
+                found=f"{_few(new)}, which came after parallelize",
+                wanted="the parameters and buffers that were planned",
+                remedy="change modules before parallelize, then load_state_dict(..., strict=False) into them",
+            )
+
+    @contextmanager
+    def serial(self, states: Mapping[str, tuple[torch.dtype, bool]] | None) -> Iterator[nn.Module]:
+        """The root as the serial model for the time of a trace, which leaves it as it was.
+
+        Once parameters are placed, `states` says their dtypes and which learn; whole tensors without memory
+        stand in for them.
+        """
+        with self.plain() as root:
+            kept = _Kept(self.modules)
+            for name in (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
+                root.__dict__[name] = OrderedDict()
+            try:
+                if states is not None:
+                    self._put_whole(states)
+                yield root
+            finally:
+                kept.restore()
+
+    @contextmanager
+    def plain(self) -> Iterator[nn.Module]:
+        """The root as an instance of the user's class, without anything of ours but its parameters."""
+        root, parallel_class = self.root, type(self.root)
+        self.uninstall()
+        runner = root.__dict__.pop("_autopar")
+        root.__class__ = self.serial_class
+        try:
+            yield root
+        finally:
+            root.__class__ = parallel_class
+            root.__dict__["_autopar"] = runner
+            self.install()
+
+    def _put_whole(self, states: Mapping[str, tuple[torch.dtype, bool]]) -> None:
+        places: dict[int, Tensor | None] = {}
+        for path, module in zip(self._paths, self.modules, strict=True):
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    whole = self._whole.get(_join(path, name))
+                    if whole is None:
+                        continue
+                    if _join(path, name) in states:
+                        dtype, learns = states[_join(path, name)]
+                        if whole.dtype != dtype:
+                            whole.data = without_memory(whole.detach(), dtype)
+                        whole.requires_grad_(learns)
+                    held[name] = whole
+                    if tensor is not None:
+                        places[id(tensor)] = whole
+        self._put(places)
+        self._set(self._whole_lists)
+
+
+class _Kept:
+    """What modules hold before a trace, to be put back."""
+
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
+        self._states = [(vars(module), dict(vars(module))) for module in modules]
+        self._tensors = [
+            (held, dict(held)) for module in modules for held in (module._parameters, module._buffers)
+        ]
+        held = [
+            value for _, state in self._states for name, value in state.items() if not name.startswith("_")
+        ]
+        self._lists = [(value, list(value)) for value in held if isinstance(value, list)]
+        self._dicts = [(value, dict(value)) for value in held if isinstance(value, dict)]
+
+    def restore(self) -> None:
+        """Put back what was there; what is new stays unless it holds tensors, which are a trace's own."""
+        for held, before in self._tensors:
+            held.clear()
+            held.update(before)  # type: ignore[arg-type]
+        for items, content in self._lists:
+            items[:] = content
+        for table, entries in self._dicts:
+            if any(key not in entries for key in table):
+                table.clear()
+                table.update(entries)
+        for state, before in self._states:
+            for name in [name for name in state if name not in before and _holds_tensors(state[name])]:
+                del state[name]
+            state.update(before)
+
+
+class _Refused:
+    """Refuses calls of one module by itself: its parameters are parts, in a program of the whole model."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        raise InputError(
+            where=f"{_caller()}call of {self._path} ({type(module).__name__})",
+            found="a module of a parallel model, called by itself",
+            wanted="calls of the parallel module, whose program is of its whole forward",
+            remedy="let forward do it, told by an argument such as a flag, and call the whole model",
+        )
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            where=f"pickling {self._path}",
+            found="a module of a parallel model",
+            wanted="state dicts, which hold full tensors",
+            remedy="save its state_dict()",
+        )
+
+
+def _caller() -> str:
+    """The user's line that is running, with a colon."""
+    for frame in reversed(traceback.extract_stack()):
+        if not is_library(frame.filename):
+            return f"{frame.filename}:{frame.lineno}: "
+    return ""
+
+
+def _defined(hook: Any) -> str:
+    """Where a function is defined, in brackets."""
+    code = getattr(hook, "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _without_memory(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors like these without memory, tied ones one."""
+    made: dict[int, Tensor] = {}
+    for tensor in full.values():
+        if id(tensor) not in made:
+            empty = without_memory(tensor.detach())
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return {name: made[id(tensor)] for name, tensor in full.items()}
+
+
+def _replaced(value: Any, places: Mapping[int, Tensor | None]) -> Any:
+    """`value`, or a copy of it with tensors replaced where it holds some of them."""
+    if id(value) in places:
+        return places[id(value)]
+    if isinstance(value, dict):
+        items = {key: _replaced(item, places) for key, item in value.items()}
+        changed = any(items[key] is not item for key, item in value.items())
+        return type(value)(items) if changed and type(value) in (dict, OrderedDict) else value
+    if type(value) in (list, tuple):
+        parts = [_replaced(item, places) for item in value]
+        return type(value)(parts) if any(map(operator.is_not, parts, value)) else value
+    return value
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_holds_tensors, value))
+    return any(map(_holds_tensors, value.values())) if isinstance(value, dict) else isinstance(value, Tensor)
