@@ -31,7 +31,8 @@ _OURS = ("torch._", "autopar.")  # whose Functions are no user's
 _HOOK = torch.Tensor.register_hook
 _AFTER_HOOK = torch.Tensor.register_post_accumulate_grad_hook
 _DERIVES = (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward)
-_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_grad_fn: Any = torch.Tensor.grad_fn  # the attribute of every tensor
+_GRAD_FN = _grad_fn.__get__
 
 
 @contextmanager

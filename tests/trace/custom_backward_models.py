@@ -161,6 +161,14 @@ class ScaledAlike(Scaled):
         return gradient * ctx.scales[0], None
 
 
+class ScaledByNet(Scaled):
+    """What a module holds gets no gradient, either."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, net: nn.Module) -> Tensor:
+        return x * net.scale
+
+
 class Bernoulli(torch.autograd.Function):
     """Noise forward, straight through backward."""
 
@@ -249,8 +257,8 @@ def listed_alike() -> Made:
     return made(lambda net, h: ScaledAlike.apply(h, [net.scale]) + h * net.shift)
 
 
-def only_listed() -> Made:
-    return made(lambda net, h: h * Scaled.apply(h.detach(), [net.scale]) + net.shift)
+def only_held() -> Made:
+    return made(lambda net, h: h * ScaledByNet.apply(h.detach(), net) + net.shift)
 
 
 def noisy() -> Made:

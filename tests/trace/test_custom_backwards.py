@@ -41,7 +41,7 @@ CUT = [
     "hooked_itself",
 ]
 GATHERED = ["auxiliary", "normed", "noisy", "hooked_by_norm"]
-TRACED = ["layer_norm", "without_gradients", "listed_alike", "only_listed"]
+TRACED = ["layer_norm", "without_gradients", "listed_alike", "only_held"]
 
 
 def checked(name: str, ranks: int, *, force: str | None = "batch", **more: Any) -> Report:

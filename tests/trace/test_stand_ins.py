@@ -57,7 +57,7 @@ OTHERS: list[tuple[Callable[..., Tensor], Backward]] = [
     (same, lambda saved, g: g.nan_to_num(0.0)),
     (lambda x: x.clamp(min=0), lambda s, g: g * (s[0] > 0)),  # torch's is 1 at 0
     (lambda x: x.detach() * 2, lambda saved, g: 2 * g),
-    (lambda x: x.detach() * 2, lambda saved, g: 0 * g),  # a gradient that is zero isn't none
+    (lambda x: x.detach() * 2, lambda saved, g: torch.zeros_like(g)),  # a gradient that is zero isn't none
 ]
 
 
