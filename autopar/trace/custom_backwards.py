@@ -31,7 +31,8 @@ _OURS = ("torch._", "autopar.")  # whose Functions are no user's
 _HOOK = torch.Tensor.register_hook
 _AFTER_HOOK = torch.Tensor.register_post_accumulate_grad_hook
 _DERIVES = (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward)
-_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_grad_fn: Any = torch.Tensor.grad_fn  # the attribute of every tensor
+_GRAD_FN = _grad_fn.__get__
 
 
 @contextmanager
@@ -41,8 +42,11 @@ def caught(model: nn.Module) -> Iterator[None]:
     tracer = _Tracer()
 
     def apply(function: Any, *args: Any) -> Any:
-        plain = tracer.busy or function.__module__.startswith(_OURS) or not _learns(args)
-        return super(_Single, function).apply(*args) if plain else tracer.apply(function, args)
+        if tracer.busy or function.__module__.startswith(_OURS):
+            return super(_Single, function).apply(*args)
+        if not _learns(args):
+            return _without_gradients(function, args)
+        return tracer.apply(function, args)
 
     with patch.object(_Single, "apply", classmethod(apply), create=True), _Hooks(tracer):
         yield
@@ -50,6 +54,13 @@ def caught(model: nn.Module) -> Iterator[None]:
 
 def _learns(args: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(item, Tensor) and item.requires_grad for item in args)
+
+
+def _without_gradients(function: Any, args: tuple[Any, ...]) -> Any:
+    """Its forward: what else that computes with gets no gradients, either."""
+    call, operands, numbers = FunctionCall.of(function, args)
+    with torch.no_grad():
+        return call.plainly(operands, numbers)
 
 
 class _Hooks(TorchFunctionMode):

@@ -280,7 +280,8 @@ class GraphBuilder:
         x -> hook -> users, and a second one: x -> second -> hook -> users, as gradients meet the first first.
         """
         makers = {name: item for item in self.operators[:-1] for name in item.results if name}
-        given = old = self.value(_itself(node.args[0][0])).name
+        (hooked,) = node.all_input_nodes
+        given = old = self.value(_itself(hooked)).name
         while old in makers and _is_hook(makers[old]):
             (old,) = makers[old].operands
         (new,) = operation.results

@@ -89,7 +89,7 @@ def observe(run: Run, operands: Specs, numbers: Sequence[float]) -> Behavior:
     shrunk = _shorter(operands)
     whole = shrunk == tuple(operands)
     leaves, state = _leaves(shrunk, 0, raised=False), torch.get_rng_state()
-    watch = _Watch(leaves)
+    watch = _Watch()
     try:
         with watch:
             results = run(leaves, numbers)
@@ -362,22 +362,14 @@ def _specs(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
 
 
 class _Watch(TorchDispatchMode):
-    """Notices what a call computes with."""
+    """Notices what a call computes with: tensors of the trace are none of its operands."""
 
-    def __init__(self, operands: Sequence[Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operands = {item.untyped_storage()._cdata for item in operands}
         self.foreign = self.reads_values = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for item in pytree.tree_leaves((args, kwargs or {})):
-            if isinstance(item, Tensor):
-                traced = isinstance(item, (FakeTensor, FunctionalTensor))
-                self.foreign |= traced or self._is_learned(item)
+        tensors = pytree.tree_leaves((args, kwargs or {}))
+        self.foreign |= any(isinstance(item, (FakeTensor, FunctionalTensor)) for item in tensors)
         self.reads_values |= func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
-
-    def _is_learned(self, tensor: Tensor) -> bool:
-        """Whether it is a parameter; an operand that was saved comes back as another object."""
-        leaf = tensor.is_leaf and tensor.requires_grad
-        return leaf and tensor.untyped_storage()._cdata not in self.operands

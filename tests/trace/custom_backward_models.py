@@ -153,6 +153,22 @@ class Scaled(torch.autograd.Function):
         return gradient / 2 + 0 * ctx.scales[0], None
 
 
+class ScaledAlike(Scaled):
+    """Its backward is the derivative by what isn't in the list."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scales[0], None
+
+
+class ScaledByNet(Scaled):
+    """What a module holds gets no gradient, either."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, net: nn.Module) -> Tensor:
+        return x * net.scale
+
+
 class Bernoulli(torch.autograd.Function):
     """Noise forward, straight through backward."""
 
@@ -235,6 +251,14 @@ def normed() -> Made:
 
 def listed() -> Made:
     return made(lambda net, h: Scaled.apply(h, [net.scale]))
+
+
+def listed_alike() -> Made:
+    return made(lambda net, h: ScaledAlike.apply(h, [net.scale]) + h * net.shift)
+
+
+def only_held() -> Made:
+    return made(lambda net, h: h * ScaledByNet.apply(h.detach(), net) + net.shift)
 
 
 def noisy() -> Made:

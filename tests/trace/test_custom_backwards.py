@@ -15,10 +15,13 @@ from autopar.core.fingerprint import fingerprint_of
 from autopar.core.force import Parallelism
 from autopar.core.graph import Operator
 from autopar.core.mesh import Mesh
+from autopar.core.placement import B, P
 from autopar.errors import TraceError
 from autopar.planning.request import Request
 from autopar.proof.check import Report, check
+from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import mixing_operator
+from autopar.sharding.strategies import find_atoms, options_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 from autopar.trace.export import trace
 from autopar.trace.micro_batches import reducer_of
@@ -38,7 +41,7 @@ CUT = [
     "hooked_itself",
 ]
 GATHERED = ["auxiliary", "normed", "noisy", "hooked_by_norm"]
-TRACED = ["layer_norm", "without_gradients"]
+TRACED = ["layer_norm", "without_gradients", "listed_alike", "only_held"]
 
 
 def checked(name: str, ranks: int, *, force: str | None = "batch", **more: Any) -> Report:
@@ -89,6 +92,15 @@ def test_stages_and_micro_batches(stages: int) -> None:
 def test_rows_go_their_own_ways_where_parts_are_those_of_the_whole(name: str) -> None:
     assert customs(name)
     assert all(0 in call_at(item.args[4]).factors for item in customs(name))
+
+
+@pytest.mark.parametrize("name", ["clamped", "auxiliary"])
+def test_its_backward_takes_whole_gradients_alone(name: str) -> None:
+    """It needn't be linear: the sum of what it makes of parts is not what it makes of their sum."""
+    graph = trace(*make(name)).graph
+    dims = Dims(graph, find_atoms(graph), Mesh((2,)))
+    options = [option for item in customs(name) for option in options_of(item, dims)]
+    assert options and {B, P}.isdisjoint(place for option in options for place in option.results)
 
 
 @pytest.mark.parametrize("name", GATHERED)
