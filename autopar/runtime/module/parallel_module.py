@@ -642,8 +642,7 @@ class ParallelModule(nn.Module):
     Classes, attributes, methods, hooks of the root and `isinstance` are the user's; parameters are DTensors;
     `state_dict` and `load_state_dict` speak serial names and full tensors. What a trace has read may change:
     attributes of any module, modes, modules without parameters, numbers of the loss. Modules below the root
-    can't be called by themselves. Names of the user's own that this class has, too, are the user's in
-    forward.
+    can't be called by themselves. Names of the user's that this class has, too, are the user's in forward.
 
     Every rank passes the global batch, or with `local_inputs` its own `samples` of it. The gradient
     of an input is then that of the rows that the rank passed.
