@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
 
 from torch import fx
+
+LINE_LENGTH = 80  # characters of a line of source that an error shows
 
 
 def module_of(node: fx.Node) -> str:
@@ -42,6 +45,15 @@ def user_line(error: BaseException) -> str:
         if not is_library(frame.filename):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return next(reversed(list(_frames(str(error)))), "the model's forward")
+
+
+def calling_line() -> str:
+    """The innermost line of the user's own code that is being run."""
+    for frame, number in traceback.walk_stack(None):
+        if not is_library(frame.f_code.co_filename):
+            file = frame.f_code.co_filename
+            return f"{file}:{number}: {linecache.getline(file, number).strip()[:LINE_LENGTH]}"
+    return "a call outside a file"
 
 
 def first_line(error: BaseException) -> str:

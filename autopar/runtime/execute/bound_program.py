@@ -25,6 +25,7 @@ from autopar.errors import InputError
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.memory_format import dense
 from autopar.runtime.execute.executable import Executable, InputPart
+from autopar.runtime.parameters.global_scalars import plain_gradient
 from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
 from autopar.runtime.parameters.parameters import Leaves, local, scatter_once
 from autopar.runtime.saved.regather import freeing
@@ -83,7 +84,15 @@ class Bound:
         with torch.no_grad():
             for name, value in zip(self.executable.writes, results[count:], strict=True):
                 values[name].copy_(value)
+        self._hear_plain_gradients(results[:count])
         return self.executable.rebuild(tuple(results[:count]))
+
+    @staticmethod
+    def _hear_plain_gradients(outputs: Sequence[Tensor]) -> None:
+        """A loss to which a penalty on parameters, a DTensor, is added gets a DTensor as its gradient."""
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(plain_gradient)
 
     def untie(self) -> None:
         """Let go of the parameters' storage."""

@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups
 from autopar.runtime.execute.executable import StagedExecutable
 from autopar.runtime.execute.stage import Stage
-from autopar.runtime.parameters.parameters import local
+from autopar.runtime.parameters.parameters import add_gradient, local
 from autopar.trace.micro_batches import MicroBatch
 
 
@@ -180,12 +179,7 @@ class StagedProgram:
             work.wait()
 
     def _add(self, target: str, total: Tensor) -> None:
-        outer = self._find(target)()
-        if outer.grad is None:
-            outer.grad = DTensor(total, outer._spec, requires_grad=False)
-        else:
-            with torch.no_grad():
-                local(outer.grad).add_(total)
+        add_gradient(self._find(target)(), total)
 
 
 def _broken_off() -> InputError:

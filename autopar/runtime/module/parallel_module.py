@@ -42,6 +42,7 @@ from autopar.runtime.module.local_inputs import LocalInputs
 from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast
 from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
+from autopar.runtime.parameters.global_scalars import read_whole_scalars
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
 from autopar.runtime.parameters.parameters import device_mesh, distribute, nothing, sharding_key
 from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
@@ -456,6 +457,8 @@ class ParallelModule(Container):
         self.fill(model, self._store)
         self._model = (serial_model.hollow(model),)
         self.load_as(self._model[0])
+        numbers = any(not item.spec.shape for item in self._pinned.values())
+        read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
         refuse_whole_tensor(self, mesh)
         step_fast(self, mesh)
         return mesh
