@@ -29,7 +29,7 @@ from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
 from autopar.results.plan import Plan
 from autopar.runtime.collectives import groups
-from autopar.runtime.collectives.random import differ_by_stage
+from autopar.runtime.collectives.random import Stream, shared_stream
 from autopar.runtime.execute.bound_program import Bound, find_in, gradient_key
 from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.runtime.execute.forward_relay import Relay
@@ -123,6 +123,7 @@ class ParallelModule(Container):
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
+        self._stream: Stream | None = None  # where ranks draw masks; None: from the default generator
         self._batch: int | None = None  # samples of the first global batch
 
     # -- calls ----------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ class ParallelModule(Container):
                 mesh=mesh,
                 device=self._device,
                 timeout=self._timeout,
-                exact_random=self._exact_random,
+                stream=self._stream,
             )
         if isinstance(made, StagedExecutable):
             return StagedProgram(
@@ -316,7 +317,7 @@ class ParallelModule(Container):
                 device=self._device,
                 bucket_bytes=self._bucket_bytes,
                 timeout=self._timeout,
-                exact_random=self._exact_random,
+                stream=self._stream,
             )
         samples = self._local.settle(made.samples) if self._local and made.samples else None
         bound = Bound(
@@ -326,6 +327,7 @@ class ParallelModule(Container):
             device=self._device,
             bucket_bytes=self._bucket_bytes,
             samples=samples,
+            stream=self._stream,
         )
         if self._local:
             self._users = {item.target: item.layout for item in bound.users} | self._users
@@ -451,8 +453,9 @@ class ParallelModule(Container):
             self._holders = dict.fromkeys(self._pinned, (0,)) | dict(made.holders)
             self._homes, self._pipeline = made.homes, made.pipeline
             self._held, self._nothing = Held(self._device), (nothing(mesh),)
-            differ_by_stage(dist.get_rank() // made.mesh.num_devices)
             refuse_torch_clipping(mesh)
+        if dist.get_world_size() > 1 and not self._exact_random:
+            self._stream = shared_stream()
         model = self._model[0]
         self.fill(model, self._store)
         self._model = (serial_model.hollow(model),)
