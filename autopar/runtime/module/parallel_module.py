@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar.core.graph import InputKind, may_learn
 from autopar.core.mesh import Mesh
@@ -36,6 +37,7 @@ from autopar.runtime.execute.forward_relay import Relay
 from autopar.runtime.execute.staged_program import StagedProgram
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from autopar.runtime.module import serial_model
+from autopar.runtime.module.agreement import Agreement
 from autopar.runtime.module.clipping import norm_dtype, refuse_torch_clipping, scale, total_norm
 from autopar.runtime.module.containers import Container, Stored
 from autopar.runtime.module.local_inputs import LocalInputs
@@ -44,7 +46,7 @@ from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.parameters.global_scalars import read_whole_scalars
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
-from autopar.runtime.parameters.parameters import device_mesh, distribute, nothing, sharding_key
+from autopar.runtime.parameters.parameters import device_mesh, distribute, local, nothing, sharding_key
 from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.trace.simplify import no_loss
@@ -122,6 +124,7 @@ class ParallelModule(Container):
         self._programs: dict[tuple[Any, ...], Bound | StagedProgram | Relay] = {}
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
+        self._agreement = Agreement(device, local_inputs=local_inputs, exact_random=exact_random)
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
         self._stream: Stream | None = None  # where ranks draw masks; None: from the default generator
         self._batch: int | None = None  # samples of the first global batch
@@ -144,6 +147,7 @@ class ParallelModule(Container):
             with torch.enable_grad():
                 self.prepare(*args, **kwargs)  # parameters lie where steps want them
         call = flatten_arguments(args, kwargs)
+        self._agree(call)
         if self._pipeline.is_staged:
             self._require_global("call of the parallel module")
             with torch.no_grad():
@@ -171,6 +175,7 @@ class ParallelModule(Container):
         call = flatten_arguments(args, kwargs)
         self._require_global("train_step")
         with torch.set_grad_enabled(learn):
+            self._agree(call)
             program = self._current = self._program(call, step=self._by_steps)
             count = program.executable.plan.pipeline.micro_batches
             batch = split_batch(call.tensors, count)
@@ -179,6 +184,20 @@ class ParallelModule(Container):
                 return program.train(batch) if learn else program.evaluate(batch)
             assert isinstance(program, Bound)
             return self._accumulate(call, batch, program, learn=learn)
+
+    def _agree(self, call: Arguments) -> None:
+        """Raise InputError where ranks differ in what they must share; not where checkpoints repeat a call."""
+        if torch._C._current_graph_task_id() == -1:
+            modes = (container.training for container in self._containers)
+            self._agreement.check(call, modes, self._whole_tensors())
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and buffers that every rank of the world has, whole."""
+        if self._mesh is None or self._pipeline.is_staged:
+            return
+        for name, tensor in itertools.chain(self.named_parameters(), self.named_buffers()):
+            if not isinstance(tensor, DTensor) or not any(item.is_shard() for item in tensor.placements):
+                yield f"parameter or buffer {name}", local(tensor)
 
     def _require_global(self, where: str) -> None:
         if self._local:
@@ -268,6 +287,7 @@ class ParallelModule(Container):
         """Plan and compile for a call with such a global batch, without running it; the first time,
         place the parameters. With local inputs, calls are known by the batches that were prepared."""
         call = flatten_arguments(args, kwargs)
+        self._agreement.check_shapes(call)
         program = self._current = self._program(call, step=self._by_steps)
         if self._local and isinstance(program, Bound):
             self._local.learn(call, program.samples)

@@ -101,7 +101,7 @@ def test_a_call_moves_the_default_generator_by_one_draw(pools: Pools) -> None:
 
 
 def _repeated() -> None:
-    """A checkpoint around the module: its backward computes the outputs again, with the masks that they had."""
+    """A checkpoint around the module: its backward makes the outputs again, with the masks that they had."""
     ours = masked("batch")
     noted: list[Tensor] = []
 
