@@ -40,13 +40,21 @@ _RANDOM = "seed all ranks alike, which exact_random needs"
 class Agreement:
     """Compares what ranks pass and hold. All ranks make the same calls in the same order."""
 
-    def __init__(self, device: torch.device, *, local_inputs: bool, exact_random: bool) -> None:
-        self._device, self._local, self._exact = device, local_inputs, exact_random
+    def __init__(self, device: torch.device, *, local_inputs: bool) -> None:
+        self._device, self._local = device, local_inputs
         self._calls: Counter[Hashable] = Counter()
         self._count = 0
 
-    def check(self, call: Arguments, modes: Iterable[bool], held: Iterable[tuple[str, Tensor]]) -> None:
-        """Compare a call if it is its turn; `held` are tensors that every rank has whole. Collective then.
+    def check(
+        self,
+        call: Arguments,
+        modes: Iterable[bool],
+        held: Iterable[tuple[str, Tensor]],
+        *,
+        random: bytes = b"",
+    ) -> None:
+        """Compare a call if it is its turn; `held` are tensors that every rank has whole, `random` is what its
+        masks follow from. Collective then.
 
         Raises InputError on every rank where they differ.
         """
@@ -55,7 +63,8 @@ class Agreement:
         self._count += 1
         whole = self._calls[kind] <= FIRST
         if dist.get_world_size() > 1 and (whole or self._count % STRIDE == 0):
-            compare(self._parts(call, modes, held if self._count <= FIRST else (), whole=whole), self._device)
+            held = held if self._count <= FIRST else ()
+            compare(self._parts(call, modes, held, random, whole=whole), self._device)
 
     def check_shapes(self, call: Arguments) -> None:
         """Compare a call that is prepared, but for its values; collective."""
@@ -63,7 +72,13 @@ class Agreement:
             compare(_signature(call, shapes=True), self._device)
 
     def _parts(
-        self, call: Arguments, modes: Iterable[bool], held: Iterable[tuple[str, Tensor]], *, whole: bool
+        self,
+        call: Arguments,
+        modes: Iterable[bool],
+        held: Iterable[tuple[str, Tensor]],
+        random: bytes,
+        *,
+        whole: bool,
     ) -> Iterator[Part]:
         yield from _signature(call, shapes=not self._local)
         yield "train or eval mode of the modules", _CALL, bytes(modes)
@@ -73,8 +88,7 @@ class Agreement:
                 yield f"input {path}", _BATCH, _bytes(tensor, whole=whole)
         for name, tensor in held:
             yield name, _STATE, _bytes(tensor, whole=whole)
-        if self._exact:
-            yield "the default generator", _RANDOM, torch.get_rng_state().numpy().tobytes()
+        yield "the default generator", _RANDOM, random
 
 
 def _signature(call: Arguments, *, shapes: bool) -> Iterator[Part]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -31,6 +32,7 @@ from autopar.errors import CheckError, InputError
 from autopar.results.plan import Plan
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.random import Stream, shared_stream
+from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.execute.bound_program import Bound, find_in, gradient_key
 from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.runtime.execute.forward_relay import Relay
@@ -124,7 +126,7 @@ class ParallelModule(Container):
         self._programs: dict[tuple[Any, ...], Bound | StagedProgram | Relay] = {}
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
-        self._agreement = Agreement(device, local_inputs=local_inputs, exact_random=exact_random)
+        self._agreement = Agreement(device, local_inputs=local_inputs)
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
         self._stream: Stream | None = None  # where ranks draw masks; None: from the default generator
         self._batch: int | None = None  # samples of the first global batch
@@ -143,6 +145,10 @@ class ParallelModule(Container):
                 wanted="no autocast around it",
                 remedy="convert the model's dtype instead",
             )
+        with collective("forward"):
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._by_steps and self._mesh is None:
             with torch.enable_grad():
                 self.prepare(*args, **kwargs)  # parameters lie where steps want them
@@ -165,11 +171,13 @@ class ParallelModule(Container):
         loss is that of the batch, on every rank: a mean over samples weighs each micro-batch by its
         share of them, a sum adds up. Every rank passes the global batch.
         """
-        return self._step(args, kwargs, learn=True)
+        with collective("train_step"):
+            return self._step(args, kwargs, learn=True)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
-        return self._step(args, kwargs, learn=False)
+        with collective("eval_step"):
+            return self._step(args, kwargs, learn=False)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, learn: bool) -> Tensor:
         call = flatten_arguments(args, kwargs)
@@ -186,10 +194,18 @@ class ParallelModule(Container):
             return self._accumulate(call, batch, program, learn=learn)
 
     def _agree(self, call: Arguments) -> None:
-        """Raise InputError where ranks differ in what they must share; not where checkpoints repeat a call."""
+        """Raise InputError where ranks differ in what they must share; not where checkpoints repeat it."""
         if torch._C._current_graph_task_id() == -1:
             modes = (container.training for container in self._containers)
-            self._agreement.check(call, modes, self._whole_tensors())
+            self._agreement.check(call, modes, self._whole_tensors(), random=self._random_state())
+
+    def _random_state(self) -> bytes:
+        """What exact masks follow from: with stages the seed, which each micro-batch goes back to."""
+        if not self._exact_random:
+            return b""
+        if self._pipeline.is_staged:
+            return str(torch.initial_seed()).encode()
+        return torch.get_rng_state().numpy().tobytes()
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters and buffers that every rank of the world has, whole."""
@@ -218,7 +234,8 @@ class ParallelModule(Container):
         mine = [item.grad for name, item in held.items() if item.grad is not None and self._counts(name)]
         group = None if isinstance(self._current, Bound | None) else self._current.group
         dtype = norm_dtype(dtype for dtype, learns in self._states().values() if learns)
-        norm = total_norm(mine, float(norm_type), dtype=dtype, group=group, device=self._device)
+        with collective("clip_grad_norm_"):
+            norm = total_norm(mine, float(norm_type), dtype=dtype, group=group, device=self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise InputError(
                 where="clip_grad_norm_",
@@ -287,8 +304,9 @@ class ParallelModule(Container):
         """Plan and compile for a call with such a global batch, without running it; the first time,
         place the parameters. With local inputs, calls are known by the batches that were prepared."""
         call = flatten_arguments(args, kwargs)
-        self._agreement.check_shapes(call)
-        program = self._current = self._program(call, step=self._by_steps)
+        with collective("prepare"):
+            self._agreement.check_shapes(call)
+            program = self._current = self._program(call, step=self._by_steps)
         if self._local and isinstance(program, Bound):
             self._local.learn(call, program.samples)
 
@@ -575,7 +593,9 @@ class ParallelModule(Container):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, with serial names and full tensors on all ranks; a collective."""
         self._require_placed()
-        return super().state_dict(*args, **kwargs)
+        stored = itertools.chain.from_iterable(item._stored.values() for item in self._containers)
+        with collective("state_dict") if any(item.is_shared for item in stored) else nullcontext():
+            return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, from full tensors, of which every rank copies its part in place."""
@@ -587,7 +607,9 @@ class ParallelModule(Container):
         its gradient, an optimizer's state; a collective. Ranks of other stages pass None."""
         path, _, last = name.rpartition(".")
         containers = dict(self.named_modules(remove_duplicate=False))
-        return cast(Container, containers[path])._stored[last].gather(tensor)
+        stored = cast(Container, containers[path])._stored[last]
+        with collective("gather") if stored.is_shared else nullcontext():
+            return stored.gather(tensor)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._require_placed()

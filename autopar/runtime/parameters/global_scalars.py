@@ -33,6 +33,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import InputError
+from autopar.runtime.collectives.roll_call import collective
 from autopar.trace.user_source import calling_line, first_line
 
 aten = torch.ops.aten
@@ -137,8 +138,9 @@ def _local_scalar(operator: Any, args: tuple[Any, ...], _kwargs: Mapping[str, An
     (tensor,) = args
     if _is_among(tensor.device_mesh, _staged):
         raise _of_one_stage("a number of a parameter or gradient")
-    if _is_among(tensor.device_mesh, _meshes):
-        with torch.no_grad():
+    parts = not all(isinstance(placement, Replicate) for placement in tensor.placements)
+    if parts and _is_among(tensor.device_mesh, _meshes):
+        with torch.no_grad(), collective("reading a number of a sharded tensor"):
             tensor = _whole(tensor.detach())
     return operator(tensor._local_tensor)
 

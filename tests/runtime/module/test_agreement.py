@@ -160,7 +160,7 @@ def test_what_needs_not_be_alike_is_let_pass(pools: Pools) -> None:
 
 def _later() -> list[int]:
     """The calls in which other values of one element were found, of an agreement without a program."""
-    agreement, found = Agreement(CPU, local_inputs=False, exact_random=False), []
+    agreement, found = Agreement(CPU, local_inputs=False), []
     for number in range(1, 2 * STRIDE + 1):
         x = torch.zeros(1000)
         if number > 3:
