@@ -53,8 +53,8 @@ class Agreement:
         *,
         random: bytes = b"",
     ) -> None:
-        """Compare a call if it is its turn; `held` are tensors that every rank has whole, `random` is what its
-        masks follow from. Collective then.
+        """Compare a call if it is its turn; `held` are tensors that every rank has whole, `random` is what
+        its masks follow from. Collective then.
 
         Raises InputError on every rank where they differ.
         """
