@@ -4,6 +4,7 @@ placement_moves   torch.ops.autopar.<from>_to_<to>
 convolution       convolutions whose rows are split
 batch_norm        batch norm whose statistics span ranks
 random            masks of random operators
+roll_call         where ranks wait for each other
 groups            process groups by key
 transport         tensors between ranks, by the fastest way of each backend
 local_sockets     sockets between ranks that share a machine

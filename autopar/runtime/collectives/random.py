@@ -1,13 +1,25 @@
-"""Masks for random operators on ranks: the serial mask, or one for each shard."""
+"""Masks for random operators on ranks: the serial mask, or one for each shard.
+
+What a program draws depends on a seed that ranks share and the number of its call, never on how much a rank
+has drawn elsewhere (augmentation, a seed of its own):
+
+    the user's draws     ---- a ---- b ------------------- c ----     the default generator
+    a program's draws              '-- seed(module, call 0) --'       the same, set and put back
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
+REPEATED = 1024  # calls between a checkpoint's forward and its backward
+_streams = itertools.count()
 _library = torch.library.Library("autopar", "FRAGMENT")
 
 
@@ -32,10 +44,58 @@ def _shard_mask(
     return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
-def differ_by_stage(stage: int) -> None:
-    """Move the default generator to another place for each pipeline rank: alike within a stage, as the
-    masks of its replicas must be, and different from the masks of the others."""
-    torch.manual_seed((torch.initial_seed() + 1_000_003 * stage) % 2**63)
+class Stream:
+    """The seeds of one module's calls that draw. All ranks make the same calls in the same order."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._calls = seed, itertools.count()
+        self._known: dict[int, int] = {}  # seeds by what the default generator drew before the call
+
+    def next(self) -> int:
+        """The seed of the next call, or of one that a checkpoint repeats inside backward: that is known by
+        the state of the default generator, which moves at each call and which checkpoints put back."""
+        ticket = int(torch.randint(2**62, ()))
+        if torch._C._current_graph_task_id() == -1 or ticket not in self._known:
+            self._known[ticket] = mixed(self._seed, next(self._calls))
+        if len(self._known) > REPEATED:
+            del self._known[next(iter(self._known))]
+        return self._known[ticket]
+
+
+def shared_stream() -> Stream:
+    """A stream of its own for a module, from rank 0's random state; collective."""
+    state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=7)
+    box = [mixed(int.from_bytes(state.digest()), next(_streams))]
+    dist.broadcast_object_list(box, src=0)
+    return Stream(box[0])
+
+
+def mixed(*numbers: int) -> int:
+    """A seed for torch that depends on all the numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=7)
+    return int.from_bytes(digest.digest())
+
+
+@contextmanager
+def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Within, what is drawn follows from `seed`; then the default generators stand as before."""
+    is_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if is_gpu else [], device_type="cuda"):
+        torch.default_generator.manual_seed(seed)
+        if is_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def draws(program: fx.GraphModule) -> bool:
+    """Whether some operator of the program is random."""
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        for module in program.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    )
 
 
 def share_state() -> None:

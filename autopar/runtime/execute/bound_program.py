@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,9 @@ from autopar.core.samples import Samples
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.memory_format import dense
+from autopar.runtime.collectives.random import Stream, drawing_from, draws
 from autopar.runtime.execute.executable import Executable, InputPart
+from autopar.runtime.parameters.global_scalars import plain_gradient
 from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
 from autopar.runtime.parameters.parameters import Leaves, local, scatter_once
 from autopar.runtime.saved.regather import freeing
@@ -34,7 +36,8 @@ class Bound:
     """An executable, its own leaves and its own gradient synchroniser.
 
     `find(target)()` is the outer parameter or buffer of that name. With `samples` every rank passes
-    its own rows of the batched inputs, else the whole of them.
+    its own rows of the batched inputs, else the whole of them. Random operators draw from `stream`, or from
+    the default generator if there is none.
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class Bound:
         device: torch.device,
         bucket_bytes: int,
         samples: Samples | None = None,
+        stream: Stream | None = None,
     ) -> None:
         self.executable, self.samples = executable, samples
         self._run = freeing(executable.module)
+        self._stream = stream if stream is not None and draws(executable.module) else None
         self._rank = dist.get_rank()
         self._device = device
         self.users = [item for item in executable.inputs if item.kind is InputKind.USER]
@@ -78,12 +83,21 @@ class Bound:
         values |= {item.name: self._take(item, tensors) for item in self.users}
         if not self._stepping:
             self._leaves.release()
-        results = self._run(*(values[item.name] for item in self.executable.inputs))
+        with drawing_from(self._stream.next(), self._device) if self._stream else nullcontext():
+            results = self._run(*(values[item.name] for item in self.executable.inputs))
         count = len(self.executable.outputs)
         with torch.no_grad():
             for name, value in zip(self.executable.writes, results[count:], strict=True):
                 values[name].copy_(value)
+        self._hear_plain_gradients(results[:count])
         return self.executable.rebuild(tuple(results[:count]))
+
+    @staticmethod
+    def _hear_plain_gradients(outputs: Sequence[Tensor]) -> None:
+        """A loss to which a penalty on parameters, a DTensor, is added gets a DTensor as its gradient."""
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(plain_gradient)
 
     def untie(self) -> None:
         """Let go of the parameters' storage."""

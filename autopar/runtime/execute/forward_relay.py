@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.core.graph import TensorSpec, may_learn
 from autopar.errors import InputError
+from autopar.runtime.collectives.random import Stream
 from autopar.runtime.execute.executable import StagedExecutable
 from autopar.runtime.execute.stage import Stage
 from autopar.runtime.execute.staged_program import pipeline_group
@@ -39,12 +40,12 @@ class Relay:
         mesh: DeviceMesh,
         device: torch.device,
         timeout: timedelta,
-        exact_random: bool,
+        stream: Stream | None,
     ) -> None:
         self.executable = made
-        self._device = device
+        self._device, self._stream = device, stream
         self._stages = {
-            each.stage: Stage(each, find, mesh=mesh, device=device, exact_random=exact_random)
+            each.stage: Stage(each, find, mesh=mesh, device=device, exact_random=stream is None)
             for each in made.stages
         }
         self.group = pipeline_group(made, timeout)
@@ -67,7 +68,8 @@ class Relay:
 
     def _run(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """What this rank's latest stage gives: on the last stage's rank the outputs."""
-        pipeline, seed = self.executable.pipeline, torch.initial_seed()
+        pipeline = self.executable.pipeline
+        seed = torch.initial_seed() if self._stream is None else self._stream.next()
         values: tuple[Tensor, ...] = ()
         for number, stage in self._stages.items():
             stage.begin([batch], seed)

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.core.graph import InputKind, TensorSpec
 from autopar.runtime.collectives.memory_format import settled
+from autopar.runtime.collectives.random import drawing_from, draws, mixed
 from autopar.runtime.execute.bound_program import by_first_use, cut_input, summed
 from autopar.runtime.execute.executable import Executable, InputPart
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Sums, assign
@@ -46,6 +47,7 @@ class _Program:
     run: Callable[..., Any]
     constants: dict[str, Tensor]
     users: list[InputPart]
+    draws: bool
 
     @staticmethod
     def of(executable: Executable, device: torch.device, between: Between | None) -> _Program:
@@ -55,7 +57,8 @@ class _Program:
             if item.kind is InputKind.CONSTANT
         }
         users = [item for item in executable.inputs if item.kind is InputKind.USER]
-        return _Program(executable, freeing(executable.module, between), constants, users)
+        run = freeing(executable.module, between)
+        return _Program(executable, run, constants, users, draws(executable.module))
 
 
 class Stage(nn.Module):
@@ -98,7 +101,7 @@ class Stage(nn.Module):
         self._values: dict[str, Tensor] = {}
 
     def begin(self, batch: Sequence[MicroBatch], seed: int) -> None:
-        """Take the micro-batches of a step; with exact masks each is drawn from `seed` and its number."""
+        """Take the micro-batches of a step; masks are drawn from `seed` and their numbers."""
         self._batch, self._seed, self._left = batch, seed, len(batch)
         self._sums = Sums(self._buckets)
         self._leaves.heard = ()
@@ -118,8 +121,6 @@ class Stage(nn.Module):
 
     def run(self, received: Sequence[Tensor], number: int) -> tuple[Tensor, ...]:
         """What the program makes of micro-batch `number`: what it sends on, or the outputs."""
-        if self._exact_random:
-            torch.manual_seed(mask_seed(self._seed, number))
         program = self._program(number)
         executable = program.executable
         values = dict(self._values) | program.constants
@@ -128,12 +129,25 @@ class Stage(nn.Module):
             mine = cut_input(self._batch[number].tensors[item.position], item, executable)
             values[item.name] = mine.to(self._device, non_blocking=True)
         inputs = (values[item.name] for item in executable.inputs)
-        results = program.run(*map(_guarded, received), *inputs)
+        with self._drawing(program, number):
+            results = program.run(*map(_guarded, received), *inputs)
         count = len(results) - len(executable.writes)
         with torch.no_grad():
             for name, value in zip(executable.writes, results[count:], strict=True):
                 values[name].copy_(value)
         return tuple(map(settled, results[:count]))
+
+    @contextmanager
+    def _drawing(self, program: _Program, number: int) -> Iterator[None]:
+        """Exact masks are those of the serial micro-batch; others are alike on the stage's ranks alone."""
+        if self._exact_random:
+            torch.manual_seed(mask_seed(self._seed, number))
+            yield
+        elif program.draws:
+            with drawing_from(mixed(self._seed, program.executable.stage, number), self._device):
+                yield
+        else:
+            yield
 
     def received(self, number: int) -> tuple[TensorSpec, ...]:
         """What the stage receives of micro-batch `number`."""

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups
+from autopar.runtime.collectives.random import Stream
 from autopar.runtime.execute.executable import StagedExecutable
 from autopar.runtime.execute.stage import Stage
-from autopar.runtime.parameters.parameters import local
+from autopar.runtime.parameters.parameters import add_gradient, local
 from autopar.trace.micro_batches import MicroBatch
 
 
@@ -47,21 +47,21 @@ class StagedProgram:
         device: torch.device,
         bucket_bytes: int,
         timeout: timedelta,
-        exact_random: bool,
+        stream: Stream | None,
     ) -> None:
         from autopar.runtime.execute.torch_stage import (
             schedule_of,  # with torch's compiler, which takes a second
         )
 
         self.executable = made
-        self._find, self._device = find, device
+        self._find, self._device, self._stream = find, device, stream
         self._stages = [
             Stage(
                 each,
                 find,
                 mesh=mesh,
                 device=device,
-                exact_random=exact_random,
+                exact_random=stream is None,
                 shorter=shorter,
                 splits_backward=made.pipeline.schedule in SPLIT_BACKWARD,
                 bucket_bytes=bucket_bytes,
@@ -112,7 +112,7 @@ class StagedProgram:
     def _begin(self, batch: Sequence[MicroBatch]) -> None:
         if self._raised:
             raise _broken_off()
-        seed = torch.initial_seed()
+        seed = torch.initial_seed() if self._stream is None else self._stream.next()
         for stage in self._stages:
             stage.begin(batch, seed)
         self._weights = [micro.weight for micro in batch]
@@ -180,12 +180,7 @@ class StagedProgram:
             work.wait()
 
     def _add(self, target: str, total: Tensor) -> None:
-        outer = self._find(target)()
-        if outer.grad is None:
-            outer.grad = DTensor(total, outer._spec, requires_grad=False)
-        else:
-            with torch.no_grad():
-                local(outer.grad).add_(total)
+        add_gradient(self._find(target)(), total)
 
 
 def _broken_off() -> InputError:

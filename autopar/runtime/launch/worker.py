@@ -122,6 +122,18 @@ def end(code: int) -> NoReturn:
     os._exit(code)
 
 
+def fail(error: AutoparError) -> NoReturn:
+    """End this rank with an error, from a thread beside a call that waits for ever."""
+    print(f"autopar: {error}", file=sys.stderr, flush=True)
+    if LAUNCHER in os.environ and _ERROR_FILE in os.environ:
+        try:
+            raise error
+        except AutoparError as raised:
+            _LastWords().record_exception(raised)
+    time.sleep(LINGER)
+    end(error.exit_code)
+
+
 def _raised(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> NoReturn:
     lines = "".join(format_exception(kind, error, traceback)).splitlines()
     prefix = f"[rank{os.environ.get('RANK', '')}]: "

@@ -10,5 +10,6 @@ rank_states       what the ranks of all stages hold
 optimizers        optimizers on sharded parameters
 clipping          gradient clipping over stages
 sampler           which samples each rank loads
+agreement         what ranks must have in common
 local_inputs      calls where every rank passes its own samples
 """

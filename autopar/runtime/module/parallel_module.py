@@ -14,6 +14,7 @@ import copy
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any, Protocol, TypedDict, Unpack, cast
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar.core.graph import InputKind, may_learn
 from autopar.core.mesh import Mesh
@@ -31,13 +33,15 @@ from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
 from autopar.results.plan import Plan
 from autopar.runtime.collectives import groups
-from autopar.runtime.collectives.random import differ_by_stage
+from autopar.runtime.collectives.random import Stream, shared_stream
+from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.execute.bound_program import Bound, find_in, gradient_key
 from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.runtime.execute.forward_relay import Relay
 from autopar.runtime.execute.staged_program import StagedProgram
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from autopar.runtime.module import serial_model
+from autopar.runtime.module.agreement import Agreement
 from autopar.runtime.module.clipping import norm_dtype, refuse_torch_clipping, scale, total_norm
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.local_inputs import LocalInputs
@@ -47,8 +51,16 @@ from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.stored import Stored
 from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.parameters.global_scalars import read_whole_scalars
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
-from autopar.runtime.parameters.parameters import device_mesh, distribute, nothing, sharding_key, twin_of
+from autopar.runtime.parameters.parameters import (
+    device_mesh,
+    distribute,
+    local,
+    nothing,
+    sharding_key,
+    twin_of,
+)
 from autopar.trace.attribute_reads import recording
 from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
@@ -136,7 +148,9 @@ class Runner:
         ] = []  # of the module that this one is a copy of
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
+        self._agreement = Agreement(device, local_inputs=local_inputs)
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
+        self._stream: Stream | None = None  # where ranks draw masks; None: from the default generator
         self._batch: int | None = None  # samples of the first global batch
 
     # -- calls ----------------------------------------------------------------------------------
@@ -153,10 +167,15 @@ class Runner:
                 wanted="no autocast around it",
                 remedy="convert the model's dtype instead",
             )
+        with collective("forward"):
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._by_steps and self._mesh is None:
             with torch.enable_grad():
                 self.prepare(*args, **kwargs)  # parameters lie where steps want them
         call = flatten_arguments(args, kwargs)
+        self._agree(call)
         if self._pipeline.is_staged:
             self._require_global("call of the parallel module")
             with torch.no_grad():
@@ -177,16 +196,19 @@ class Runner:
         mean of (samples, labels that are kept, a mask), and as they are in a sum. Every rank passes the
         global batch.
         """
-        return self._step(args, kwargs, learn=True)
+        with collective("train_step"):
+            return self._step(args, kwargs, learn=True)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
-        return self._step(args, kwargs, learn=False)
+        with collective("eval_step"):
+            return self._step(args, kwargs, learn=False)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, learn: bool) -> Tensor:
         call = flatten_arguments(args, kwargs)
         self._require_global("train_step")
         with torch.set_grad_enabled(learn):
+            self._agree(call)
             program = self._current = self._program(call, step=self._by_steps)
             count = program.executable.plan.pipeline.micro_batches
             batch = split_batch(program.executable.cutting, call.tensors, count, find=self._buffer)
@@ -203,6 +225,28 @@ class Runner:
         """The whole of a buffer, on every rank; a collective."""
         held: Mapping[str, Tensor] = dict(self.tree.root.named_buffers())
         return self.gather(name, held.get(name))
+
+    def _agree(self, call: Arguments) -> None:
+        """Raise InputError where ranks differ in what they must share; not where checkpoints repeat it."""
+        if torch._C._current_graph_task_id() == -1:
+            modes = (module.training for module in self.tree.modules)
+            self._agreement.check(call, modes, self._whole_tensors(), random=self._random_state())
+
+    def _random_state(self) -> bytes:
+        """What exact masks follow from: with stages the seed, which each micro-batch goes back to."""
+        if not self._exact_random:
+            return b""
+        if self._pipeline.is_staged:
+            return str(torch.initial_seed()).encode()
+        return torch.get_rng_state().numpy().tobytes()
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and buffers that every rank of the world has, whole."""
+        if self._mesh is None or self._pipeline.is_staged:
+            return
+        for name, tensor in self._named_tensors():
+            if not isinstance(tensor, DTensor) or not any(item.is_shard() for item in tensor.placements):
+                yield f"parameter or buffer {name}", local(tensor)
 
     def _require_global(self, where: str) -> None:
         if self._local:
@@ -223,7 +267,8 @@ class Runner:
         mine = [item.grad for name, item in held.items() if item.grad is not None and self._counts(name)]
         group = None if isinstance(self._current, Bound | None) else self._current.group
         dtype = norm_dtype(dtype for dtype, learns in self._states().values() if learns)
-        norm = total_norm(mine, float(norm_type), dtype=dtype, group=group, device=self._device)
+        with collective("clip_grad_norm_"):
+            norm = total_norm(mine, float(norm_type), dtype=dtype, group=group, device=self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise InputError(
                 where="clip_grad_norm_",
@@ -290,7 +335,9 @@ class Runner:
         """Plan and compile for a call with such a global batch, without running it; the first time,
         place the parameters. With local inputs, calls are known by the batches that were prepared."""
         call = flatten_arguments(args, kwargs)
-        program = self._current = self._program(call, step=self._by_steps)
+        with collective("prepare"):
+            self._agreement.check_shapes(call)
+            program = self._current = self._program(call, step=self._by_steps)
         if self._local and isinstance(program, Bound):
             self._local.learn(call, program.samples)
 
@@ -368,7 +415,7 @@ class Runner:
                 mesh=mesh,
                 device=self._device,
                 timeout=self._timeout,
-                exact_random=self._exact_random,
+                stream=self._stream,
             )
         if isinstance(made, StagedExecutable):
             return StagedProgram(
@@ -378,7 +425,7 @@ class Runner:
                 device=self._device,
                 bucket_bytes=self._bucket_bytes,
                 timeout=self._timeout,
-                exact_random=self._exact_random,
+                stream=self._stream,
             )
         samples = self._local.settle(made.samples) if self._local and made.samples else None
         bound = Bound(
@@ -388,6 +435,7 @@ class Runner:
             device=self._device,
             bucket_bytes=self._bucket_bytes,
             samples=samples,
+            stream=self._stream,
         )
         if self._local:
             self._users = {item.target: item.layout for item in bound.users} | self._users
@@ -510,11 +558,14 @@ class Runner:
             self._holders = dict.fromkeys(self._pinned, (0,)) | dict(made.holders)
             self._homes, self._pipeline = made.homes, made.pipeline
             self._held, self.nothing = Held(self._device), (nothing(mesh),)
-            differ_by_stage(dist.get_rank() // made.mesh.num_devices)
             refuse_torch_clipping(mesh)
+        if dist.get_world_size() > 1 and not self._exact_random:
+            self._stream = shared_stream()
         serial_model.check_plain(self.tree.root)
         placed = self.tree.place(self._store)
         take_over(self, [item for item in placed if isinstance(item.whole, nn.Parameter)], mesh, self.nothing)
+        numbers = any(not item.spec.shape for item in self._pinned.values())
+        read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
         refuse_whole_tensor(self, mesh)
         step_fast(self, mesh)
         return mesh
@@ -534,6 +585,7 @@ class Runner:
         runner.tree.install()
         runner._programs = ProgramCache()
         runner._users = dict(self._users)
+        runner._agreement = Agreement(self._device, local_inputs=self._local is not None)
         runner._inherited = [
             *self._inherited,
             *((key, program.executable.plan) for key, program in self._programs.plans()),
@@ -622,7 +674,15 @@ class Runner:
 
     def gather(self, name: str, tensor: Tensor | None) -> Tensor:
         """The full tensor of what lies as parameter or buffer `name` does; a collective."""
-        return self.tree.stored[name].gather(tensor)
+        stored = self.tree.stored[name]
+        with collective("gather") if stored.is_shared else nullcontext():
+            return stored.gather(tensor)
+
+    def gathering(self, what: str) -> AbstractContextManager[None]:
+        """Within, all parameters and buffers are gathered, which is collective where any is shared."""
+        return (
+            collective(what) if any(item.is_shared for item in self.tree.stored.values()) else nullcontext()
+        )
 
     def untie(self) -> None:
         """Let go of the parameters' storage, which is about to be replaced."""
@@ -773,7 +833,9 @@ class ParallelModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, with serial names and full tensors on all ranks; a collective."""
         self._autopar.require_placed()
-        return self._autopar.tree.in_order(super().state_dict(*args, **kwargs), kwargs.get("prefix", ""))
+        with self._autopar.gathering("state_dict"):
+            state = super().state_dict(*args, **kwargs)
+        return self._autopar.tree.in_order(state, kwargs.get("prefix", ""))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, from full tensors, of which every rank copies its part in place."""

@@ -33,6 +33,11 @@ class Stored:
     device: torch.device
     holder: int | None = None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether gathering it is collective."""
+        return self.key is not None or self.holder is not None
+
     def gather(self, tensor: Tensor | None) -> Tensor:
         """The full tensor, in serial order, on all ranks; a collective. None where it is not held."""
         full = None if tensor is None else gather(tensor, self.part, self.key)

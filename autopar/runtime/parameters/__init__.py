@@ -2,4 +2,5 @@
 
 parameters         from one to the other
 gradient_buckets   sums of gradients, while backward still runs
+global_scalars     numbers that are read from DTensors
 """

@@ -139,6 +139,23 @@ def scatter_once(part: InputPart, gradient: Tensor) -> Tensor:
     return gradient
 
 
+@torch.no_grad()
+def add_gradient(outer: Any, total: Tensor) -> None:
+    """Add a final local gradient to the `.grad` of an outer parameter.
+
+    What a penalty outside the program left there may be laid otherwise: an expanded number, the same on all
+    ranks, or shares of a sum; collective then.
+    """
+    if outer.grad is not None and outer.grad.placements != outer.placements:
+        outer.grad = outer.grad.redistribute(placements=outer.placements)
+    if outer.grad is None:
+        outer.grad = DTensor(total, outer._spec, requires_grad=False)
+    elif local(outer.grad).is_contiguous():
+        local(outer.grad).add_(total)
+    else:  # elements that share memory
+        outer.grad = DTensor(local(outer.grad) + total, outer._spec, requires_grad=False)
+
+
 # -- leaves -------------------------------------------------------------------------------------
 
 
@@ -192,12 +209,7 @@ class Leaves:
 
     def deliver(self, index: int, total: Tensor) -> None:
         """Add the final local gradient of a leaf to its outer parameter's `.grad`."""
-        outer: Any = self._find[index]()
-        if outer.grad is None:
-            outer.grad = DTensor(total, outer._spec, requires_grad=False)
-            return
-        with torch.no_grad():
-            local(outer.grad).add_(total)
+        add_gradient(self._find[index](), total)
 
     def _tie(self, index: int, outer: nn.Parameter) -> tuple[nn.Parameter, Tensor, Tensor]:
         self._check(self._parts[index], outer)

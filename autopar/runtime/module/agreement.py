@@ -1,0 +1,140 @@
+"""What ranks must have in common is compared: the batch, constants, modes, random states, whole parameters.
+
+    rank 0   digest of everything --.
+    rank 1   digest of everything ---+-> equal: 16 bytes, nothing more
+             different: names and digests of all, and an error on every rank that names the first
+
+The first calls of each shape compare all bytes, every `STRIDE`-th one after them a sample of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import InputError
+from autopar.runtime.collectives import transport
+from autopar.trace.call_signature import Arguments
+from autopar.trace.user_source import calling_line
+
+FIRST = 3  # calls of each shape that compare everything
+STRIDE = 64  # calls from one sample to the next
+SAMPLED = 64  # elements of a tensor in a sample
+
+Part = tuple[str, str, bytes]  # its name, what to do where ranks differ in it, and its bytes
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object that says nothing else of itself
+
+_BATCH = 'pass the whole batch on every rank, or parallelize with inputs="local" and pass its samples'
+_CALL = "make the same calls on all ranks, in the same modes"
+_STATE = "change it on all ranks alike, or call load_state_dict of the parallel module"
+_RANDOM = "seed all ranks alike, which exact_random needs"
+
+
+class Agreement:
+    """Compares what ranks pass and hold. All ranks make the same calls in the same order."""
+
+    def __init__(self, device: torch.device, *, local_inputs: bool) -> None:
+        self._device, self._local = device, local_inputs
+        self._calls: Counter[Hashable] = Counter()
+        self._count = 0
+
+    def check(
+        self,
+        call: Arguments,
+        modes: Iterable[bool],
+        held: Iterable[tuple[str, Tensor]],
+        *,
+        random: bytes = b"",
+    ) -> None:
+        """Compare a call if it is its turn; `held` are tensors that every rank has whole, `random` is what
+        its masks follow from. Collective then.
+
+        Raises InputError on every rank where they differ.
+        """
+        kind = (torch.is_grad_enabled(), *(tensor.shape for tensor in call.tensors))
+        self._calls[kind] += 1
+        self._count += 1
+        whole = self._calls[kind] <= FIRST
+        if dist.get_world_size() > 1 and (whole or self._count % STRIDE == 0):
+            held = held if self._count <= FIRST else ()
+            compare(self._parts(call, modes, held, random, whole=whole), self._device)
+
+    def check_shapes(self, call: Arguments) -> None:
+        """Compare a call that is prepared, but for its values; collective."""
+        if dist.get_world_size() > 1:
+            compare(_signature(call, shapes=True), self._device)
+
+    def _parts(
+        self,
+        call: Arguments,
+        modes: Iterable[bool],
+        held: Iterable[tuple[str, Tensor]],
+        random: bytes,
+        *,
+        whole: bool,
+    ) -> Iterator[Part]:
+        yield from _signature(call, shapes=not self._local)
+        yield "train or eval mode of the modules", _CALL, bytes(modes)
+        yield "torch.is_grad_enabled()", _CALL, bytes([torch.is_grad_enabled()])
+        if not self._local:
+            for path, tensor in zip(call.paths, call.tensors, strict=True):
+                yield f"input {path}", _BATCH, _bytes(tensor, whole=whole)
+        for name, tensor in held:
+            yield name, _STATE, _bytes(tensor, whole=whole)
+        yield "the default generator", _RANDOM, random
+
+
+def _signature(call: Arguments, *, shapes: bool) -> Iterator[Part]:
+    yield "the structure of the arguments", _CALL, str(call.structure).encode()
+    for constant in call.constants:
+        yield "a constant argument", _CALL, _ADDRESS.sub("", repr(constant)).encode()
+    for path, tensor in zip(call.paths, call.tensors, strict=True) if shapes else ():
+        yield f"input {path}", _BATCH, repr((tensor.shape, tensor.dtype, tensor.requires_grad)).encode()
+
+
+def _bytes(tensor: Tensor, *, whole: bool) -> bytes:
+    flat = tensor.detach().reshape(-1)
+    if not whole:
+        flat = flat[:: max(1, len(flat) // SAMPLED)]
+    return flat.resolve_conj().contiguous().cpu().view(torch.uint8).numpy().tobytes()
+
+
+def compare(parts: Iterable[Part], device: torch.device) -> None:
+    """Raise InputError on every rank where they differ in one of the parts; collective."""
+    mine = [(name, remedy, hashlib.blake2b(value, digest_size=7).digest()) for name, remedy, value in parts]
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=7).digest()
+    number = int.from_bytes(digest)
+    extremes = torch.tensor([number, -number], device=device)
+    assert dist.group.WORLD is not None
+    transport.all_reduce(extremes, dist.group.WORLD, dist.ReduceOp.MAX)
+    largest, negative = extremes.tolist()
+    if largest != -negative:
+        everywhere: list[list[Part]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, mine)
+        raise _different(everywhere)
+
+
+def _different(everywhere: list[list[Part]]) -> InputError:
+    first, *others = everywhere
+    for rank, parts in enumerate(others, 1):
+        for one, other in zip(first, parts, strict=False):
+            if one != other:
+                return _unlike(rank, other[0], other[1])
+    rank = next(rank for rank, parts in enumerate(everywhere) if len(parts) != len(first))
+    return _unlike(rank, "the number of arguments", _CALL)
+
+
+def _unlike(rank: int, name: str, remedy: str) -> InputError:
+    return InputError(
+        where=calling_line(),
+        found=f"{name} on rank {rank} unlike that on rank 0",
+        wanted="the same on all ranks",
+        remedy=remedy,
+    )

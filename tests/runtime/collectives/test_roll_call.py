@@ -1,0 +1,56 @@
+"""Ranks that wait in different calls end by name; one that waits long says for whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+BEGIN = """
+import sys, time, torch, torch.distributed as dist
+import autopar
+from autopar.runtime.collectives import roll_call
+
+roll_call.PATIENCE, roll_call.LONG = 1.0, 2.0
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+x = torch.ones(8, 6)
+parallel = autopar.parallelize(model, autopar.ClusterSpec.local(2), (x,), force="filter", measure=False)
+rank = dist.get_rank()
+parallel(x).sum().backward()
+"""
+ALONE = {
+    "state_dict": "parallel.state_dict()",
+    "reading a number of a sharded tensor": "parallel.get_parameter('0.weight').norm().item()",
+    "gather": "parallel.gather('0.weight', parallel.get_parameter('0.weight'))",
+}
+
+
+def run(folder: Path, text: str) -> tuple[int, str, float]:
+    """Exit code, what two ranks printed, and seconds."""
+    script = folder / "script.py"
+    script.write_text(BEGIN + text)
+    command = [sys.executable, "-m", "autopar", "run", str(script), "--cluster", "local:2"]
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - start
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_call_that_one_rank_makes_alone_ends_all_by_name(tmp_path: Path, name: str) -> None:
+    code, told, seconds = run(tmp_path, f"if rank == 0:\n    {ALONE[name]}\nparallel(x).sum().backward()\n")
+    assert code == 2, told
+    where = f"autopar: {name} on rank 0 ({tmp_path}/script.py:14): found rank 1 made another call instead"
+    assert f"{where}, forward ({tmp_path}/script.py:15)" in told
+    assert seconds < 60, "long before the timeout of the process group"
+
+
+def test_a_rank_that_waits_long_says_for_whom(tmp_path: Path) -> None:
+    code, told, _ = run(tmp_path, "if rank == 1:\n    time.sleep(6)\nparallel(x)\n")
+    assert code == 0, told
+    assert told.count("autopar: rank 0 has waited") == 1
+    assert f"s in forward ({tmp_path}/script.py:15): rank 1 is at {tmp_path}/script.py:14" in told
