@@ -101,6 +101,7 @@ def decide(
     The pure strategies that come closest are measured like the winner, so that it isn't chosen for
     an estimate of theirs.
     """
+    _check_operators(graph)
     stageable(graph, request)
     atoms = find_atoms(graph)
     model = CostModel.of(cluster, database)
@@ -175,6 +176,17 @@ def measure_operators(
                 calls += _calls(problem, problem.solve(force, deadline, cap=None, bounded=False))
     model = model.measure(calls, database, progress, company)
     return len({call.key() for call in calls} & model.measured.keys())
+
+
+def _check_operators(graph: Graph) -> None:
+    """Raise InputError for a graph without operators: there is nothing to place."""
+    if not graph.operators:
+        raise InputError(
+            where="the model's forward",
+            found="no operators: it gives back what it takes or holds",
+            wanted="a model that computes something",
+            remedy="call it as it is, without autopar; a model that contains it can be planned",
+        )
 
 
 def _meshes(cluster: ClusterSpec, request: Request) -> list[Mesh]:

@@ -228,6 +228,7 @@ class GraphBuilder:
 
     def add_operator(self, node: fx.Node, target: Any, *, grad: bool) -> None:
         args, kwargs = self.value(node.args), self.value(node.kwargs)
+        self.check_dense_gradient(node, target, args, kwargs)
         written = self.written(node, target, args, kwargs)
         if written is not None:
             mutable, target = target, self.functional(node, target)
@@ -306,6 +307,25 @@ class GraphBuilder:
         self.root[new] = self.root[old]
         if old == given:
             self.rename(old, new)
+
+    def check_dense_gradient(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise TraceError for an embedding that learns by sparse gradients, which buckets don't take."""
+        names = [item.name for item in target._schema.arguments]
+        if (
+            "sparse" not in names
+            or not isinstance(args[0], Ref)
+            or not self.specs[args[0].name].requires_grad
+        ):
+            return
+        if dict(zip(names, args, strict=False), **kwargs).get("sparse"):
+            raise TraceError(
+                where=source_of(node) or f"module {module_of(node)}",
+                found="an embedding with sparse gradients",
+                wanted="dense ones, which are summed over ranks",
+                remedy="build it with sparse=False",
+            )
 
     def names_for(self, title: str, count: int | None) -> tuple[str, tuple[str, ...]]:
         """An operator's name and those of its results, `count` of them or itself: the exported ones, unless

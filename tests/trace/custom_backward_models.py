@@ -1,7 +1,5 @@
 """Targets whose backwards aren't, or are, the derivatives of their forwards."""
 
-# mypy: disable-error-code="no-untyped-call, no-any-return"  # torch's Function.apply has no types
-
 from __future__ import annotations
 
 from collections.abc import Callable

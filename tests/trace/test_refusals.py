@@ -79,3 +79,10 @@ def test_words_and_lines_of_any_length_are_cut() -> None:
     with pytest.raises(AutoparError) as refusal:
         trace(Net(long), (X,))
     assert len(str(refusal.value)) <= 400
+
+
+def test_sparse_gradients_are_refused_before_anything_is_planned() -> None:
+    with pytest.raises(TraceError, match="embedding with sparse gradients.*sparse=False"):
+        trace(nn.Embedding(5, 4, sparse=True), (torch.arange(3),))
+    frozen = nn.Embedding(5, 4, sparse=True).requires_grad_(False)
+    assert trace(frozen, (torch.arange(3),)).graph.operators

@@ -34,7 +34,12 @@ from autopar.runtime.parameters.parameters import distribute, local
 
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _FUSED_DTYPES = (torch.float32, torch.float64)  # of fewer bits, fused steps round less often than others
-_WHOLE_TENSOR = ("Muon",)  # orthogonalises each matrix, in bfloat16, whose sums depend on the shards
+# What each does that shards don't allow.
+_WHOLE_TENSOR = {
+    "Muon": "orthogonalises each matrix as one",  # in bfloat16, whose sums depend on the shards
+    "Adafactor": "takes norms of whole matrices, rows and columns",
+    "Rprop": "selects elements by their signs, which DTensor can't",
+}
 
 
 def refuse_whole_tensor(owner: object, mesh: DeviceMesh) -> None:
@@ -48,8 +53,8 @@ def refuse_whole_tensor(owner: object, mesh: DeviceMesh) -> None:
             raise InputError(
                 where=f"optimizer {type(optimizer).__name__}",
                 found="parameters that are sharded",
-                wanted=f"whole ones: {kinds[0]} treats each matrix as one",
-                remedy='use an element-wise optimizer, or plan with force="batch"',
+                wanted=f"whole ones: {kinds[0]} {_WHOLE_TENSOR[kinds[0]]}",
+                remedy='use Adam, AdamW or SGD, or plan with force="batch" and shard_state="none"',
             )
 
     _at_steps(register_optimizer_step_pre_hook, owner, check)

@@ -507,17 +507,17 @@ def test_a_replaced_parameter_is_refused_by_name(pools: Pools) -> None:
     on_ranks(pools, "batch", _replaced)
 
 
-def _muon(plan: str) -> None:
+def _whole_tensor(plan: str) -> None:
     _, ours = prepared(plan)
     weights = [item for item in ours.parameters() if item.ndim == 2]
-    optimizer = torch.optim.Muon(weights, lr=0.01)
     ours(*batch()).backward()
-    with pytest.raises(InputError, match="Muon treats each matrix as one"):
-        optimizer.step()
+    for kind in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.Rprop):
+        with pytest.raises(InputError, match=rf"optimizer {kind.__name__}: .*sharded.*force=\"batch\""):
+            kind(weights, lr=0.01).step()
 
 
 def test_a_whole_tensor_optimizer_is_refused_on_shards(pools: Pools) -> None:
-    on_ranks(pools, "filter", _muon)
+    on_ranks(pools, "filter", _whole_tensor)
 
 
 def _autocast(plan: str) -> None:
