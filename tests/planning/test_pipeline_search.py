@@ -257,6 +257,7 @@ def test_what_is_short_of_memory_is_told_of_micro_batches(asked: int, way: str) 
         ask(micro_batches=asked, memory=2000)
 
 
+@pytest.mark.long
 def test_labels_that_may_be_ignored_are_no_obstacle_to_micro_batches() -> None:
     """The planner cuts by itself where memory is short, and says what parts count by."""
 
