@@ -159,3 +159,15 @@ def _is_read(option: str, word: Any) -> bool:
         return read({VARIABLE: json.dumps({option: word})}) == {option: word}
     except InputError:
         return False
+
+
+def test_dims_of_samples_are_read_from_words_and_mappings() -> None:
+    said = {"batch_dims": "input_0=1, labels=none,2=-1"}
+    assert Options(PLAN, **said).read()["batch_dims"] == {"input_0": 1, "labels": None, 2: -1}
+    assert Options(PLAN, batch_dims={0: 1, "y": None}).read()["batch_dims"] == {0: 1, "y": None}
+
+
+@pytest.mark.parametrize("said", ["input_0", "=1", "x=one", {}, {0: True}, {0: 1.0}, {None: 0}], ids=str)
+def test_other_words_for_dims_of_samples_are_refused(said: Any) -> None:
+    with pytest.raises(InputError, match="--batch-dims: found .*write --batch-dims input_0=1"):
+        Options(PLAN, batch_dims=said).read()

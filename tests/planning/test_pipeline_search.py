@@ -245,3 +245,34 @@ def test_rows_for_each_sample_that_stay_when_fewer_come_keep_the_batch_whole() -
     """A single sample would be added to all of them, without an error."""
     found = plan(Offset(), ClusterSpec.local(2), torch.randn(4, 4), loss_fn=total, measure=False)
     assert any("add (aten.add.Tensor) takes samples together" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "way"), [(1, "--micro-batches 2, which asks for train_step"), (4, "--micro-batches 8")]
+)
+def test_what_is_short_of_memory_is_told_of_micro_batches(asked: int, way: str) -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)), torch.randn(64, 8)
+    ask = partial(plan, model, ClusterSpec.local(2), batch, loss_fn=total, measure=False, stages=1)
+    with pytest.raises(InfeasibleError, match=f"cut the batch into micro-batches .{way}"):
+        ask(micro_batches=asked, memory=2000)
+
+
+@pytest.mark.long
+def test_labels_that_may_be_ignored_are_no_obstacle_to_micro_batches() -> None:
+    """The planner cuts by itself where memory is short, and says what parts count by."""
+
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 8))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.layers(x), y)
+
+    call = (torch.randn(512, 8), torch.arange(512) % 8)
+    options = {"measure": False, "stages": 1, "recompute": "none", "schedule": "1f1b"}
+    ask = partial(plan, Labelled(), ClusterSpec.local(2), call, **options)
+    whole = ask(micro_batches=1)
+    found = ask(memory=int(whole.peak_bytes * 0.4))
+    assert found.pipeline.micro_batches > 1
+    assert any("labels that are kept" in note for note in found.notes)
