@@ -165,7 +165,7 @@ class ScaledByNet(Scaled):
     """What a module holds gets no gradient, either."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, net: nn.Module) -> Tensor:
+    def forward(ctx: Any, x: Tensor, net: Any) -> Tensor:
         return x * net.scale
 
 
