@@ -32,7 +32,9 @@ def is_library(file: str) -> bool:
     return file.startswith(_OURS) or "site-packages" in file or "/torch/" in file or file.startswith("<")
 
 
-_TOOLS = tuple(str(Path(package.__path__[0])) + "/" for package in (np, torch))
+_NUMPY, _TORCH = (Path(package.__path__[0]) for package in (np, torch))
+_BESIDE_TORCH = (_TORCH.with_name(name) for name in ("sympy", "mpmath", "networkx", "functorch"))
+_TOOLS = tuple(f"{folder}/" for folder in (_NUMPY, _TORCH, *_BESIDE_TORCH))
 
 
 def is_tool(file: str) -> bool:
