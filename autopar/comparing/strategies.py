@@ -149,12 +149,11 @@ class Comparer:
 
     def samples(self) -> int:
         """How many samples the batch has, 1 if it can't be told which dim holds them."""
-        target = self.target
-        return (
-            Compiler(self.cluster, self.request, target.loss_fn)
-            .parts(target.model, target.args, target.kwargs)
-            .size
-        )
+        target, compiler = self.target, Compiler(self.cluster, self.request, self.target.loss_fn)
+        try:
+            return compiler.parts(target.model, target.args, target.kwargs).size
+        except InputError:  # there is no loss, or no such dim: the rows of stages and micro-batches say so
+            return 1
 
     def planned(self, request: Request) -> Candidate:
         """The best plan that fits; else the best that would without the cap, and the reason."""
