@@ -189,7 +189,7 @@ def _refused(schedule: ScheduleKind | None) -> None:
     ours.prepare(*plain)
     x, words, late, y = plain
     narrow, few = [x[:, :5], words, late, y], [item[:3] for item in plain]
-    calls: list[tuple[list[Tensor], str]] = [(narrow, "trace"), (few, "4 for a batch of 3")]
+    calls: list[tuple[list[Tensor], str]] = [(narrow, "same reduction dim"), (few, "4 for a batch of 3")]
     if schedule is not None:
         calls.append(([x, words, late.clone().requires_grad_(), y], "requires_grad"))
     for seed, (data, message) in enumerate(calls):
