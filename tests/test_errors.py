@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from autopar.errors import AutoparError, InfeasibleError, InputError, WorkerError
+from autopar.errors import INTERRUPTED, AutoparError, InfeasibleError, InputError, WorkerError
 
 WORDS = {"where": "layer 3", "found": "4 rows", "wanted": "8", "remedy": "give it more"}
 
@@ -22,3 +22,7 @@ def test_an_error_survives_pickling_with_all_that_it_says(error: AutoparError) -
     assert again.as_dict() == error.as_dict() and again.exit_code == error.exit_code
     for name in ("least", "traceback"):
         assert getattr(again, name, None) == getattr(error, name, None)
+
+
+def test_an_interrupted_command_ends_as_shells_count() -> None:
+    assert INTERRUPTED == 130
