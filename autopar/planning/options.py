@@ -343,6 +343,7 @@ class PlacementOptions(TypedDict, total=False):
         Mapping[str | int, int | None] | str | None,
         Option(
             metavar="INPUT=DIM,...",
+            types=(object,),  # refused by the flag's name
             read=_batch_dims,
             help="Dims of inputs that hold samples, where graphs can't tell: input_0=1,labels=none.",
             more="By the input's path or number; None for an input that micro-batches take whole. In Python "
