@@ -192,6 +192,7 @@ def parallelize(
         by_steps=request.stages > 1 or request.micro_batches > 1,
         exact_random=exact_random,
         local_inputs=local_inputs,
+        quiet=quiet,
     )
     if planned:
         args, kwargs = call

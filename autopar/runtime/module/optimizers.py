@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -89,16 +88,21 @@ def step_fast(owner: object, mesh: DeviceMesh) -> None:
 
 
 def take_over(
-    owner: object, placed: Sequence[Placed], mesh: DeviceMesh, nothing: Sequence[nn.Parameter]
+    owner: object,
+    placed: Sequence[Placed],
+    mesh: DeviceMesh,
+    nothing: Sequence[nn.Parameter],
+    *,
+    tell: bool,
 ) -> None:
-    """Let optimizers of the serial model's parameters step the parallel ones, and say so on rank 0.
+    """Let optimizers of the serial model's parameters step the parallel ones, and `tell` so.
 
     What holds serial parameters otherwise raises InputError at its first step. `nothing` goes to optimizers
     that have no parameter on this rank.
     """
     parts = {id(item.whole): item for item in placed}
     kinds = [_repoint(optimizer, parts, mesh, nothing) for optimizer in _optimizers_of(parts)]
-    if kinds and dist.get_rank() == 0:
+    if kinds and tell:
         print(
             f"autopar: {', '.join(kinds)} was made before parallelize; it steps the parallel module's "
             "parameters from now on",

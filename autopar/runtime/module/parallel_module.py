@@ -126,6 +126,7 @@ class Runner:
         by_steps: bool,
         exact_random: bool,
         local_inputs: bool,
+        quiet: bool,
     ) -> None:
         keep_freed_memory()
         self.tree = UserTree(root, serial_class)
@@ -143,6 +144,7 @@ class Runner:
         self._programs: ProgramCache[Bound | StagedProgram | Relay] = ProgramCache()
         self._left: Mapping[tuple[str, str], Any] = {}  # what the program in hand leaves in modules
         self._counted, self._has_said = 0, False
+        self._tells = dist.get_rank() == 0 and not quiet
         self._inherited: list[
             tuple[tuple[Hashable, ...], Plan]
         ] = []  # of the module that this one is a copy of
@@ -392,7 +394,7 @@ class Runner:
                 wanted=f"one program for all calls; {COUNTS} were made for its values",
                 remedy="register_buffer(name, torch.tensor(0)) it, or count outside",
             )
-        if alike and not self._has_said and dist.get_rank() == 0:
+        if alike and not self._has_said and self._tells:
             print(
                 f"autopar: {change} has changed, which the program depends on: the model is traced anew for "
                 "each value, without a search where numbers alone differ; the last "
@@ -563,7 +565,8 @@ class Runner:
             self._stream = shared_stream()
         serial_model.check_plain(self.tree.root)
         placed = self.tree.place(self._store)
-        take_over(self, [item for item in placed if isinstance(item.whole, nn.Parameter)], mesh, self.nothing)
+        parameters = [item for item in placed if isinstance(item.whole, nn.Parameter)]
+        take_over(self, parameters, mesh, self.nothing, tell=self._tells)
         numbers = any(not item.spec.shape for item in self._pinned.values())
         read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
         refuse_whole_tensor(self, mesh)
@@ -709,7 +712,8 @@ class ParallelModule(nn.Module):
 
     With `broadcast_parameters` all ranks start from rank 0's values. Values of a model on the meta
     device are NaN until `load_state_dict`. Raises InputError for a model whose hooks or wrappers a
-    traced program would drop. `describe` is what printing the module shows of a program.
+    traced program would drop. `describe` is what printing the module shows of a program; `quiet` says
+    nothing on stderr.
     """
 
     _autopar: Runner
@@ -738,6 +742,7 @@ class ParallelModule(nn.Module):
         by_steps: bool = False,
         exact_random: bool = False,
         local_inputs: bool = False,
+        quiet: bool = False,
     ) -> None:
         self.__dict__["_autopar"] = Runner(
             self,
@@ -751,6 +756,7 @@ class ParallelModule(nn.Module):
             by_steps=by_steps,
             exact_random=exact_random,
             local_inputs=local_inputs,
+            quiet=quiet,
         )
 
     # -- calls ----------------------------------------------------------------------------------
