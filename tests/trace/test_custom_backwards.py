@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from autopar.cluster import ClusterSpec
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.force import Parallelism
-from autopar.core.graph import Operator
+from autopar.core.graph import InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import B, P
 from autopar.errors import TraceError
 from autopar.planning.request import Request
 from autopar.proof.check import Report, check
 from autopar.sharding.atoms import Dims
-from autopar.sharding.sample_independence import mixing_operator
+from autopar.sharding.sample_independence import SampleFlow
 from autopar.sharding.strategies import find_atoms, options_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 from autopar.trace.export import trace
-from autopar.trace.micro_batches import reducer_of
+from autopar.trace.simplify import only_loss
 from autopar.trace.target import load_target
 from tests.trace.custom_backward_models import Flip, Net, made
 
@@ -113,8 +113,11 @@ def test_what_needs_the_whole_batch_is_gathered_and_named(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "mixes"), [("flip", False), ("hooked", False), ("normed", True)])
 def test_samples_are_mixed_by_a_backward_that_mixes_them(name: str, mixes: bool) -> None:
-    graph = trace(*make(name)).graph
-    assert (mixing_operator(graph, 8, end=reducer_of(graph)) is not None) is mixes
+    graph = only_loss(trace(*make(name)).graph)
+    dims = Dims(graph, find_atoms(graph), Mesh((1,)))
+    user = next(item.name for item in graph.inputs if item.kind is InputKind.USER)
+    flow = SampleFlow(graph, dims, {dims.atoms.components[(user, 0, 0)]})
+    assert (flow.obstacle is not None) is mixes
 
 
 @pytest.mark.parametrize("name", TRACED)

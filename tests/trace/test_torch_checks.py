@@ -22,6 +22,12 @@ TWO = ClusterSpec.local(2)
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(5)
 
 
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distributions check their arguments, as they do until torch.compile is used in the process."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+
 class Net(nn.Module):
     """A linear layer and what follows it."""
 
