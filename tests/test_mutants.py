@@ -243,9 +243,13 @@ def test_a_stopped_run_leaves_no_copy_and_no_process(
             copies.update(path.parents[1] for path in paths if path.read_bytes() not in (b"", CODE))
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever other tests have set
     threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        list(trials([slip], known, tree, jobs=1, limit=60))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(trials([slip], known, tree, jobs=1, limit=60))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not any(folder.iterdir())
     assert not Copy(*copies).alive()
 
