@@ -145,9 +145,8 @@ class Runner:
         self._left: Mapping[tuple[str, str], Any] = {}  # what the program in hand leaves in modules
         self._counted, self._has_said = 0, False
         self._tells = dist.get_rank() == 0 and not quiet
-        self._inherited: list[
-            tuple[tuple[Hashable, ...], Plan]
-        ] = []  # of the module that this one is a copy of
+        # Plans of the module that this one is a copy of, by their calls.
+        self._inherited: list[tuple[tuple[Hashable, ...], Plan]] = []
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
         self._agreement = Agreement(device, local_inputs=local_inputs)
@@ -575,10 +574,8 @@ class Runner:
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
         """A deep copy of the root that runs by itself: own parameters, programs that are still to be made."""
-        for (
-            _,
-            tensor,
-        ) in self._named_tensors():  # torch's own copy of a DTensor takes its gradient along, and fails
+        for _, tensor in self._named_tensors():
+            # Torch's own copy of a DTensor takes its gradient along, and fails.
             memo.setdefault(id(tensor), twin_of(tensor))
         with self.tree.plain() as root:
             twin = copy.deepcopy(root, memo)
@@ -772,8 +769,9 @@ class ParallelModule(nn.Module):
         """Forward and backward of one global batch, micro-batch by micro-batch; returns its loss.
 
         Gradients are added to the parameters' `.grad`, and the optimizer's step stays the user's. The
-        loss is that of the batch, on every rank: a mean over samples weighs each micro-batch by its
-        share of them, a sum adds up. Every rank passes the global batch.
+        loss is that of the batch, on every rank: micro-batches count in it by their share of what it is a
+        mean of (samples, labels that are kept, a mask), and as they are in a sum. Every rank passes the
+        global batch.
         """
         return self._autopar.train_step(*args, **kwargs)
 
