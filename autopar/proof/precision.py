@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.core.graph import Graph, TensorSpec
 from autopar.errors import InputError
 from autopar.trace.simplify import with_masks_by_dims
-from autopar.trace.user_source import is_library
+from autopar.trace.user_source import is_library, shown_line
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 LOW_COMPLEX = (torch.complex64, torch.complex32)
@@ -126,7 +126,7 @@ def _raised_leaf(item: Any) -> Any:
 
 
 def _user_frame(frame: traceback.FrameSummary) -> str:
-    return "" if is_library(frame.filename) else f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "" if is_library(frame.filename) else shown_line(frame.filename, frame.lineno or 0)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -44,10 +44,15 @@ def is_tool(file: str) -> bool:
     return is_python or file.startswith((ours, "<", *_TOOLS))
 
 
+def shown_path(file: str) -> str:
+    """A source file as errors show it: from the working directory on, where it lies below that."""
+    return file.removeprefix(f"{Path.cwd()}/")
+
+
 def _frames(text: str) -> Iterator[str]:
     for file, line, code in re.findall(r'File "([^"]+)", line (\d+), in \S+\s*\n\s*([^\n]*)', text):
         if not is_library(file):
-            yield f"{file}:{line}: {cut_text(code.strip(), _LINE_LENGTH)}"
+            yield f"{shown_path(file)}:{line}: {cut_text(code.strip(), _LINE_LENGTH)}"
 
 
 def source_of(node: fx.Node) -> str:
@@ -65,7 +70,7 @@ def user_line(error: BaseException, unknown: str = "the model's forward") -> str
 
 def shown_line(file: str, number: int) -> str:
     """A line of source as errors show it."""
-    return f"{file}:{number}: {cut_text(linecache.getline(file, number).strip(), _LINE_LENGTH)}"
+    return f"{shown_path(file)}:{number}: {cut_text(linecache.getline(file, number).strip(), _LINE_LENGTH)}"
 
 
 def first_line(error: BaseException) -> str:
@@ -77,5 +82,5 @@ def calling_line() -> str:
     """The innermost line of the user's own code that is running."""
     for frame in reversed(traceback.extract_stack()):
         if not is_library(frame.filename):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+            return shown_line(frame.filename, frame.lineno or 0)
     return "the model's forward"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from autopar.errors import InputError
 from autopar.runtime.launch import worker
-from autopar.trace.user_source import is_library
+from autopar.trace.user_source import is_library, shown_path
 
 TICK = 1.0  # seconds
 PATIENCE = 5.0  # seconds in a call before the others are looked at
@@ -142,7 +142,7 @@ class RollCall:
         """Where the main thread is, in the user's own code."""
         for frame, number in traceback.walk_stack(sys._current_frames().get(self._main)):
             if not is_library(frame.f_code.co_filename):
-                return f"{frame.f_code.co_filename}:{number}"
+                return f"{shown_path(frame.f_code.co_filename)}:{number}"
         return "its end"
 
 

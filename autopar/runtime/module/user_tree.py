@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from autopar.errors import InputError
 from autopar.runtime.module.serial_model import is_harmless, without_memory
 from autopar.runtime.module.stored import FullState, Stored
-from autopar.trace.user_source import is_library
+from autopar.trace.user_source import is_library, shown_path
 
 HOOKS = {
     "_forward_hooks": "forward hook",
@@ -333,14 +333,14 @@ def _caller() -> str:
     """The user's line that is running, with a colon."""
     for frame in reversed(traceback.extract_stack()):
         if not is_library(frame.filename):
-            return f"{frame.filename}:{frame.lineno}: "
+            return f"{shown_path(frame.filename)}:{frame.lineno}: "
     return ""
 
 
 def _defined(hook: Any) -> str:
     """Where a function is defined, in brackets."""
     code = getattr(hook, "__code__", None)
-    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return "" if code is None else f" ({shown_path(code.co_filename)}:{code.co_firstlineno})"
 
 
 def _join(path: str, name: str) -> str:
