@@ -30,6 +30,7 @@ from autopar.comparing.profile import profile as measure_profile
 from autopar.comparing.strategies import Comparer
 from autopar.compiler import Compiler
 from autopar.core.mesh import Mesh
+from autopar.core.outputs import Outputs
 from autopar.core.timeline import Timeline
 from autopar.cost.machine.model import Progress
 from autopar.errors import InputError
@@ -42,11 +43,13 @@ from autopar.planning.options import (
     VERIFY,
     CompareOptions,
     Options,
+    OutputReach,
     PlanOptions,
     Reach,
     VerifyOptions,
     documented,
     is_local,
+    read_outputs,
     settle,
 )
 from autopar.planning.request import check_cluster, check_timeout, request_of
@@ -110,7 +113,7 @@ def parallelize(
     exact_random: bool = False,
     timeout: timedelta = TIMEOUT,
     inputs: Reach = "global",
-    outputs: Reach = "global",
+    outputs: OutputReach = "auto",
     plan: Plan | str | Path | None = None,
     quiet: bool = False,
     **options: Unpack[PlanOptions],
@@ -137,7 +140,10 @@ def parallelize(
     loads the rows that its program takes of any input: where the plan gathers the output for the loss,
     that takes all targets, and every rank loads all samples.
 
-    Outputs and losses are global on every rank. With `outputs="local"` the plan leaves each output,
+    Outputs and losses are global on every rank. In training, what a model returns beside its own loss lies in
+    parts until a torch function touches it, which gathers it: a collective, so touch it on every rank. After
+    backward from the loss an output that nobody has touched is gone. With `outputs="global"` all are gathered
+    in the program. With `outputs="local"` the plan leaves each output,
     but a scalar loss, as it lies: replicated over an axis, or in parts, of which the module returns
     this rank's; `parallel.output_parts` says which. A loss that is computed from a part is a part
     itself: the global loss is the sum of the local ones over the ranks that hold different parts. So
@@ -152,7 +158,7 @@ def parallelize(
     PARALLELIZE.check(options)
     check_cluster(cluster_spec)
     check_timeout(timeout)
-    local_inputs, local_outputs = is_local("inputs", inputs), is_local("outputs", outputs)
+    local_inputs, leaving = is_local(inputs), read_outputs(outputs)
     planned = example_inputs is not None or example_kwargs is not None
     if local_inputs and not planned:
         raise InputError(
@@ -167,7 +173,7 @@ def parallelize(
     given = None if plan is None else agree_on_plan(plan, cluster_spec, beside=options)
     asked = settle(**options) if given is None else Options(PARALLELIZE, **options)
     request, auto = request_of(asked, cluster_spec)
-    request = replace(request, local_inputs=local_inputs, local_outputs=local_outputs)
+    request = replace(request, local_inputs=local_inputs, outputs=leaving)
     compiler = Compiler(
         cluster_spec,
         request,
@@ -192,6 +198,7 @@ def parallelize(
         by_steps=request.stages > 1 or request.micro_batches > 1,
         exact_random=exact_random,
         local_inputs=local_inputs,
+        local_outputs=leaving is Outputs.LOCAL,
         quiet=quiet,
     )
     if planned:
@@ -227,7 +234,8 @@ def verify(
             micro_batches=auto.micro_batches or 1,
             batch_dims=request.batch_dims,
         )
-        compiler = Compiler(cluster, request, target.loss_fn, costdb=asked.costdb)
+        whole = replace(request, outputs=Outputs.GLOBAL)  # which all ranks compare
+        compiler = Compiler(cluster, whole, target.loss_fn, costdb=asked.costdb)
         decided = compiler.find_pipeline(target.model, target.args, target.kwargs, auto)
         request = request.settled(decided)
     with Database.open(asked.costdb) as database:

@@ -19,6 +19,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
+from autopar.core.outputs import Outputs
 from autopar.core.program import Program
 from autopar.cost.machine.model import Company, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, TraceError
@@ -143,7 +144,7 @@ class Compiler:
             request = replace(request, mesh=pinned.mesh, stored=pinned.stored, user_layouts=pinned.users)
         if pinned is not None and pinned.pipeline.is_staged:
             request = replace(request, homes=pinned.homes, schedule=pinned.pipeline.schedule)
-            return request if step else replace(request, micro_batches=1, relay=True, local_outputs=False)
+            return request if step else replace(request, micro_batches=1, relay=True, outputs=Outputs.GLOBAL)
         return request if step else replace(request, micro_batches=1, stages=1)
 
     def trace_step(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:

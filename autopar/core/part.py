@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,3 +74,8 @@ class Part:
         for dim, (start, stop) in enumerate(itertools.chain.from_iterable(self.rows)):
             opened = opened.narrow(dim, start, stop - start)
         return opened
+
+
+def whole(shape: Sequence[int]) -> Part:
+    """All of a tensor."""
+    return Part(tuple((size,) for size in shape), tuple(((0, size),) for size in shape))

@@ -379,7 +379,7 @@ class MeshProblem:
                 stored=self.request.stored,
                 local_inputs=self.request.local_inputs,
                 user_layouts=self.request.user_layouts,
-                local_outputs=self.request.local_outputs,
+                local_outputs=self.request.leaves_parts(self.graph),
                 shard_state=self.request.shard_state,
             )
         found = choose_named(

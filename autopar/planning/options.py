@@ -26,6 +26,7 @@ from autopar.core.force import Force, Parallelism, Pins
 from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
+from autopar.core.outputs import Outputs
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError, cut_text
@@ -501,18 +502,24 @@ def _said(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Reach = Literal["global", "local"]  # the whole batch on every rank, or each rank's own part
+OutputReach = Literal["auto", "global", "local"]
 
 
-def is_local(option: str, value: str) -> bool:
-    """Whether `value` of an option is "local"; raises InputError unless it is "global" then."""
+def is_local(value: str) -> bool:
+    """Whether the inputs are "local"; raises InputError unless they are "global" then."""
     if value in get_args(Reach):
         return value == "local"
     raise InputError(
-        where=option,
+        where="inputs",
         found=repr(value),
         wanted="'global' or 'local'",
-        remedy="say whether every rank holds the whole batch or its own part",
+        remedy="say whether every rank passes the whole batch or its own samples",
     )
+
+
+def read_outputs(value: str) -> Outputs:
+    """How outputs leave the program; raises InputError for other words."""
+    return _choice("outputs", Outputs, value)
 
 
 # -- the environment ------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from autopar.cluster import ClusterSpec
 from autopar.core.costs import ADAM, OptimizerState
 from autopar.core.force import Force, Pins
 from autopar.core.gathering import ShardState
+from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
+from autopar.core.outputs import Outputs
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
@@ -40,7 +42,7 @@ class Request:
 
     `memory` is bytes per device, `stored` fixes parameters that lie on the devices already. With
     `local_inputs` user inputs may be passed in parts, as `user_layouts` (by path) says where it can;
-    with `local_outputs` all outputs but the loss may leave in parts. `schedule`
+    `outputs` says which may leave in parts. `schedule`
     None is the fastest of all that torch can run with so many stages and micro-batches.
     """
 
@@ -56,7 +58,7 @@ class Request:
     optimizer: OptimizerState = ADAM
     stored: Mapping[str, Layout] | None = None
     local_inputs: bool = False
-    local_outputs: bool = False
+    outputs: Outputs = Outputs.AUTO
     user_layouts: Mapping[str, Layout] | None = None
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
@@ -78,6 +80,11 @@ class Request:
             micro_batches=pipeline.micro_batches,
             schedule=pipeline.schedule,
         )
+
+    def leaves_parts(self, graph: Graph) -> bool:
+        """Whether outputs beside the loss may leave the program in parts."""
+        beside_loss = self.training and graph.loss is not None
+        return self.outputs is Outputs.LOCAL or (self.outputs is Outputs.AUTO and beside_loss)
 
     def kinds(self) -> list[ScheduleKind]:
         """The schedule that is asked for, or all that can be run and timed; none without stages. Raises

@@ -22,6 +22,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.force import Force, name_of
 from autopar.core.graph import Graph
+from autopar.core.outputs import Outputs
 from autopar.errors import InputError
 from autopar.planning.micro_batch_graphs import Said, parts_of
 from autopar.planning.request import Request
@@ -277,7 +278,8 @@ def _plan(
     """The plan that is there already, if it is one of this graph; else the search's."""
     if plan is not None and plan.graph == fingerprint_of(graph):
         return plan
-    return search(graph, cluster, replace(request, alternatives=False), database=database).plan
+    request = replace(request, alternatives=False, outputs=Outputs.GLOBAL)
+    return search(graph, cluster, request, database=database).plan
 
 
 def check_input(

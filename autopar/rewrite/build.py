@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 from autopar.core.gathering import Gathering
-from autopar.core.graph import InputKind
+from autopar.core.graph import Graph, InputKind
 from autopar.core.program import Program
 from autopar.results.plan import Plan
 from autopar.rewrite.defer_sync import Deferred, defer
@@ -16,7 +16,8 @@ from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.samples import find_samples
 from autopar.rewrite.split_stages import StageProgram, split
-from autopar.runtime.execute.executable import Executable, InputPart, StagedExecutable
+from autopar.runtime.execute.executable import Executable, InputPart, OutputPart, StagedExecutable
+from autopar.runtime.parameters.parameters import sharding_key
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import Traced
@@ -31,15 +32,16 @@ def build(
     mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, deferred = defer(mine.graph, parameters, _gathered_once(program))
-    coordinate = plan.mesh.coordinate(rank)
+    outputs = _outputs(graph, plan, dims, rank, graph.outputs)
+    parting = {item.key for item in outputs if item.key is not None}
     return Executable(
         mesh=plan.mesh,
         module=recomputing(body, mine, traced.graph, program, name="ParallelProgram"),
         inputs=_parts(traced, plan, dims, rank, deferred),
-        outputs=tuple(dims.part(name, program.outputs[name], coordinate) for name in graph.outputs),
+        outputs=outputs,
         writes=tuple(buffer for buffer, _ in graph.writes),
         rebuild=traced.results.rebuild,
-        groups=tuple(sorted(_group_keys(body) | _deferred_keys(deferred))),
+        groups=tuple(sorted(_group_keys(body) | _deferred_keys(deferred) | parting)),
         constants={item.target: item.value for item in graph.inputs if item.value is not None},
         plan=plan,
         layers=mine.layers,
@@ -91,7 +93,7 @@ def _stage(
     *,
     stage: int,
 ) -> Executable:
-    graph, coordinate = traced.graph, plan.mesh.coordinate(place)
+    graph = traced.graph
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, deferred = defer(program.graph, parameters, _gathered_once(plan.program))
     inputs = [item for item in _parts(traced, plan, dims, place, deferred) if item.name in program.inputs]
@@ -100,7 +102,7 @@ def _stage(
         mesh=plan.mesh,
         module=recomputing(body, whole, graph, plan.program, name=f"Stage{stage}"),
         inputs=tuple(inputs),
-        outputs=tuple(dims.part(name, plan.program.outputs[name], coordinate) for name in program.outputs),
+        outputs=_outputs(graph, plan, dims, place, program.outputs),
         writes=program.writes,
         rebuild=traced.results.rebuild,
         groups=tuple(sorted(_group_keys(body) | _deferred_keys(deferred))),
@@ -134,6 +136,20 @@ def _parts(
             position=users.index(item.target) if item.kind is InputKind.USER else -1,
         )
         for item in traced.graph.inputs
+    )
+
+
+def _outputs(graph: Graph, plan: Plan, dims: Dims, rank: int, names: Sequence[str]) -> tuple[OutputPart, ...]:
+    """How a rank of the mesh gives each of some outputs."""
+    layouts, coordinate = plan.program.outputs, plan.mesh.coordinate(rank)
+    return tuple(
+        OutputPart(
+            name=name,
+            spec=graph.specs[name],
+            part=dims.part(name, layouts[name], coordinate),
+            key=sharding_key(plan.mesh, layouts[name]),
+        )
+        for name in names
     )
 
 

@@ -1,6 +1,7 @@
 """Runs the programs of one rank: whole, or stage by stage.
 
 executable       what a rank needs for it: the seam to rewriting
+unread_output    outputs that lie in parts until they are read
 bound_program    one program, tied to the tensors of a module
 staged_program   training steps by a schedule
 stage            one stage over one micro-batch at a time

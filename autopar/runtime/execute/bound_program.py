@@ -26,6 +26,7 @@ from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.memory_format import dense
 from autopar.runtime.collectives.random import Stream, drawing_from, draws
 from autopar.runtime.execute.executable import Executable, InputPart
+from autopar.runtime.execute.unread_output import unread
 from autopar.runtime.parameters.global_scalars import plain_gradient
 from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
 from autopar.runtime.parameters.parameters import Leaves, local, scatter_once
@@ -35,9 +36,10 @@ from autopar.runtime.saved.regather import freeing
 class Bound:
     """An executable, its own leaves and its own gradient synchroniser.
 
-    `find(target)()` is the outer parameter or buffer of that name. With `samples` every rank passes
-    its own rows of the batched inputs, else the whole of them. Random operators draw from `stream`, or from
-    the default generator if there is none.
+    `find(target)()` is the outer parameter or buffer of that name. With `samples` every rank passes its own
+    rows of the batched inputs, else the whole of them. With `local_outputs` outputs are the rank's parts;
+    else those that lie in parts are made whole where they are read. Random operators draw from `stream`, or
+    from the default generator if there is none.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Bound:
         bucket_bytes: int,
         samples: Samples | None = None,
         stream: Stream | None = None,
+        local_outputs: bool = False,
     ) -> None:
-        self.executable, self.samples = executable, samples
+        self.executable, self.samples, self._local_outputs = executable, samples, local_outputs
         self._run = freeing(executable.module)
         self._stream = stream if stream is not None and draws(executable.module) else None
         self._rank = dist.get_rank()
@@ -89,8 +92,11 @@ class Bound:
         with torch.no_grad():
             for name, value in zip(self.executable.writes, results[count:], strict=True):
                 values[name].copy_(value)
-        self._hear_plain_gradients(results[:count])
-        return self.executable.rebuild(tuple(results[:count]))
+        outputs = tuple(results[:count])
+        self._hear_plain_gradients(outputs)
+        return self.executable.rebuild(
+            outputs if self._local_outputs else unread(outputs, self.executable.outputs)
+        )
 
     @staticmethod
     def _hear_plain_gradients(outputs: Sequence[Tensor]) -> None:

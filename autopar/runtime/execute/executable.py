@@ -67,6 +67,17 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputPart:
+    """How a program leaves an output: this rank's part, and over which ranks parts make up the whole, None
+    where each has it."""
+
+    name: str
+    spec: TensorSpec
+    part: Part
+    key: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Executable:
     """One rank's program for one kind of call.
 
@@ -84,7 +95,7 @@ class Executable:
     mesh: Mesh
     module: fx.GraphModule
     inputs: tuple[InputPart, ...]
-    outputs: tuple[Part, ...]
+    outputs: tuple[OutputPart, ...]
     writes: tuple[str, ...]
     rebuild: Callable[[tuple[Tensor, ...]], Any]
     groups: tuple[str, ...]  # every group key that the module or the gradient sync uses

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.core.graph import InputKind, may_learn
 from autopar.core.mesh import Mesh
-from autopar.core.part import Part
+from autopar.core.part import Part, whole
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
 from autopar.errors import CheckError, InputError
@@ -126,6 +126,7 @@ class Runner:
         by_steps: bool,
         exact_random: bool,
         local_inputs: bool,
+        local_outputs: bool,
         quiet: bool,
     ) -> None:
         keep_freed_memory()
@@ -149,6 +150,7 @@ class Runner:
         self._inherited: list[tuple[tuple[Hashable, ...], Plan]] = []
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
+        self._local_outputs = local_outputs
         self._agreement = Agreement(device, local_inputs=local_inputs)
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
         self._stream: Stream | None = None  # where ranks draw masks; None: from the default generator
@@ -330,7 +332,8 @@ class Runner:
                 wanted="a plan without stages",
                 remedy="use the outputs as they are",
             )
-        return self._current.executable.outputs
+        outputs = self._current.executable.outputs
+        return tuple(item.part if self._local_outputs else whole(item.spec.shape) for item in outputs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Plan and compile for a call with such a global batch, without running it; the first time,
@@ -437,6 +440,7 @@ class Runner:
             bucket_bytes=self._bucket_bytes,
             samples=samples,
             stream=self._stream,
+            local_outputs=self._local_outputs,
         )
         if self._local:
             self._users = {item.target: item.layout for item in bound.users} | self._users
@@ -739,6 +743,7 @@ class ParallelModule(nn.Module):
         by_steps: bool = False,
         exact_random: bool = False,
         local_inputs: bool = False,
+        local_outputs: bool = False,
         quiet: bool = False,
     ) -> None:
         self.__dict__["_autopar"] = Runner(
@@ -753,6 +758,7 @@ class ParallelModule(nn.Module):
             by_steps=by_steps,
             exact_random=exact_random,
             local_inputs=local_inputs,
+            local_outputs=local_outputs,
             quiet=quiet,
         )
 

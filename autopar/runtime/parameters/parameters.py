@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard as DShard
 from torch.distributed.tensor.placement_types import Placement as DPlacement
 
 from autopar.core.mesh import AXIS_NAMES, Mesh
+from autopar.core.part import Part
 from autopar.core.placement import Broadcast, Layout, Partial, Shard, show
 from autopar.errors import CheckError, InputError
 from autopar.runtime import registry
@@ -113,11 +114,15 @@ def gather(tensor: Tensor, part: InputPart, key: str | None) -> Tensor:
 
     Every rank writes its part into zero bytes, and the bytes are summed, which changes none of them.
     """
-    mine = local(tensor).detach()
+    return gather_part(local(tensor).detach(), part.part, part.spec.shape, key)
+
+
+def gather_part(mine: Tensor, part: Part, shape: Sequence[int], key: str | None) -> Tensor:
+    """The full tensor of that shape, of which each rank over `key` has a part; None if each has the whole."""
     if key is None:
         return mine
-    full = torch.zeros(part.spec.shape, dtype=mine.dtype, device=mine.device)
-    part.part.put(mine, full)
+    full = torch.zeros(*shape, dtype=mine.dtype, device=mine.device)
+    part.put(mine, full)
     dist.all_reduce(full.reshape(-1).view(torch.uint8), group=groups.group(key))
     return full
 

@@ -156,6 +156,6 @@ def test_the_loss_and_numbers_stay_global_and_the_plan_says_how_outputs_lie(pool
     assert "outputs   mean R, linear S(0), max_1 R" in text, text
 
 
-def test_the_option_has_two_words() -> None:
-    with pytest.raises(InputError, match="outputs: found 'mine', wanted 'global' or 'local'"):
+def test_the_option_has_three_words() -> None:
+    with pytest.raises(InputError, match="outputs: found 'mine', wanted auto, global, local"):
         autopar.parallelize(make(), autopar.ClusterSpec.local(2), data(4), outputs="mine")  # type: ignore[arg-type]
