@@ -48,7 +48,7 @@ OUTSIDE = {  # who may import what does the work outside
     "typer": {"autopar.cli"},
     "sqlite3": {"costdb"},
 }
-LISTED_ELSEWHERE = {"autopar.__init__", "autopar.ops.__init__"}  # by the floors above; by what it imports
+LISTED_ELSEWHERE = {"autopar.__init__", "autopar.ops.__init__"}  # by the floors above; all are families
 
 
 def modules() -> dict[str, Path]:

@@ -1,47 +1,7 @@
 """Operator families, one file each; importing the package registers them all."""
 
-from autopar.ops import (
-    attention,
-    batch_norm,
-    convolution,
-    custom_backward,
-    einsum,
-    embedding,
-    fourier,
-    gating,
-    indexing,
-    linear,
-    loss,
-    normalization,
-    pointwise,
-    pooling,
-    rearrange,
-    recurrent,
-    reduction,
-    resize,
-    softmax,
-    views,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "attention",
-    "batch_norm",
-    "convolution",
-    "custom_backward",
-    "einsum",
-    "embedding",
-    "fourier",
-    "gating",
-    "indexing",
-    "linear",
-    "loss",
-    "normalization",
-    "pointwise",
-    "pooling",
-    "rearrange",
-    "recurrent",
-    "reduction",
-    "resize",
-    "softmax",
-    "views",
-]
+for _family in iter_modules(__path__):
+    import_module(f"{__name__}.{_family.name}")

@@ -358,7 +358,7 @@ class PlacementOptions(TypedDict, total=False):
             default=AUTO,
             types=(object,),
             read=_schedule,
-            help="gpipe, 1f1b, interleaved, zb1p, zbv, dualpipev, auto.",
+            help=", ".join([*(kind.value for kind in ScheduleKind), AUTO]) + ".",
             more="The order of the micro-batches in the stages; auto: the fastest.",
         ),
     ]

@@ -9,15 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _wait_batch_p2p
 
 from autopar.core.graph import TensorSpec
@@ -27,12 +20,15 @@ from autopar.runtime.execute.stage import Stage
 from autopar.schedules.deliveries import Message, proved
 from autopar.schedules.fill_bubbles import order_of
 
-SINGLE: dict[ScheduleKind, Any] = {ScheduleKind.GPIPE: ScheduleGPipe, ScheduleKind.ONE_F_ONE_B: Schedule1F1B}
+SINGLE: dict[ScheduleKind, Any] = {  # one stage for each rank
+    ScheduleKind.GPIPE: torch_schedules.ScheduleGPipe,
+    ScheduleKind.ONE_F_ONE_B: torch_schedules.Schedule1F1B,
+}
 MULTIPLE: dict[ScheduleKind, Any] = {
-    ScheduleKind.INTERLEAVED: ScheduleInterleaved1F1B,
-    ScheduleKind.ZB1P: ScheduleInterleavedZeroBubble,
-    ScheduleKind.ZBV: ScheduleZBVZeroBubble,
-    ScheduleKind.DUALPIPEV: ScheduleDualPipeV,
+    ScheduleKind.INTERLEAVED: torch_schedules.ScheduleInterleaved1F1B,
+    ScheduleKind.ZB1P: torch_schedules.ScheduleInterleavedZeroBubble,
+    ScheduleKind.ZBV: torch_schedules.ScheduleZBVZeroBubble,
+    ScheduleKind.DUALPIPEV: torch_schedules.ScheduleDualPipeV,
 }
 
 
