@@ -173,7 +173,7 @@ class ClusterSpec:
                 where=str(path),
                 found=cause.strerror or str(cause) if isinstance(cause, OSError) else str(cause),
                 wanted="a readable TOML file",
-                remedy="see the README for a cluster file",
+                remedy="see docs/clusters.md for a cluster file",
             ) from cause
         return _from_tables(str(path), document)
 
