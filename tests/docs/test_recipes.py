@@ -79,7 +79,9 @@ def test_a_place_that_is_not_there_once_is_told(tmp_path: Path) -> None:
 
 def test_an_added_operator_is_proved_in_parts(tried: tuple[list[str], list[tuple[int, str]]]) -> None:
     passed, _ = tried
-    assert any("test_every_strategy_equals_the_unsplit_operator" in name and "Outer" in name for name in passed)
+    assert any(
+        "test_every_strategy_equals_the_unsplit_operator" in name and "Outer" in name for name in passed
+    )
 
 
 def test_an_added_schedule_is_torchs(tried: tuple[list[str], list[tuple[int, str]]]) -> None:
