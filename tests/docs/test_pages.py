@@ -108,7 +108,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def is_known(word: str) -> bool:
-    """Whether a dotted name is one of torch's, or each of its parts one of the code's or of what it gives to users."""
+    """Whether a dotted name is torch's, or each of its parts the code's or that of what it gives users."""
     if word.startswith("torch."):
         return bool(resolve_name(word))
     return all(
