@@ -82,6 +82,7 @@ def test_an_added_operator_is_proved_in_parts(tried: tuple[list[str], list[tuple
     assert any(
         "test_every_strategy_equals_the_unsplit_operator" in name and "Outer" in name for name in passed
     )
+    assert any("test_every_rule_shards_some_sample[Outer]" in name for name in passed)
 
 
 def test_an_added_schedule_is_torchs(tried: tuple[list[str], list[tuple[int, str]]]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import autopar.ops  # noqa: F401  (registers every family)
 from autopar.core.mesh import Mesh
 from autopar.proof.operators import error, strategies
-from autopar.sharding.rule import RULES, Sample
+from autopar.sharding.rule import RULES, Rule, Sample
 
 # How many strategies of a sample are tried, evenly chosen: three shards and two axes repeat what two show.
 FEW = {Mesh((2,)): 10, Mesh((3,)): 1, Mesh((2, 2)): 2}
@@ -35,3 +35,10 @@ def test_every_strategy_equals_the_unsplit_operator(sample: Sample, meshes: dict
         for one, dims, strategy in offered[step // 2 :: step]:
             names = [str(option) for option in strategy]
             assert error(one, dims, strategy) < 1e-9, (str(sample.target), str(mesh), names)
+
+
+@pytest.mark.parametrize("rule", dict.fromkeys(RULES.values()), ids=lambda rule: type(rule).__name__)
+def test_every_rule_shards_some_sample(rule: Rule) -> None:
+    """Else its proof would be one of gathered operands, as where an equation gives two lengths one factor."""
+    everything = (strategies(sample, Mesh((2,))) for sample in rule.samples())
+    assert any(option.shards for offered in everything for _, _, strategy in offered for option in strategy)
