@@ -41,7 +41,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[tup
     """All recipes followed in a copy of the code: the tests that passed there, and what commands printed."""
     copy = tmp_path_factory.mktemp("copy")
     for folder in ("autopar", "costdb", "tests"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, copy / folder)  # compiled files too, which takes seconds else
     shutil.copy(ROOT / "pyproject.toml", copy)
     for recipe in recipes():
         recipe.apply(copy)
