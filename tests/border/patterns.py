@@ -86,14 +86,15 @@ def seen(model: Any) -> dict[str, Tensor]:
 def attributes_of_modules_are_set_later(wrap: Wrap) -> list[Any]:
     model = wrap(normalised(), X)
     found: list[Any] = [*train(model)]
-    for change in (
-        lambda: setattr(model[1], "momentum", 1.0),
-        lambda: setattr(model[2], "p", 1.0),
-        lambda: setattr(model[1], "eps", 0.5),
-        lambda: setattr(model[1], "track_running_stats", False),
-        lambda: setattr(model[2], "p", 0.0),
-    ):
-        change()
+    changes = (
+        (1, "momentum", 1.0),
+        (2, "p", 1.0),
+        (1, "eps", 0.5),
+        (1, "track_running_stats", False),
+        (2, "p", 0.0),
+    )
+    for place, name, value in changes:
+        setattr(model[place], name, value)
         found += [model(X).detach(), seen(model)]
     return found
 
