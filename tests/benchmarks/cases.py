@@ -80,6 +80,17 @@ def vgg_64() -> Subject:
     return Subject(digits.vgg(side=64, channels=3, width=32), (pieces, labels), F.cross_entropy)
 
 
+def language_model() -> Subject:
+    """An unedited GPT-2 of 4 blocks that returns its loss beside logits of 20,000 words."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=4, n_embd=256, n_head=4, vocab_size=20_000, n_positions=128, bos_token_id=0, eos_token_id=0
+    )
+    words = torch.randint(20_000, (4, 128))
+    return Subject(GPT2LMHeadModel(config), {"input_ids": words, "labels": words})
+
+
 BENCHMARKS = (
     Benchmark("one-device digits", small_digits, "auto", ("eager",), 1.03, processes=1),
     Benchmark("one-device photographs", partial(crops, 2), "auto", ("eager",), 1.03, processes=1),
@@ -89,6 +100,7 @@ BENCHMARKS = (
     Benchmark("own-plan digits", digits_256, "auto", PURE, 1.05),
     Benchmark("own-plan photographs", crops, "auto", PURE, 1.05),
     Benchmark("own-plan characters", characters_16, "auto", PURE, 1.05),
+    Benchmark("own-loss", language_model, "auto", ("ddp",), 1.02),
     Benchmark("large-linear", vgg_64, "auto", ("ddp",), 0.6),
 )
 
