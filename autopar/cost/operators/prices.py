@@ -276,7 +276,8 @@ class Prices:
             return seconds, seconds if backward else 0.0
         if name == "batch_norm":
             key = next(item for item in args if isinstance(item, str))
-            sums = self._collective(Collective.ALL_REDUCE, 3 * spec.shape[1] * 4, parse_key(key)[1])
+            number = max(4, spec.dtype.itemsize)  # bytes: statistics of halves are floats
+            sums = self._collective(Collective.ALL_REDUCE, 3 * spec.shape[1] * number, parse_key(key)[1])
             seconds = self._around() + sums
             return seconds, seconds if backward else 0.0
         axes = parse_key(args[0])[1]

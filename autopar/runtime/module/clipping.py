@@ -43,16 +43,18 @@ def total_norm(
     Without `group` it is that of the gradients alone. Collective.
     """
     norms = [_whole(torch.linalg.vector_norm(item, norm_type)) for item in gradients]
-    own = torch.stack(norms) if norms else torch.zeros(1, device=device)
-    if math.isinf(norm_type):
-        largest = own.amax().to(torch.float64)
+    own = torch.stack(norms) if norms else torch.zeros(0, device=device)
+    own = own.to(torch.float64)
+    if math.isinf(norm_type):  # the largest norm, or of -inf the least
+        sign = math.copysign(1.0, norm_type)
+        most = (own * sign).amax() if norms else own.new_tensor(min(0.0, sign * math.inf))
         if group is not None:
-            transport.all_reduce(largest, group, dist.ReduceOp.MAX)
-        return largest.to(dtype)
-    powers = own.to(torch.float64).pow(norm_type).sum()
+            transport.all_reduce(most, group, dist.ReduceOp.MAX)
+        return (most * sign).to(dtype)
+    powers = (own != 0).sum().to(own.dtype) if norm_type == 0 else own.pow(norm_type).sum()
     if group is not None:
         transport.all_reduce(powers, group)
-    return powers.pow(1 / norm_type).to(dtype)
+    return (powers if norm_type == 0 else powers.pow(1 / norm_type)).to(dtype)
 
 
 def norm_dtype(learning: Iterable[torch.dtype]) -> torch.dtype:

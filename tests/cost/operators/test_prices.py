@@ -302,6 +302,14 @@ def test_rows_for_a_window_are_laid_beside_its_own_before() -> None:
     assert found.compute == (1 + 5 * 32 + 96) + (1 + 96 + 5 * 32 + 5 * 32)
 
 
+@pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 4)])
+def test_statistics_of_halves_are_exchanged_as_floats(dtype: torch.dtype, nbytes: int) -> None:
+    s = Script()
+    x = s.user(4, 6, 2, grad=True, dtype=dtype)
+    made = s.call(aten.batch_norm.default, Ref(x), None, None, None, None, True, 0.1, 1e-5, False)
+    assert price(s, made, "n").communication == 2 * (AROUND + 2 + 3 * 6 * nbytes)
+
+
 @pytest.mark.parametrize("factor", ["n", "s0"])
 def test_batch_norm_sums_three_numbers_for_each_channel_each_way(factor: str) -> None:
     """Six channels of 4 bytes a number; on a CPU a hundred launches go around that, and the packing."""

@@ -284,6 +284,9 @@ def _clipped(case: str) -> None:
         mine = ours.clip_grad_norm_(max_norm, norm_type)
         assert 0.02 < theirs < 1e3 and gap(mine, theirs) < EXACT and mine.dtype == theirs.dtype
         check_gradients(ours, serial)
+    for norm_type in (-math.inf, 0.0):
+        theirs = nn.utils.clip_grad_norm_(serial.parameters(), 1e9, norm_type)
+        assert gap(ours.clip_grad_norm_(1e9, norm_type), theirs) < EXACT
 
 
 @pytest.mark.parametrize("case", ["1f1b", "four ranks", "1f1b x batch", "zbv x filter"])
