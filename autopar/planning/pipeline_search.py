@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -33,13 +32,14 @@ from autopar.cost.machine.model import Company, CostModel, Progress
 from autopar.cost.program.peak_memory import peak_memory
 from autopar.cost.program.step import step_cost
 from autopar.cost.stages.intervals import crossing_bytes
-from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
+from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.estimates import Choice, Screened, bottleneck
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.planning.search import Decision, decide
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.solve.deadline import after, is_over, left, sooner
 from autopar.solve.memory.offload import hiding
 from autopar.solve.memory.recompute import sparing
 from autopar.solve.placement.fold import fold
@@ -56,6 +56,7 @@ PER_RANKS = 2  # of them with one K
 # So many times as fast as its estimate a plan may turn out where operators are measured: estimates rest on
 # some that are and on some that aren't. Of the benchmark of hosts one without stages took 472 ms, not 645.
 MEASURED = 1.5
+SCREENED = 0.4  # of the time limit, at most, in which choices are compared
 ROUGH = 0.02  # gap of the placements that are screened
 SCREEN_SECONDS = 6.0  # that one of them may take
 SCARCE = 0.5  # of the cap: more state than that, and a leaner placement is screened too
@@ -73,17 +74,23 @@ def decide_all(
     database: Database | None = None,
     progress: Progress | None = None,
     company: Company | None = None,
+    deadline: float | None = None,
+    outputs: int = 0,
+    least: int = 1,
 ) -> Decision:
     """The best step for a global batch of `batch` samples; `stages` (pipeline ranks), `micro_batches` and
     `request.schedule` are chosen where they are None. `request.stages` and its micro-batches don't count.
 
-    `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at.
+    `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at, of
+    `least` or more. Only a batch that is computed at once, by one stage, has `outputs` bytes beside its loss.
     Raises InputError if nothing that is asked for can be run, InfeasibleError, with the least memory that
     would do, if no plan was found that meets the cap, SolverError if none was found in time.
     """
     graph_of = lru_cache(maxsize=None)(graph_of)
-    counts = [micro_batches] if micro_batches else _divisors(batch)
-    screen = _Screen(graph_of, counts, batch, cluster, request, database)
+    deadline = after(request.time_limit) if deadline is None else deadline
+    counts = [micro_batches] if micro_batches else [each for each in _divisors(batch) if each >= least]
+    screening = None if deadline is None else after(SCREENED * max(0.0, left(deadline)))
+    screen = _Screen(graph_of, counts, batch, cluster, request, database, screening, outputs)
     choices = screen.choices(stages)
     room = MEASURED if request.measure and screen.model.here else 1.0
     found: list[Decision] = []
@@ -93,6 +100,8 @@ def decide_all(
         fastest = min((each.step.seconds for each in found), default=math.inf)
         if choice.seconds >= room * fastest:
             continue  # plans are hardly faster than their estimates
+        if found and is_over(deadline):
+            break
         asked = replace(request, stages=choice.ranks, micro_batches=choice.micro_batches)
         if asked.mesh is None:
             asked = replace(asked, mesh=choice.mesh)
@@ -107,6 +116,7 @@ def decide_all(
                     progress=progress,
                     company=company,
                     beat=fastest,
+                    deadline=deadline,
                 )
             )
         except (InfeasibleError, InputError, SolverError, TraceError) as error:
@@ -118,17 +128,28 @@ def decide_all(
 
 
 def _least(failures: Sequence[AutoparError], count: int) -> AutoparError:
-    """The error that asks for least memory, among so many choices."""
-    error = min(failures, key=lambda error: getattr(error, "least", None) or math.inf)
-    if not isinstance(error, InfeasibleError) or error.least is None or count == 1:
+    """The error of the choice with which least memory is known to do, among so many."""
+    error = min(failures, key=_would_do)
+    if not isinstance(error, InfeasibleError) or count == 1:
         return error
-    return InfeasibleError(
-        where=f"{error.where}, the leanest of {count} choices of stages and micro-batches",
-        found=error.found,
-        wanted=error.wanted,
-        remedy=error.remedy,
-        least=error.least,
-    )
+
+    def tell() -> InfeasibleError:
+        if error.least is None:
+            return error
+        return InfeasibleError(
+            where=f"{error.where}, the leanest of {count} choices of stages and micro-batches",
+            found=error.found,
+            wanted=error.wanted,
+            remedy=error.remedy,
+            least=error.least,
+        )
+
+    return OverCapError(tell, known=error.would_do)
+
+
+def _would_do(error: AutoparError) -> tuple[bool, float]:
+    infeasible = isinstance(error, InfeasibleError)
+    return not infeasible, error.would_do if isinstance(error, InfeasibleError) else math.inf
 
 
 def _few(choices: Sequence[Choice]) -> list[Choice]:
@@ -166,6 +187,8 @@ class _Screen:
     cluster: ClusterSpec
     request: Request
     database: Database | None
+    deadline: float | None = None  # after which no more is looked at than what is there
+    outputs: int = 0  # bytes beside the loss of a batch that is computed at once
     samples: dict[int, _Sample] = field(default_factory=dict)
     model: CostModel = field(init=False)
     cap: float = field(init=False)
@@ -229,9 +252,12 @@ class _Screen:
         most = self.blocks()
         options = [each for each in self.cluster.stage_counts() if each <= most]
         middle = options.index(_nearest(options, self.cluster.nodes))
-        best, seen = None, set()
+        seen = set[int]()
+        best: tuple[float, float] | None = None
         for order in (options[middle:], options[:middle][::-1]):
             for each in order:
+                if seen and is_over(self.deadline):
+                    return
                 screened = self.screen(each)
                 seen.add(each)
                 yield screened
@@ -269,11 +295,13 @@ class _Screen:
         sample = self.sample(ranks)
         found: list[tuple[Screened, MeshProblem, Solution]] = []
         for mesh in self.meshes(ranks):
+            if found and is_over(self.deadline):
+                break
             problem = MeshProblem(sample.graph, sample.atoms, mesh, stage, self.model, request, None, hop)
             solution = self.placed(problem, FREE)
             found.append((self.screened(problem, solution, ranks, sample), problem, solution))
         _, problem, solution = min(found, key=lambda each: self.best([each[0]]) or (math.inf, math.inf))
-        if solution.peak.state / ranks > SCARCE * self.cap:
+        if solution.peak.state / ranks > SCARCE * self.cap and not is_over(self.deadline):
             price = solution.seconds / max(1, solution.peak.nbytes)
             solution = self.placed(problem, Dear(state=price, kept=price))
             return [*(each for each, _, _ in found), self.screened(problem, solution, ranks, sample)]
@@ -284,11 +312,13 @@ class _Screen:
         return min(map(self.rank, self.rated(screened)), default=None)
 
     def placed(self, problem: MeshProblem, dear: Dear) -> Solution:
-        """A placement of about the least seconds; what can't be had in time is waited for."""
-        force, deadline = self.request.force, time.monotonic() + SCREEN_SECONDS
+        """A placement of about the least seconds; what can't be had in time is waited for, up to the
+        deadline."""
+        force = self.request.force
         with contextlib.suppress(SolverError):
-            return problem.solve(force, deadline, cap=None, dear=dear, bounded=False)
-        return problem.solve(force, None, cap=None, dear=dear, bounded=False)
+            soon = sooner(self.deadline, SCREEN_SECONDS)
+            return problem.solve(force, soon, cap=None, dear=dear, bounded=False)
+        return problem.solve(force, self.deadline, cap=None, dear=dear, bounded=False)
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
@@ -336,7 +366,9 @@ class _Screen:
             for count in self.micro_batches(each.ranks):
                 kinds = self.kinds(each.ranks, count)
                 if kinds or each.ranks == 1:
-                    yield each.choice(count, kinds, self.cap)
+                    choice = each.choice(count, kinds, self.cap)
+                    outputs = self.outputs if each.ranks == count == 1 else 0
+                    yield replace(choice, nbytes=choice.nbytes + outputs)
 
     def micro_batches(self, ranks: int) -> list[int]:
         """Without stages 1, or as many as memory asks; with stages some for each."""

@@ -17,7 +17,7 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
-from autopar.errors import InfeasibleError, InputError, TraceError
+from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.estimates import Choice
 from autopar.planning.pipeline_search import ROUGH, _Screen, decide_all
 from autopar.planning.request import Request
@@ -187,6 +187,42 @@ def test_micro_batches_one_after_the_other_cost_what_is_repeated_and_what_is_not
 
 def total(output: Tensor) -> Tensor:
     return output.sum()
+
+
+class Scores(nn.Module):
+    """Returns its loss, and scores of 16 MiB that its loss is made of, as is its weight of 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 65536)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.layer(x)
+        return {"loss": scores.sum(), "scores": scores}
+
+
+def test_where_outputs_beside_the_loss_do_not_fit_the_batch_is_parted() -> None:
+    """Parts of it give the loss alone; scores are whole on every device, their columns needn't be."""
+    cluster, batch = ClusterSpec(devices_per_node=2, device="h100"), torch.zeros(64, 4)
+    ask = partial(plan, Scores(), cluster, batch, mesh="2", measure=False, optimizer="sgd")
+    roomy = ask()
+    assert roomy.pipeline.micro_batches == 1 and roomy.peak_bytes > 16 << 20
+    scarce = ask(memory=16 << 20)
+    assert scarce.pipeline.micro_batches > 1 and scarce.peak_bytes <= 16 << 20
+
+
+@pytest.mark.parametrize("limit", [1e-3, 2.0])
+def test_a_time_limit_ends_the_search_with_what_is_known_or_says_that_there_is_nothing(limit: float) -> None:
+    """A mesh that was not looked at leaves the gap open."""
+    graph, cluster = graph_of(1), ClusterSpec(devices_per_node=4, device="h100")
+    best = min(decide(graph, cluster, Request(**AUTO, mesh=mesh)).step.seconds for mesh in cluster.meshes())
+    try:
+        found = decide(graph, cluster, Request(**AUTO, time_limit=limit))
+    except SolverError as error:
+        assert error.exit_code == 3
+        return
+    assert found.step.bound <= best * (1 + 1e-9) <= found.step.seconds * (1 + 2e-9)
+    assert limit > 1 or found.step.bound == 0.0
 
 
 def test_micro_batches_are_chosen_only_where_they_change_no_numbers() -> None:
