@@ -26,7 +26,7 @@ from autopar.planning.mesh_search import SAME, MeshProblem, stageable
 from autopar.planning.report import report
 from autopar.planning.request import Request
 from autopar.results.plan import Alternative, Plan
-from autopar.sharding.atoms import Dims
+from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.deadline import after, is_over
 from autopar.solve.placement.search import Solution
@@ -109,6 +109,7 @@ def decide(
     whole, cluster = cluster, cluster.stage(request.stages)
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
+    meshes = unlike(meshes, cluster, atoms, request)
     hop = model.hop(whole, request.stages)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = after(request.time_limit) if deadline is None else deadline
@@ -207,6 +208,28 @@ def _meshes(cluster: ClusterSpec, request: Request) -> list[Mesh]:
             remedy="use more devices, or one kind of parallelism",
         )
     return fitting
+
+
+def unlike(
+    meshes: Sequence[Mesh], cluster: ClusterSpec, atoms: Atoms, request: Request
+) -> Sequence[Mesh]:
+    """Of meshes that differ by the order of their axes alone, and cost the same, the first: 2x4, not 4x2.
+
+    Within a node all links are alike; what axes cut evenly they cut alike in any order.
+    """
+    if cluster.nodes > 1 or atoms.scalings or request.pins or isinstance(request.force, tuple):
+        return meshes
+    lengths = {length for dims in atoms.of.values() for parts in dims for length in parts}
+    found: dict[object, Mesh] = {}
+    for mesh in meshes:
+        subsets = (
+            math.prod(sizes)
+            for count in range(2, len(mesh.shape) + 1)
+            for sizes in itertools.combinations(mesh.shape, count)
+        )
+        even = all(length % size == 0 for size in set(subsets) for length in lengths if size <= length)
+        found.setdefault(tuple(sorted(mesh.shape)) if even else mesh, mesh)
+    return list(found.values())
 
 
 def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:

@@ -156,7 +156,7 @@ class Atoms:
 
 class Dims:
     """Cuts of a graph's atoms on one mesh, and every local size that follows from them; and what each
-    operator then offers, by its name, which analysis.py fills."""
+    operator then offers, by the sign that equal ones share, which strategies.py fills."""
 
     def __init__(self, graph: Graph, atoms: Atoms, mesh: Mesh) -> None:
         self.graph, self.atoms, self.mesh = graph, atoms, mesh
@@ -177,8 +177,10 @@ class Dims:
         self._shapes: dict[tuple[str, Layout, tuple[int, ...]], tuple[int, ...]] = {}
         self._largest: dict[tuple[str, Layout], tuple[int, ...]] = {}
         self._legal: dict[tuple[str, Layout], bool] = {}
-        self.options: dict[str, tuple[Option, ...]] = {}
-        self.strategies: dict[str, tuple[tuple[Option, ...], ...]] = {}
+        self.options: dict[int, tuple[Option, ...]] = {}
+        self.strategies: dict[int, tuple[tuple[Option, ...], ...]] = {}
+        self.sign_of: dict[str, int] = {}
+        self.signs: dict[object, int] = {}
         self._anchors: dict[Atom, tuple[Atom, Fraction, int]] = {}
         self._anchor()
 
@@ -239,6 +241,10 @@ class Dims:
         if key not in self._cuts:
             self._cuts[key] = self._make_cut(component, sizes)
         return self._cuts[key]
+
+    def way_of_cutting(self, component: Atom) -> object:
+        """Equal for components that are cut alike, by whatever sizes."""
+        return self._length(component), self._anchors.get(component), component in self._weights
 
     def _make_cut(self, component: Atom, sizes: tuple[int, ...]) -> Cut:
         length = self._length(component)
