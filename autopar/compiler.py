@@ -26,7 +26,7 @@ from autopar.planning.agree import agree, measure_links
 from autopar.planning.micro_batch_graphs import Parts, parts_of
 from autopar.planning.pipeline_search import decide_all
 from autopar.planning.request import Auto, Request
-from autopar.planning.search import Decision, decide, finish, search
+from autopar.planning.search import Decision, beside, decide, finish, search
 from autopar.results.announce import Announcer
 from autopar.results.plan import Plan
 from autopar.rewrite.build import build, build_stages
@@ -299,12 +299,12 @@ class Compiler:
         otherwise: Callable[[], Decision] | None,
     ) -> Plan:
         """The plan of the whole graph on the mesh of a decision on its loss alone; that decision's if there
-        is no time for another. If outputs beside the loss don't fit, which parts of the batch don't have, what
-        is decided `otherwise`."""
+        is no time for another. If outputs beside the loss don't fit, which parts of the batch don't have,
+        what is decided `otherwise`."""
         seconds = None if decision.deadline is None else max(LEAST_SECONDS, left(decision.deadline))
         request = replace(request, mesh=decision.problem.mesh, time_limit=seconds)
         try:
-            return self.find(whole, request, company)
+            return beside(self.find(whole, request, company), decision)
         except SolverError:
             return finish(decision).plan
         except InfeasibleError:

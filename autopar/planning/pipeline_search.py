@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autopar.cluster import ClusterSpec
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.placement import Shard
@@ -36,7 +36,8 @@ from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapErr
 from autopar.planning.estimates import Choice, Screened, bottleneck
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.planning.search import Decision, decide
+from autopar.planning.search import TOLD_APART, Decision, decide
+from autopar.results.plan import Alternative
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.deadline import after, is_over, left, sooner
@@ -56,6 +57,8 @@ PER_RANKS = 2  # of them with one K
 # So many times as fast as its estimate a plan may turn out where operators are measured: estimates rest on
 # some that are and on some that aren't. Of the benchmark of hosts one without stages took 472 ms, not 645.
 MEASURED = 1.5
+GUESSED = 0.1  # of seconds: plans with stages and without differ by more, or the estimate may be wrong
+FAST_LINK = 100e9  # bytes/s: NVLink since V100, no PCIe
 SCREENED = 0.4  # of the time limit, at most, in which choices are compared
 ROUGH = 0.02  # gap of the placements that are screened
 SCREEN_SECONDS = 6.0  # that one of them may take
@@ -95,9 +98,10 @@ def decide_all(
     room = MEASURED if request.measure and screen.model.here else 1.0
     found: list[Decision] = []
     failures: list[AutoparError] = []
-    few = _few(choices)
+    apart = Apart(measured=request.measure and screen.model.here)
+    few = _few(choices, apart, screen.cap)
     for choice in few:
-        fastest = min((each.step.seconds for each in found), default=math.inf)
+        fastest = min((apart.limit(choice, each) for each in found), default=math.inf)
         if choice.seconds >= room * fastest:
             continue  # plans are hardly faster than their estimates
         if found and is_over(deadline):
@@ -123,8 +127,12 @@ def decide_all(
             failures.append(error)  # InputError: so few samples that a pin can't be had
     if not found:
         raise _least(failures, len(few))
+    best = apart.simplest(found)
     note = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
-    return replace(min(found, key=lambda each: each.step.seconds), notes=(note,))
+    others = [each for each in found if each.step.seconds < best.step.seconds]
+    return replace(
+        best, notes=(note, *screen.notes), passed=tuple(apart.passed(each, best) for each in others)
+    )
 
 
 def _least(failures: Sequence[AutoparError], count: int) -> AutoparError:
@@ -152,14 +160,62 @@ def _would_do(error: AutoparError) -> tuple[bool, float]:
     return not infeasible, error.would_do if isinstance(error, InfeasibleError) else math.inf
 
 
-def _few(choices: Sequence[Choice]) -> list[Choice]:
-    """The first ones, not too many of them with one K, and the first without stages."""
+def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
+    """The first ones, not too many of them with one K, the first without stages, and of those that can't be
+    told from the first the simplest."""
     taken: list[Choice] = []
     for choice in choices:
         alike = [each for each in taken if each.ranks == choice.ranks]
         if len(taken) < PLANNED and len(alike) < PER_RANKS or choice.ranks == 1 and not alike:
             taken.append(choice)
-    return taken
+    fitting = [each for each in choices if each.nbytes <= cap]
+    alike = [each for each in fitting if each.seconds <= apart.limit(each, fitting[0])]
+    simplest = min(alike, key=_complexity, default=taken[0])
+    return taken if simplest in taken else [*taken, simplest]
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How far the seconds of plans must differ to be told apart: by more than predictions are wrong.
+
+    Stages and none differ in what estimates know least of, bubbles and what overlaps; other plans are wrong
+    alike.
+    """
+
+    measured: bool
+
+    def limit(self, choice: Choice | Decision, other: Choice | Decision) -> float:
+        """Seconds below which `choice` is to be preferred to `other`."""
+        if not _complexity(choice) < _complexity(other):
+            return _seconds(other)
+        unstaged = _complexity(choice)[0] == 1 < _complexity(other)[0]
+        return _seconds(other) * (1 + (GUESSED if unstaged and not self.measured else TOLD_APART))
+
+    def simplest(self, decisions: Sequence[Decision]) -> Decision:
+        """The simplest of those that can't be told from the fastest."""
+        fastest = min(decisions, key=_seconds)
+        alike = [each for each in decisions if each.step.seconds <= self.limit(each, fastest)]
+        return min(alike, key=lambda each: (_complexity(each), each.step.seconds))
+
+    def passed(self, decision: Decision, best: Decision) -> Alternative:
+        """What a more complicated plan would promise beside the simpler one that is taken."""
+        ranks, count = _complexity(decision)
+        kind = f", {decision.step.schedule.kind.value}" if decision.step.schedule else ""
+        less = 1 - decision.step.seconds / best.step.seconds
+        name = f"{ranks} stages, " if ranks > 1 else ""
+        name += f"{count} micro-batches{kind} (promise {less:.1%} less)"
+        return Alternative(name, decision.step.seconds, decision.step.peak_bytes, feasible=True)
+
+
+def _seconds(choice: Choice | Decision) -> float:
+    return choice.seconds if isinstance(choice, Choice) else choice.step.seconds
+
+
+def _complexity(choice: Choice | Decision) -> tuple[int, int]:
+    """Stages, and micro-batches."""
+    if isinstance(choice, Choice):
+        return choice.ranks, choice.micro_batches
+    return choice.request.stages, choice.request.micro_batches
 
 
 def _divisors(number: int) -> list[int]:
@@ -190,8 +246,9 @@ class _Screen:
     deadline: float | None = None  # after which no more is looked at than what is there
     outputs: int = 0  # bytes beside the loss of a batch that is computed at once
     samples: dict[int, _Sample] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     model: CostModel = field(init=False)
-    cap: float = field(init=False)
+    cap: float = math.inf
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
@@ -251,6 +308,9 @@ class _Screen:
             return
         most = self.blocks()
         options = [each for each in self.cluster.stage_counts() if each <= most]
+        if self.is_simple():
+            yield self.screen(1)
+            return
         middle = options.index(_nearest(options, self.cluster.nodes))
         seen = set[int]()
         best: tuple[float, float] | None = None
@@ -267,6 +327,24 @@ class _Screen:
                 best = mine
         if 1 not in seen:
             yield self.screen(1)
+
+    def is_simple(self) -> bool:
+        """Whether a node has fast links, and each of its devices room for the whole model and for as much
+        again: there no estimate is sure enough to cut it into stages."""
+        if self.request.measure and self.model.here or self.cluster.nodes > 1:
+            return False
+        if self.cluster.device_type == "cpu" or self.cluster.intra.bandwidth < FAST_LINK:
+            return False
+        sample = self.traced(_nearest(self.counts, SAMPLE))
+        state = sum(
+            item.spec.nbytes * (2 + self.request.optimizer.ratio if item.spec.requires_grad else 1)
+            for item in sample.graph.inputs
+            if item.kind is InputKind.PARAMETER
+        )
+        if state > SCARCE * self.cap:
+            return False
+        self.notes = ("the model fits on one device of a node with fast links: no stages on an estimate",)
+        return True
 
     def blocks(self) -> int:
         """No more stages are sought than equal blocks, if the graph is made of such, or operators."""

@@ -59,6 +59,7 @@ class Decision:
     request: Request
     deadline: float | None
     notes: tuple[str, ...] = ()
+    passed: tuple[Alternative, ...] = ()  # more complicated plans that promise hardly less
 
     @property
     def unhindered(self) -> bool:
@@ -147,8 +148,17 @@ def finish(decision: Decision) -> Found:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [item for item, _ in alternatives]
     plan = report(problem.graph, problem.prices, step, decision.cluster, rows, problem.cap, request)
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *decision.notes))
+    plan = beside(plan, decision)
     return Found(plan, problem.dims, problem.prices, step.solution, step)
+
+
+def beside(plan: Plan, decision: Decision) -> Plan:
+    """The plan with what is known of others beside it."""
+    return dataclasses.replace(
+        plan,
+        notes=(*plan.notes, *decision.notes),
+        alternatives=(*plan.alternatives, *(decision.passed if decision.request.alternatives else ())),
+    )
 
 
 def measure_operators(
@@ -210,9 +220,7 @@ def _meshes(cluster: ClusterSpec, request: Request) -> list[Mesh]:
     return fitting
 
 
-def unlike(
-    meshes: Sequence[Mesh], cluster: ClusterSpec, atoms: Atoms, request: Request
-) -> Sequence[Mesh]:
+def unlike(meshes: list[Mesh], cluster: ClusterSpec, atoms: Atoms, request: Request) -> list[Mesh]:
     """Of meshes that differ by the order of their axes alone, and cost the same, the first: 2x4, not 4x2.
 
     Within a node all links are alike; what axes cut evenly they cut alike in any order.

@@ -315,10 +315,12 @@ class Dims:
         """The shape of the rank's local tensor."""
         key = (name, layout, tuple(coordinate))
         if key not in self._shapes:
-            self._shapes[key] = tuple(
-                math.prod(self.local_atoms(name, dim, layout, coordinate))
-                for dim in range(len(self.atoms.of[name]))
-            )
+            shape = list(self.graph.specs[name].shape)
+            for shard in {placement for placement in layout if isinstance(placement, Shard)}:
+                start, stop = self.rows(name, shard, layout, coordinate)
+                shape[shard.dim] = shape[shard.dim] // self.atoms.of[name][shard.dim][shard.atom]
+                shape[shard.dim] *= stop - start
+            self._shapes[key] = tuple(shape)
         return self._shapes[key]
 
     def largest(self, name: str, layout: Layout) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.estimates import Choice
-from autopar.planning.pipeline_search import ROUGH, _Screen, decide_all
+from autopar.planning.pipeline_search import ROUGH, Apart, _Screen, decide_all
 from autopar.planning.request import Request
 from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
 from autopar.results.plan import Alternative
@@ -86,6 +87,55 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     found = decide_all(graph_of, BATCH, local, replace(OPEN, measure=measure))
     assert asked == planned and found.step.seconds == min(seconds[ranks] for ranks in planned)
+
+
+def decision_of(stages: int, count: int, seconds: float) -> Decision:
+    nothing: Any = None
+    step: Any = SimpleNamespace(seconds=seconds, schedule=None, peak_bytes=0)
+    return Decision(nothing, step, CLUSTER, Request(stages=stages, micro_batches=count), None)
+
+
+@pytest.mark.parametrize(
+    ("measured", "plans", "taken"),
+    [
+        (False, [(8, 16, 1.0), (1, 1, 1.09)], (1, 1)),  # estimates of stages may be wrong by that
+        (False, [(8, 16, 1.0), (1, 1, 1.11)], (8, 16)),
+        (True, [(8, 16, 1.0), (1, 1, 1.09)], (8, 16)),
+        (True, [(8, 16, 1.0), (1, 1, 1.02)], (1, 1)),
+        (False, [(4, 16, 1.0), (4, 8, 1.02), (4, 4, 1.04)], (4, 8)),  # fewer micro-batches
+        (False, [(1, 4, 1.0), (1, 2, 1.02), (2, 2, 0.99)], (1, 2)),
+    ],
+)
+def test_between_plans_that_can_not_be_told_apart_the_simpler_stands(
+    measured: bool, plans: list[tuple[int, int, float]], taken: tuple[int, int]
+) -> None:
+    apart = Apart(measured=measured)
+    for order in (plans, plans[::-1]):
+        best = apart.simplest([decision_of(*each) for each in order])
+        assert (best.request.stages, best.request.micro_batches) == taken
+
+
+def test_what_a_more_complicated_plan_would_promise_is_told() -> None:
+    passed = Apart(measured=False).passed(decision_of(8, 16, 0.95), decision_of(1, 1, 1.0))
+    assert passed.name == "8 stages, 16 micro-batches (promise 5.0% less)" and passed.step_seconds == 0.95
+
+
+@pytest.mark.parametrize(
+    ("cluster", "simple"),
+    [
+        (ClusterSpec(devices_per_node=4, device="h100", memory="80GB", intra=Link(2e-6, 450e9)), True),
+        (ClusterSpec(devices_per_node=4, device="h100", memory="1GB", intra=Link(2e-6, 450e9)), False),
+        (ClusterSpec(devices_per_node=4, device="h100", memory="80GB", intra=Link(2e-6, 32e9)), False),
+        (ClusterSpec.local(4), False),
+    ],
+)
+def test_models_that_fit_on_one_device_of_a_node_with_fast_links_have_no_stages(
+    cluster: ClusterSpec, simple: bool
+) -> None:
+    """Its weights and their state take 0.81 GB: at 1 GB there is no room beside them."""
+    screen = _Screen(graph_of, [1, 2, 4, 8, 16], BATCH, cluster, OPEN, None)
+    screen.model, screen.cap = CostModel.of(cluster, None), cluster.memory or math.inf
+    assert screen.is_simple() == simple
 
 
 class SoughtError(Exception):

@@ -173,7 +173,9 @@ def test_a_hop_is_priced_by_the_link_between_the_stages(nodes: int, seconds: flo
 def meshes_of(features: int, cluster: ClusterSpec = NODE, **asked: Any) -> list[str]:
     model = torch.nn.Sequential(torch.nn.Linear(features, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
     graph = trace(model, (torch.zeros(64, features),)).graph
-    return [str(mesh) for mesh in unlike(cluster.meshes(), cluster, find_atoms(graph), Request(**asked))]
+    return [
+        str(mesh) for mesh in unlike(list(cluster.meshes()), cluster, find_atoms(graph), Request(**asked))
+    ]
 
 
 def test_meshes_that_differ_by_the_order_of_their_axes_alone_are_looked_at_once() -> None:

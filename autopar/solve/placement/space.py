@@ -172,10 +172,10 @@ def build_space(
             offered = forced(item, offered, force, kinds, prices)
         elif pin is None:
             offered = idle(offered, prices.dims)
-        key = sign_of(item, prices.dims), tuple(map(id, offered))
-        if key not in pruned:  # equal operators share what they offer
-            pruned[key] = undominated(item, offered, prices)
-        offered = pruned[key]
+        same = sign_of(item, prices.dims), tuple(map(id, offered))
+        if same not in pruned:  # equal operators share what they offer
+            pruned[same] = undominated(item, offered, prices)
+        offered = pruned[same]
         if pin is not None:
             offered = pinned(item, offered, pin)
         strategies[item.name] = offered
