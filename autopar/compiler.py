@@ -5,7 +5,7 @@ Rank 0 plans and sends the plan; every rank rewrites its own program from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -22,12 +22,12 @@ from autopar.core.mesh import Mesh
 from autopar.core.outputs import Outputs
 from autopar.core.program import Program
 from autopar.cost.machine.model import Company, Progress
-from autopar.errors import CheckError, InfeasibleError, InputError, TraceError
+from autopar.errors import CheckError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.micro_batch_graphs import Parts, parts_of
 from autopar.planning.pipeline_search import decide_all
 from autopar.planning.request import Auto, Request
-from autopar.planning.search import decide, finish, search
+from autopar.planning.search import Decision, beside, decide, finish, search
 from autopar.results.announce import Announcer
 from autopar.results.plan import Plan
 from autopar.rewrite.build import build, build_stages
@@ -36,12 +36,15 @@ from autopar.runtime.execute.executable import Executable, Pinned, StagedExecuta
 from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import samples_elsewhere
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
+from autopar.solve.deadline import after, left
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
 from autopar.trace.simplify import only_loss, with_masks_by_dims, without_gradients
 from autopar.trace.uncollected import uncollected
 from costdb.database import Database
+
+LEAST_SECONDS = 1.0  # even past the time limit, for a plan that is there already but for its outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +236,14 @@ class Compiler:
         A model that mixes samples keeps one micro-batch, unless more are asked for.
         """
         stages, micro_batches, exactly = auto
+        deadline = after(self.request.time_limit)
         whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
         plain = replace(self.request, stages=1, micro_batches=1)
         if whole.loss is None and stages in (None, 1) and micro_batches in (None, 1):
             return self.find(whole, plain, company)
         parts = self.parts(model, args, kwargs, whole)
         kept, note = _kept(parts, micro_batches, exactly=exactly)
-        if stages == 1 and (plan := self.find_unhindered(whole, plain, company)):
+        if stages == 1 and (plan := self.find_unhindered(whole, plain, company, deadline)):
             return _noted(plan, note)
 
         def graph_of(count: int) -> Graph:
@@ -255,9 +259,9 @@ class Compiler:
                 )
             return traced.graph
 
-        try:
+        def decide_from(least: int) -> Decision:
             with Database.open(self.costdb) as database:
-                decision = decide_all(
+                return decide_all(
                     graph_of,
                     parts.size,
                     self.cluster,
@@ -267,18 +271,47 @@ class Compiler:
                     database=database,
                     progress=self.progress,
                     company=company,
+                    deadline=deadline,
+                    outputs=_bytes_beside_the_loss(whole),
+                    least=least,
                 )
+
+        try:
+            decision = decide_from(1)
         except InfeasibleError as error:
-            if kept and parts.flow is not None:
-                error.add_remedy(f"allow micro-batches (--micro-batches auto), although {parts.obstacle}")
-            elif kept:
-                error.add_remedy("say which dims hold samples (batch_dims), and so allow micro-batches")
+            if kept:
+                error.add_remedy(_more_parts(parts))
             raise
         if decision.request.stages == decision.request.micro_batches == 1:
-            plan = self.find(whole, replace(plain, mesh=decision.problem.mesh), company)
+            fixed = kept or micro_batches is not None or parts.size == 1
+            otherwise = None if fixed else partial(decide_from, 2)
+            plan = self.find_again(whole, decision, plain, company, otherwise=otherwise)
         else:
             plan = finish(decision).plan
         return _noted(plan, note)
+
+    def find_again(
+        self,
+        whole: Graph,
+        decision: Decision,
+        request: Request,
+        company: Company | None,
+        *,
+        otherwise: Callable[[], Decision] | None,
+    ) -> Plan:
+        """The plan of the whole graph on the mesh of a decision on its loss alone; that decision's if there
+        is no time for another. If outputs beside the loss don't fit, which parts of the batch don't have,
+        what is decided `otherwise`."""
+        seconds = None if decision.deadline is None else max(LEAST_SECONDS, left(decision.deadline))
+        request = replace(request, mesh=decision.problem.mesh, time_limit=seconds)
+        try:
+            return beside(self.find(whole, request, company), decision)
+        except SolverError:
+            return finish(decision).plan
+        except InfeasibleError:
+            if otherwise is None:
+                raise
+            return finish(otherwise()).plan
 
     def agree_on_pipeline(
         self, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], auto: Auto
@@ -296,13 +329,21 @@ class Compiler:
         self.measure_links()
         return agree(lambda company: self.find_pipeline(model, args, kwargs, auto, company), self.cluster)
 
-    def find_unhindered(self, graph: Graph, request: Request, company: Company | None = None) -> Plan | None:
+    def find_unhindered(
+        self, graph: Graph, request: Request, company: Company | None, deadline: float | None
+    ) -> Plan | None:
         """The best plan if memory makes nothing slower: several micro-batches without stages would only
         spare some."""
         with Database.open(self.costdb) as database:
             try:
                 decision = decide(
-                    graph, self.cluster, request, database=database, progress=self.progress, company=company
+                    graph,
+                    self.cluster,
+                    request,
+                    database=database,
+                    progress=self.progress,
+                    company=company,
+                    deadline=deadline,
                 )
             except InfeasibleError:
                 return None
@@ -358,6 +399,17 @@ def kept(graph: Graph, known: Sequence[Plan]) -> Plan | None:
     """One of the plans whose graph differs from this one in numbers alone, for this one."""
     here = fingerprint_of(graph)
     return next((replace(plan, graph=here) for plan in known if plan.graph.shape == here.shape), None)
+
+
+def _more_parts(parts: Parts) -> str:
+    """How micro-batches, which aren't chosen for a model that mixes samples, can be had."""
+    if parts.flow is None:
+        return "say which dims hold samples (batch_dims), and so allow micro-batches"
+    return f"allow micro-batches (--micro-batches auto), although {parts.obstacle}"
+
+
+def _bytes_beside_the_loss(graph: Graph) -> int:
+    return sum(graph.specs[name].nbytes for name in graph.outputs if name != graph.loss)
 
 
 def _noted(plan: Plan, note: str | None) -> Plan:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
-from functools import partial
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 INTERRUPTED = 128 + signal.SIGINT  # the command line's exit code, 130, as shells count
@@ -69,6 +71,55 @@ class InfeasibleError(AutoparError):
     def __init__(self, *, where: str, found: str, wanted: str, remedy: str, least: int | None = None) -> None:
         super().__init__(where=where, found=found, wanted=wanted, remedy=remedy)
         self.least = least
+
+    @property
+    def would_do(self) -> float:
+        """Bytes per device that are known to do, without looking for the least."""
+        return math.inf if self.least is None else self.least
+
+
+class OverCapError(InfeasibleError):
+    """No plan meets the memory cap: its words, which take seconds to find, are sought when they are read.
+
+    Most are caught by who knows another way. `known` bytes would do, as far as is known before.
+    """
+
+    def __init__(self, tell: Callable[[], InfeasibleError], *, known: float = math.inf) -> None:
+        Exception.__init__(self)
+        self._tell, self._known = tell, known
+        self._remedies: list[str] = []
+
+    @cached_property
+    def told(self) -> InfeasibleError:
+        """The error with its words."""
+        error = self._tell()
+        for remedy in self._remedies:
+            error.add_remedy(remedy)
+        return error
+
+    @property
+    def would_do(self) -> float:
+        return self._known
+
+    def add_remedy(self, remedy: str) -> None:
+        if "told" in vars(self):
+            self.told.add_remedy(remedy)
+        else:
+            self._remedies.append(remedy)
+
+    def as_dict(self) -> dict[str, str]:
+        return self.told.as_dict()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("where", "found", "wanted", "remedy", "least"):
+            return getattr(self.told, name)
+        raise AttributeError(name)
+
+    def __str__(self) -> str:
+        return str(self.told)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.told.__reduce__()
 
 
 class SolverError(AutoparError):

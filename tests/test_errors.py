@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from autopar.errors import INTERRUPTED, AutoparError, InfeasibleError, InputError, WorkerError
+from autopar.errors import INTERRUPTED, AutoparError, InfeasibleError, InputError, OverCapError, WorkerError
 
 WORDS = {"where": "layer 3", "found": "4 rows", "wanted": "8", "remedy": "give it more"}
 
@@ -22,6 +22,24 @@ def test_an_error_survives_pickling_with_all_that_it_says(error: AutoparError) -
     assert again.as_dict() == error.as_dict() and again.exit_code == error.exit_code
     for name in ("least", "traceback"):
         assert getattr(again, name, None) == getattr(error, name, None)
+
+
+def test_the_words_of_an_error_about_memory_are_sought_once_and_only_if_they_are_read() -> None:
+    sought = list[int]()
+
+    def tell() -> InfeasibleError:
+        sought.append(7)
+        return InfeasibleError(**WORDS, least=7)
+
+    error = OverCapError(tell, known=9.0)
+    error.add_remedy("take less")
+    assert error.would_do == 9.0 and not sought
+    assert error.least == 7 and error.where == "layer 3"
+    error.add_remedy("or none")
+    assert str(error).endswith("give it more; or take less; or or none")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.as_dict() == error.as_dict() and sought == [7]
+    assert type(again) is InfeasibleError
 
 
 def test_an_interrupted_command_ends_as_shells_count() -> None:

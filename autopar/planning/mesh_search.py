@@ -6,9 +6,9 @@ placement, in which a memory cap may have its part; refined, they may turn to ot
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,10 +27,11 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import peak_memory
 from autopar.cost.program.step import step_cost
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
-from autopar.errors import InfeasibleError, InputError
+from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.request import Request
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Atoms, Dims
+from autopar.solve.deadline import is_over, left
 from autopar.solve.placement.fold import Folding, fold
 from autopar.solve.placement.memory_frontier import Priced
 from autopar.solve.placement.problem import FREE, Dear, Problem, Space
@@ -111,7 +112,8 @@ class MeshProblem:
             count = self.request.micro_batches
             found = respect(self.graph, self.prices, found, micro_batches=count, hop=self.hop, cap=cap)
         if bounded and found.cut is not None and len(self.graph.operators) <= MOST_OPERATORS:
-            found = dataclasses.replace(found, bound=min(found.seconds, self.least(force, deadline)))
+            with contextlib.suppress(SolverError):
+                found = dataclasses.replace(found, bound=min(found.seconds, self.least(force, deadline)))
         return found
 
     def least(self, force: Force | None, deadline: float | None) -> float:
@@ -138,7 +140,7 @@ class MeshProblem:
         except BeatenError:
             raise
         except InfeasibleError as error:
-            hopeless = cap is not None and error.least is not None and error.least > FAR * cap
+            hopeless = cap is not None and FAR * cap < error.would_do < math.inf
             near = self.near(fastest, None, force, deadline, cap) if bounded and not hopeless else None
             if near is None:
                 raise
@@ -232,7 +234,12 @@ class MeshProblem:
         beaten: list[Program] = []
         for _ in range(KNOWN_STEPS if known else PRICE_STEPS):
             middle = (low + high) / 2
-            placed = at(math.exp(middle))
+            try:
+                placed = at(math.exp(middle))
+            except SolverError:
+                if found or known:
+                    break
+                raise
             best = min(found, key=lambda price: found[price].seconds, default=None)
             if placed.program in failed:
                 low = middle
@@ -268,11 +275,17 @@ class MeshProblem:
         """Whether the cap holds a rank's part of all state; no cut meets it else."""
         return cap is None or solution.peak.state <= cap * self.request.stages
 
-    def refined(self, step: Step) -> Step:
-        """The step with all that makes it faster where it is, with a closer bound."""
-        if step.cut is None:
+    def refined(self, step: Step, deadline: float | None = None) -> Step:
+        """The step with all that makes it faster where it is, with a closer bound, as far as time goes."""
+        with contextlib.suppress(SolverError):  # there is a step already
+            step = self.touched(step, deadline)
+        return step
+
+    def touched(self, step: Step, deadline: float | None) -> Step:
+        """See `refined`; raises SolverError if the solver fails."""
+        if step.cut is None or is_over(deadline):
             return step
-        fastest = self.solve(self.request.force, None, cap=None)
+        fastest = self.solve(self.request.force, deadline, cap=None)
         refinement = Refinement(
             self.graph,
             self.prices,
@@ -282,6 +295,7 @@ class MeshProblem:
             self.offload,
             self.schedules,
             fastest.bound,
+            deadline=deadline,
         )
         fixed = self.request.homes is not None or self.places is not None
         few = len(self.graph.operators) <= MOST_OPERATORS  # with a bound of their own
@@ -389,7 +403,7 @@ class MeshProblem:
             self.folding,
             cap=cap,
             gap=self.request.gap,
-            time_limit=None if deadline is None else max(0.1, deadline - time.monotonic()),
+            time_limit=None if deadline is None else max(0.1, left(deadline)),
             dear=dear,
             bounded=bounded,
             recompute=recompute,

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autopar.cluster import ClusterSpec
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.placement import Shard
@@ -33,13 +32,15 @@ from autopar.cost.machine.model import Company, CostModel, Progress
 from autopar.cost.program.peak_memory import peak_memory
 from autopar.cost.program.step import step_cost
 from autopar.cost.stages.intervals import crossing_bytes
-from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError, TraceError
+from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.estimates import Choice, Screened, bottleneck
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.planning.search import Decision, decide
+from autopar.planning.search import TOLD_APART, Decision, decide
+from autopar.results.plan import Alternative
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.solve.deadline import after, is_over, left, sooner
 from autopar.solve.memory.offload import hiding
 from autopar.solve.memory.recompute import sparing
 from autopar.solve.placement.fold import fold
@@ -56,6 +57,9 @@ PER_RANKS = 2  # of them with one K
 # So many times as fast as its estimate a plan may turn out where operators are measured: estimates rest on
 # some that are and on some that aren't. Of the benchmark of hosts one without stages took 472 ms, not 645.
 MEASURED = 1.5
+GUESSED = 0.1  # of seconds: plans with stages and without differ by more, or the estimate may be wrong
+FAST_LINK = 100e9  # bytes/s: NVLink since V100, no PCIe
+SCREENED = 0.4  # of the time limit, at most, in which choices are compared
 ROUGH = 0.02  # gap of the placements that are screened
 SCREEN_SECONDS = 6.0  # that one of them may take
 SCARCE = 0.5  # of the cap: more state than that, and a leaner placement is screened too
@@ -73,26 +77,35 @@ def decide_all(
     database: Database | None = None,
     progress: Progress | None = None,
     company: Company | None = None,
+    deadline: float | None = None,
+    outputs: int = 0,
+    least: int = 1,
 ) -> Decision:
     """The best step for a global batch of `batch` samples; `stages` (pipeline ranks), `micro_batches` and
     `request.schedule` are chosen where they are None. `request.stages` and its micro-batches don't count.
 
-    `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at.
+    `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at, of
+    `least` or more. Only a batch that is computed at once, by one stage, has `outputs` bytes beside its loss.
     Raises InputError if nothing that is asked for can be run, InfeasibleError, with the least memory that
     would do, if no plan was found that meets the cap, SolverError if none was found in time.
     """
     graph_of = lru_cache(maxsize=None)(graph_of)
-    counts = [micro_batches] if micro_batches else _divisors(batch)
-    screen = _Screen(graph_of, counts, batch, cluster, request, database)
+    deadline = after(request.time_limit) if deadline is None else deadline
+    counts = [micro_batches] if micro_batches else [each for each in _divisors(batch) if each >= least]
+    screening = None if deadline is None else after(SCREENED * max(0.0, left(deadline)))
+    screen = _Screen(graph_of, counts, batch, cluster, request, database, screening, outputs)
     choices = screen.choices(stages)
     room = MEASURED if request.measure and screen.model.here else 1.0
     found: list[Decision] = []
     failures: list[AutoparError] = []
-    few = _few(choices)
+    apart = Apart(measured=request.measure and screen.model.here)
+    few = _few(choices, apart, screen.cap)
     for choice in few:
-        fastest = min((each.step.seconds for each in found), default=math.inf)
+        fastest = min((apart.limit(choice, each) for each in found), default=math.inf)
         if choice.seconds >= room * fastest:
             continue  # plans are hardly faster than their estimates
+        if found and is_over(deadline):
+            break
         asked = replace(request, stages=choice.ranks, micro_batches=choice.micro_batches)
         if asked.mesh is None:
             asked = replace(asked, mesh=choice.mesh)
@@ -107,38 +120,102 @@ def decide_all(
                     progress=progress,
                     company=company,
                     beat=fastest,
+                    deadline=deadline,
                 )
             )
         except (InfeasibleError, InputError, SolverError, TraceError) as error:
             failures.append(error)  # InputError: so few samples that a pin can't be had
     if not found:
         raise _least(failures, len(few))
+    best = apart.simplest(found)
     note = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
-    return replace(min(found, key=lambda each: each.step.seconds), notes=(note,))
-
-
-def _least(failures: Sequence[AutoparError], count: int) -> AutoparError:
-    """The error that asks for least memory, among so many choices."""
-    error = min(failures, key=lambda error: getattr(error, "least", None) or math.inf)
-    if not isinstance(error, InfeasibleError) or error.least is None or count == 1:
-        return error
-    return InfeasibleError(
-        where=f"{error.where}, the leanest of {count} choices of stages and micro-batches",
-        found=error.found,
-        wanted=error.wanted,
-        remedy=error.remedy,
-        least=error.least,
+    others = [each for each in found if each.step.seconds < best.step.seconds]
+    return replace(
+        best, notes=(note, *screen.notes), passed=tuple(apart.passed(each, best) for each in others)
     )
 
 
-def _few(choices: Sequence[Choice]) -> list[Choice]:
-    """The first ones, not too many of them with one K, and the first without stages."""
+def _least(failures: Sequence[AutoparError], count: int) -> AutoparError:
+    """The error of the choice with which least memory is known to do, among so many."""
+    error = min(failures, key=_would_do)
+    if not isinstance(error, InfeasibleError) or count == 1:
+        return error
+
+    def tell() -> InfeasibleError:
+        if error.least is None:
+            return error
+        return InfeasibleError(
+            where=f"{error.where}, the leanest of {count} choices of stages and micro-batches",
+            found=error.found,
+            wanted=error.wanted,
+            remedy=error.remedy,
+            least=error.least,
+        )
+
+    return OverCapError(tell, known=error.would_do)
+
+
+def _would_do(error: AutoparError) -> tuple[bool, float]:
+    infeasible = isinstance(error, InfeasibleError)
+    return not infeasible, error.would_do if isinstance(error, InfeasibleError) else math.inf
+
+
+def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
+    """The first ones, not too many of them with one K, the first without stages, and of those that can't be
+    told from the first the simplest."""
     taken: list[Choice] = []
     for choice in choices:
         alike = [each for each in taken if each.ranks == choice.ranks]
         if len(taken) < PLANNED and len(alike) < PER_RANKS or choice.ranks == 1 and not alike:
             taken.append(choice)
-    return taken
+    fitting = [each for each in choices if each.nbytes <= cap]
+    alike = [each for each in fitting if each.seconds <= apart.limit(each, fitting[0])]
+    simplest = min(alike, key=_complexity, default=taken[0])
+    return taken if simplest in taken else [*taken, simplest]
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How far the seconds of plans must differ to be told apart: by more than predictions are wrong.
+
+    Stages and none differ in what estimates know least of, bubbles and what overlaps; other plans are wrong
+    alike.
+    """
+
+    measured: bool
+
+    def limit(self, choice: Choice | Decision, other: Choice | Decision) -> float:
+        """Seconds below which `choice` is to be preferred to `other`."""
+        if not _complexity(choice) < _complexity(other):
+            return _seconds(other)
+        unstaged = _complexity(choice)[0] == 1 < _complexity(other)[0]
+        return _seconds(other) * (1 + (GUESSED if unstaged and not self.measured else TOLD_APART))
+
+    def simplest(self, decisions: Sequence[Decision]) -> Decision:
+        """The simplest of those that can't be told from the fastest."""
+        fastest = min(decisions, key=_seconds)
+        alike = [each for each in decisions if each.step.seconds <= self.limit(each, fastest)]
+        return min(alike, key=lambda each: (_complexity(each), each.step.seconds))
+
+    def passed(self, decision: Decision, best: Decision) -> Alternative:
+        """What a more complicated plan would promise beside the simpler one that is taken."""
+        ranks, count = _complexity(decision)
+        kind = f", {decision.step.schedule.kind.value}" if decision.step.schedule else ""
+        less = 1 - decision.step.seconds / best.step.seconds
+        name = f"{ranks} stages, " if ranks > 1 else ""
+        name += f"{count} micro-batches{kind} (promise {less:.1%} less)"
+        return Alternative(name, decision.step.seconds, decision.step.peak_bytes, feasible=True)
+
+
+def _seconds(choice: Choice | Decision) -> float:
+    return choice.seconds if isinstance(choice, Choice) else choice.step.seconds
+
+
+def _complexity(choice: Choice | Decision) -> tuple[int, int]:
+    """Stages, and micro-batches."""
+    if isinstance(choice, Choice):
+        return choice.ranks, choice.micro_batches
+    return choice.request.stages, choice.request.micro_batches
 
 
 def _divisors(number: int) -> list[int]:
@@ -166,9 +243,12 @@ class _Screen:
     cluster: ClusterSpec
     request: Request
     database: Database | None
+    deadline: float | None = None  # after which no more is looked at than what is there
+    outputs: int = 0  # bytes beside the loss of a batch that is computed at once
     samples: dict[int, _Sample] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     model: CostModel = field(init=False)
-    cap: float = field(init=False)
+    cap: float = math.inf
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
@@ -228,10 +308,16 @@ class _Screen:
             return
         most = self.blocks()
         options = [each for each in self.cluster.stage_counts() if each <= most]
+        if self.is_simple():
+            yield self.screen(1)
+            return
         middle = options.index(_nearest(options, self.cluster.nodes))
-        best, seen = None, set()
+        seen = set[int]()
+        best: tuple[float, float] | None = None
         for order in (options[middle:], options[:middle][::-1]):
             for each in order:
+                if seen and is_over(self.deadline):
+                    return
                 screened = self.screen(each)
                 seen.add(each)
                 yield screened
@@ -241,6 +327,24 @@ class _Screen:
                 best = mine
         if 1 not in seen:
             yield self.screen(1)
+
+    def is_simple(self) -> bool:
+        """Whether a node has fast links, and each of its devices room for the whole model and for as much
+        again: there no estimate is sure enough to cut it into stages."""
+        if self.request.measure and self.model.here or self.cluster.nodes > 1:
+            return False
+        if self.cluster.device_type == "cpu" or self.cluster.intra.bandwidth < FAST_LINK:
+            return False
+        sample = self.traced(_nearest(self.counts, SAMPLE))
+        state = sum(
+            item.spec.nbytes * (2 + self.request.optimizer.ratio if item.spec.requires_grad else 1)
+            for item in sample.graph.inputs
+            if item.kind is InputKind.PARAMETER
+        )
+        if state > SCARCE * self.cap:
+            return False
+        self.notes = ("the model fits on one device of a node with fast links: no stages on an estimate",)
+        return True
 
     def blocks(self) -> int:
         """No more stages are sought than equal blocks, if the graph is made of such, or operators."""
@@ -269,11 +373,13 @@ class _Screen:
         sample = self.sample(ranks)
         found: list[tuple[Screened, MeshProblem, Solution]] = []
         for mesh in self.meshes(ranks):
+            if found and is_over(self.deadline):
+                break
             problem = MeshProblem(sample.graph, sample.atoms, mesh, stage, self.model, request, None, hop)
             solution = self.placed(problem, FREE)
             found.append((self.screened(problem, solution, ranks, sample), problem, solution))
         _, problem, solution = min(found, key=lambda each: self.best([each[0]]) or (math.inf, math.inf))
-        if solution.peak.state / ranks > SCARCE * self.cap:
+        if solution.peak.state / ranks > SCARCE * self.cap and not is_over(self.deadline):
             price = solution.seconds / max(1, solution.peak.nbytes)
             solution = self.placed(problem, Dear(state=price, kept=price))
             return [*(each for each, _, _ in found), self.screened(problem, solution, ranks, sample)]
@@ -284,11 +390,13 @@ class _Screen:
         return min(map(self.rank, self.rated(screened)), default=None)
 
     def placed(self, problem: MeshProblem, dear: Dear) -> Solution:
-        """A placement of about the least seconds; what can't be had in time is waited for."""
-        force, deadline = self.request.force, time.monotonic() + SCREEN_SECONDS
+        """A placement of about the least seconds; what can't be had in time is waited for, up to the
+        deadline."""
+        force = self.request.force
         with contextlib.suppress(SolverError):
-            return problem.solve(force, deadline, cap=None, dear=dear, bounded=False)
-        return problem.solve(force, None, cap=None, dear=dear, bounded=False)
+            soon = sooner(self.deadline, SCREEN_SECONDS)
+            return problem.solve(force, soon, cap=None, dear=dear, bounded=False)
+        return problem.solve(force, self.deadline, cap=None, dear=dear, bounded=False)
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
@@ -336,7 +444,9 @@ class _Screen:
             for count in self.micro_batches(each.ranks):
                 kinds = self.kinds(each.ranks, count)
                 if kinds or each.ranks == 1:
-                    yield each.choice(count, kinds, self.cap)
+                    choice = each.choice(count, kinds, self.cap)
+                    outputs = self.outputs if each.ranks == count == 1 else 0
+                    yield replace(choice, nbytes=choice.nbytes + outputs)
 
     def micro_batches(self, ranks: int) -> list[int]:
         """Without stages 1, or as many as memory asks; with stages some for each."""

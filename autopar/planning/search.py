@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,8 +26,9 @@ from autopar.planning.mesh_search import SAME, MeshProblem, stageable
 from autopar.planning.report import report
 from autopar.planning.request import Request
 from autopar.results.plan import Alternative, Plan
-from autopar.sharding.atoms import Dims
+from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.solve.deadline import after, is_over
 from autopar.solve.placement.search import Solution
 from autopar.solve.stages.step import Step
 from costdb.database import Database
@@ -59,6 +59,7 @@ class Decision:
     request: Request
     deadline: float | None
     notes: tuple[str, ...] = ()
+    passed: tuple[Alternative, ...] = ()  # more complicated plans that promise hardly less
 
     @property
     def unhindered(self) -> bool:
@@ -91,10 +92,11 @@ def decide(
     progress: Progress | None = None,
     company: Company | None = None,
     beat: float = math.inf,
+    deadline: float | None = None,
 ) -> Decision:
     """The best step over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none, or
     if it is proved early that none takes less than `beat` seconds, InputError for stages or micro-batches
-    that can't be run.
+    that can't be run. It is the best that is found by `deadline`, that of the request if there is none.
 
     `graph` is that of one of `request.micro_batches` micro-batches.
 
@@ -108,9 +110,10 @@ def decide(
     whole, cluster = cluster, cluster.stage(request.stages)
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
+    meshes = unlike(meshes, cluster, atoms, request)
     hop = model.hop(whole, request.stages)
     cap = request.memory if request.memory is not None else cluster.memory
-    deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
+    deadline = after(request.time_limit) if deadline is None else deadline
     compares = request.measure and model.here and not request.force
     for number in range(MEASURING_ROUNDS if request.measure and model.here else 1):
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
@@ -137,16 +140,25 @@ def finish(decision: Decision) -> Found:
     """The report of a decision, its cut refined, beside the pure strategies; one of these that is faster
     replaces it."""
     problem, request = decision.problem, decision.request
-    problem.rival = step = problem.refined(decision.step)
-    asked = request.alternatives and not request.force
+    problem.rival = step = problem.refined(decision.step, decision.deadline)
+    asked = request.alternatives and not request.force and not is_over(decision.deadline)
     alternatives = _alternatives(problem, decision.deadline) if asked else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [item for item, _ in alternatives]
     plan = report(problem.graph, problem.prices, step, decision.cluster, rows, problem.cap, request)
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *decision.notes))
+    plan = beside(plan, decision)
     return Found(plan, problem.dims, problem.prices, step.solution, step)
+
+
+def beside(plan: Plan, decision: Decision) -> Plan:
+    """The plan with what is known of others beside it."""
+    return dataclasses.replace(
+        plan,
+        notes=(*plan.notes, *decision.notes),
+        alternatives=(*plan.alternatives, *(decision.passed if decision.request.alternatives else ())),
+    )
 
 
 def measure_operators(
@@ -167,7 +179,7 @@ def measure_operators(
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
     model = CostModel.of(cluster, database)
-    deadline = None if request.time_limit is None else time.monotonic() + request.time_limit
+    deadline = after(request.time_limit)
     calls = []
     for mesh in meshes:
         problem = MeshProblem(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
@@ -208,6 +220,26 @@ def _meshes(cluster: ClusterSpec, request: Request) -> list[Mesh]:
     return fitting
 
 
+def unlike(meshes: list[Mesh], cluster: ClusterSpec, atoms: Atoms, request: Request) -> list[Mesh]:
+    """Of meshes that differ by the order of their axes alone, and cost the same, the first: 2x4, not 4x2.
+
+    Within a node all links are alike; what axes cut evenly they cut alike in any order.
+    """
+    if cluster.nodes > 1 or atoms.scalings or request.pins or isinstance(request.force, tuple):
+        return meshes
+    lengths = {length for dims in atoms.of.values() for parts in dims for length in parts}
+    found: dict[object, Mesh] = {}
+    for mesh in meshes:
+        subsets = (
+            math.prod(sizes)
+            for count in range(2, len(mesh.shape) + 1)
+            for sizes in itertools.combinations(mesh.shape, count)
+        )
+        even = all(length % size == 0 for size in set(subsets) for length in lengths if size <= length)
+        found.setdefault(tuple(sorted(mesh.shape)) if even else mesh, mesh)
+    return list(found.values())
+
+
 def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:
     for mesh in meshes:
         if mesh.num_devices != cluster.num_devices:
@@ -225,6 +257,9 @@ def _best(problems: Sequence[MeshProblem], deadline: float | None, beat: float) 
     failures: list[InfeasibleError | SolverError] = []
     for problem in problems:
         problem.beat = min([beat, *(step.seconds for _, step in found)])
+        if found and is_over(deadline):
+            failures.append(_too_late(problem))
+            continue
         try:
             found.append((problem, problem.plan(problem.request.force, deadline, cap=problem.cap)))
         except (InfeasibleError, SolverError) as error:
@@ -240,14 +275,23 @@ def _best(problems: Sequence[MeshProblem], deadline: float | None, beat: float) 
     return problem, dataclasses.replace(step, bound=min(step.bound, problem.others))
 
 
+def _too_late(problem: MeshProblem) -> SolverError:
+    return SolverError(
+        where=f"mesh {problem.mesh}",
+        found="no plan in time",
+        wanted="an incumbent",
+        remedy="give more with --time-limit",
+    )
+
+
 def _worst(failures: Sequence[InfeasibleError | SolverError]) -> InfeasibleError | SolverError:
-    """What all meshes' failures come to: not infeasible while one was not solved in time, and the least
-    memory that would do on any mesh."""
+    """What all meshes' failures come to: not infeasible while one was not solved in time, and else that of
+    the mesh on which least memory is known to do."""
     unsolved = [error for error in failures if isinstance(error, SolverError)]
     if unsolved:
         return unsolved[0]
     infeasible = [error for error in failures if isinstance(error, InfeasibleError)]
-    return min(infeasible, key=lambda error: math.inf if error.least is None else error.least)
+    return min(infeasible, key=lambda error: error.would_do)
 
 
 def _calls(problem: MeshProblem, *solutions: Solution) -> list[Call]:

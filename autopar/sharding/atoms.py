@@ -156,7 +156,7 @@ class Atoms:
 
 class Dims:
     """Cuts of a graph's atoms on one mesh, and every local size that follows from them; and what each
-    operator then offers, by its name, which analysis.py fills."""
+    operator then offers, by the sign that equal ones share, which strategies.py fills."""
 
     def __init__(self, graph: Graph, atoms: Atoms, mesh: Mesh) -> None:
         self.graph, self.atoms, self.mesh = graph, atoms, mesh
@@ -177,8 +177,10 @@ class Dims:
         self._shapes: dict[tuple[str, Layout, tuple[int, ...]], tuple[int, ...]] = {}
         self._largest: dict[tuple[str, Layout], tuple[int, ...]] = {}
         self._legal: dict[tuple[str, Layout], bool] = {}
-        self.options: dict[str, tuple[Option, ...]] = {}
-        self.strategies: dict[str, tuple[tuple[Option, ...], ...]] = {}
+        self.options: dict[int, tuple[Option, ...]] = {}
+        self.strategies: dict[int, tuple[tuple[Option, ...], ...]] = {}
+        self.sign_of: dict[str, int] = {}
+        self.signs: dict[object, int] = {}
         self._anchors: dict[Atom, tuple[Atom, Fraction, int]] = {}
         self._anchor()
 
@@ -239,6 +241,10 @@ class Dims:
         if key not in self._cuts:
             self._cuts[key] = self._make_cut(component, sizes)
         return self._cuts[key]
+
+    def way_of_cutting(self, component: Atom) -> object:
+        """Equal for components that are cut alike, by whatever sizes."""
+        return self._length(component), self._anchors.get(component), component in self._weights
 
     def _make_cut(self, component: Atom, sizes: tuple[int, ...]) -> Cut:
         length = self._length(component)
@@ -309,10 +315,12 @@ class Dims:
         """The shape of the rank's local tensor."""
         key = (name, layout, tuple(coordinate))
         if key not in self._shapes:
-            self._shapes[key] = tuple(
-                math.prod(self.local_atoms(name, dim, layout, coordinate))
-                for dim in range(len(self.atoms.of[name]))
-            )
+            shape = list(self.graph.specs[name].shape)
+            for shard in {placement for placement in layout if isinstance(placement, Shard)}:
+                start, stop = self.rows(name, shard, layout, coordinate)
+                shape[shard.dim] = shape[shard.dim] // self.atoms.of[name][shard.dim][shard.atom]
+                shape[shard.dim] *= stop - start
+            self._shapes[key] = tuple(shape)
         return self._shapes[key]
 
     def largest(self, name: str, layout: Layout) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from autopar.core.graph import Graph, Operator
+from autopar.core.graph import Graph, Operator, map_refs
 from autopar.core.strategy import Option, Strategy
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.rule import Instance, rule_of
@@ -18,12 +18,39 @@ def find_atoms(graph: Graph) -> Atoms:
     return Atoms(graph, relations, scalings)
 
 
+def sign_of(operation: Operator, dims: Dims) -> int:
+    """A number that operators have in common whose strategies and local shapes are the same: those that do
+    the same to tensors that are alike and cut alike."""
+    if operation.name not in dims.sign_of:
+        specs = dims.graph.specs
+        args = map_refs((operation.args, operation.kwargs), lambda ref: str(specs[ref.name]))
+        names = (*operation.operands, *operation.results)
+        atoms = [
+            dims.atoms.components[name, dim, atom]
+            for name in names
+            if name is not None
+            for dim, parts in enumerate(dims.atoms.of[name])
+            for atom in range(len(parts))
+        ]
+        order = {atom: number for number, atom in enumerate(dict.fromkeys(atoms))}
+        sign = (
+            operation.target,
+            str(args),
+            tuple((specs[name], dims.atoms.of[name]) if name else None for name in names),
+            tuple(order[atom] for atom in atoms),
+            tuple(dims.way_of_cutting(atom) for atom in order),
+        )
+        dims.sign_of[operation.name] = dims.signs.setdefault(sign, len(dims.signs))
+    return dims.sign_of[operation.name]
+
+
 def options_of(operation: Operator, dims: Dims) -> tuple[Option, ...]:
-    """Every one-axis option of an operator."""
-    if operation.name not in dims.options:
+    """Every one-axis option of an operator; equal operators share them."""
+    sign = sign_of(operation, dims)
+    if sign not in dims.options:
         found = rule_of(operation).options(Instance(operation, dims.graph.specs), dims.atoms)
-        dims.options[operation.name] = tuple(found)
-    return dims.options[operation.name]
+        dims.options[sign] = tuple(found)
+    return dims.options[sign]
 
 
 def is_legal(operation: Operator, strategy: Strategy, dims: Dims) -> bool:
@@ -41,9 +68,10 @@ def is_legal(operation: Operator, strategy: Strategy, dims: Dims) -> bool:
 
 
 def strategies_of(operation: Operator, dims: Dims) -> tuple[Strategy, ...]:
-    """Every legal strategy: an option for each axis."""
-    if operation.name not in dims.strategies:
+    """Every legal strategy: an option for each axis; equal operators share them."""
+    sign = sign_of(operation, dims)
+    if sign not in dims.strategies:
         every = itertools.product(options_of(operation, dims), repeat=len(dims.mesh.shape))
         legal = (strategy for strategy in every if is_legal(operation, strategy, dims))
-        dims.strategies[operation.name] = tuple(legal)
-    return dims.strategies[operation.name]
+        dims.strategies[sign] = tuple(legal)
+    return dims.strategies[sign]

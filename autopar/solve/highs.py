@@ -7,9 +7,13 @@ incumbent at the time limit.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 import highspy
 import numpy as np
@@ -17,11 +21,23 @@ import pulp
 from numpy.typing import NDArray
 
 from autopar.errors import SolverError
-from autopar.solve.linear_program import Answer, LinearProgram
+from autopar.solve.linear_program import DIGITS, Answer, LinearProgram
 
-DIGITS = 9  # of a variable's number: PuLP hands variables over sorted by name
+NAME_DIGITS = 9  # of a variable's number: PuLP hands variables over sorted by name
 LARGEST = 1e3  # cost: HiGHS takes less than 1e-7 for nothing, and so may a plan of microseconds be
 LEAST_SECONDS = 0.1  # even past the time limit: a small program is solved all the same
+SAME = 1e-9  # of a cost: what costs no more costs the same
+TIES_GAP, TIES_SECONDS = 1e-2, 5.0  # of what only decides among answers of equal cost
+# What HiGHS is told, one after the other, until its verdict can be believed.
+Options: TypeAlias = Mapping[str, str | int]
+WITHOUT_PRESOLVE: Options = {"presolve": "off"}
+WAYS: tuple[Options, ...] = (
+    {},
+    WITHOUT_PRESOLVE,
+    {"presolve": "off", "simplex_strategy": 4},  # primal
+    {"presolve": "on", "solver": "ipm"},
+)
+CONFIRM_SECONDS, CONFIRM_TIMES = 1.0, 2.0  # at most, and of what the verdict took, to see that it holds
 
 
 class SilentHighs(highspy.Highs):
@@ -56,14 +72,66 @@ def solve(
 ) -> Answer:
     """Minimise `program`; `relaxed` drops the integrality.
 
-    `gap` is relative, `time_limit` in seconds. Raises SolverError if the solver fails.
+    Of answers of equal cost it is one whose ties cost least, if that is found in time. `gap` is relative,
+    `time_limit` in seconds. Raises SolverError if the solver fails.
     """
+    _check(program)
     whole = any(program.integer) and not relaxed
-    seconds = math.inf if time_limit is None else max(LEAST_SECONDS, time_limit)
+    deadline = math.inf if time_limit is None else time.monotonic() + time_limit
+    few = program.of_few_digits()
+    answer = _believed(few, whole=whole, gap=gap, deadline=deadline)
+    if answer.values is None or not any(few.ties):
+        return answer
+    values = answer.values
+    with contextlib.suppress(SolverError):  # there is an answer already
+        limited = few.for_ties(answer.cost + SAME * abs(answer.cost))
+        until = min(deadline, time.monotonic() + TIES_SECONDS)
+        second = _believed(limited, whole=whole, gap=TIES_GAP, deadline=until)
+        values = values if second.values is None else second.values
+    return replace(answer, values=values, cost=program.cost_of(values))
+
+
+def _check(program: LinearProgram) -> None:
+    """Raise SolverError for a program in which a number is none."""
+    numbers = (*program.costs, *program.ties, *program.uppers, *program.lows, *program.highs)
+    if any(map(math.isnan, numbers)) or any(map(math.isinf, (*program.costs, *program.ties))):
+        raise SolverError(
+            where="HiGHS",
+            found="a cost or a bound that is no number",
+            wanted="finite costs",
+            remedy="report this model and its cluster's file",
+        )
+
+
+def _believed(program: LinearProgram, *, whole: bool, gap: float, deadline: float) -> Answer:
+    """The first answer that can be believed of several ways of solving.
+
+    A program is unbounded only if what pays has no end, and infeasible only if it is so without presolve,
+    too, unless that takes long.
+    """
     scale = LARGEST / max((abs(cost) for cost in program.costs if cost), default=LARGEST)
     scaled = replace(program, costs=[scale * cost for cost in program.costs])
-    model = _integer(scaled, gap=gap, seconds=seconds) if whole else _relaxed(scaled, seconds)
-    return _rescaled(_read(model, scaled, whole=whole), 1 / scale)
+
+    def ask(options: Options, seconds: float) -> tuple[highspy.Highs, Answer | None]:
+        seconds = max(LEAST_SECONDS, seconds)
+        if whole:
+            model = _integer(scaled, gap=gap, seconds=seconds, options=options)
+        else:
+            model = _relaxed(scaled, seconds, options)
+        return model, _read(model, scaled, whole=whole)
+
+    begun = time.monotonic()
+    for number, options in enumerate(WAYS):
+        model, answer = ask(options, deadline - time.monotonic())
+        if answer is None:
+            continue
+        if answer.status == "infeasible" and number == 0:
+            taken = time.monotonic() - begun
+            seconds = min(deadline - time.monotonic(), max(CONFIRM_SECONDS, CONFIRM_TIMES * taken))
+            _, second = ask(WITHOUT_PRESOLVE, seconds)
+            answer = second if second is not None and second.values is not None else answer
+        return _rescaled(answer, 1 / scale)
+    raise _failed(model, model.getModelStatus())
 
 
 class Relaxation:
@@ -74,11 +142,18 @@ class Relaxation:
 
     def least(self, costs: NDArray[np.float64]) -> tuple[float, tuple[float, ...]]:
         """The least cost, and values that have it; raises SolverError if there are none."""
-        scale = LARGEST / max(float(np.abs(costs).max(initial=0.0)), 1e-300)
-        self.model.changeColsCost(len(costs), np.arange(len(costs), dtype=np.int32), scale * costs)
-        self.model.run()
-        status = self.model.getModelStatus()
-        if status != highspy.HighsModelStatus.kOptimal:
+        largest = float(np.abs(costs).max(initial=0.0))
+        scale = LARGEST / max(largest, 1e-300)
+        scaled = np.where(np.abs(costs) < 10.0**-DIGITS * largest, 0.0, scale * costs)
+        self.model.changeColsCost(len(costs), np.arange(len(costs), dtype=np.int32), scaled)
+        for options in WAYS:
+            _set(self.model, options)
+            self.model.run()
+            status = self.model.getModelStatus()
+            if status == highspy.HighsModelStatus.kOptimal:
+                break
+            self.model.clearSolver()
+        else:
             raise _failed(self.model, status)
         least = float(self.model.getInfo().objective_function_value) / scale
         return least, tuple(self.model.getSolution().col_value)
@@ -89,8 +164,14 @@ def _rescaled(answer: Answer, unit: float) -> Answer:
     return replace(answer, cost=unit * answer.cost, bound=unit * answer.bound, reduced=reduced)
 
 
-def _relaxed(program: LinearProgram, seconds: float) -> highspy.Highs:
+def _set(model: highspy.Highs, options: Options) -> None:
+    for name, value in options.items():
+        model.setOptionValue(name, value)
+
+
+def _relaxed(program: LinearProgram, seconds: float, options: Options) -> highspy.Highs:
     model = _loaded(program)
+    _set(model, options)
     model.setOptionValue("time_limit", seconds)
     model.run()
     return model
@@ -111,11 +192,12 @@ def _loaded(program: LinearProgram) -> highspy.Highs:
     return model
 
 
-def _integer(program: LinearProgram, *, gap: float, seconds: float) -> highspy.Highs:
+def _integer(program: LinearProgram, *, gap: float, seconds: float, options: Options) -> highspy.Highs:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces PuLP 4 at every variable
         problem = _written(program)
     model = SilentHighs()
+    _set(model, options)
     model.setOptionValue("mip_rel_gap", gap)
     model.setOptionValue("time_limit", seconds)
     problem.solve(PulpOn(model))
@@ -126,7 +208,7 @@ def _written(program: LinearProgram) -> pulp.LpProblem:
     problem = pulp.LpProblem("placement", pulp.LpMinimize)
     variables = [
         pulp.LpVariable(
-            f"v{index:0{DIGITS}}",
+            f"v{index:0{NAME_DIGITS}}",
             0,
             None if math.isinf(upper) else upper,
             pulp.LpInteger if whole else pulp.LpContinuous,
@@ -152,20 +234,23 @@ def _written(program: LinearProgram) -> pulp.LpProblem:
     return problem
 
 
-def _read(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> Answer:
+def _read(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> Answer | None:
+    """The answer; None for a failure, and for a verdict that bounds do not allow."""
     status, info = model.getModelStatus(), model.getInfo()
     kinds = highspy.HighsModelStatus
-    if status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
+    if status == kinds.kInfeasible:
+        return Answer(None, math.inf, math.inf, "infeasible")
+    if status == kinds.kUnboundedOrInfeasible and not program.can_fall_for_ever():
         return Answer(None, math.inf, math.inf, "infeasible")
     if status not in (kinds.kOptimal, kinds.kTimeLimit, kinds.kInterrupt, kinds.kSolutionLimit):
-        raise _failed(model, status)
+        return None
     bound = info.mip_dual_bound if whole else info.objective_function_value
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if not found:
         return Answer(None, math.inf, bound if whole else -math.inf, "time_limit")
     values = tuple(model.getSolution().col_value)
     assert len(values) == len(program.costs), "HiGHS has the program's variables"
-    cost = sum(coefficient * value for coefficient, value in zip(program.costs, values, strict=True))
+    cost = program.cost_of(values)
     if status != kinds.kOptimal:
         return Answer(values, cost, bound if whole else -math.inf, "time_limit")
     proven = not whole or cost - bound <= 1e-6 * max(abs(cost), 1e-12)

@@ -1,15 +1,22 @@
-"""A mixed-integer linear program as plain data: minimise cost · x, rows between bounds, 0 <= x <= upper."""
+"""A mixed-integer linear program as plain data: minimise cost · x, rows between bounds, 0 <= x <= upper.
+
+**Digits.** A solver counts in floating point: beside costs of 1000 those of 1e-7 are nothing to it, and by
+what it takes for nothing it may call a program unbounded. So no objective spans more than `DIGITS` digits:
+costs that are smaller than that beside the largest, like `ties`, only decide among answers whose other costs
+are equal, in a second solve.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+DIGITS = 9  # that the costs of one objective may span
 Terms = list[tuple[float, int]]  # (coefficient, variable)
 Numbers: TypeAlias = NDArray[np.intp]
 
@@ -27,10 +34,12 @@ class Matrix:
 class LinearProgram:
     """Variables and rows by number; `integer` variables take whole values unless the relaxation is solved.
 
-    Coefficients are kept as they come, by row; what a row has twice of a variable adds up.
+    Coefficients are kept as they come, by row; what a row has twice of a variable adds up. `ties`, if there
+    are any, are the costs that decide among answers of equal cost.
     """
 
     costs: list[float] = field(default_factory=list)
+    ties: list[float] = field(default_factory=list)
     uppers: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
     lows: list[float] = field(default_factory=list)
@@ -83,6 +92,32 @@ class LinearProgram:
         self.enter(
             [number] * len(pairs), [variable for _, variable in pairs], [amount for amount, _ in pairs]
         )
+
+    def can_fall_for_ever(self) -> bool:
+        """Whether something that pays has no end: only then can there be no least cost."""
+        return any(
+            cost < 0 and math.isinf(upper) for cost, upper in zip(self.costs, self.uppers, strict=True)
+        )
+
+    def of_few_digits(self) -> LinearProgram:
+        """The program whose costs span few digits; smaller ones are its ties, unless it has others."""
+        least = 10.0**-DIGITS * max(map(abs, self.costs), default=0.0)
+        if not any(0 < cost < least for cost in self.costs):
+            return self
+        small = [cost if 0 < cost < least else 0.0 for cost in self.costs]
+        rest = [cost - part for cost, part in zip(self.costs, small, strict=True)]
+        return replace(self, costs=rest, ties=self.ties or small)
+
+    def for_ties(self, cost: float) -> LinearProgram:
+        """The program whose costs are the ties, of answers that cost no more than `cost`."""
+        shared = ("lows", "highs", "rows", "columns", "coefficients")
+        copies = {name: list(getattr(self, name)) for name in shared}
+        program = replace(self, costs=self.ties, ties=[], **copies)
+        program.at_most([(each, place) for place, each in enumerate(self.costs) if each], cost)
+        return program
+
+    def cost_of(self, values: Iterable[float]) -> float:
+        return sum(cost * value for cost, value in zip(self.costs, values, strict=True))
 
     def matrix(self) -> Matrix:
         """All coefficients, by row and then by variable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -17,9 +18,9 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
-from autopar.errors import InfeasibleError, InputError, TraceError
+from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.estimates import Choice
-from autopar.planning.pipeline_search import ROUGH, _Screen, decide_all
+from autopar.planning.pipeline_search import ROUGH, Apart, _Screen, decide_all
 from autopar.planning.request import Request
 from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
 from autopar.results.plan import Alternative
@@ -86,6 +87,55 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     found = decide_all(graph_of, BATCH, local, replace(OPEN, measure=measure))
     assert asked == planned and found.step.seconds == min(seconds[ranks] for ranks in planned)
+
+
+def decision_of(stages: int, count: int, seconds: float) -> Decision:
+    nothing: Any = None
+    step: Any = SimpleNamespace(seconds=seconds, schedule=None, peak_bytes=0)
+    return Decision(nothing, step, CLUSTER, Request(stages=stages, micro_batches=count), None)
+
+
+@pytest.mark.parametrize(
+    ("measured", "plans", "taken"),
+    [
+        (False, [(8, 16, 1.0), (1, 1, 1.09)], (1, 1)),  # estimates of stages may be wrong by that
+        (False, [(8, 16, 1.0), (1, 1, 1.11)], (8, 16)),
+        (True, [(8, 16, 1.0), (1, 1, 1.09)], (8, 16)),
+        (True, [(8, 16, 1.0), (1, 1, 1.02)], (1, 1)),
+        (False, [(4, 16, 1.0), (4, 8, 1.02), (4, 4, 1.04)], (4, 8)),  # fewer micro-batches
+        (False, [(1, 4, 1.0), (1, 2, 1.02), (2, 2, 0.99)], (1, 2)),
+    ],
+)
+def test_between_plans_that_can_not_be_told_apart_the_simpler_stands(
+    measured: bool, plans: list[tuple[int, int, float]], taken: tuple[int, int]
+) -> None:
+    apart = Apart(measured=measured)
+    for order in (plans, plans[::-1]):
+        best = apart.simplest([decision_of(*each) for each in order])
+        assert (best.request.stages, best.request.micro_batches) == taken
+
+
+def test_what_a_more_complicated_plan_would_promise_is_told() -> None:
+    passed = Apart(measured=False).passed(decision_of(8, 16, 0.95), decision_of(1, 1, 1.0))
+    assert passed.name == "8 stages, 16 micro-batches (promise 5.0% less)" and passed.step_seconds == 0.95
+
+
+@pytest.mark.parametrize(
+    ("cluster", "simple"),
+    [
+        (ClusterSpec(devices_per_node=4, device="h100", memory="80GB", intra=Link(2e-6, 450e9)), True),
+        (ClusterSpec(devices_per_node=4, device="h100", memory="1GB", intra=Link(2e-6, 450e9)), False),
+        (ClusterSpec(devices_per_node=4, device="h100", memory="80GB", intra=Link(2e-6, 32e9)), False),
+        (ClusterSpec.local(4), False),
+    ],
+)
+def test_models_that_fit_on_one_device_of_a_node_with_fast_links_have_no_stages(
+    cluster: ClusterSpec, simple: bool
+) -> None:
+    """Its weights and their state take 0.81 GB: at 1 GB there is no room beside them."""
+    screen = _Screen(graph_of, [1, 2, 4, 8, 16], BATCH, cluster, OPEN, None)
+    screen.model, screen.cap = CostModel.of(cluster, None), cluster.memory or math.inf
+    assert screen.is_simple() == simple
 
 
 class SoughtError(Exception):
@@ -187,6 +237,42 @@ def test_micro_batches_one_after_the_other_cost_what_is_repeated_and_what_is_not
 
 def total(output: Tensor) -> Tensor:
     return output.sum()
+
+
+class Scores(nn.Module):
+    """Returns its loss, and scores of 16 MiB that its loss is made of, as is its weight of 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 65536)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.layer(x)
+        return {"loss": scores.sum(), "scores": scores}
+
+
+def test_where_outputs_beside_the_loss_do_not_fit_the_batch_is_parted() -> None:
+    """Parts of it give the loss alone; scores are whole on every device, their columns needn't be."""
+    cluster, batch = ClusterSpec(devices_per_node=2, device="h100"), torch.zeros(64, 4)
+    ask = partial(plan, Scores(), cluster, batch, mesh="2", measure=False, optimizer="sgd")
+    roomy = ask()
+    assert roomy.pipeline.micro_batches == 1 and roomy.peak_bytes > 16 << 20
+    scarce = ask(memory=16 << 20)
+    assert scarce.pipeline.micro_batches > 1 and scarce.peak_bytes <= 16 << 20
+
+
+@pytest.mark.parametrize("limit", [1e-3, 2.0])
+def test_a_time_limit_ends_the_search_with_what_is_known_or_says_that_there_is_nothing(limit: float) -> None:
+    """A mesh that was not looked at leaves the gap open."""
+    graph, cluster = graph_of(1), ClusterSpec(devices_per_node=4, device="h100")
+    best = min(decide(graph, cluster, Request(**AUTO, mesh=mesh)).step.seconds for mesh in cluster.meshes())
+    try:
+        found = decide(graph, cluster, Request(**AUTO, time_limit=limit))
+    except SolverError as error:
+        assert error.exit_code == 3
+        return
+    assert found.step.bound <= best * (1 + 1e-9) <= found.step.seconds * (1 + 2e-9)
+    assert limit > 1 or found.step.bound == 0.0
 
 
 def test_micro_batches_are_chosen_only_where_they_change_no_numbers() -> None:

@@ -11,8 +11,10 @@ import torch
 import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.compiler import Compiler
+from autopar.core.force import Parallelism
 from autopar.core.mesh import Mesh
 from autopar.planning.request import Request
+from autopar.planning.search import search, unlike
 from autopar.results.plan import Plan
 from autopar.rewrite.build import build, build_stages
 from autopar.sharding.atoms import Dims
@@ -166,3 +168,32 @@ def test_a_hop_is_priced_by_the_link_between_the_stages(nodes: int, seconds: flo
     first, second = plan.stage_costs
     assert first.send_output == pytest.approx(seconds)
     assert second.send_gradient == pytest.approx(seconds)
+
+
+def meshes_of(features: int, cluster: ClusterSpec = NODE, **asked: Any) -> list[str]:
+    model = torch.nn.Sequential(torch.nn.Linear(features, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    graph = trace(model, (torch.zeros(64, features),)).graph
+    return [
+        str(mesh) for mesh in unlike(list(cluster.meshes()), cluster, find_atoms(graph), Request(**asked))
+    ]
+
+
+def test_meshes_that_differ_by_the_order_of_their_axes_alone_are_looked_at_once() -> None:
+    assert meshes_of(64) == ["8", "2x4", "2x2x2"]
+    assert meshes_of(4) == ["8", "2x4", "2x2x2"]  # which is cut on one axis alone
+    assert meshes_of(12) == ["8", "2x4", "4x2", "2x2x2"]  # in chunks of 2, 2, 2, or of 2, 1, 2, 1 ...
+    assert meshes_of(64, TWO_NODES) == ["8", "2x4", "4x2", "2x2x2"]
+    by_axis = (Parallelism.BATCH, Parallelism.FILTER)
+    assert meshes_of(64, force=by_axis) == ["8", "2x4", "4x2", "2x2x2"]
+
+
+@pytest.mark.parametrize("batch", [64, 4])
+def test_meshes_that_are_looked_at_once_have_plans_that_cost_the_same(batch: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 4), torch.nn.GELU(), torch.nn.Linear(4, 512))
+    graph = trace(model, (torch.zeros(batch, 64),)).graph
+    one, other = (
+        search(graph, NODE, Request(measure=False, mesh=Mesh(shape), alternatives=False)).plan
+        for shape in ((2, 4), (4, 2))
+    )
+    assert one.step_seconds == pytest.approx(other.step_seconds, rel=1e-9)
+    assert one.peak_bytes == other.peak_bytes

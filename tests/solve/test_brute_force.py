@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.strategies import options_of
 from autopar.solve.linear_program import Answer
+from autopar.solve.placement import search
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.problem import Problem, Space
-from autopar.solve.placement.search import _Search, choose, least
+from autopar.solve.placement.search import Solution, _Search, choose, least
 from autopar.solve.placement.space import build_space
 from tests.proof.models import Script
 from tests.solve.brute_force import (
@@ -103,6 +105,26 @@ def test_under_a_cap_the_plan_fits_and_the_gap_to_the_best_that_fits_is_true(
             assert found.seconds <= best * (1 + CLOSE)
     with pytest.raises(InfeasibleError):
         choose(graph, prices, space, unfolded(graph), cap=min(peaks[0], leanest.peak.nbytes) // 2, gap=1e-9)
+
+
+def test_the_least_memory_is_sought_when_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for an error that is caught."""
+    sought, least_of = list[bool](), search.least
+
+    def counted(*args: Any, **options: Any) -> Solution | None:
+        sought.append(True)
+        return least_of(*args, **options)
+
+    monkeypatch.setattr(search, "least", counted)
+    graph = chain()
+    prices = random_prices(graph, Mesh((2,)), Random(0))
+    space = small_space(graph, prices, Random(0), most=4, layouts=2)
+    with pytest.raises(InfeasibleError) as caught:
+        choose(graph, prices, space, unfolded(graph), cap=1)
+    assert not sought and caught.value.would_do == math.inf
+    minimum = caught.value.least
+    assert sought and minimum is not None and f"({minimum} bytes)" in str(caught.value)
+    assert choose(graph, prices, space, unfolded(graph), cap=minimum).peak.nbytes <= minimum
 
 
 @pytest.mark.parametrize("share", [0.3, pytest.param(0.6, marks=pytest.mark.long)])

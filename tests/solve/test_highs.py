@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import highspy
 import pytest
 
+from autopar.errors import SolverError
+from autopar.solve import highs
 from autopar.solve.highs import solve
-from autopar.solve.linear_program import LinearProgram
+from autopar.solve.linear_program import Answer, LinearProgram
 
 ROOT = Path(__file__).parents[2]
 COUNT = 25  # more than have one digit
@@ -86,3 +89,74 @@ def test_costs_of_any_unit_give_the_same_answer(unit: float) -> None:
         answer = solve(program, relaxed=relaxed)
         assert answer.status == "optimal"
         assert answer.cost == pytest.approx(3.0 * unit) and answer.bound == pytest.approx(3.0 * unit)
+
+
+def mixed(*, digits: int) -> LinearProgram:
+    """Two ways that cost 1, of which the second is cheaper in digits far below, and one that costs 2."""
+    program = LinearProgram()
+    small = 10.0**-digits
+    ways = [program.variable(cost, integer=True, upper=1.0) for cost in (1.0, 1.0, 2.0)]
+    extras = [program.variable(cost) for cost in (3 * small, small)]
+    program.equal([(1.0, way) for way in ways], 1.0)
+    for way, extra in zip(ways, extras, strict=False):
+        program.at_least([(1.0, extra), (-1.0, way)], 0.0)
+    return program
+
+
+@pytest.mark.parametrize("digits", [3, 8, 11, 15])
+def test_digits_that_are_too_small_for_one_objective_decide_among_equals(digits: int) -> None:
+    program = mixed(digits=digits)
+    few = program.of_few_digits()
+    paid = [cost for cost in few.costs if cost]
+    assert max(paid) / min(paid) <= 1e9
+    assert (few is program) == (digits <= 8)
+    for relaxed in (True, False):
+        answer = solve(program, relaxed=relaxed)
+        assert answer.values is not None
+        assert answer.values[:3] == pytest.approx((0.0, 1.0, 0.0), abs=1e-6)
+        assert answer.bound <= answer.cost * (1 + 1e-9) and answer.cost == pytest.approx(1 + 10.0**-digits)
+
+
+def test_ties_are_told_apart_only_among_answers_that_cost_least() -> None:
+    """The dear way has no ties at all."""
+    program = LinearProgram()
+    ways = [program.variable(cost, integer=True, upper=1.0) for cost in (5.0, 5.0, 5.1)]
+    program.equal([(1.0, way) for way in ways], 1.0)
+    program.ties = [7.0, 6.0, 0.0]
+    answer = solve(program)
+    assert answer.values == pytest.approx((0.0, 1.0, 0.0)) and answer.cost == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("verdict", ["unbounded", "infeasible"])
+def test_a_false_verdict_is_not_believed(monkeypatch: pytest.MonkeyPatch, verdict: str) -> None:
+    """Whatever presolve may say of it, costs of 0 or more are not unbounded, and what has a plan has one."""
+    read, asked = highs._read, list[bool]()
+
+    def misread(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> Answer | None:
+        asked.append(model.getOptionValue("presolve")[1] == "off")
+        if asked[-1]:
+            return read(model, program, whole=whole)
+        return Answer(None, math.inf, math.inf, "infeasible") if verdict == "infeasible" else None
+
+    monkeypatch.setattr(highs, "_read", misread)
+    for relaxed in (True, False):
+        assert solve(mixed(digits=3), relaxed=relaxed).cost == pytest.approx(1.001)
+    assert asked == [False, True] * 2
+
+
+def test_what_pays_for_ever_is_unbounded_and_what_ends_is_not() -> None:
+    program = LinearProgram()
+    program.at_least([(1.0, program.variable(-1.0, upper=3.0))], 0.0)
+    assert solve(program).cost == pytest.approx(-3.0) and not program.can_fall_for_ever()
+    program.variable(-1.0)
+    assert program.can_fall_for_ever()
+    with pytest.raises(SolverError, match="Unbounded"):
+        solve(program)
+
+
+@pytest.mark.parametrize("cost", [math.nan, math.inf])
+def test_costs_that_are_no_numbers_are_refused_before_they_are_solved(cost: float) -> None:
+    program = shares()
+    program.costs[3] = cost
+    with pytest.raises(SolverError, match="no number"):
+        solve(program)

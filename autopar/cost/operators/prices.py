@@ -37,6 +37,7 @@ from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import GATHER, Site, rule_of
+from autopar.sharding.strategies import sign_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 
 _COLLECTIVE = {
@@ -97,7 +98,7 @@ class Prices:
     micro_batches: int = 1
     accumulates: bool = False  # whether gradients of several micro-batches add up
     _operators: dict[Any, Price] = field(default_factory=dict)
-    _priced: dict[tuple[str, int], tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
+    _priced: dict[tuple[int, int], tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
@@ -125,7 +126,8 @@ class Prices:
 
     def operator(self, operation: Operator, strategy: Strategy) -> Price:
         """The price of `operation` under `strategy`, by the largest rank's calls."""
-        same = operation.name, id(strategy)  # programs share strategies, whose keys take long to make
+        # Equal operators, and programs, share strategies, whose keys take long to make.
+        same = sign_of(operation, self.dims), id(strategy)
         if same in self._priced:
             return self._priced[same][1]
         key = self._key(operation, strategy)

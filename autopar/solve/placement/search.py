@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import Peak, peak_memory
 from autopar.cost.program.step import step_cost
 from autopar.cost.program.values import find_values
-from autopar.errors import CheckError, InfeasibleError, SolverError
+from autopar.errors import CheckError, InfeasibleError, OverCapError, SolverError
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import Answer
 from autopar.solve.memory.offload import everywhere, spare
@@ -33,7 +35,8 @@ BRANCHING_SECONDS = 12.0  # in all, where memory is scarce and no time limit giv
 PRICED_SECONDS = 6.0  # of them for one price of memory
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
-TIE = 1e-6  # GiB that a second is worth where only memory counts
+LEAN_SECONDS = 30.0  # in all, for the least memory that would do
+UNSOLVED = Answer(None, math.inf, -math.inf, "time_limit")
 
 
 class BeatenError(InfeasibleError):
@@ -108,12 +111,16 @@ class _Search:
         first = self.once(rows=cap, bounded=bounded, beat=beat)
         found = self.tightened(first, cap)
         if not found or bounded and found[0].seconds > first.bound * (1 + self.gap):
-            found += self.priced(cap) + self.kept(cap)
+            with contextlib.suppress(SolverError):
+                found += self.priced(cap)
+            with contextlib.suppress(SolverError):
+                found += self.kept(cap)
         best = min(found, key=lambda each: each.seconds) if found else self.least()
         if best is not None and (not found or best.seconds > first.bound * (1 + self.gap)):
             best = self.nearby([best, first, *found], cap)
         if best is None or best.peak.nbytes > cap:
-            raise self.infeasible(cap, best)
+            self.note(best)
+            raise self.infeasible(cap)
         best = replace(best, status=first.status)
         return _judged(best, first.bound, self.gap) if bounded else best
 
@@ -141,7 +148,7 @@ class _Search:
             rows -= max(solution.peak.nbytes - cap, cap // 200)
             try:
                 solution = self.once(rows=rows, bounded=False)
-            except InfeasibleError:
+            except (InfeasibleError, SolverError):
                 break
         return [solution] if solution.peak.nbytes <= cap else []
 
@@ -178,28 +185,34 @@ class _Search:
 
     def least(self) -> Solution | None:
         """See `least`; the leanest of those with weights that are gathered again and without, with parts
-        that are made again in the rows and without, and of all that were found on the way."""
+        that are made again in the rows and without, and of all that were found on the way, as far as time
+        goes."""
         spaces = dict.fromkeys((self.space.gatherings, self.space.without_again().gatherings))
         rows = dict.fromkeys((self.recompute is not Recompute.NONE, False))
-        found = [
-            least(
-                self.graph,
-                self.prices,
-                replace(self.space, gatherings=gatherings),
-                self.folding,
-                cap=self.cap,
-                recompute=self.recompute,
-                offload=self.offload,
-                again=again,
-            )
-            for gatherings in spaces
-            for again in rows
-        ]
-        return min(
-            (each for each in (*found, self.leanest) if each),
-            key=lambda each: each.peak.nbytes,
-            default=None,
-        )
+        left = self.left()
+        until = time.monotonic() + (LEAN_SECONDS if left is None else min(LEAN_SECONDS, left))
+        for gatherings, again in itertools.product(spaces, rows):
+            with contextlib.suppress(SolverError):
+                found = least(
+                    self.graph,
+                    self.prices,
+                    replace(self.space, gatherings=gatherings),
+                    self.folding,
+                    cap=self.cap,
+                    recompute=self.recompute,
+                    offload=self.offload,
+                    again=again,
+                    seconds=until - time.monotonic(),
+                )
+                self.note(found)
+            if time.monotonic() > until:
+                break
+        return self.leanest
+
+    def note(self, solution: Solution | None) -> None:
+        """Remember it if it is the leanest."""
+        if solution and (self.leanest is None or solution.peak.nbytes < self.leanest.peak.nbytes):
+            self.leanest = solution
 
     def problem(self, *, rows: int | None, dear: Dear = FREE, relaxed: bool = False) -> Problem:
         return Problem(
@@ -214,8 +227,21 @@ class _Search:
             away=self.offload is not Offload.NONE,
         )
 
-    def infeasible(self, cap: int, found: Solution | None) -> InfeasibleError:
-        return infeasible(self.graph, self.prices, cap, found, recompute=self.recompute, offload=self.offload)
+    def infeasible(self, cap: int) -> InfeasibleError:
+        """The error, which seeks the least that would do when somebody reads it."""
+        found = self.leanest
+
+        def tell() -> InfeasibleError:
+            return infeasible(
+                self.graph,
+                self.prices,
+                cap,
+                self.least(),
+                recompute=self.recompute,
+                offload=self.offload,
+            )
+
+        return OverCapError(tell, known=found.peak.nbytes if found else math.inf)
 
     def once(
         self,
@@ -233,15 +259,14 @@ class _Search:
         if proves and answer.status != "infeasible":
             if self.folding.count > 1:
                 free = self.problem(rows=rows, relaxed=True)
-                others = solve(free.lp, relaxed=True, time_limit=self.left()).bound
+                others = self.bound(free)
             refuse_beaten(min(bound, others), beat)
-        if answer.status != "infeasible" and not is_whole(problem, answer):
+        if answer.values is not None and not is_whole(problem, answer):
             answer = self.branch(problem)
             bound = max(bound, answer.bound)
         if answer.status == "infeasible":
-            raise self.infeasible(self.cap or 0, self.least())
-        scarce = rows is not None or dear != FREE
-        rounded = answer.values is None and scarce and self.deadline is None
+            raise self.infeasible(self.cap or 0)
+        rounded = answer.values is None
         if rounded:
             answer = replace(relaxed, status="time_limit")
         if answer.values is None:
@@ -266,19 +291,31 @@ class _Search:
             seconds=seconds,
         )
         solution = replace(solution, bound=bound, status=answer.status)
-        if self.leanest is None or solution.peak.nbytes < self.leanest.peak.nbytes:
-            self.leanest = solution
+        self.note(solution)
         return _judged(solution, bound, self.gap) if bounded else solution
+
+    def bound(self, free: Problem) -> float:
+        """What all plans take at least, by a relaxation; nothing is known if it can't be solved."""
+        try:
+            return solve(free.lp, relaxed=True, time_limit=self.left()).bound
+        except SolverError:
+            return -math.inf
 
     def branch(self, problem: Problem) -> Answer:
         """The answer in whole strategies; where memory is scarce, which may take for ever, only what is found
         before the search has branched for long enough."""
         if problem.cap is None and problem.dear == FREE:
-            return solve(problem.lp, gap=self.gap, time_limit=self.left())
+            try:
+                return solve(problem.lp, gap=self.gap, time_limit=self.left())
+            except SolverError:
+                return UNSOLVED
         begun, left = time.monotonic(), self.left()
         most = self.branching if problem.dear == FREE else min(self.branching, PRICED_SECONDS)
         allowed = most if left is None else left
-        answer = solve(problem.lp, gap=self.gap, time_limit=allowed)
+        try:
+            answer = solve(problem.lp, gap=self.gap, time_limit=allowed)
+        except SolverError:
+            answer = UNSOLVED
         self.branching = max(0.0, self.branching - (time.monotonic() - begun))
         return answer
 
@@ -373,15 +410,17 @@ def least(
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
     again: bool = False,
+    seconds: float = LEAN_SECONDS,
 ) -> Solution | None:
     """The plan in `space` that needs least memory by its linear rows, of several a fast one; None if
-    it is not found in time. Parts are computed again, and tensors moved, so that it fits `cap`, if it can;
-    with `again` the rows take it that parts are."""
+    it is not found in so many seconds. Parts are computed again, and tensors moved, so that it fits `cap`, if
+    it can; with `again` the rows take it that parts are."""
     problem = Problem(graph, prices, space, folding, cap=math.inf, again=again)
-    problem.lp.costs = [TIE * cost for cost in problem.lp.costs]
+    problem.lp.ties = problem.lp.costs
+    problem.lp.costs = [0.0] * len(problem.lp.ties)
     for nbytes, variable in problem.memory:
         problem.lp.costs[variable] += nbytes / 2**30
-    answer = solve(problem.lp, gap=1e-3, time_limit=30.0)
+    answer = solve(problem.lp, gap=1e-3, time_limit=seconds)
     if answer.values is None:
         return None
     program = read(problem, answer)

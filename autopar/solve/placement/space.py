@@ -22,7 +22,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.errors import InputError
 from autopar.sharding.atoms import Atom, Dims
 from autopar.sharding.rule import Regroup, rule_of
-from autopar.sharding.strategies import options_of, strategies_of
+from autopar.sharding.strategies import options_of, sign_of, strategies_of
 from autopar.solve.placement.fold import Folding, pin_of
 from autopar.solve.placement.problem import Space
 from autopar.solve.placement.shard_state import most_sharded, ways
@@ -157,6 +157,7 @@ def build_space(
     kinds = Kinds(graph, prices.dims)
     anchors = anchored(graph, prices.dims)
     strategies: dict[str, Sequence[Strategy]] = {}
+    pruned: dict[object, list[Strategy]] = {}
     pins = dict(pins or {})
     used: set[str] = set()
     for item in graph.operators:
@@ -171,7 +172,10 @@ def build_space(
             offered = forced(item, offered, force, kinds, prices)
         elif pin is None:
             offered = idle(offered, prices.dims)
-        offered = undominated(item, offered, prices)
+        same = sign_of(item, prices.dims), tuple(map(id, offered))
+        if same not in pruned:  # equal operators share what they offer
+            pruned[same] = undominated(item, offered, prices)
+        offered = pruned[same]
         if pin is not None:
             offered = pinned(item, offered, pin)
         strategies[item.name] = offered
@@ -265,6 +269,7 @@ def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices
     """Of strategies with equal placements the cheapest; partial sums of integers are not offered."""
     specs, training = prices.graph.specs, prices.training
     best: dict[object, Strategy] = {}
+    least: dict[object, float] = {}
 
     def layouts(
         strategy: Strategy, of: Callable[[Option], tuple[Placement, ...]], names: Sequence[str | None]
@@ -284,8 +289,8 @@ def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices
             layouts(strategy, lambda option: option.results, operation.results),
         )
         cost = prices.operator(operation, strategy).seconds
-        if key not in best or cost < prices.operator(operation, best[key]).seconds:
-            best[key] = strategy
+        if key not in best or cost < least[key]:
+            best[key], least[key] = strategy, cost
     return list(best.values())
 
 

@@ -93,19 +93,22 @@ def choose_named(
         away=offload is not Offload.NONE,
     )
     problem = nameless(dear=dear)
-    answer = solve(problem.lp, relaxed=True, time_limit=time_limit)
-    bound = answer.bound
-    if dear != FREE or not bounded:
-        bound = -math.inf
-    elif folding.count > 1:
-        free = nameless(relaxed=True)
-        bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
+    try:
+        answer = solve(problem.lp, relaxed=True, time_limit=time_limit)
+        bound = answer.bound
+        if dear != FREE or not bounded:
+            bound = -math.inf
+        elif folding.count > 1:
+            free = nameless(relaxed=True)
+            bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
+    except SolverError:
+        return ask(space, bounded=bounded)
     refuse_beaten(bound, beat)
     if answer.values is None:
         return ask(space, bounded=bounded)
     try:
         found = ask(named(space, problem, answer, alike), bounded=False)
-    except InfeasibleError:
+    except (InfeasibleError, SolverError):
         return ask(space, bounded=bounded)
     if bound > -math.inf and found.seconds - bound > WORTH * found.seconds:
         seconds = NAMED_SECONDS if time_limit is None else min(time_limit, NAMED_SECONDS)

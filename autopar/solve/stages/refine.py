@@ -27,6 +27,7 @@ from autopar.cost.program.step import step_cost
 from autopar.cost.stages.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError
 from autopar.schedules.fill_bubbles import filled
+from autopar.solve.deadline import is_over
 from autopar.solve.stages.cut_search import MOST_PLACES, Cut, closer_bound, cuts, keep
 from autopar.solve.stages.mixture import Mixture
 from autopar.solve.stages.rank_bounds import Scarcity
@@ -50,7 +51,8 @@ class _Sought:
 @dataclass(slots=True)
 class Refinement:
     """Makes steps of one graph and mesh faster. `schedules` are all that were looked at, `others` placements
-    that are faster and take more memory; `relaxed` are seconds that no placement takes less than."""
+    that are faster and take more memory; `relaxed` are seconds that no placement takes less than. After the
+    `deadline` nothing more is tried."""
 
     graph: Graph
     prices: Prices
@@ -62,6 +64,7 @@ class Refinement:
     relaxed: float
     others: Sequence[Program] = ()
     scarcity: Scarcity | None = None
+    deadline: float | None = None
     sought: list[_Sought] = field(default_factory=list)
 
     def of(self, step: Step) -> Step:
@@ -69,17 +72,20 @@ class Refinement:
         places = choose_places(crossing_bytes(self.graph, self.prices, step.solution.program), MOST_PLACES)
         self.sought = [_Sought(step.bound, places, self.schedules)]
         step = self.filled(self.moved(step))
-        if mixed := self.mixed(step):
+        if not is_over(self.deadline) and (mixed := self.mixed(step)):
             step = self.filled(mixed)
         return self.bounded(step)
 
     def bounded(self, step: Step) -> Step:
-        """The step with the closest bound that is known."""
+        """The step with the closest bound that is known, or that is found in time."""
         plain, bounds = replace(step.solution.program, recompute=(), offload=()), []
         scarcity = self.scarcity  # in seconds of the step's placement, of which all take a share
         if scarcity and step.share:
             scarcity = replace(scarcity, cap=scarcity.cap / step.share)
         for each in self.sought:
+            if is_over(self.deadline):
+                bounds.append(each.bound)
+                continue
             table = intervals(self.graph, self.prices, plain, self.hop, places=each.places)
             closer = self.closer_bound(table, each.schedules, step.seconds, scarcity)
             bounds.append(max(each.bound, step.share * closer))
@@ -106,7 +112,7 @@ class Refinement:
             plain = replace(plain, recompute=())
         solution = replace(solution, program=plain)
         for _ in range(RECUTS):
-            if step.cut.places == operators:
+            if step.cut.places == operators or is_over(self.deadline):
                 break
             starts = step.cut.starts
             places = _around(starts, operators)
@@ -145,7 +151,7 @@ class Refinement:
         """The step with its waits filled, and with its stages moved to where that makes them even."""
         for _ in range(RECUTS):
             before, step = step, self.refilled(step)
-            if step is before:
+            if step is before or is_over(self.deadline):
                 break
             step = self.moved(step) if self.moves(step) else step
         return step
