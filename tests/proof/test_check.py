@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -410,3 +411,17 @@ def test_a_loss_that_proves_nothing_is_refused(loss_fn: Any, found: str, micro_b
     model = replace(target("mlp"), args=batch, loss_fn=loss_fn)
     with pytest.raises(InputError, match=found):
         check(model, ClusterSpec.local(2), Request(measure=False, micro_batches=micro_batches), steps=1)
+
+
+def test_of_what_ranks_say_the_worst_of_each_kind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = verify_module.Record()
+    said = [
+        (record, {"gradient": (0.25, "w")}),
+        (None, {"gradient": (0.5, "v"), "buffer": (0.0, "mean")}),
+        (None, {"gradient": (0.125, "w"), "buffer": (1e-3, "mean")}),
+    ]
+    monkeypatch.setattr(processes, "run_function", lambda *_: said)
+    job = SimpleNamespace(cluster=ClusterSpec.local(3))
+    found, worst = processes.train_on_processes(cast(processes.Job, job))
+    assert found is record
+    assert worst == {"gradient": (0.5, "gradient v on rank 1"), "buffer": (1e-3, "buffer mean on rank 2")}
