@@ -163,6 +163,8 @@ def two(output: Tensor, target: Tensor, other: Tensor, *, scale: float = 1.0) ->
         (two, (1, 2, 3), {}, ((1,), {}), ((2, 3), {})),
         (two, (1, 2), {"mask": 5, "other": 3}, ((1,), {"mask": 5}), ((2,), {"other": 3})),
         (two, (1,), {"target": 2, "other": 3}, ((1,), {}), ((), {"target": 2, "other": 3})),
+        (one, (1, 2), {"weight": 3}, ((1,), {}), ((2,), {"weight": 3})),  # which it doesn't require
+        (two, (1, 2, 3), {"scale": 4}, ((1,), {}), ((2, 3), {"scale": 4})),
         (torch.nn.MSELoss(), (1, 2), {}, ((1,), {}), ((2,), {})),
     ],
 )
