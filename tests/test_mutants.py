@@ -117,6 +117,7 @@ def test_each_kind_replaces_just_what_it_says(kind: str, source: str, wrong: set
         "assert a < b, 1\n",
         "print(f'{a + 1}')\n",
         "x = zip(a, strict=True)\n",
+        "class A(Rule):\n    def samples(self):\n        yield f(1 + a)\n",
     ],
 )
 def test_texts_types_and_guards_offer_none(source: str) -> None:
