@@ -280,9 +280,7 @@ def test_labels_that_may_be_ignored_are_no_obstacle_to_micro_batches() -> None:
     assert any("labels that are kept" in note for note in found.notes)
 
 
-def test_micro_batches_are_near_one_two_four_and_eight_for_each_rank_and_with_stages_all_between() -> (
-    None
-):
+def test_micro_batches_are_near_one_two_four_and_eight_for_each_rank_and_with_stages_all_between() -> None:
     counts = [1, 2, 3, 4, 6, 9, 20, 31, 33, 50]
     screen = _Screen(graph_of, counts, BATCH, CLUSTER, OPEN, None)
     assert screen.micro_batches(1) == [1, 2, 4, 9]
