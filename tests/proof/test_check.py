@@ -425,3 +425,15 @@ def test_of_what_ranks_say_the_worst_of_each_kind_is_told(monkeypatch: pytest.Mo
     found, worst = processes.train_on_processes(cast(processes.Job, job))
     assert found is record
     assert worst == {"gradient": (0.5, "gradient v on rank 1"), "buffer": (1e-3, "buffer mean on rank 2")}
+
+
+def test_rounding_moves_what_learns_to_a_neighbour_up_or_down() -> None:
+    model = nn.Linear(20, 5).double()
+    model.bias.requires_grad_(False)
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    assert verify_module._rounded(model) is model
+    assert torch.equal(model.bias, before["bias"])
+    share = (model.weight.detach() / before["weight"] - 1) / torch.finfo(torch.float64).eps
+    up, down = (share > 0.25).sum(), (share < -0.25).sum()
+    assert up + down == 100 and min(up, down) > 25
+    assert share.abs().max() <= 2
