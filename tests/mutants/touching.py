@@ -125,11 +125,16 @@ def _distance(file: str, test: str) -> int:
     """How far a test is from a file: autopar/solve/stages/step.py has its mirror in tests/solve/stages/
     test_step.py, and that of its folder wherever a word of it is."""
     package, *folders, name = file.removesuffix(".py").split("/")
-    root, *words, own = test.partition("::")[0].removesuffix(".py").split("/")
-    here, there = folders or ([] if package == "autopar" else [package]), [*words, own.removeprefix("test_")]
+    here, there = folders or ([] if package == "autopar" else [package]), _words(test)
     if there == [*here, name]:
         return MIRROR
     return FOLDER_MIRROR if set(here or [name]) & set(there) else ELSEWHERE
+
+
+def _words(test: str) -> list[str]:
+    """Those of a test's file: tests/solve/stages/test_step.py has solve, stages and step."""
+    *folders, own = test.partition("::")[0].removesuffix(".py").split("/")
+    return [*folders[1:], own.removeprefix("test_")]
 
 
 def importers(root: Path, file: str) -> dict[str, int]:
