@@ -185,6 +185,17 @@ def test_with_one_stage_all_that_operators_make_may_be_moved_the_first_one_too()
     assert {name for name, _ in set(found.offload) - set(rest.offload)} == {first}
 
 
+def test_what_both_passes_wait_for_counts() -> None:
+    graph = deep()
+    prices, program = placed(graph, gpus(1.0))
+    unit = bandwidths(graph, prices, program)[0]  # behind which nothing hides
+    prices = prices_of(graph, gpus(unit))
+    program = everywhere(graph, prices, program)
+    forward, backward = wait_seconds(graph, prices, program)
+    assert min(forward, backward) > 0
+    assert fitted(graph, prices, program).seconds == pytest.approx(forward + backward)
+
+
 def test_all_is_all_and_what_does_not_hide_is_paid() -> None:
     graph = blocks(2)
     prices, program = placed(graph, gpus(1.0))

@@ -12,8 +12,8 @@ import pytest
 from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
-from autopar.core.placement import P, R
-from autopar.solve.placement.decode import _again_seconds, _moves_of
+from autopar.core.placement import P, R, Shard
+from autopar.solve.placement.decode import _again_seconds, _moves_of, _reach
 from autopar.solve.placement.problem import FREE, Problem
 from tests.solve.brute_force import chain, random_prices, small_space, unfolded
 from tests.solve.gatherings import EveryGathering
@@ -75,3 +75,13 @@ def test_weights_are_converted_by_the_cheapest_tree_of_moves(seed: int, once: fl
             assert counted == pytest.approx(again, rel=CLOSE, abs=1e-15)
         met[gathering] += any(again > 0 for _, again, _ in trees.values())
     assert all(met.values())
+
+
+def test_of_moves_that_carry_flow_those_on_ways_to_the_needs_are_kept() -> None:
+    start, middle, end, other = (R,), (Shard(0),), (Shard(1),), (P,)
+    on, back, out = Move(0, start, middle), Move(0, end, middle), Move(0, middle, end)
+    assert set(_reach(start, [end], {on, out, back}) or ()) == {on, out}  # a circle is gone round once
+    assert _reach(start, [middle], {on, out}) == (on,)
+    assert _reach(start, [start], {on, out}) == ()
+    assert _reach(start, [end, other], {on, out}) is None  # one of them is cut off
+    assert _reach(start, [end], {out}) is None
