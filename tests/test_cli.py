@@ -675,3 +675,12 @@ def test_parallelize_outside_a_launcher_says_how_to_launch() -> None:
         autopar.plan(target.model, autopar.ClusterSpec.local(2), target.args, measure=False).status
         == "optimal"
     )
+
+
+def test_without_arguments_the_words_are_those_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["autopar", "plan", "--gap", "wrong"])
+    assert main() == main(["plan", "--gap", "wrong"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second and "--gap" in first

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,7 @@ def test_each_kind_replaces_just_what_it_says(kind: str, source: str, wrong: set
         "assert a < b, 1\n",
         "print(f'{a + 1}')\n",
         "x = zip(a, strict=True)\n",
+        "class A(Rule):\n    def samples(self):\n        yield f(1 + a)\n",
     ],
 )
 def test_texts_types_and_guards_offer_none(source: str) -> None:
@@ -206,12 +208,67 @@ def test_no_end_within_the_limit_notices_a_slip_if_there_is_one_within_half_with
     assert tried(slip, known, Timed(tree, slipped, plain), 60).outcome is outcome
 
 
-def test_chosen_tests_are_the_mirror_first_and_take_a_share_of_the_time() -> None:
+def named(file: str, name: str) -> str:
+    return f"tests/{file}.py::{name}"
+
+
+def test_near_and_quick_tests_are_chosen_first_and_take_a_share_of_the_time() -> None:
     slip = Slip("autopar/cost/a.py", "flag", 0, 1, "", 3, 3, "f")
-    near, quick, slow = (f"tests/{rest}" for rest in ("cost/test_b.py::t", "test_c.py::t", "test_c.py::slow"))
-    known = Recording({near: 2.0, quick: 1.0, slow: 30.0}, {slip.file: {3: [near, quick, slow]}})
-    assert known.chosen(slip, ROOT, 120) == [near, quick]
-    assert known.chosen(slip, ROOT, 4) == [near]  # one at least
+    prices = {
+        named("cost/test_a", "t"): 2.0,
+        named("cost/test_b", "quick"): 0.25,  # in the mirror of the folder: four times
+        named("cost/test_b", "slow"): 1.0,
+        named("test_c", "quick"): 0.2,  # elsewhere: sixteen times
+        named("test_c", "very_slow"): 100.0,
+    }
+    known = Recording(prices, {slip.file: {3: list(prices)}})
+    quick, own, other, slow, _ = known.ordered(slip, ROOT)
+    assert (quick, own) == (named("cost/test_b", "quick"), named("cost/test_a", "t"))
+    assert (other, slow) == (named("test_c", "quick"), named("cost/test_b", "slow"))
+    assert known.chosen(slip, ROOT, 120) == [quick, own, other, slow]  # in 24 seconds
+    assert known.chosen(slip, ROOT, 11) == [quick, other, slow]  # in 2.2, of which the first leaves 1.95
+    assert known.chosen(slip, ROOT, 0.1) == [quick]  # one at least
+
+
+def test_many_examples_of_one_law_come_after_other_laws() -> None:
+    slip = Slip("autopar/a.py", "flag", 0, 1, "", 3, 3, "f")
+    examples = {named("test_b", f"law[{number}]"): 0.1 + number / 1000 for number in range(5)}
+    known = Recording(examples | {named("test_c", "other"): 0.25}, {})
+    known = replace(known, tests={slip.file: {3: list(known.seconds)}})
+    names = [test.partition("::")[2] for test in known.ordered(slip, ROOT)]
+    assert names == ["law[0]", "law[1]", "other", "law[2]", "law[3]", "law[4]"]
+
+
+IMPORTED = b"""MOST = 3
+
+
+class Size:
+    rows: int = 1
+
+    def double(self, times: int = 2) -> int:
+        return self.rows * times
+
+
+def within(size: Size) -> bool:
+    return size.rows < MOST
+
+
+def made() -> Size:
+    return Size()
+"""
+
+
+@pytest.mark.parametrize(("line", "test"), [(1, "reads"), (5, "makes"), (7, "doubles")])
+def test_what_runs_at_import_is_tried_where_it_has_an_effect(tree: Path, line: int, test: str) -> None:
+    file = "autopar/sizes.py"
+    (tree / file).write_bytes(IMPORTED)
+    lines = {8: ["doubles"], 12: ["reads"], 16: ["makes"]}
+    tests = {number: [named("test_c", each) for each in ran] for number, ran in lines.items()}
+    mirror = named("test_sizes", "near")
+    seconds = {mirror: 0.1} | {named("test_c", each): 0.1 for each in ("doubles", "reads", "makes")}
+    known = Recording(seconds, {file: tests | {number: [] for number in (1, 5, 7)}})
+    slip = next(each for each in slips(file, IMPORTED) if each.line == line)
+    assert known.chosen(slip, tree, 120) == [mirror, named("test_c", test)]
 
 
 def test_without_a_recording_the_tests_that_import_a_file_are_near(tree: Path) -> None:

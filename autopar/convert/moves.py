@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from autopar.core.move import Move
-from autopar.core.placement import B, Broadcast, Layout, P, Partial, Placement, R, Replicate, Shard
+from autopar.core.placement import B, Broadcast, Layout, Partial, Placement, R, Replicate, Shard
 
 
 class Action(Enum):
@@ -113,8 +113,3 @@ def moves(layout: Layout, placements: tuple[tuple[Placement, ...], ...]) -> Iter
 def canonical(layout: Layout, *, differentiable: bool) -> Layout:
     """Without a gradient B is R."""
     return layout if differentiable else tuple(R if item == B else item for item in layout)
-
-
-def is_whole(layout: Layout) -> bool:
-    """Whether every rank holds the whole value."""
-    return not any(isinstance(item, Shard) or item == P for item in layout)

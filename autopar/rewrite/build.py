@@ -24,7 +24,7 @@ from autopar.trace.export import Traced
 
 
 def build(
-    traced: Traced, plan: Plan, *, rank: int, device: torch.device | None = None, exact_random: bool = False
+    traced: Traced, plan: Plan, *, rank: int, exact_random: bool, device: torch.device | None = None
 ) -> Executable:
     """One rank's executable under `plan`, which has no stages; needs no process group."""
     graph, program = traced.graph, plan.program
@@ -51,7 +51,7 @@ def build(
 
 
 def build_stages(
-    traced: Traced, plan: Plan, *, rank: int, device: torch.device | None = None, exact_random: bool = False
+    traced: Traced, plan: Plan, *, rank: int, exact_random: bool, device: torch.device | None = None
 ) -> StagedExecutable:
     """The executables of the stages of one rank of the world, whose graph has the loss as its output."""
     graph, pipeline = traced.graph, plan.pipeline

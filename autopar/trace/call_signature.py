@@ -307,7 +307,7 @@ def split_for_loss(
     accepts, any_keyword = _parameters(model.forward)
     ours = {key: value for key, value in kwargs.items() if any_keyword or key in accepts}
     theirs = {key: value for key, value in kwargs.items() if key not in ours}
-    wanted = max(0, _required(loss_fn) - 1 - len(theirs))
+    wanted = sum(name not in theirs for name in _required(loss_fn)[1:])
     if wanted > len(args):
         raise InputError(
             where=f"loss_fn {getattr(loss_fn, '__name__', type(loss_fn).__name__)}",
@@ -324,11 +324,12 @@ def _parameters(function: Callable[..., Any]) -> tuple[set[str], bool]:
     return {item.name for item in parameters}, any(item.kind is item.VAR_KEYWORD for item in parameters)
 
 
-def _required(loss_fn: LossFunction) -> int:
+def _required(loss_fn: LossFunction) -> list[str]:
+    """The names of the positional parameters that have no default."""
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin without a signature: (output, target) is what torch's losses take
-        return 2
+        return ["output", "target"]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(item.kind in positional and item.default is item.empty for item in parameters)
+    return [item.name for item in parameters if item.kind in positional and item.default is item.empty]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import multiprocessing
+import re
 import sqlite3
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,6 +22,9 @@ from costdb.measurement import CollectiveMeasurement, Measurement
 from costdb.setting import Setting, fingerprint
 
 HERE = Setting("a device", "2.13.0", 2)
+TABLES_OF = {
+    1: "76273c89660e7710"
+}  # digests of each version's statements; versions that were out keep theirs
 
 
 def operator(key: str = "relu", forward_seconds: float = 1.0) -> Measurement:
@@ -165,6 +170,17 @@ def test_a_failed_write_leaves_no_half(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="CHECK constraint"):
             database.write_operators(HERE, [operator("a"), broken])
         assert database.operators(HERE) == {}
+
+
+def test_every_change_of_the_tables_raises_their_version(tmp_path: Path) -> None:
+    path = tmp_path / "costs.sqlite"
+    Database.open(path).close()
+    with sqlite3.connect(path) as connection:
+        ((version,),) = connection.execute("PRAGMA user_version")
+        rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name")
+        tables = [(name, " ".join(re.sub(r"--.*", "", sql).split())) for name, sql in rows]
+    assert version == SCHEMA_VERSION
+    assert TABLES_OF[version] == hashlib.sha256(repr(tables).encode()).hexdigest()[:16]
 
 
 def test_another_version_is_refused_with_both_versions(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What could be wrong in one file, as people get it wrong: each slip replaces a few bytes of the text.
 
 A kind is a function from a node of the syntax tree to replacements. Not touched are texts (docstrings,
-f-strings, errors), types (annotations, `TYPE_CHECKING`), decorators, assertions, and what tells of progress.
+f-strings, errors), types (annotations, `TYPE_CHECKING`), decorators, assertions, what tells of progress, and
+the samples on which rules of operators are proved: others prove as much.
 """
 
 from __future__ import annotations
@@ -389,6 +390,8 @@ def _only_told(node: ast.AST) -> bool:
             return True
         case ast.keyword(arg=name):
             return name in WITHOUT_EFFECT
+        case ast.FunctionDef(name="samples", args=ast.arguments(args=[_])):  # of a rule
+            return True
         case ast.Expr(value=ast.Call() as call) | (ast.Call() as call):
             return MESSAGES.fullmatch(called(call)) is not None
         case ast.If(test=test):

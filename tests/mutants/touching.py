@@ -1,11 +1,17 @@
 """Which tests may notice a slip.
 
-Those that ran its line when all tests were recorded, the mirror of its folder first, then the fastest first;
-as many as take a share of the time limit.
+Those that ran its line when all tests were recorded, by a price, the cheapest first, as many as take a share
+of the time limit. The price of a test is
 
-A line at the module's level runs at import, whoever comes first: there, and for a line that ran in processes
-only which could not be recorded, the tests that ran most of the file's lines; and where no test ran any,
-those that import the file, the nearest first.
+    its seconds x (1 in the mirror of the file, 4 in that of its folder, else 16) x k
+
+for the k-th example of one law: many quick laws come before one slow test, those that are nearest first, and
+all of them before the hundredth example of one.
+
+A line at the module's level runs at import, whoever comes first: there those that ran lines on which it has
+an effect (effects.py), and all of the mirror of the file. Where there are none, and for a line that ran in
+processes only which could not be recorded, the tests that ran most of the file's lines; and where no test ran
+any, those that import the file, the nearest first.
 """
 
 from __future__ import annotations
@@ -16,17 +22,20 @@ import hashlib
 import json
 import tempfile
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from coverage import CoverageData
 
+from tests.mutants.effects import effects
 from tests.mutants.recorder import AFTER, DURATIONS
 from tests.mutants.slips import Slip
 from tests.mutants.trial import copied
 
-SHARE = 0.125  # of the time limit, that chosen tests took when they were recorded
+SHARE = 0.2  # of the time limit, that chosen tests took when they were recorded
+MIRROR, FOLDER_MIRROR, ELSEWHERE = 1, 4, 16  # how often a test's seconds count
+LEAST = 0.005  # seconds, about the clock's own
 FOLDER = ".mutants"  # for recordings
 PACKAGES = ("autopar", "costdb")
 CONFIGURATION = """
@@ -60,32 +69,51 @@ class Recording:
         chosen: list[str] = []
         left = SHARE * limit
         for test in self.ordered(slip, root):
-            left -= self.seconds[test]
-            if left < 0 and chosen:
-                break
-            chosen.append(test)
+            if self.seconds[test] <= left or not chosen:
+                chosen.append(test)
+                left -= self.seconds[test]
         return chosen
 
     def ordered(self, slip: Slip, root: Path) -> list[str]:
-        mirror = slip.file.split("/")[1:-1] or [slip.file.split("/")[0]]
-
-        def nearness(test: str) -> tuple[bool, float]:
-            return not set(mirror) & set(_folders(test)), self.seconds[test]
-
         ran = self._ran(slip)
         if slip.function and ran:
-            return sorted(ran, key=nearness)
+            prices = self._prices(slip, ran)
+            return sorted(ran, key=prices.__getitem__)
+        if used := self._used(slip, root):
+            prices = self._prices(slip, used)
+            return sorted(used, key=prices.__getitem__)
         lines = self.tests.get(slip.file, {})
         of_file = Counter(test for tests in lines.values() for test in tests if test in self.seconds)
         if of_file:
-            most = max(of_file.values())
-            return sorted(of_file, key=lambda test: (of_file[test] < most / 2, *nearness(test)))
+            most, prices = max(of_file.values()), self._prices(slip, of_file)
+            return sorted(of_file, key=lambda test: (of_file[test] < most / 2, prices[test]))
         return self._importers(slip, root)
+
+    def _prices(self, slip: Slip, tests: Iterable[str]) -> dict[str, float]:
+        prices, examples = dict[str, float](), Counter[str]()
+        for test in sorted(tests, key=self.seconds.__getitem__):
+            law = test.partition("[")[0]
+            examples[law] += 1
+            prices[test] = max(LEAST, self.seconds[test]) * _distance(slip.file, test) * examples[law]
+        return prices
 
     def _ran(self, slip: Slip) -> list[str]:
         lines = self.tests.get(slip.file, {})
         known = lines.get(slip.line) or lines.get(slip.head, [])  # not every line of a statement is noted
         return [test for test in known if test in self.seconds]
+
+    def _used(self, slip: Slip, root: Path) -> set[str]:
+        """The tests for which a line that ran at import has an effect; none where it didn't."""
+        lines = effects(root, slip)
+        ran = {
+            test
+            for file, numbers in lines.items()
+            for line, tests in self.tests.get(file, {}).items()
+            if line in numbers
+            for test in tests
+        }
+        mirror = {test for test in self.seconds if _distance(slip.file, test) == MIRROR}
+        return (ran | mirror) & self.seconds.keys() if lines else set()
 
     def _importers(self, slip: Slip, root: Path) -> list[str]:
         distances = importers(root, slip.file)
@@ -93,10 +121,20 @@ class Recording:
         return sorted(near, key=lambda test: (distances[test.partition("::")[0]], self.seconds[test]))
 
 
-def _folders(test: str) -> list[str]:
-    """The words of a test's file: tests/ilp/test_stages.py has ilp and stages."""
-    *folders, file = test.partition("::")[0].removesuffix(".py").split("/")
-    return [*folders, file.removeprefix("test_")]
+def _distance(file: str, test: str) -> int:
+    """How far a test is from a file: autopar/solve/stages/step.py has its mirror in tests/solve/stages/
+    test_step.py, and that of its folder wherever a word of it is."""
+    package, *folders, name = file.removesuffix(".py").split("/")
+    here, there = folders or ([] if package == "autopar" else [package]), _words(test)
+    if there == [*here, name]:
+        return MIRROR
+    return FOLDER_MIRROR if set(here or [name]) & set(there) else ELSEWHERE
+
+
+def _words(test: str) -> list[str]:
+    """Those of a test's file: tests/solve/stages/test_step.py has solve, stages and step."""
+    *folders, own = test.partition("::")[0].removesuffix(".py").split("/")
+    return [*folders[1:], own.removeprefix("test_")]
 
 
 def importers(root: Path, file: str) -> dict[str, int]:

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 import autopar
 import autopar.ops
 from autopar.cluster import ClusterSpec
+from autopar.core.cutting import Rows
+from autopar.core.graph import Operator, Ref
 from autopar.errors import InputError
-from autopar.planning.micro_batch_graphs import Parts, parts_of
+from autopar.planning.micro_batch_graphs import Parts, _is_part, _size, _with_numbers, parts_of
+from autopar.trace.call_signature import flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
 from tests.proof.models import evaluate
@@ -429,3 +432,42 @@ def test_a_model_without_rows_of_samples_is_not_cut() -> None:
         assert plan.pipeline.micro_batches == 1 and any(
             "unless batch_dims says" in note for note in plan.notes
         )
+
+
+# by hand
+
+
+def test_the_first_tensor_with_samples_says_how_many_there_are() -> None:
+    call = flatten_arguments((torch.zeros(3), torch.zeros(2, 12), torch.zeros(5, 7)), {})
+    assert _size(call, (None, Rows(1, outer=2, inner=3), Rows(0))) == 2
+    assert _size(call, (None, None, Rows(0))) == 5
+    assert _size(call, (None, None, None)) == 1  # a batch that is whole is one sample
+
+
+def test_the_first_rows_of_a_constant_are_a_part_of_it() -> None:
+    whole = torch.arange(12).reshape(4, 3)
+    for part in (whole, whole[:2], whole[:, :2], whole[:3, :1]):
+        assert _is_part(part, whole)
+    for other in (whole[1:], whole[:, 1:], whole[:2] + 1, whole[0], torch.arange(15).reshape(5, 3)):
+        assert not _is_part(other, whole)
+
+
+def test_numbers_are_those_of_the_whole_batch_and_shapes_those_of_the_part() -> None:
+    aten = torch.ops.aten
+
+    def add(factor: float) -> Operator:
+        return Operator("sum", aten.add.Tensor, (Ref("x"), Ref("y")), {"alpha": factor}, ("z",))
+
+    assert _with_numbers(add(2), add(5)) == add(5)
+    plain = Operator("sum", aten.add.Tensor, (Ref("x"), Ref("y")), {}, ("z",))
+    assert _with_numbers(add(1), plain) == add(1)  # the whole batch's has the default
+
+    def power(exponent: float) -> Operator:
+        return Operator("power", aten.pow.Tensor_Scalar, (Ref("x"), exponent), {}, ("z",))
+
+    assert _with_numbers(power(3), power(9)) == power(9)
+
+    def view(rows: int) -> Operator:
+        return Operator("view", aten.view.default, (Ref("x"), [rows, 4]), {}, ("z",))
+
+    assert _with_numbers(view(3), view(12)) == view(3)

@@ -20,12 +20,13 @@ from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.estimates import Choice
-from autopar.planning.pipeline_search import ROUGH, Apart, _Screen, decide_all
+from autopar.planning.pipeline_search import ROUGH, Apart, _few, _Screen, decide_all
 from autopar.planning.request import Request
 from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
 from autopar.results.plan import Alternative
 from autopar.solve.placement.search import BeatenError
 from autopar.solve.stages import step
+from autopar.solve.stages.step import Step
 from autopar.trace.export import trace
 from autopar.trace.simplify import only_loss
 from examples.characters import gpt
@@ -173,12 +174,13 @@ def test_of_seconds_that_can_not_be_told_apart_the_pure_strategy_s_win() -> None
     slower = replace(decision.step, seconds=decision.step.seconds * 1.02)
     row = Alternative("batch", slower.seconds, slower.peak_bytes, feasible=True)
 
-    def chosen(*, measure: bool) -> float:
+    def chosen(*, measure: bool) -> Step:
         problem = replace(decision.problem, request=Request(measure=measure))
-        return _prefer_simpler((problem, decision.step), [(row, slower)])[1].seconds
+        return _prefer_simpler((problem, decision.step), [(row, slower)])[1]
 
-    assert chosen(measure=True) == slower.seconds
-    assert chosen(measure=False) == decision.step.seconds
+    assert chosen(measure=True).seconds == slower.seconds
+    assert chosen(measure=True).bound == decision.step.bound  # on all plans, whichever is taken
+    assert chosen(measure=False) == decision.step
 
 
 def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,3 +364,24 @@ def test_labels_that_may_be_ignored_are_no_obstacle_to_micro_batches() -> None:
     found = ask(memory=int(whole.peak_bytes * 0.4))
     assert found.pipeline.micro_batches > 1
     assert any("labels that are kept" in note for note in found.notes)
+
+
+def test_micro_batches_are_near_one_two_four_and_eight_for_each_rank_and_with_stages_all_between() -> None:
+    counts = [1, 2, 3, 4, 6, 9, 20, 31, 33, 50]
+    screen = _Screen(graph_of, counts, BATCH, CLUSTER, OPEN, None)
+    assert screen.micro_batches(1) == [1, 2, 4, 9]
+    assert screen.micro_batches(2) == [2, 3, 4, 6, 9, 20, 31]  # from 2 to 32, the nearest to 16 among them
+    assert screen.micro_batches(4) == [4, 6, 9, 20, 31, 33, 50]
+
+
+def test_few_choices_are_planned_two_for_one_number_of_ranks_and_one_without_stages() -> None:
+    """In the order of their seconds; the letter is that of the choice, the number its ranks."""
+
+    def planned(*ranks: int) -> list[int]:
+        choices = [Choice(each, Mesh((2,)), 4, float(place), 0) for place, each in enumerate(ranks)]
+        return [int(each.seconds) for each in _few(choices)]
+
+    assert planned(2, 2, 2, 4, 8) == [0, 1, 3]
+    assert planned(2, 4, 8, 16) == [0, 1, 2]
+    assert planned(2, 4, 8, 16, 1, 1) == [0, 1, 2, 4]
+    assert planned(1, 1, 1, 2) == [0, 1, 3]

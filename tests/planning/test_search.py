@@ -69,7 +69,9 @@ def test_a_wide_transformer_on_one_node_is_split_as_an_expert_would() -> None:
     others = {item.name: item.step_seconds for item in plan.alternatives}
     assert others["batch"] is None  # a batch of 1
     assert all(seconds >= plan.step_seconds for seconds in others.values() if seconds is not None)
-    calls = Counter(_name(node) for node in build(traced, plan, rank=0).module.graph.nodes)
+    calls = Counter(
+        _name(node) for node in build(traced, plan, rank=0, exact_random=False).module.graph.nodes
+    )
     assert calls["s_to_b"] >= 4  # the sequence is gathered before each column split ...
     assert calls["p_to_s"] >= 4  # ... and scattered after each row split
 
@@ -81,7 +83,9 @@ def _name(node: torch.fx.Node) -> str:
 def test_parameter_bytes_of_the_programs_are_the_plans() -> None:
     plan, traced = planned(NODE, "8", blocks=1, hidden=1024, shape=(8, 128))
     for rank in (0, 7):
-        assert weight_bytes([build(traced, plan, rank=rank)]) == plan.parameter_bytes[rank]
+        assert (
+            weight_bytes([build(traced, plan, rank=rank, exact_random=False)]) == plan.parameter_bytes[rank]
+        )
 
 
 def test_parameter_bytes_of_stages_are_the_plans() -> None:
@@ -92,7 +96,10 @@ def test_parameter_bytes_of_stages_are_the_plans() -> None:
     traced = compiler.trace_part(model, (tokens, tokens), {}, 4, staged=True)
     assert len(plan.parameter_bytes) == 4
     for rank in range(4):
-        assert weight_bytes(build_stages(traced, plan, rank=rank).stages) == plan.parameter_bytes[rank]
+        assert (
+            weight_bytes(build_stages(traced, plan, rank=rank, exact_random=False).stages)
+            == plan.parameter_bytes[rank]
+        )
 
 
 def test_pinned_blocks_keep_their_pins_and_are_planned_once() -> None:

@@ -28,7 +28,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("recompute", value) for value in (True, [])],
     *[("shard_state", value) for value in ([], False)],
     *[("offload", value) for value in ({}, 5)],
-    *[("force", value) for value in (3, ["batch", 3], ("batches",), True)],
+    *[("force", value) for value in (3, ["batch", 3], (Parallelism.BATCH, "filter"), ("batches",), True)],
     *[("measure", value) for value in ("no", 0)],
     ("costdb", 5),
     ("optimizer", 5),
@@ -54,6 +54,14 @@ def test_meshes_and_kinds_may_be_tuples_or_lists() -> None:
     kinds = (Parallelism.BATCH, Parallelism.FILTER)
     assert read(force=("batch", "filter"))["force"] == read(force=list(kinds))["force"] == kinds
     assert read(memory=2e9)["memory"] == 2_000_000_000
+
+
+@pytest.mark.parametrize("name", ["stages", "micro_batches"])
+def test_a_count_is_at_least_one_or_open(name: str) -> None:
+    assert [read(**{name: said})[name] for said in (1, "1", 7, "12", "auto")] == [1, 1, 7, 12, None]
+    for said in (0, -1, "0", "-1", "1.0", ""):
+        with pytest.raises(InputError):
+            request_of(Options(PLAN, **{name: said}), TWO)
 
 
 @pytest.mark.parametrize("target", [nn.Linear(2, 2), 5, (nn.Linear(2, 2), (torch.ones(2, 2),))])

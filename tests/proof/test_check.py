@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -410,3 +411,29 @@ def test_a_loss_that_proves_nothing_is_refused(loss_fn: Any, found: str, micro_b
     model = replace(target("mlp"), args=batch, loss_fn=loss_fn)
     with pytest.raises(InputError, match=found):
         check(model, ClusterSpec.local(2), Request(measure=False, micro_batches=micro_batches), steps=1)
+
+
+def test_of_what_ranks_say_the_worst_of_each_kind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = verify_module.Record()
+    said = [
+        (record, {"gradient": (0.25, "w")}),
+        (None, {"gradient": (0.5, "v"), "buffer": (0.0, "mean")}),
+        (None, {"gradient": (0.125, "w"), "buffer": (1e-3, "mean")}),
+    ]
+    monkeypatch.setattr(processes, "run_function", lambda *_: said)
+    job = SimpleNamespace(cluster=ClusterSpec.local(3))
+    found, worst = processes.train_on_processes(cast(processes.Job, job))
+    assert found is record
+    assert worst == {"gradient": (0.5, "gradient v on rank 1"), "buffer": (1e-3, "buffer mean on rank 2")}
+
+
+def test_rounding_moves_what_learns_to_a_neighbour_up_or_down() -> None:
+    model = nn.Linear(20, 5).double()
+    model.bias.requires_grad_(False)
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    assert verify_module._rounded(model) is model
+    assert torch.equal(model.bias, before["bias"])
+    share = (model.weight.detach() / before["weight"] - 1) / torch.finfo(torch.float64).eps
+    up, down = (share > 0.25).sum(), (share < -0.25).sum()
+    assert up + down == 100 and min(up, down) > 25
+    assert share.abs().max() <= 2

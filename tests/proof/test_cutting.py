@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autopar import api
 from autopar.cluster import ClusterSpec
 from autopar.proof.check import Report
+from autopar.proof.cutting import _Average
 from autopar.trace import micro_batches
 from autopar.trace.target import Target
 
@@ -126,3 +127,26 @@ def test_llama_with_ignored_labels_equals_the_uncut_model(count: int, masked: bo
     target = Target(model, (), call, None, "")
     report = api.verify(target, TWO, steps=2, micro_batches=count, stages=1)
     assert report.passed and report.cutting is None, report
+
+
+def test_random_numbers_are_as_they_are_on_average() -> None:
+    x, half = torch.full((2, 3), 0.25), torch.full((2, 3), 0.5)
+    draws: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
+        "uniform": (lambda: torch.empty(2, 3).uniform_(), half),
+        "from": (lambda: torch.empty(2, 3).uniform_(-1.0), half * 0),
+        "from to": (lambda: torch.empty(2, 3).uniform_(2.0, 5.0), half * 7),
+        "normal": (lambda: torch.empty(2, 3).normal_(), half * 0),
+        "of a mean": (lambda: torch.empty(2, 3).normal_(3.0, 9.0), half * 6),
+        "bernoulli": (lambda: torch.empty(2, 3).bernoulli_(), half),
+        "of a chance": (lambda: torch.empty(2, 3).bernoulli_(0.75), half * 1.5),
+        "of chances": (lambda: torch.bernoulli(x), x),
+        "rand": (lambda: torch.rand(2, 3), half),
+        "rand like": (lambda: torch.rand_like(x), half),
+        "randn": (lambda: torch.randn(2, 3), half * 0),
+        "dropout": (lambda: torch.native_dropout(x, 0.5, True)[0], x),
+        "none": (lambda: x + 1, x + 1),
+    }
+    with _Average():
+        drawn = {name: draw() for name, (draw, _) in draws.items()}
+    for name, (_, wanted) in draws.items():
+        assert torch.equal(drawn[name], wanted), name

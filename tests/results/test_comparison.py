@@ -56,4 +56,6 @@ def test_equal_values_share_their_rank() -> None:
     assert spearman([1, 2, 3], [10, 20, 21]) == pytest.approx(1)
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(3**0.5 / 2)  # ranks 1.5 1.5 3 against 1 2 3
+    assert spearman([1, 2], [4, 3]) == pytest.approx(-1)  # two values rank as well as three
+    assert spearman([1, 1, 2], [7, 7, 8]) == pytest.approx(1)
     assert spearman([5, 5], [1, 2]) is None and spearman([], []) is None

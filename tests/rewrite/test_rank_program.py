@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 import autopar.ops
 import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators that programs call)
-from autopar.core.graph import Graph, Operator
+from autopar.core.graph import Graph, Operator, Ref
 from autopar.core.mesh import Mesh
+from autopar.core.move import Move
 from autopar.core.placement import R, Shard
 from autopar.core.program import Program
 from autopar.core.strategy import Strategy
@@ -24,6 +26,9 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from examples.photographs import unet
 from tests.forced_programs import Forced, check_against_serial, force_each, option, traced
+from tests.proof.models import Script
+
+aten = torch.ops.aten
 
 
 class Chain(nn.Sequential):
@@ -163,3 +168,29 @@ def test_every_rank_s_program_has_the_same_calls() -> None:
         for rank in range(4)
     }
     assert len(calls) == 1
+
+
+def test_what_is_written_for_a_buffer_belongs_to_the_operator_that_makes_it_or_to_the_first() -> None:
+    """One buffer takes an input as it is, the other what the second of three operators makes; both values lie
+    in shards, the buffers don't, so each is gathered, at the end."""
+    s = Script()
+    x = s.user(4, 6)
+    given, made = s.buffer(torch.zeros(4, 6)), s.buffer(torch.zeros(4, 6))
+    sine = s.call(aten.sin.default, Ref(s.call(aten.cos.default, Ref(x))))
+    graph = s.graph(s.call(aten.sum.default, Ref(sine)))
+    inputs = tuple(replace(item, mutated=item.name in (given, made)) for item in graph.inputs)
+    graph = replace(graph, inputs=inputs, writes=((given, x), (made, sine)))
+    dims = Dims(graph, find_atoms(graph), Mesh((2,)))
+    strategies = {item.name: (option(item, dims, Shard(0)),) for item in graph.operators[:2]}
+    strategies[graph.operators[2].name] = (option(graph.operators[2], dims, R),)
+    program = Program(
+        dims.mesh,
+        {x: (Shard(0),), given: (R,), made: (R,)},
+        strategies,
+        {name: (Move(0, (Shard(0),), (R,)),) for name in (x, sine)},
+        {graph.outputs[0]: (R,)},
+    )
+    written = rewrite(graph, program, dims, rank=0)
+    gathers = [node for node in written.graph.nodes if "s_to_r" in str(node.target)]
+    places = {str(node.args[0]): written.steps[node.name] for node in gathers}
+    assert places[x] == 0 and len(places) == 2

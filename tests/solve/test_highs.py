@@ -160,3 +160,19 @@ def test_costs_that_are_no_numbers_are_refused_before_they_are_solved(cost: floa
     program.costs[3] = cost
     with pytest.raises(SolverError, match="no number"):
         solve(program)
+
+
+def knapsack(count: int) -> LinearProgram:
+    """As much as fits of things whose worth and weight are nearly the same, in many equal ways."""
+    program = LinearProgram()
+    things = [(program.variable(-(7.0 + n % 5), integer=True, upper=1.0), 6.5 + n % 6) for n in range(count)]
+    program.at_most([(weight, thing) for thing, weight in things], 3.7 * count)
+    return program
+
+
+def test_a_time_limit_is_kept_but_for_the_least_that_a_solver_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for least, limit, status in ((1e-9, 60.0, "optimal"), (60.0, 1e-9, "optimal"), (60.0, None, "optimal")):
+        monkeypatch.setattr("autopar.solve.highs.LEAST_SECONDS", least)
+        assert solve(knapsack(30), time_limit=limit).status == status
+    monkeypatch.setattr("autopar.solve.highs.LEAST_SECONDS", 1e-9)
+    assert solve(knapsack(30), time_limit=1e-9).status == "time_limit"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.trace.call_signature import flatten_arguments, flatten_results, split_inputs
+from autopar.trace.call_signature import flatten_arguments, flatten_results, split_for_loss, split_inputs
 
 
 @dataclass
@@ -134,3 +134,47 @@ def test_outputs_of_transformers_are_made_again_at_any_depth() -> None:
     again = results.rebuild(tensors)[1]["inner"]
     assert type(again) is type(made) and list(again) == ["last_hidden_state", "hidden_states"]
     assert again["last_hidden_state"] is X and torch.equal(again[1][1], X + 2) and again.attentions is None
+
+
+class Two(torch.nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x
+
+
+def plain(output: Tensor) -> Tensor:
+    return output
+
+
+def one(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
+    return output
+
+
+def two(output: Tensor, target: Tensor, other: Tensor, *, scale: float = 1.0) -> Tensor:
+    return output
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "args", "kwargs", "model", "loss"),
+    [
+        (None, (1, 2), {}, ((1, 2), {}), ((), {})),
+        (plain, (1, 2), {}, ((1, 2), {}), ((), {})),
+        (one, (1, 2), {}, ((1,), {}), ((2,), {})),
+        (one, (1, 2, 3), {}, ((1, 2), {}), ((3,), {})),
+        (two, (1, 2, 3), {}, ((1,), {}), ((2, 3), {})),
+        (two, (1, 2), {"mask": 5, "other": 3}, ((1,), {"mask": 5}), ((2,), {"other": 3})),
+        (two, (1,), {"target": 2, "other": 3}, ((1,), {}), ((), {"target": 2, "other": 3})),
+        (one, (1, 2), {"weight": 3}, ((1,), {}), ((2,), {"weight": 3})),  # which it doesn't require
+        (two, (1, 2, 3), {"scale": 4}, ((1,), {}), ((2, 3), {"scale": 4})),
+        (torch.nn.MSELoss(), (1, 2), {}, ((1,), {}), ((2,), {})),
+    ],
+)
+def test_a_loss_takes_the_last_inputs_that_it_requires_and_names_that_the_model_does_not_know(
+    loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: Any, loss: Any
+) -> None:
+    found = split_for_loss(Two(), loss_fn, args, kwargs)
+    assert (found[:2], found[2:]) == (model, loss)
+
+
+def test_a_loss_that_requires_more_than_there_is_is_refused() -> None:
+    with pytest.raises(InputError, match="loss_fn two: found 1 positional inputs, wanted at least 2"):
+        split_for_loss(Two(), two, (1,), {})

@@ -23,6 +23,16 @@ def test_this_machine_is_calibrated_once_per_setting(tmp_path: Path, monkeypatch
     assert 0 < model.launch_seconds < 1e-2
 
 
+def test_rates_are_of_the_bytes_and_flops_of_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were every operation to take a second for each byte of its result."""
+    monkeypatch.setattr(devices, "_seconds", lambda operation, _: float(operation().nbytes))
+    model, size = calibrate("cpu"), devices.PRODUCT_SIZE["cpu"]
+    assert model.bandwidth == 2.0  # a byte is read and a byte is written
+    assert model.launch_seconds == 4.0
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert model.rate(dtype) == pytest.approx(2 * size**3 / (size**2 * dtype.itemsize))
+
+
 def test_gpus_are_known_by_name() -> None:
     assert device_model("H100") is GPUS["h100"]
     ratio = GPUS["h200"].bandwidth / GPUS["h100"].bandwidth

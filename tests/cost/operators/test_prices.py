@@ -360,6 +360,7 @@ def test_a_mask_costs_what_filling_its_memory_does() -> None:
     draw, product = 1 + 16 * 18, 1 + 3 * 144
     assert found.compute == draw + 2 * product
     assert found.forward == found.again == draw + product
+    assert found.missing_seconds == found.compute  # nobody has measured it
 
 
 def test_sharing_cores_slows_compute_and_not_what_is_exchanged() -> None:

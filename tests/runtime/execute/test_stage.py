@@ -81,7 +81,7 @@ def stages(model: nn.Module, part: int = 0) -> list[tuple[Executable, Traced]]:
     for starts in cuts:
         pipeline = Pipeline(len(starts), 1, ScheduleKind.ZB1P, starts)
         for rank in range(1, len(starts)):
-            made = build_stages(traced, replace(plan, pipeline=pipeline), rank=rank)
+            made = build_stages(traced, replace(plan, pipeline=pipeline), rank=rank, exact_random=False)
             found.append((made.stages[0], traced))
     return found
 
@@ -130,7 +130,7 @@ def test_planning_knows_what_splits_cleanly(name: str, part: int) -> None:
     assert not clean[0].any()
     for start, stop in combinations(range(1, count), 2):
         pipeline = Pipeline(3, 1, ScheduleKind.ZB1P, (0, start, stop))
-        stage = build_stages(traced, replace(plan, pipeline=pipeline), rank=1).stages[0]
+        stage = build_stages(traced, replace(plan, pipeline=pipeline), rank=1, exact_random=False).stages[0]
         assert clean[start, stop] == splits_cleanly(stage)
     assert clean.any()
 

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from autopar.core.mesh import Mesh
 from autopar.runtime.collectives import groups
-from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, GradientSync, Member, Sums, assign
+from autopar.runtime.parameters.gradient_buckets import (
+    ALONE_BYTES,
+    Bucket,
+    GradientSync,
+    Member,
+    Sums,
+    assign,
+)
 from tests.pool import Pool
 from tests.runtime.collectives.cases import TIMEOUT
 
@@ -129,3 +136,28 @@ def _in_turn() -> list[int]:
 
 def test_a_bucket_waits_for_those_before_it_and_the_rest_goes_out_when_told(pools: Pools) -> None:
     assert pools(2).run(_in_turn) == [[0, 0, 0, 1]] * 2
+
+
+def _asked_for() -> list[int]:
+    """Two buckets, of three gradients and of one that is copied; and how many numbers their memory has."""
+    groups.setup(Mesh((2,)), ["a@2"], timeout=TIMEOUT)
+    asked: list[int] = []
+
+    def memory(_: Bucket, count: int, like: Tensor) -> Tensor:
+        asked.append(count)
+        return torch.full((count,), torch.nan, dtype=like.dtype)
+
+    sums = Sums(
+        assign([member(0, nbytes=8), member(1, nbytes=24), member(2, nbytes=12), member(3)], 44), memory
+    )
+    for index, count in enumerate((2, 6, 3)):
+        sums.add(index, torch.full((count,), float(index)), fresh=False)
+    sums.add(3, torch.full((2, 2), 3.0).t()[:, :1], fresh=False)  # a view, which is not contiguous
+    assert [(index, total.flatten().tolist()) for index, total in sums.totals()] == [
+        (0, [0.0] * 2), (1, [2.0] * 6), (2, [4.0] * 3), (3, [6.0] * 2)
+    ]  # fmt: skip
+    return asked
+
+
+def test_a_bucket_takes_memory_for_all_its_numbers(pools: Pools) -> None:
+    assert pools(2).run(_asked_for) == [[2 + 6 + 3, 2]] * 2

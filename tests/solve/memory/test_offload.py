@@ -16,6 +16,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute
+from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
@@ -23,10 +24,11 @@ from autopar.cost.program.offload import clock, movable, wait_seconds
 from autopar.cost.program.peak_memory import peak_memory
 from autopar.cost.program.step import step_cost
 from autopar.errors import InfeasibleError
+from autopar.schedules.in_flight import scheduled
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.memory import offload
-from autopar.solve.memory.offload import everywhere, fitted, hiding, spare
+from autopar.solve.memory.offload import everywhere, fitted, hiding, moving_in_stages, spare
 from autopar.solve.memory.recompute import fit
 from autopar.solve.placement.search import choose, total_seconds
 from autopar.solve.placement.space import build_space
@@ -163,6 +165,35 @@ def test_what_hides_in_one_direction_alone_is_not_taken(monkeypatch: pytest.Monk
     ):
         monkeypatch.setattr(offload, "clock", lambda *_, found=shorter: found)
         assert not hiding(graph, prices, program).offload
+
+
+def test_with_one_stage_all_that_operators_make_may_be_moved_the_first_one_too() -> None:
+    s = Script()
+    x = s.call(aten.tanh.default, Ref(s.user(64, 8, grad=True)))  # backward reads its result
+    x = s.linear(s.call(aten.tanh.default, Ref(s.linear(x, 8))), 8)
+    graph = s.graph(s.call(aten.sum.default, Ref(s.call(aten.tanh.default, Ref(x)))))
+    prices, program = placed(graph, gpus(1e30))
+    made = {item.moved for item in movable(graph, prices, program) if item.home >= 0}
+    first = graph.operators[0].results[0]
+    assert first in {name for name, _ in made}
+    schedule = scheduled(ScheduleKind.GPIPE, 1, 1, 2)
+    away = [made] * len(graph.operators)
+    found = moving_in_stages(graph, prices, program, away, starts=(0,), schedule=schedule)
+    assert set(found.offload) == made
+    kept = [set() if place == 0 else made for place in range(len(graph.operators))]
+    rest = moving_in_stages(graph, prices, program, kept, starts=(0,), schedule=schedule)
+    assert {name for name, _ in set(found.offload) - set(rest.offload)} == {first}
+
+
+def test_what_both_passes_wait_for_counts() -> None:
+    graph = deep()
+    prices, program = placed(graph, gpus(1.0))
+    unit = bandwidths(graph, prices, program)[0]  # behind which nothing hides
+    prices = prices_of(graph, gpus(unit))
+    program = everywhere(graph, prices, program)
+    forward, backward = wait_seconds(graph, prices, program)
+    assert min(forward, backward) > 0
+    assert fitted(graph, prices, program).seconds == pytest.approx(forward + backward)
 
 
 def test_all_is_all_and_what_does_not_hide_is_paid() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import combinations
 from random import Random
 
+import numpy as np
 import pytest
+import torch
 
 from autopar.cluster import Link
 from autopar.core.gathering import Gathering, ShardState
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute, Segment
@@ -26,11 +29,12 @@ from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.schedules.in_flight import scheduled
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.memory.recompute import everything, fit, ladder
+from autopar.solve.memory.recompute import _Fitting, _table, everything, fit, ladder
 from autopar.solve.placement.search import Solution, choose, total_seconds
 from autopar.solve.placement.space import build_space
 from autopar.solve.stages.cut_search import best, bound_again, cuts, keep, least_bytes
 from autopar.solve.stages.step import once, staged
+from tests.proof.models import Script
 from tests.solve.brute_force import (
     BruteForce,
     blocks,
@@ -44,6 +48,7 @@ from tests.solve.brute_force import (
 )
 from tests.solve.gatherings import EveryGathering
 
+aten = torch.ops.aten
 CLOSE = 1e-6  # relative
 WITHIN = 0.02  # of the best there is
 SELDOM = 0.1  # for a single cap
@@ -93,6 +98,31 @@ def test_the_parts_are_about_the_cheapest_that_fit(make: Callable[[], Graph], se
         assert found.seconds == pytest.approx(again_seconds(graph, prices, found.program))
         assert found.seconds <= best + WITHIN * step
     assert fit(graph, prices, program, 0).peak.nbytes == pytest.approx(peaks[0], rel=WITHIN)
+
+
+@pytest.mark.parametrize("dear", range(4))
+def test_of_equal_parts_the_dearest_are_given_up(dear: int) -> None:
+    """Four equal runs of three operators, apart, are computed again, one in ten times the seconds; memory
+    has room for what one, two or three of them spare."""
+    s = Script()
+    x = s.linear(s.user(64, 8), 8)
+    for _ in range(24):
+        x = s.call(aten.tanh.default, Ref(x))
+    graph = s.graph(s.call(aten.sum.default, Ref(s.linear(x, 4))))
+    prices, program = placed(graph, Mesh((2,)), 0)
+    parts = tuple((start, start + 3) for start in (3, 7, 11, 15))
+    table = _table(graph, prices, program)
+    seconds, spared = np.zeros_like(table.seconds), np.zeros_like(table.spared)
+    for block, (first, stop) in enumerate(parts):
+        place = table.places.index(first), table.places.index(stop)
+        seconds[place], spared[place] = 10.0 if block == dear else 1.0 + block / 10, 1000.0
+    table = replace(table, seconds=seconds, spared=spared, taken=np.zeros_like(table.taken))
+    fitting = _Fitting(graph, prices, program)
+    every, others = fitting.fitted(parts, 0.0), [part for part in parts if part != parts[dear]]
+    for left in range(1, 4):
+        (cap,) = {fitting.fitted(some, 0.0).peak.nbytes for some in combinations(parts, left)}
+        found = fitting.without_idle(every, table, cap)
+        assert found.program.recompute == tuple(others[:left]) and found.peak.nbytes == cap
 
 
 @pytest.mark.parametrize("make", [chain, *(pytest.param(make, marks=LATER) for make in (normalised, scores))])

@@ -5,15 +5,27 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+import torch
 
+from autopar.cluster import ClusterSpec, Link
+from autopar.core.graph import Ref
 from autopar.core.mesh import Mesh
+from autopar.cost.machine.collectives import CollectiveTable
+from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import peak_memory
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.memory_frontier import Priced
 from autopar.solve.placement.problem import FREE, Dear
-from autopar.solve.placement.search import total_seconds
-from tests.solve.brute_force import BruteForce, blocks, chain, random_prices, small_space, unfolded
+from autopar.solve.placement.search import choose, total_seconds
+from autopar.solve.placement.space import build_space
+from autopar.solve.placement.symmetry import axes_alike
+from tests.proof.models import Script
+from tests.solve.brute_force import DEVICE, BruteForce, blocks, chain, random_prices, small_space, unfolded
 
+aten = torch.ops.aten
 CLOSE = 1e-6
 
 
@@ -38,6 +50,26 @@ def test_no_placement_is_below(seed: int) -> None:
             assert priced.least(dear) <= best * (1 + CLOSE)
         assert priced.least(Dear(price, price)) > before
         before = priced.least(Dear(price, price))
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_names_of_alike_axes_are_forgotten_where_no_plan_is_sought(learns: bool) -> None:
+    """With the names of three alike axes, and without them, the bound is that of the fastest placement."""
+    s = Script()
+    product = s.call(aten.mul.Tensor, Ref(s.user(4, 6, grad=learns)), Ref(s.user(4, 6)))
+    graph = s.graph(s.call(aten.sum.default, Ref(product)))
+    cluster = ClusterSpec(devices_per_node=8, intra=Link(1e-6, 1e8))
+    dims = Dims(graph, find_atoms(graph), Mesh((2, 2, 2)))
+    prices = Prices(graph, dims, cluster, CostModel(DEVICE, {}, CollectiveTable({})))
+    assert axes_alike(prices) == ((0, 1, 2),)
+    folding = unfolded(graph)
+    space = build_space(graph, prices, folding)
+    named, nameless = (Priced(graph, prices, space, folding, relaxed=relaxed) for relaxed in (False, True))
+    assert nameless.problem.alike == ((0, 1, 2),) and not named.problem.alike
+    assert len(nameless.problem.lp.costs) < len(named.problem.lp.costs)
+    best = choose(graph, prices, space, folding, gap=1e-9).seconds
+    assert nameless.least(FREE) <= best * (1 + CLOSE)
+    assert nameless.least(FREE) >= best / 2
 
 
 def test_corners_are_placements_each_slower_and_leaner_than_the_one_before() -> None:

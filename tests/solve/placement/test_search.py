@@ -1,0 +1,58 @@
+"""What is said of a plan is true: its gap, and that none is faster where it gives up."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from autopar.core.mesh import Mesh
+from autopar.core.program import Program
+from autopar.cost.program.peak_memory import Peak
+from autopar.solve.placement.fold import fold
+from autopar.solve.placement.search import BeatenError, Solution, choose
+from autopar.solve.placement.space import build_space
+from tests.solve.brute_force import blocks, chain, random_prices, small_space, unfolded
+
+CLOSE = 1e-6
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bound", "gap"),
+    [(4.0, 3.0, 0.25), (0.5, 0.25, 0.5), (2.0, 2.0, 0.0), (2.0, 2.5, 0.0), (4.0, 0.0, 1.0), (0.0, 0.0, 0.0)],
+)
+def test_a_gap_is_the_share_of_a_plans_seconds_that_no_plan_may_save(
+    seconds: float, bound: float, gap: float
+) -> None:
+    program = Program(Mesh((2,)), {}, {}, {}, {})
+    assert Solution(program, seconds, bound, "optimal", Peak(0, 0, 0, {})).gap == gap
+
+
+def test_a_plan_of_unequal_blocks_that_may_be_faster_keeps_the_search_from_giving_up() -> None:
+    """Equal blocks are planned alike; that all of these plans are beaten doesn't say that the others are."""
+    graph, random = blocks(3), Random(5)  # prices for which blocks that are planned apart are faster
+    prices = random_prices(graph, Mesh((2,)), random)
+    folding = fold(graph, prices.dims)
+    space = build_space(graph, prices, folding)
+    alike = choose(graph, prices, space, folding, gap=1e-9)
+    every = build_space(graph, prices, unfolded(graph))
+    apart = choose(graph, prices, every, unfolded(graph), gap=1e-9)
+    assert folding.count == 3 and apart.seconds < alike.seconds * 0.999
+    assert alike.bound <= apart.seconds * (1 + CLOSE)
+    between = (alike.seconds + apart.seconds) / 2
+    found = choose(graph, prices, space, folding, gap=1e-9, beat=between)
+    assert found.seconds == pytest.approx(alike.seconds, rel=CLOSE)
+    with pytest.raises(BeatenError):
+        choose(graph, prices, space, folding, gap=1e-9, beat=alike.bound * (1 - CLOSE))
+
+
+def test_no_plan_is_sought_that_cannot_beat_a_known_one() -> None:
+    graph, random = chain(), Random(0)
+    prices = random_prices(graph, Mesh((2,)), random)
+    space = small_space(graph, prices, random, most=3, layouts=2)
+    best = choose(graph, prices, space, unfolded(graph), gap=1e-9)
+    again = choose(graph, prices, space, unfolded(graph), gap=1e-9, beat=best.seconds * (1 + CLOSE))
+    assert again.seconds == pytest.approx(best.seconds, rel=CLOSE)
+    for beat in (best.bound * (1 - CLOSE), best.bound / 2):
+        with pytest.raises(BeatenError, match=f"wanted less than {beat:.4g} s"):
+            choose(graph, prices, space, unfolded(graph), gap=1e-9, beat=beat)
