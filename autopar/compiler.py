@@ -38,6 +38,7 @@ from autopar.sharding.strategies import find_atoms, is_legal, options_of
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
+from autopar.trace.numbers import as_before, require_known
 from autopar.trace.simplify import only_loss, with_masks_by_dims, without_gradients
 from autopar.trace.uncollected import uncollected
 from costdb.database import Database
@@ -102,7 +103,9 @@ class Compiler:
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = (self.given(traced) if pinned is None else None) or kept(traced.graph, known)
-        plan = plan or self.agree(traced, request)
+        if plan is None:
+            require_known()
+            plan = self.agree(traced, request)
         rank, device = dist.get_rank(), self.device()
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)
@@ -355,7 +358,7 @@ def _more_micro_batches(graph: Graph, request: Request) -> str:
 
 def kept(graph: Graph, known: Sequence[Plan]) -> Plan | None:
     """One of the plans whose graph differs from this one in numbers alone, for this one."""
-    here = fingerprint_of(graph)
+    here = fingerprint_of(as_before(graph))
     return next((replace(plan, graph=here) for plan in known if plan.graph.shape == here.shape), None)
 
 
