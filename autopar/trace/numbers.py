@@ -96,8 +96,8 @@ class Number:
     def __init__(self, numbers: Numbers, value: Plain, mark: Plain, formula: Formula) -> None:
         self._numbers, self._value, self._mark, self._formula = numbers, value, mark, formula
 
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(self._value)
 
     @classmethod

@@ -657,9 +657,13 @@ class Runner:
         return twin
 
     def _plans(self, key: tuple[Hashable, ...]) -> list[Plan]:
-        """Plans of such calls: another graph of the same shape needs no search."""
-        inherited = [plan for known, plan in self._inherited if known[1:] == key[1:]]
-        return [*(entry.program.executable.plan for entry in self._programs.like(key)), *inherited]
+        """Plans of such calls, and of calls with other sizes: another graph of the same shape needs no
+        search."""
+        held = [(kind, program.executable.plan) for kind, program in self._programs.plans()]
+        every = [(kind, plan) for kind, plan in (*held, *self._inherited) if _form(kind) == _form(key)]
+        first = [plan for kind, plan in every if kind[1:] == key[1:]]
+        rest = {id(plan.program): plan for kind, plan in every if kind[1:] != key[1:]}
+        return [*first, *rest.values()]
 
     def _store(self, name: str, full: Tensor) -> tuple[Tensor | None, Stored]:
         assert self._mesh is not None
@@ -943,6 +947,11 @@ def _parallel_class(kind: type) -> type:
 def _serial_class(kind: type) -> type:
     """The user's class of which this is the parallel one."""
     return cast(type, vars(kind)["_serial_class"])
+
+
+def _form(key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+    """A kind of call without its constants, sizes, and place among micro-batches."""
+    return tuple(part for place, part in enumerate(key) if place not in (0, 2, 6))
 
 
 def _leave_alike(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tuple[str, str], Any]) -> bool:
