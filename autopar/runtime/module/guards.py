@@ -130,6 +130,11 @@ class Guard:
             changed.append((slot, before))
         return changed
 
+    def places(self) -> list[tuple[str, Slot]]:
+        """What is read and can be replaced, by name."""
+        pairs = zip(self._names, self._slots, strict=True)
+        return [(name, slot) for name, slot in pairs if slot is not None]
+
     # -- what is there ------------------------------------------------------------------------------
 
     def _add(
