@@ -83,7 +83,7 @@ def many(*, changes: bool) -> Figure:
         change(number)
         ours(x)
     name = "a number changes" if changes else "nothing changes"
-    return _figure(name, ours, (x,), change)
+    return _figure(name, ours, (x,), {}, change)
 
 
 def example(name: str) -> Figure:
@@ -93,26 +93,28 @@ def example(name: str) -> Figure:
     ours = autopar.parallelize(
         target.model,
         autopar.ClusterSpec.local(PROCESSES),
-        target.args,
+        target.args or target.kwargs,
         loss_fn=target.loss_fn,
         measure=False,
         quiet=True,
     )
-    return _figure(file, ours, target.args, lambda number: None)
+    return _figure(file, ours, target.args, target.kwargs, lambda number: None)
 
 
-def _figure(name: str, ours: Any, args: tuple[Any, ...], change: Callable[[int], None]) -> Figure:
+def _figure(
+    name: str, ours: Any, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[int], None]
+) -> Figure:
     runner, checks, steps = ours._autopar, [], []
     for number in range(CALLS):
         change(number)
         start = time.thread_time()
-        call = flatten_arguments(args, {})
+        call = flatten_arguments(args, kwargs)
         runner._agree(call)
         runner._program(call)
         checks.append(time.thread_time() - start)
     for _ in range(STEPS):
         start = time.thread_time()
-        output = ours(*args)
+        output = ours(*args, **kwargs)
         output = output["loss"] if isinstance(output, dict) else output
         output.sum().backward()
         steps.append(time.thread_time() - start)
