@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.launch.launch import run_function
-from autopar.trace.call_signature import flatten_arguments
+from autopar.trace.call_signature import find_loss, flatten_arguments
 from autopar.trace.target import load_target
 
 CALLS, STEPS, PROCESSES = 1000, 10, 2
@@ -115,8 +115,8 @@ def _figure(
     for _ in range(STEPS):
         start = time.thread_time()
         output = ours(*args, **kwargs)
-        output = output["loss"] if isinstance(output, dict) else output
-        output.sum().backward()
+        loss = find_loss(output)
+        (output.sum() if loss is None else loss).backward()
         steps.append(time.thread_time() - start)
     modules = sum(1 for _ in ours.modules())
     return Figure(name, modules, median(checks), mean(checks), median(steps))
