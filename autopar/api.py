@@ -53,6 +53,7 @@ from autopar.planning.options import (
     settle,
 )
 from autopar.planning.request import check_cluster, check_timeout, request_of
+from autopar.proof.changes import MOST
 from autopar.proof.check import Report, check, check_input
 from autopar.results.announce import Announcer
 from autopar.results.comparison import Comparison
@@ -214,12 +215,15 @@ def verify(
     *,
     steps: int = 3,
     processes: bool = False,
+    changes: int = MOST,
     **options: Unpack[VerifyOptions],
 ) -> Report:
     """Prove the plan of `target` against eager serial training in float64, over `steps` steps of SGD.
 
     On simulated ranks, or with `processes` on real ones. The plan may rest on estimates, so nothing is
-    measured.
+    measured. Where that holds, and without stages and micro-batches, up to `changes` numbers and flags that
+    forward reads are changed one by one, as many others, and some modes, each with a step beside eager
+    training.
     """
     asked = Options(VERIFY, **options)
     check_target("verify", target)
@@ -248,6 +252,7 @@ def verify(
             database=database,
             plan=decided,
             asked=asked.micro_batches is not None,
+            changes=changes,
         )
 
 

@@ -189,6 +189,9 @@ def verify(
     processes: Annotated[
         bool, typer.Option("--processes", help="Real processes, not simulated ranks.")
     ] = False,
+    changes: Annotated[
+        int, typer.Option(help="Numbers and flags that forward reads and that are changed, one by one.")
+    ] = 6,
     as_json: AsJson = False,
     **options: Any,
 ) -> Answer:
@@ -197,7 +200,9 @@ def verify(
     from autopar import api
     from autopar.trace.target import load_target
 
-    report = api.verify(load_target(target), spec, steps=steps, processes=processes, **options)
+    report = api.verify(
+        load_target(target), spec, steps=steps, processes=processes, changes=changes, **options
+    )
     return Answer(report.as_dict(), str(report), 0 if report.passed else 1)
 
 

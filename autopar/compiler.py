@@ -24,6 +24,7 @@ from autopar.core.program import Program
 from autopar.cost.machine.model import Company, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.agree import agree, measure_links
+from autopar.planning.known_plans import kept, resized
 from autopar.planning.micro_batch_graphs import Parts, parts_of
 from autopar.planning.pipeline_search import decide_all
 from autopar.planning.request import Auto, Request
@@ -40,6 +41,7 @@ from autopar.solve.deadline import after, left
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
+from autopar.trace.numbers import require_known
 from autopar.trace.simplify import only_loss, with_masks_by_dims, without_gradients
 from autopar.trace.uncollected import uncollected
 from costdb.database import Database
@@ -87,7 +89,7 @@ class Compiler:
     ) -> Executable | StagedExecutable:
         """Compile the program of this rank for one kind of call; collective.
 
-        A plan that is `known` is kept for a graph that differs from its own in numbers alone.
+        A plan that is `known` is kept for a graph that differs from its own in numbers or sizes alone.
         """
         request = self._request(pinned, training=training, step=step)
         if self.traced is not None and pinned is None:
@@ -106,7 +108,9 @@ class Compiler:
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = (self.given(traced) if pinned is None else None) or kept(traced.graph, known)
-        plan = plan or self.agree(traced, request)
+        if plan is None:
+            require_known()
+            plan = resized(traced.graph, known, self.cluster, request) or self.agree(traced, request)
         rank, device = dist.get_rank(), self.device()
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)
@@ -393,12 +397,6 @@ def _more_micro_batches(graph: Graph, request: Request) -> str:
     by_steps = "" if request.stages > 1 or request.micro_batches > 1 else ", which asks for train_step"
     by_steps += "" if graph.loss is not None else " and a loss"
     return f"cut the batch into micro-batches (--micro-batches {2 * request.micro_batches}{by_steps})"
-
-
-def kept(graph: Graph, known: Sequence[Plan]) -> Plan | None:
-    """One of the plans whose graph differs from this one in numbers alone, for this one."""
-    here = fingerprint_of(graph)
-    return next((replace(plan, graph=here) for plan in known if plan.graph.shape == here.shape), None)
 
 
 def _more_parts(parts: Parts) -> str:

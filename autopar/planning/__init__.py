@@ -10,5 +10,6 @@ estimates         what other numbers of stages and micro-batches would take
 optimizer_state   what an optimizer keeps beside each weight
 agree             one plan for all ranks
 given_plan        a plan that is there already, taken instead of a search
+known_plans       a plan of another graph, kept for one that differs in numbers or sizes alone
 report            the plan as it is printed and carried
 """

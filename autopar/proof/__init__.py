@@ -2,6 +2,7 @@
 
 check       `autopar verify`: the plan of a target against its eager model
 verify      several optimizer steps, compared
+changes     changes of what forward reads, each beside the eager model
 cutting     what micro-batches alone change
 precision   float64 on both sides
 ranks       all ranks' programs, interpreted in step in one process

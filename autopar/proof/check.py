@@ -27,6 +27,7 @@ from autopar.errors import InputError
 from autopar.planning.micro_batch_graphs import Said, parts_of
 from autopar.planning.request import Request
 from autopar.planning.search import search
+from autopar.proof.changes import Changes, try_changes
 from autopar.proof.cutting import cutting_effect, draws, eager_parts
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import (
@@ -88,6 +89,8 @@ class Effect:
 class Report:
     """A verdict on a plan; `force` are the kinds of parallelism that were asked for.
 
+    `changes_tried` are changes of what forward reads, each with a step of its own.
+
     With `cutting` the verdict is on serial training that is cut into the same micro-batches, and that differs
     from the uncut by this.
     """
@@ -96,6 +99,7 @@ class Report:
     verdict: Verdict
     force: Force | None
     cutting: Effect | None = None
+    changes_tried: Changes | None = None
 
     @property
     def vacuous(self) -> bool:
@@ -110,7 +114,8 @@ class Report:
     @property
     def passed(self) -> bool:
         agreed = not self.changes or (self.cutting is not None and self.cutting.allowed)
-        return self.verdict.passed and agreed and not self.vacuous
+        follows = self.changes_tried is None or self.changes_tried.passed
+        return self.verdict.passed and agreed and follows and not self.vacuous
 
     def as_dict(self) -> dict[str, Any]:
         """The report as the command line's JSON shows it."""
@@ -120,6 +125,7 @@ class Report:
             "worst": self.verdict.worst,
             "vacuous": self.vacuous,
             "cutting": self.cutting.as_dict() if self.cutting is not None and self.changes else None,
+            "state_changes": self.changes_tried.as_dict() if self.changes_tried is not None else None,
             "sharded_flops_share": self.plan.sharded_flops_share,
             "gathered_ops": list(self.plan.gathered_ops),
             "raised_casts": list(self.verdict.raised_casts),
@@ -146,6 +152,8 @@ class Report:
             f"mesh {self.plan.mesh}: parallel training {verdict} serial training{alike} "
             f"({TOLERANCE:.0e} allowed)"
         )
+        if self.changes_tried is not None:
+            lines.append(str(self.changes_tried))
         if self.changes:
             lines.append(str(self.cutting))
         if self.verdict.is_rounding:
@@ -168,11 +176,13 @@ def check(
     database: Database | None = None,
     plan: Plan | None = None,
     asked: bool = True,
+    changes: int = 0,
 ) -> Report:
     """Plan `target` as `request` says, and train it in parallel and serially for `steps` steps.
 
     `plan` is proved instead, if it is one of the target's graph. With `processes` on real processes of this
     machine, else on simulated ranks. Micro-batches that were `asked` for may have statistics of their own.
+    Without stages and micro-batches so many `changes` of what forward reads are then tried, of each kind.
     Raises InputError for a model that cannot be run in parallel, and what
     planning raises.
     """
@@ -202,7 +212,8 @@ def check(
         verdict = _verify_processes(target, traced, plan, cluster, steps)
     else:
         verdict = verify_simulated(target.model, traced, plan.program, loss_fn=target.loss_fn, steps=steps)
-    return Report(plan, verdict, request.force)
+    tried = try_changes(target, plan, cluster, request, most=changes) if changes and verdict.passed else None
+    return Report(plan, verdict, request.force, changes_tried=tried)
 
 
 def _check_pipeline(

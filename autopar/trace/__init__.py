@@ -7,6 +7,7 @@ call_signature       nested arguments and results, flat and back
 attribute_reads      which attributes a forward reads
 module_state         what a forward changes in its modules
 torch_checks         what torch's own Python decides by values
+numbers              which literals of a graph Python's numbers are
 refusals             what torch.export raises, in our words
 foreign_random       random numbers that a program can't draw
 checkpoint_regions   what torch.utils.checkpoint recomputes

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.trace.numbers import Number
+
 ALL = "*"  # in the place of names: every attribute
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes that Python code has made
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -83,7 +85,7 @@ class Reads:
 
     def see(self, value: Any) -> None:
         """Watch the classes of `value` and of what it holds, and what functions name."""
-        if id(value) in self._seen or isinstance(value, _NOT_WATCHED):
+        if type(value) is Number or id(value) in self._seen or isinstance(value, _NOT_WATCHED):
             return
         self._seen[id(value)] = value
         match value:

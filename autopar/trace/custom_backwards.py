@@ -24,6 +24,7 @@ from autopar.errors import TraceError
 from autopar.trace import custom_calls, custom_operator, stand_ins
 from autopar.trace.custom_calls import Answered, FunctionCall, HookCall
 from autopar.trace.custom_operator import CUSTOM, CustomCall, CustomGradientError, place_of
+from autopar.trace.numbers import marked, require_none, watched
 from autopar.trace.user_source import calling_line, first_line
 
 _Single: Any = torch.autograd.function._SingleLevelFunction  # where every `apply` ends, also one kept aside
@@ -125,6 +126,7 @@ class _Tracer:
         call, operands, numbers = FunctionCall.of(function, args)
         judgement = self.judged(call, operands, numbers)
         if judgement.place is None:
+            require_none("a backward that is a derivative for these numbers", numbers)
             return call.plainly(operands, numbers)
         return custom_calls.rebuilt(_written(judgement.place, operands, numbers), judgement.pattern)
 
@@ -156,7 +158,8 @@ class _Tracer:
     ) -> _Judgement:
         """What is done with a call on such operands."""
         specs = tuple(TensorSpec(tuple(item.shape), item.dtype, item.requires_grad) for item in operands)
-        key = call.identity, specs, tuple(numbers)
+        numbers = watched(numbers)
+        key = call.identity, specs, tuple(map(float.__float__, numbers))
         if key not in self.known:
             self.busy = True
             try:
@@ -169,7 +172,7 @@ class _Tracer:
 
 def _written(place: Place, operands: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
     known = custom_operator.call_at(place)
-    results: list[Tensor] = CUSTOM(list(operands), known.title, known.digest, list(numbers), place)
+    results: list[Tensor] = CUSTOM(list(operands), known.title, known.digest, marked(numbers), place)
     return results
 
 

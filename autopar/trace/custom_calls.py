@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopar.trace.numbers import is_float
+
 _Single: Any = torch.autograd.function._SingleLevelFunction
 _PRIMITIVE = (int, bool, str, bytes, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -45,7 +47,7 @@ class FunctionCall:
         outside = {id(item) for item in args}
         tensors = [item for item in leaves if isinstance(item, Tensor)]
         operands = [item if id(item) in outside else item.detach() for item in tensors]
-        numbers = [item for item in leaves if type(item) is float]
+        numbers = [item for item in leaves if is_float(item)]
         return FunctionCall(function, tuple(map(_slot, leaves)), structure), operands, numbers
 
     @property
@@ -197,7 +199,7 @@ def digest(*texts: Any) -> str:
 
 
 def _slot(leaf: Any) -> Any:
-    return _TENSOR if isinstance(leaf, Tensor) else _NUMBER if type(leaf) is float else leaf
+    return _TENSOR if isinstance(leaf, Tensor) else _NUMBER if is_float(leaf) else leaf
 
 
 def _identity(value: Any) -> Any:

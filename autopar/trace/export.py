@@ -35,6 +35,7 @@ from autopar.trace.custom_backwards import caught
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
+from autopar.trace.numbers import require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
 from autopar.trace.simplify import without_dead_code
 from autopar.trace.torch_checks import traceable
@@ -107,6 +108,7 @@ class _Flat(nn.Module):
         place = next((i for i, leaf in enumerate(leaves) if leaf is found), None)
         left = left_in(self.model, attributes, reads)
         reads.left = left.values
+        require_none("a number that forward returns or leaves", results.constants, [*left.values.values()])
         self.record(_Seen(results, place, tuple(path for path, _ in left.cached), left.notes))
         write_back(buffers)
         return (*leaves, *(tensor for _, tensor in left.cached))

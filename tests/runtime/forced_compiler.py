@@ -15,6 +15,7 @@ import torch
 from autopar import compiler
 from autopar.cluster import ClusterSpec
 from autopar.core.costs import DeviceModel
+from autopar.core.fingerprint import fingerprint_of
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
@@ -55,6 +56,7 @@ class ForcedCompiler(compiler.Compiler):
     gathering: Gathering | None = None
     recompute: bool = False  # all but the last operator, the loss
     offload: bool = False  # all that one stage makes and reads, but what backward reads first
+    keeps: bool = False  # a plan for graphs that differ from its own in numbers alone, as the search's are
     graphs: list[Graph] = field(default_factory=list)
 
     @property
@@ -84,9 +86,11 @@ class ForcedCompiler(compiler.Compiler):
             items = movable(graph, prices, program)[:-1]
             own = (item for item in items if bisect(starts, item.home) == bisect(starts, item.needed - 1))
             program = replace(program, offload=tuple(item.moved for item in own))
+        pipeline = replace(self.pipeline, starts=starts)
         if request.stages == 1:
-            return plan_of(program, Pipeline(micro_batches=request.micro_batches))
-        return plan_of(program, replace(self.pipeline, starts=starts))
+            pipeline = Pipeline(micro_batches=request.micro_batches)
+        plan = plan_of(program, pipeline)
+        return replace(plan, graph=fingerprint_of(graph)) if self.keeps else plan
 
 
 def forced_compiler(
@@ -98,6 +102,7 @@ def forced_compiler(
     gathering: Gathering | None = None,
     recompute: bool = False,
     offload: bool = False,
+    keeps: bool = False,
 ) -> ForcedCompiler:
     """The compiler of one plan for the kinds of parallelism that are `wanted`."""
     pipeline = pipeline or Pipeline()
@@ -114,6 +119,7 @@ def forced_compiler(
         gathering=gathering,
         recompute=recompute,
         offload=offload,
+        keeps=keeps,
     )
 
 

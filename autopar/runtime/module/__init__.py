@@ -6,6 +6,7 @@ user_tree         its modules, with DTensors in the place of their parameters
 stored            how these lie, and state dicts in full tensors
 guards            what a program's trace has read, compared at every call
 program_cache     programs by kinds of call and by what their traces read
+free_numbers      numbers that a program takes anew at each call
 rank_states       what the ranks of all stages hold
 optimizers        optimizers on sharded parameters
 clipping          gradient clipping over stages

@@ -15,6 +15,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,8 +24,10 @@ import torch
 from torch import nn
 
 from autopar.trace.attribute_reads import ALL, Owner, Reads, filled_cells, global_names, is_torch
+from autopar.trace.numbers import is_number
 
 _MISSING = object()
+_CELL = object()  # the key of what a cell holds
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _ELSEWHERE = {
     "training",
@@ -38,11 +41,36 @@ _ELSEWHERE = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a number can be read and replaced: under a key of a dictionary, or in a cell."""
+
+    place: Any
+    key: Any
+
+    def read(self) -> Any:
+        """What is there."""
+        return self.place.cell_contents if self.key is _CELL else self.place[self.key]
+
+    def write(self, value: Any) -> None:
+        """Put another value there."""
+        if self.key is _CELL:
+            self.place.cell_contents = value
+        else:
+            self.place[self.key] = value
+
+    @property
+    def name(self) -> tuple[int, Any]:
+        """Equal for one place."""
+        return id(self.place), self.key
+
+
 class Guard:
     """Holds as long as everything that was `read` is what it is now."""
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: Reads, free: Collection[Slot] = ()) -> None:
         self._reads = reads
+        self._slots: list[Slot | None] = []  # of every object that is expected
         self._getters: list[Callable[[Any], Any]] = []
         self._places: list[Any] = []
         self._expected: list[Any] = []
@@ -57,6 +85,10 @@ class Guard:
             self._own(owner)
         for function in reads.functions.values():
             self._function(function)
+        names = {slot.name for slot in free}
+        self._free = {
+            index for index, slot in enumerate(self._slots) if slot is not None and slot.name in names
+        }
 
     def holds(self) -> bool:
         """Whether nothing that was read has changed since."""
@@ -72,18 +104,49 @@ class Guard:
             return "the length of a list that forward reads"
         if not all(map(operator.is_, now, self._expected)):
             for index, (value, before) in enumerate(zip(now, self._expected, strict=True)):
-                if value is not before and not _equal(value, before):
+                if value is not before and not _equal(value, before) and not self._is_free(index, value):
                     return self._names[index]
             self._expected = now
         return None if list(map(len, self._sized)) == self._lengths else self._grown()
 
+    def _is_free(self, index: int, value: Any) -> bool:
+        return index in self._free and type(value) is type(self._expected[index])
+
+    def numbers(self) -> list[tuple[Slot, Any]] | None:
+        """Where numbers have changed, and what they were; None if anything else has, or one that can't be
+        reached."""
+        try:
+            now = list(chain.from_iterable(map(operator.call, self._getters, self._places)))
+        except (KeyError, IndexError, AttributeError, ValueError):
+            return None
+        if len(now) != len(self._expected) or list(map(len, self._sized)) != self._lengths:
+            return None
+        changed = []
+        for value, before, slot in zip(now, self._expected, self._slots, strict=True):
+            if value is before or _equal(value, before):
+                continue
+            if slot is None or not is_number(value) or type(value) is not type(before):
+                return None
+            changed.append((slot, before))
+        return changed
+
+    def places(self) -> list[tuple[str, Slot]]:
+        """What is read and can be replaced, by name."""
+        pairs = zip(self._names, self._slots, strict=True)
+        return [(name, slot) for name, slot in pairs if slot is not None]
+
     # -- what is there ------------------------------------------------------------------------------
 
-    def _add(self, place: Any, getter: Callable[[Any], Any], names: Collection[str]) -> None:
-        """One place, whose getter gives as many objects as there are names."""
+    def _add(
+        self, place: Any, getter: Callable[[Any], Any], names: Collection[str], keys: Collection[Any] = ()
+    ) -> None:
+        """One place, whose getter gives as many objects as there are names; under `keys` they can be
+        replaced."""
         if not names:
             return
         values = list(getter(place))
+        self._slots.extend(Slot(place, key) for key in keys or ())
+        self._slots.extend([None] * (len(names) - len(keys)))
         self._places.append(place)
         self._getters.append(getter)
         self._expected.extend(values)
@@ -98,7 +161,7 @@ class Guard:
             if ALL in names:
                 names = [*names, *(name for name in state if name not in _ELSEWHERE)]
             held = [name for name in dict.fromkeys(names) if name in state and name != ALL]
-            self._add(state, _items(held), [f"{shown}.{name}" for name in held])
+            self._add(state, _items(held), [f"{shown}.{name}" for name in held], held)
             names = [name for name in names if name not in state]
             if names:
                 self._size(state, frozenset(names), shown)
@@ -139,10 +202,11 @@ class Guard:
             case dict():
                 self._size(value, frozenset((ALL,)), name)
                 keys = list(value)
-                self._add(value, _items(keys), [f"{name}[{key!r}]" for key in keys])
+                self._add(value, _items(keys), [f"{name}[{key!r}]" for key in keys], keys)
             case list():
                 self._size(value, frozenset((ALL,)), name)
-                self._add(value, iter, [f"{name}[{index}]" for index in range(len(value))])
+                items = range(len(value))
+                self._add(value, iter, [f"{name}[{index}]" for index in items], items)
             case tuple():
                 for index, held in enumerate(value):
                     self._follow(held, f"{name}[{index}]")
@@ -161,12 +225,12 @@ class Guard:
         self._known.add((function, ""))
         shown = function.__qualname__.replace(".<locals>", "")
         for cell in filled_cells(function):
-            self._add(cell, _attributes(["cell_contents"]), [f"what {shown} closes over"])
+            self._add(cell, _attributes(["cell_contents"]), [f"what {shown} closes over"], [_CELL])
         self._add(function, _attributes(["__defaults__", "__kwdefaults__"]), [f"defaults of {shown}"] * 2)
         known = function.__globals__
         names = [name for name in global_names(function.__code__) if _is_state(known.get(name, _MISSING))]
         names = list(dict.fromkeys(names))
-        self._add(known, _items(names), names)
+        self._add(known, _items(names), names, names)
 
     # -- what has changed ---------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, Protocol, TypedDict, Unpack, cast
@@ -30,7 +31,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.part import Part, whole
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
-from autopar.errors import CheckError, InputError
+from autopar.errors import AutoparError, CheckError, InputError
 from autopar.results.plan import Plan
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.random import Stream, shared_stream
@@ -43,6 +44,7 @@ from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.agreement import Agreement
 from autopar.runtime.module.clipping import norm_dtype, refuse_torch_clipping, scale, total_norm
+from autopar.runtime.module.free_numbers import bind, check_alike, trial
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.local_inputs import LocalInputs
 from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast, take_over
@@ -61,12 +63,15 @@ from autopar.runtime.parameters.parameters import (
     sharding_key,
     twin_of,
 )
-from autopar.trace.attribute_reads import recording
+from autopar.trace.attribute_reads import Reads, recording
 from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
+from autopar.trace.module_state import Inside
+from autopar.trace.numbers import NotFreeError
 from autopar.trace.simplify import no_loss
 
 COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
+TRIALS = 3  # to prove that a program is one for all values of its numbers
 TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits for one that has died
 
 
@@ -144,7 +149,8 @@ class Runner:
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
         self._programs: ProgramCache[Bound | StagedProgram | Relay] = ProgramCache()
         self._left: Mapping[tuple[str, str], Any] = {}  # what the program in hand leaves in modules
-        self._counted, self._has_said = 0, False
+        self._counted, self._has_said = 0, set[bool]()
+        self._failed: dict[Hashable, int] = {}  # trials of numbers to be free that have failed
         self._tells = dist.get_rank() == 0 and not quiet
         # Plans of the module that this one is a copy of, by their calls.
         self._inherited: list[tuple[tuple[Hashable, ...], Plan]] = []
@@ -352,11 +358,32 @@ class Runner:
         self.tree.check()
         self._update_held()
         key = self._key(call, step=step, place=place)
-        known = self._programs.find(key)
-        if known is not None:
-            self._left = known.left
-            return known.program
-        self._note_change(key)
+        entry = self._programs.find(key, call.constants)
+        if entry is None:
+            entry = self._new_entry(call, key, step=step, place=place)
+            self._programs.add(self._key(call, step=step, place=place), entry)
+        self._left = entry.left
+        return entry.program
+
+    def _new_entry(
+        self, call: Arguments, key: tuple[Hashable, ...], *, step: bool, place: int
+    ) -> Entry[Bound | StagedProgram | Relay]:
+        change, itself = self._change(key)
+        entry = None if itself else self._with_free_numbers(call, key, step=step, place=place)
+        self._tell_change(change, free=entry is not None)
+        if entry is not None:
+            return entry
+        made, reads = self._compiled(call, self._plans(key), step=step, place=place)
+        copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
+        groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
+        mesh = self._place(made) if self._mesh is None else self._check(made)
+        self._update_held()
+        return Entry(self._bind(made, mesh, step=step), Guard(reads), reads.left, call.constants)
+
+    def _compiled(
+        self, call: Arguments, known: Sequence[Plan], *, step: bool, place: int
+    ) -> tuple[Executable | StagedExecutable, Reads]:
+        """The program of a call, and what its traces read."""
         args, kwargs = call.rebuild(call.tensors)
         states = None if self._mesh is None else self._states()
         with recording() as reads, self.tree.serial(states) as model:
@@ -368,19 +395,41 @@ class Runner:
                 pinned=self._keep(),
                 step=step,
                 place=place,
-                known=self._plans(key),
+                known=known,
             )
-        copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
-        groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
-        mesh = self._place(made) if self._mesh is None else self._check(made)
-        self._update_held()
-        program = self._bind(made, mesh, step=step)
-        self._programs.add(self._key(call, step=step, place=place), Entry(program, Guard(reads), reads.left))
-        self._left = reads.left
-        return program
+        return made, reads
 
-    def _note_change(self, key: tuple[Hashable, ...]) -> None:
-        """Say once that what was read has changed; raises InputError where forward itself does that."""
+    def _with_free_numbers(
+        self, call: Arguments, key: tuple[Hashable, ...], *, step: bool, place: int
+    ) -> Entry[Bound | StagedProgram | Relay] | None:
+        """A program for all values of the numbers in which the call differs from one that has its program,
+        None where that can't be proved."""
+        for entry in (*self._programs.of(key), *reversed(self._programs.like(key))):
+            tried = trial(entry.guard, entry.constants, call.constants, entry.free)
+            if tried is None or self._failed.get(tried.name, 0) >= TRIALS:
+                continue
+            known = entry.program.executable
+            try:
+                with tried.traced(call.constants) as (numbers, constants):
+                    inside = replace(call, constants=constants)
+                    made, reads = self._compiled(inside, [known.plan], step=step, place=place)
+                check_alike(made, known, numbers)
+                if not _leave_alike(reads.left, entry.left):
+                    raise NotFreeError("another number that forward leaves")
+            except (AutoparError, NotFreeError):  # the user's code, too, may not take what stands for numbers
+                self._failed[tried.name] = self._failed.get(tried.name, 0) + 1
+                return None
+            program = self._bind(made, self._check(made), step=step)
+            free = bind(made, numbers, tried.origins)
+            guard = Guard(reads, free.slots)
+            if not free.settle(call.constants):
+                return None
+            return Entry(program, guard, reads.left, call.constants, free)
+        return None
+
+    def _change(self, key: tuple[Hashable, ...]) -> tuple[str | None, bool]:
+        """What was read and has changed, None for another kind of call, and whether forward itself does that;
+        raises InputError where it always does."""
         alike = self._programs.like(key)
         last = next(iter(self._programs.of(key)), None)
         change = "an argument without tensors" if last is None else last.guard.change()
@@ -396,15 +445,25 @@ class Runner:
                 wanted=f"one program for all calls; {COUNTS} were made for its values",
                 remedy="register_buffer(name, torch.tensor(0)) it, or count outside",
             )
-        if alike and not self._has_said and self._tells:
+        return (change if alike else None), bool(own)
+
+    def _tell_change(self, change: str | None, *, free: bool) -> None:
+        """Say once what a change costs."""
+        if change is None or free in self._has_said:
+            return
+        self._has_said.add(free)
+        if self._tells:
+            then = (
+                "from now on it is an input of the program"
+                if free
+                else "the model is traced anew for each value, without a search where numbers alone differ; "
+                f"the last {STATES} programs of a kind are kept"
+            )
             print(
-                f"autopar: {change} has changed, which the program depends on: the model is traced anew for "
-                "each value, without a search where numbers alone differ; the last "
-                f"{STATES} programs of a kind are kept (said once)",
+                f"autopar: {change} has changed, which the program depends on: {then} (said once)",
                 file=sys.stderr,
                 flush=True,
             )
-        self._has_said = self._has_said or bool(alike)
 
     def _bind(
         self, made: Executable | StagedExecutable, mesh: DeviceMesh, *, step: bool
@@ -602,9 +661,13 @@ class Runner:
         return twin
 
     def _plans(self, key: tuple[Hashable, ...]) -> list[Plan]:
-        """Plans of such calls: another graph of the same shape needs no search."""
-        inherited = [plan for known, plan in self._inherited if known[1:] == key[1:]]
-        return [*(entry.program.executable.plan for entry in self._programs.like(key)), *inherited]
+        """Plans of such calls, and of calls with other sizes: another graph of the same shape needs no
+        search."""
+        held = [(kind, program.executable.plan) for kind, program in self._programs.plans()]
+        every = [(kind, plan) for kind, plan in (*held, *self._inherited) if _form(kind) == _form(key)]
+        first = [plan for kind, plan in every if kind[1:] == key[1:]]
+        rest = {id(plan.program): plan for kind, plan in every if kind[1:] != key[1:]}
+        return [*first, *rest.values()]
 
     def _store(self, name: str, full: Tensor) -> tuple[Tensor | None, Stored]:
         assert self._mesh is not None
@@ -890,6 +953,19 @@ def _parallel_class(kind: type) -> type:
 def _serial_class(kind: type) -> type:
     """The user's class of which this is the parallel one."""
     return cast(type, vars(kind)["_serial_class"])
+
+
+def _form(key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+    """A kind of call without its constants, sizes, and place among micro-batches."""
+    return tuple(part for place, part in enumerate(key) if place not in (0, 2, 6))
+
+
+def _leave_alike(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tuple[str, str], Any]) -> bool:
+    """Whether forward leaves the same numbers in modules; tensors stay inside of programs."""
+    return ours.keys() == theirs.keys() and all(
+        type(value) is type(theirs[place]) and (isinstance(value, Inside) or value == theirs[place])
+        for place, value in ours.items()
+    )
 
 
 def _refuse_input_gradients(call: Arguments) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from autopar.runtime.module.free_numbers import Free
 from autopar.runtime.module.guards import Guard
 
 STATES = 16  # programs of one kind of call: of other attributes, numbers or flags
@@ -18,11 +19,20 @@ Key = tuple[Hashable, ...]
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[P]):
-    """A program, the guard of what its trace read, and what forward leaves in modules, by path and name."""
+    """A program, the guard of what its trace read, and what forward leaves in modules, by path and name.
+
+    It was made for a call with these `constants`; `free` are numbers that may be others.
+    """
 
     program: P
     guard: Guard
     left: Mapping[tuple[str, str], Any]
+    constants: tuple[Any, ...] = ()
+    free: Free | None = None
+
+    def fits(self, constants: tuple[Any, ...]) -> bool:
+        """Whether it is the program of a call with these constants, as things are; from now on it is."""
+        return self.guard.holds() and (self.free is None or self.free.settle(constants))
 
 
 class ProgramCache(Generic[P]):
@@ -30,6 +40,7 @@ class ProgramCache(Generic[P]):
 
     def __init__(self) -> None:
         self._kinds: dict[Key, list[Entry[P]]] = {}
+        self._free: dict[frozenset[int], None] = {}  # places of arguments that are free in some
 
     def __len__(self) -> int:
         return sum(map(len, self._kinds.values()))
@@ -50,11 +61,17 @@ class ProgramCache(Generic[P]):
         """Those of this kind of call and of others that differ in the first part of their key alone."""
         return [entry for kind, entries in self._kinds.items() if kind[1:] == key[1:] for entry in entries]
 
-    def find(self, key: Key) -> Entry[P] | None:
+    def find(self, key: Key, constants: tuple[Any, ...]) -> Entry[P] | None:
         """The program for this kind of call whose guard holds."""
+        for arguments in self._free:
+            if (entry := self._find(_without(key, arguments), constants)) is not None:
+                return entry
+        return self._find(key, constants)
+
+    def _find(self, key: Key, constants: tuple[Any, ...]) -> Entry[P] | None:
         entries = self._kinds.get(key, [])
         for index, entry in enumerate(entries):
-            if entry.guard.holds():
+            if entry.fits(constants):
                 if index:
                     entries.insert(0, entries.pop(index))
                 return entry
@@ -62,9 +79,26 @@ class ProgramCache(Generic[P]):
 
     def add(self, key: Key, entry: Entry[P]) -> None:
         """Take in a program, and drop what has been there too long."""
+        if entry.free is not None and (arguments := entry.free.arguments):
+            self._free[arguments] = None
+            key = _without(key, arguments)
         entries = self._kinds.pop(key, [])
         entries.insert(0, entry)
         self._kinds[key] = entries
         del entries[STATES:]
         while len(self._kinds) > KINDS:
             del self._kinds[next(iter(self._kinds))]
+
+
+def _without(key: Key, arguments: frozenset[int]) -> Key:
+    """The kind of call whose `arguments` may be any numbers of their types."""
+    constants = key[0] if key else ()
+    if not isinstance(constants, tuple) or not all(place < len(constants) for place in arguments):
+        return key
+    return (
+        tuple(
+            item[:1] if place in arguments and isinstance(item, tuple) else item
+            for place, item in enumerate(constants)
+        ),
+        *key[1:],
+    )

@@ -48,6 +48,7 @@ class Recomputed(nn.Module):
         self.body = body
         self.mutated = tuple(mutated)
         self.to_the_end = to_the_end
+        self.numbers: tuple[str, ...] = ()  # attributes of `body` that are others at each call
 
     def forward(self, *tensors: Tensor) -> Any:
         """The tuple that `body` returns."""
@@ -55,8 +56,11 @@ class Recomputed(nn.Module):
             return self.body(*tensors)
 
         buffers, count = {place: tensors[place] for place in self.mutated}, len(tensors)
+        state = self.body.__dict__
+        numbers = {name: state[name] for name in self.numbers}
 
         def run(*arguments: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            state.update(numbers)  # those of this call, also in backward
             copies = {place: buffer.clone() for place, buffer in buffers.items()}
             rest = iter(arguments)
             values = [copies[place] if place in copies else next(rest) for place in range(count)]
