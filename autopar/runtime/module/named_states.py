@@ -1,0 +1,307 @@
+"""State dicts by names, as `torch.distributed.checkpoint.state_dict` gives and takes them.
+
+get_model_state_dict, get_optimizer_state_dict    chunks in serial order, or full tensors if asked for
+set_model_state_dict, set_optimizer_state_dict    either, from any plan or the serial model
+
+Torch's functions all come to the same four of its own, which know what was asked for. For models with
+parallel modules in them these are ours: torch's would look for names on one rank that other stages have,
+and lay full tensors by chunks. Everything else is torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as by_names
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from autopar.errors import InputError
+from autopar.runtime.collectives.roll_call import collective
+from autopar.runtime.module.optimizer_states import NAMES, PARAMETERS, Member, Slots, serial_groups
+from autopar.runtime.module.stored import sharded_state
+from autopar.runtime.module.user_tree import UserTree, placed_trees
+
+_MARK = "_autopar_speaks_by_names"
+_DOORS = (
+    "_get_model_state_dict",
+    "_load_model_state_dict",
+    "_get_optim_state_dict",
+    "_load_optim_state_dict",
+)
+
+
+def speak_by_names() -> None:
+    """From now on torch's functions for state dicts by names give and take those of parallel modules."""
+    if hasattr(by_names, _MARK):
+        return
+    missing = [name for name in (*_DOORS, "_init_optim_state") if not hasattr(by_names, name)]
+    if missing:
+        raise InputError(
+            where="torch.distributed.checkpoint.state_dict",
+            found=f"no {missing[0]} in torch {torch.__version__}",
+            wanted="a version of torch whose state dicts are known",
+            remedy="install torch 2.13",
+        )
+    for name, ours in zip(_DOORS, (_get_model, _set_model, _get_optimizers, _set_optimizers), strict=True):
+        setattr(by_names, name, _instead(getattr(by_names, name), ours))
+    setattr(by_names, _MARK, True)
+
+
+def _instead(theirs: Callable[..., Any], ours: Any) -> Callable[..., Any]:
+    """A function that is ours for models with parallel modules, and theirs for all others."""
+
+    @functools.wraps(theirs)
+    def function(model: nn.Module, *arguments: Any, info: Any = None) -> Any:
+        arguments = arguments if info is None else (*arguments, info)
+        prefixes = _prefixes(model)
+        if not prefixes:
+            return theirs(model, *arguments)
+        with torch.no_grad():
+            return ours(theirs, prefixes, model, *arguments)
+
+    return function
+
+
+def _prefixes(model: nn.Module) -> dict[int, str]:
+    """What the names of each parallel module's tensors begin with in `model`, by the number of its tree."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    return {
+        tree.number: f"{paths[id(tree.root)]}." if paths[id(tree.root)] else ""
+        for tree in placed_trees()
+        if id(tree.root) in paths
+    }
+
+
+# -- models -------------------------------------------------------------------------------------
+
+
+def _get_model(theirs: Callable[..., Any], _: Any, model: nn.Module, info: Any) -> Any:
+    with collective("get_model_state_dict"), sharded_state(not info.full_state_dict):
+        return theirs(model, info)
+
+
+def _set_model(theirs: Callable[..., Any], _: Any, model: nn.Module, state: dict[str, Any], info: Any) -> Any:
+    if not info.handle_model:
+        return theirs(model, state, info)
+    with collective("set_model_state_dict"):
+        if info.broadcast_from_rank0:
+            state = _from_rank_0(state)
+        # Full tensors are cut as they are loaded.
+        return theirs(model, state, replace(info, full_state_dict=False, broadcast_from_rank0=False))
+
+
+def _from_rank_0(value: Any) -> Any:
+    """What rank 0 has, on all ranks; a collective."""
+    device = dist.distributed_c10d._get_pg_default_device()
+    leaves, structure = pytree.tree_flatten(value)
+    described: list[Any] = [
+        [item.to("meta") if isinstance(item, Tensor) else item for item in leaves],
+        structure,
+    ]
+    dist.broadcast_object_list(described, src=0, device=device)
+    received = []
+    for place, item in enumerate(described[0]):
+        if isinstance(item, Tensor):
+            full = leaves[place] if dist.get_rank() == 0 else torch.empty_like(item, device="cpu")
+            full = full.to(device).contiguous()
+            dist.broadcast(full, src=0)
+            item = full.cpu()
+        received.append(item)
+    return pytree.tree_unflatten(received, described[1])
+
+
+# -- optimizers ---------------------------------------------------------------------------------
+
+
+def _get_optimizers(
+    theirs: Callable[..., Any],
+    prefixes: Mapping[int, str],
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    info: Any,
+) -> Any:
+    if not info.handle_optim:
+        return {}
+    collected: dict[str, Any] = {"state": {}, "param_groups": []}
+    with collective("get_optimizer_state_dict"), sharded_state(not info.full_state_dict):
+        for optimizer in optimizers:
+            by_names._init_optim_state(optimizer)
+            names = _serial_names(optimizer, model, prefixes)
+            packed = optimizer.state_dict()
+            collected["state"] |= {
+                names[key] if isinstance(key, int) else key: value for key, value in packed["state"].items()
+            }
+            collected["param_groups"] += [
+                {**group, PARAMETERS: [names[number] for number in group[PARAMETERS]]}
+                for group in packed["param_groups"]
+            ]
+        if info.flatten_optimizer_state_dict:
+            collected = by_names._flatten_optim_state_dict(collected)
+        return by_names._maybe_full_or_cpu_state_dict(collected, info)
+
+
+def _serial_names(optimizer: Optimizer, model: nn.Module, prefixes: Mapping[int, str]) -> list[str]:
+    """The names in `model` of all parameters of the serial optimizer, by their numbers."""
+    slots = Slots(optimizer)
+    others = {id(item): name for name, item in model.named_parameters()}
+    here = {slot.member: others.get(id(slot.parameter)) for slot in slots}
+
+    def name_of(member: Member) -> str:
+        if not isinstance(member, int) and member[0] in prefixes:
+            return prefixes[member[0]] + member[1]
+        if (name := here.get(member)) is not None:
+            return name
+        raise InputError(
+            where=f"state dict of {type(optimizer).__name__} by names",
+            found="a parameter that the model hasn't got",
+            wanted="optimizers of the model's own parameters",
+            remedy="pass the model that has them all",
+        )
+
+    return [name_of(member) for member in serial_groups(slots, optimizer.param_groups).numbers]
+
+
+def _set_optimizers(
+    theirs: Callable[..., Any],
+    prefixes: Mapping[int, str],
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    state: Mapping[str, Any],
+    info: Any,
+) -> None:
+    if not info.handle_optim:
+        return
+    with collective("set_optimizer_state_dict"):
+        if info.broadcast_from_rank0:
+            state = _from_rank_0(state)
+        for optimizer in optimizers:
+            by_names._init_optim_state(optimizer)
+            names = _serial_names(optimizer, model, prefixes)
+            aliases = _aliases(prefixes)
+            optimizer.load_state_dict(
+                _numbered(state, optimizer, names, aliases, strict=info.strict)
+                if _is_by_names(state)
+                else dict(state)
+            )
+
+
+def _is_by_names(state: Mapping[str, Any]) -> bool:
+    if "param_groups" not in state:
+        return True  # flattened
+    return not all(isinstance(key, int) for group in state["param_groups"] for key in group[PARAMETERS])
+
+
+def _aliases(prefixes: Mapping[int, str]) -> dict[str, list[str]]:
+    """All names of each tied parameter, by the first one; another plan may have saved it by any."""
+    aliases: dict[str, list[str]] = {}
+    for tree in placed_trees():
+        if tree.number in prefixes:
+            for names in _tied(tree):
+                full = [prefixes[tree.number] + name for name in names]
+                aliases[full[0]] = full
+    return aliases
+
+
+def _tied(tree: UserTree) -> Iterable[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, stored in tree.stored.items():
+        names.setdefault(id(stored), []).append(name)
+    return names.values()
+
+
+def _numbered(
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    names: Sequence[str],
+    aliases: Mapping[str, Sequence[str]],
+    *,
+    strict: bool,
+) -> dict[str, Any]:
+    """The serial optimizer's state dict, of one by names."""
+    slots = Slots(optimizer)
+    groups = serial_groups(slots, optimizer.param_groups)
+    given = _Flat(state) if "param_groups" not in state else _Nested(state)
+    numbers = groups.numbers
+    known = {number: _known_name(given, aliases.get(name, [name])) for number, name in enumerate(names)}
+    states = {}
+    for slot in slots:
+        number = numbers[slot.member]
+        values = given.state(known[number])
+        if values is not None:
+            states[number] = values
+        elif strict and slot.parameter.requires_grad and optimizer.state.get(slot.parameter):
+            raise InputError(
+                where=f"state of {names[number]} for {type(optimizer).__name__}",
+                found="none in what is loaded",
+                wanted="state of every parameter that learns",
+                remedy="pass StateDictOptions(strict=False) to begin it anew",
+            )
+    packed = []
+    for group in groups.serial:
+        members = [numbers[member] for member in group.members]
+        options = given.options(known[members[0]], group.options) if members else None
+        packed.append({**(group.options if options is None else options), PARAMETERS: members})
+    return {"state": states, "param_groups": packed}
+
+
+def _known_name(given: _Flat | _Nested, names: Sequence[str]) -> str:
+    return next((name for name in names if name in given.names), names[0])
+
+
+class _Nested:
+    """A state dict by names with entries for each parameter and group."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state.get("state", {})
+        self._groups = {name: group for group in state["param_groups"] for name in group[PARAMETERS]}
+        self.names = {*self._groups}
+
+    def state(self, name: str) -> Mapping[str, Any] | None:
+        """What is kept for a parameter."""
+        values: Mapping[str, Any] | None = self._state.get(name)
+        return values
+
+    def options(self, name: str, _: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The options of the group that a parameter is in."""
+        group = self._groups.get(name)
+        return None if group is None else {k: v for k, v in group.items() if k not in (PARAMETERS, NAMES)}
+
+
+class _Flat:
+    """A state dict by names in one level: state.NAME.VALUE and param_groups.NAME.OPTION."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._entries = state
+        self._by_prefix: dict[str, list[str]] = {}
+        for key in state:
+            words = key.split(".")
+            for count in range(2, len(words)):
+                self._by_prefix.setdefault(".".join(words[:count]), []).append(key)
+        self.names = {
+            prefix.partition(".")[2] for prefix in self._by_prefix if prefix.startswith("param_groups.")
+        }
+
+    def state(self, name: str) -> Mapping[str, Any] | None:
+        """What is kept for a parameter; nested where names of values have dots."""
+        prefix = f"state.{name}"
+        values: dict[str, Any] = {}
+        for key in self._by_prefix.get(prefix, ()):
+            *path, last = key[len(prefix) + 1 :].split(".")
+            inner = values
+            for word in path:
+                inner = inner.setdefault(word, {})
+            inner[last] = self._entries[key]
+        return values or None
+
+    def options(self, name: str, known: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The options of the group that a parameter is in."""
+        prefix = f"param_groups.{name}."
+        options = {key: self._entries[prefix + key] for key in known if prefix + key in self._entries}
+        return {**known, **options} if options else None
