@@ -20,11 +20,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as by_names
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.module.optimizer_states import NAMES, PARAMETERS, Member, Slots, serial_groups
+from autopar.runtime.module.optimizer_values import mapped
 from autopar.runtime.module.stored import sharded_state
 from autopar.runtime.module.user_tree import UserTree, placed_trees
 
@@ -87,34 +87,44 @@ def _get_model(theirs: Callable[..., Any], _: Any, model: nn.Module, info: Any) 
         return theirs(model, info)
 
 
-def _set_model(theirs: Callable[..., Any], _: Any, model: nn.Module, state: dict[str, Any], info: Any) -> Any:
-    if not info.handle_model:
+def _set_model(
+    theirs: Callable[..., Any],
+    prefixes: Mapping[int, str],
+    model: nn.Module,
+    state: dict[str, Any],
+    info: Any,
+) -> Any:
+    if not info.handle_model and not info.broadcast_from_rank0:
         return theirs(model, state, info)
     with collective("set_model_state_dict"):
         if info.broadcast_from_rank0:
-            state = _from_rank_0(state)
-        # Full tensors are cut as they are loaded.
-        return theirs(model, state, replace(info, full_state_dict=False, broadcast_from_rank0=False))
+            state = _from_rank_0(state, _device(prefixes))
+        # Full tensors are cut as they are loaded. Ranks that pass nothing are said not to handle the model.
+        told = replace(info, full_state_dict=False, broadcast_from_rank0=False, handle_model=True)
+        return theirs(model, state, told)
 
 
-def _from_rank_0(value: Any) -> Any:
+def _from_rank_0(value: Any, device: torch.device) -> Any:
     """What rank 0 has, on all ranks; a collective."""
-    device = dist.distributed_c10d._get_pg_default_device()
-    leaves, structure = pytree.tree_flatten(value)
-    described: list[Any] = [
-        [item.to("meta") if isinstance(item, Tensor) else item for item in leaves],
-        structure,
-    ]
+    described = [mapped(value, None, lambda item, _: item.to("meta"))]
     dist.broadcast_object_list(described, src=0, device=device)
-    received = []
-    for place, item in enumerate(described[0]):
-        if isinstance(item, Tensor):
-            full = leaves[place] if dist.get_rank() == 0 else torch.empty_like(item, device="cpu")
-            full = full.to(device).contiguous()
-            dist.broadcast(full, src=0)
-            item = full.cpu()
-        received.append(item)
-    return pytree.tree_unflatten(received, described[1])
+
+    def give(item: Tensor, _: Any) -> Tensor:
+        dist.broadcast(item.to(device).contiguous(), src=0)
+        return item
+
+    def receive(item: Tensor, _: Any) -> Tensor:
+        full = torch.empty_like(item, device=device, memory_format=torch.contiguous_format)
+        dist.broadcast(full, src=0)
+        return full.cpu()
+
+    return mapped(value, None, give) if dist.get_rank() == 0 else mapped(described[0], None, receive)
+
+
+def _device(prefixes: Iterable[int]) -> torch.device:
+    """Where the parallel modules of these trees run."""
+    stored = (item for tree in placed_trees() if tree.number in prefixes for item in tree.stored.values())
+    return next(item.device for item in stored)
 
 
 # -- optimizers ---------------------------------------------------------------------------------
@@ -180,9 +190,9 @@ def _set_optimizers(
         return
     with collective("set_optimizer_state_dict"):
         if info.broadcast_from_rank0:
-            state = _from_rank_0(state)
+            state = _from_rank_0(state, _device(prefixes))
         for optimizer in optimizers:
-            by_names._init_optim_state(optimizer)
+            _make_room(optimizer)
             names = _serial_names(optimizer, model, prefixes)
             aliases = _aliases(prefixes)
             optimizer.load_state_dict(
@@ -190,6 +200,17 @@ def _set_optimizers(
                 if _is_by_names(state)
                 else dict(state)
             )
+
+
+def _make_room(optimizer: Optimizer) -> None:
+    """Let a new optimizer make its state, as torch does where there are no gradients."""
+    parameters = [item for group in optimizer.param_groups for item in group[PARAMETERS]]
+    gradients = [item.grad for item in parameters]
+    for item in parameters:
+        item.grad = None
+    by_names._init_optim_state(optimizer)
+    for item, gradient in zip(parameters, gradients, strict=True):
+        item.grad = gradient
 
 
 def _is_by_names(state: Mapping[str, Any]) -> bool:
@@ -241,7 +262,8 @@ def _numbered(
                 where=f"state of {names[number]} for {type(optimizer).__name__}",
                 found="none in what is loaded",
                 wanted="state of every parameter that learns",
-                remedy="pass StateDictOptions(strict=False) to begin it anew",
+                remedy="zero_grad() before get_optimizer_state_dict, which else makes no room for state to "
+                "load, or StateDictOptions(strict=False) to begin it anew",
             )
     packed = []
     for group in groups.serial:

@@ -57,7 +57,7 @@ class Group(NamedTuple):
     """A group of a serial optimizer."""
 
     members: tuple[Member, ...]
-    options: Mapping[str, Any]  # rates and the like
+    options: Mapping[str, Any]  # rates and the like; None in the place of names
 
 
 class Groups(NamedTuple):
@@ -133,7 +133,7 @@ def serial_groups(slots: Slots, groups: Sequence[Mapping[str, Any]]) -> Groups:
     mine = [
         Group(
             tuple(slot.member for slot in held),
-            {key: value for key, value in group.items() if key not in (PARAMETERS, NAMES)},
+            {key: None if key == NAMES else value for key, value in group.items() if key != PARAMETERS},
         )
         for held, group in zip(slots.groups, groups, strict=True)
     ]
@@ -341,17 +341,14 @@ def _names(slots: Slots, groups: Sequence[Mapping[str, Any]]) -> dict[Member, st
 def _packed_groups(
     groups: Groups, numbers: Mapping[Member, int], names: Mapping[Member, str]
 ) -> list[dict[str, Any]]:
-    packed = []
-    for group in groups.serial:
-        given = [names[member] for member in group.members if member in names]
-        packed.append(
-            {
-                **group.options,
-                **({NAMES: given} if given and len(given) == len(group.members) else {}),
-                PARAMETERS: [numbers[member] for member in group.members],
-            }
-        )
-    return packed
+    return [
+        {
+            **group.options,
+            **({NAMES: [names[member] for member in group.members]} if NAMES in group.options else {}),
+            PARAMETERS: [numbers[member] for member in group.members],
+        }
+        for group in groups.serial
+    ]
 
 
 # -- loading ------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def saved(value: Tensor, subject: Subject, *, sharded: bool) -> Tensor:
 def _unknown(value: Tensor, subject: Subject) -> InputError:
     return InputError(
         where=f"{subject.state} of {subject.name} in an optimizer's state",
-        found=f"shape {tuple(value.shape)} on this rank, for a parameter of shape "
+        found=f"shape {tuple(value.shape)}, for a parameter of shape "
         f"{tuple(subject.parameter.shape)} in shards",
         wanted="numbers, or tensors of the parameter's shape: how others are cut can't be told",
         remedy='use Adam, AdamW or SGD, or plan with force="batch" and shard_state="none"',
