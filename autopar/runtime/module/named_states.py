@@ -11,8 +11,9 @@ and lay full tensors by chunks. Everything else is torch's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,45 +61,87 @@ def _instead(theirs: Callable[..., Any], ours: Any) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def function(model: nn.Module, *arguments: Any, info: Any = None) -> Any:
         arguments = arguments if info is None else (*arguments, info)
-        prefixes = _prefixes(model)
-        if not prefixes:
+        naming = Naming.of(model)
+        if not naming.prefixes:
             return theirs(model, *arguments)
         with torch.no_grad():
-            return ours(theirs, prefixes, model, *arguments)
+            return ours(theirs, naming, model, *arguments)
 
     return function
 
 
-def _prefixes(model: nn.Module) -> dict[int, str]:
-    """What the names of each parallel module's tensors begin with in `model`, by the number of its tree."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    return {
-        tree.number: f"{paths[id(tree.root)]}." if paths[id(tree.root)] else ""
-        for tree in placed_trees()
-        if id(tree.root) in paths
-    }
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What a model calls the tensors of the parallel modules in it, or of the one that it is in.
+
+    `prefixes` are, for each tree, what the model's names have more at their beginning, and what less.
+    """
+
+    prefixes: Mapping[int, tuple[str, str]]
+    trees: Sequence[UserTree]
+
+    @staticmethod
+    def of(model: nn.Module) -> Naming:
+        """The naming of this model."""
+        paths = {id(module): path for path, module in model.named_modules()}
+        prefixes, trees = {}, []
+        for tree in placed_trees():
+            below = {id(module): path for path, module in tree.root.named_modules()}
+            if id(tree.root) in paths:
+                prefixes[tree.number] = (_dotted(paths[id(tree.root)]), "")
+            elif id(model) in below:
+                prefixes[tree.number] = ("", _dotted(below[id(model)]))
+            else:
+                continue
+            trees.append(tree)
+        return Naming(prefixes, trees)
+
+    def names(self, number: int, name: str) -> list[str]:
+        """All names of a tree's tensor in the model, its first one ahead; none where it isn't there."""
+        tree = next((tree for tree in self.trees if tree.number == number), None)
+        if tree is None:
+            return []
+        more, less = self.prefixes[number]
+        stored = tree.stored[name]
+        tied = [known for known, other in tree.stored.items() if other is stored]
+        return [more + known.removeprefix(less) for known in tied if known.startswith(less)]
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Around what is collective where anything is shared."""
+        is_shared = any(stored.is_shared for tree in self.trees for stored in tree.stored.values())
+        return collective(what) if is_shared else nullcontext()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parallel modules run."""
+        return next(stored.device for tree in self.trees for stored in tree.stored.values())
+
+
+def _dotted(path: str) -> str:
+    return f"{path}." if path else ""
 
 
 # -- models -------------------------------------------------------------------------------------
 
 
-def _get_model(theirs: Callable[..., Any], _: Any, model: nn.Module, info: Any) -> Any:
-    with collective("get_model_state_dict"), sharded_state(not info.full_state_dict):
+def _get_model(theirs: Callable[..., Any], naming: Naming, model: nn.Module, info: Any) -> Any:
+    with naming.together("get_model_state_dict"), sharded_state(not info.full_state_dict):
         return theirs(model, info)
 
 
 def _set_model(
     theirs: Callable[..., Any],
-    prefixes: Mapping[int, str],
+    naming: Naming,
     model: nn.Module,
     state: dict[str, Any],
     info: Any,
 ) -> Any:
     if not info.handle_model and not info.broadcast_from_rank0:
         return theirs(model, state, info)
-    with collective("set_model_state_dict"):
+    once = collective if info.broadcast_from_rank0 else naming.together
+    with once("set_model_state_dict"):
         if info.broadcast_from_rank0:
-            state = _from_rank_0(state, _device(prefixes))
+            state = _from_rank_0(state, naming.device)
         # Full tensors are cut as they are loaded. Ranks that pass nothing are said not to handle the model.
         told = replace(info, full_state_dict=False, broadcast_from_rank0=False, handle_model=True)
         return theirs(model, state, told)
@@ -121,18 +164,12 @@ def _from_rank_0(value: Any, device: torch.device) -> Any:
     return mapped(value, None, give) if dist.get_rank() == 0 else mapped(described[0], None, receive)
 
 
-def _device(prefixes: Iterable[int]) -> torch.device:
-    """Where the parallel modules of these trees run."""
-    stored = (item for tree in placed_trees() if tree.number in prefixes for item in tree.stored.values())
-    return next(item.device for item in stored)
-
-
 # -- optimizers ---------------------------------------------------------------------------------
 
 
 def _get_optimizers(
     theirs: Callable[..., Any],
-    prefixes: Mapping[int, str],
+    naming: Naming,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     info: Any,
@@ -140,10 +177,10 @@ def _get_optimizers(
     if not info.handle_optim:
         return {}
     collected: dict[str, Any] = {"state": {}, "param_groups": []}
-    with collective("get_optimizer_state_dict"), sharded_state(not info.full_state_dict):
+    with naming.together("get_optimizer_state_dict"), sharded_state(not info.full_state_dict):
         for optimizer in optimizers:
             by_names._init_optim_state(optimizer)
-            names = _serial_names(optimizer, model, prefixes)
+            names = [first for first, *_ in _serial_names(optimizer, model, naming)]
             packed = optimizer.state_dict()
             collected["state"] |= {
                 names[key] if isinstance(key, int) else key: value for key, value in packed["state"].items()
@@ -157,17 +194,18 @@ def _get_optimizers(
         return by_names._maybe_full_or_cpu_state_dict(collected, info)
 
 
-def _serial_names(optimizer: Optimizer, model: nn.Module, prefixes: Mapping[int, str]) -> list[str]:
-    """The names in `model` of all parameters of the serial optimizer, by their numbers."""
+def _serial_names(optimizer: Optimizer, model: nn.Module, naming: Naming) -> list[list[str]]:
+    """The names in `model` of all parameters of the serial optimizer, by their numbers; all of each."""
     slots = Slots(optimizer)
     others = {id(item): name for name, item in model.named_parameters()}
-    here = {slot.member: others.get(id(slot.parameter)) for slot in slots}
+    here = {slot.member: others[id(slot.parameter)] for slot in slots if id(slot.parameter) in others}
 
-    def name_of(member: Member) -> str:
-        if not isinstance(member, int) and member[0] in prefixes:
-            return prefixes[member[0]] + member[1]
-        if (name := here.get(member)) is not None:
-            return name
+    def names_of(member: Member) -> list[str]:
+        names = [] if isinstance(member, int) else naming.names(*member)
+        if not names and member in here:
+            names = [here[member]]
+        if names:
+            return names
         raise InputError(
             where=f"state dict of {type(optimizer).__name__} by names",
             found="a parameter that the model hasn't got",
@@ -175,12 +213,12 @@ def _serial_names(optimizer: Optimizer, model: nn.Module, prefixes: Mapping[int,
             remedy="pass the model that has them all",
         )
 
-    return [name_of(member) for member in serial_groups(slots, optimizer.param_groups).numbers]
+    return [names_of(member) for member in serial_groups(slots, optimizer.param_groups).numbers]
 
 
 def _set_optimizers(
     theirs: Callable[..., Any],
-    prefixes: Mapping[int, str],
+    naming: Naming,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     state: Mapping[str, Any],
@@ -188,17 +226,15 @@ def _set_optimizers(
 ) -> None:
     if not info.handle_optim:
         return
-    with collective("set_optimizer_state_dict"):
+    once = collective if info.broadcast_from_rank0 else naming.together
+    with once("set_optimizer_state_dict"):
         if info.broadcast_from_rank0:
-            state = _from_rank_0(state, _device(prefixes))
+            state = _from_rank_0(state, naming.device)
         for optimizer in optimizers:
             _make_room(optimizer)
-            names = _serial_names(optimizer, model, prefixes)
-            aliases = _aliases(prefixes)
+            names = _serial_names(optimizer, model, naming)
             optimizer.load_state_dict(
-                _numbered(state, optimizer, names, aliases, strict=info.strict)
-                if _is_by_names(state)
-                else dict(state)
+                _numbered(state, optimizer, names, strict=info.strict) if _is_by_names(state) else dict(state)
             )
 
 
@@ -219,29 +255,10 @@ def _is_by_names(state: Mapping[str, Any]) -> bool:
     return not all(isinstance(key, int) for group in state["param_groups"] for key in group[PARAMETERS])
 
 
-def _aliases(prefixes: Mapping[int, str]) -> dict[str, list[str]]:
-    """All names of each tied parameter, by the first one; another plan may have saved it by any."""
-    aliases: dict[str, list[str]] = {}
-    for tree in placed_trees():
-        if tree.number in prefixes:
-            for names in _tied(tree):
-                full = [prefixes[tree.number] + name for name in names]
-                aliases[full[0]] = full
-    return aliases
-
-
-def _tied(tree: UserTree) -> Iterable[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, stored in tree.stored.items():
-        names.setdefault(id(stored), []).append(name)
-    return names.values()
-
-
 def _numbered(
     state: Mapping[str, Any],
     optimizer: Optimizer,
-    names: Sequence[str],
-    aliases: Mapping[str, Sequence[str]],
+    names: Sequence[Sequence[str]],
     *,
     strict: bool,
 ) -> dict[str, Any]:
@@ -250,7 +267,8 @@ def _numbered(
     groups = serial_groups(slots, optimizer.param_groups)
     given = _Flat(state) if "param_groups" not in state else _Nested(state)
     numbers = groups.numbers
-    known = {number: _known_name(given, aliases.get(name, [name])) for number, name in enumerate(names)}
+    # Another plan may have saved a tied parameter by any of its names.
+    known = [next((name for name in tied if name in given.names), tied[0]) for tied in names]
     states = {}
     for slot in slots:
         number = numbers[slot.member]
@@ -259,7 +277,7 @@ def _numbered(
             states[number] = values
         elif strict and slot.parameter.requires_grad and optimizer.state.get(slot.parameter):
             raise InputError(
-                where=f"state of {names[number]} for {type(optimizer).__name__}",
+                where=f"state of {known[number]} for {type(optimizer).__name__}",
                 found="none in what is loaded",
                 wanted="state of every parameter that learns",
                 remedy="zero_grad() before get_optimizer_state_dict, which else makes no room for state to "
@@ -271,10 +289,6 @@ def _numbered(
         options = given.options(known[members[0]], group.options) if members else None
         packed.append({**(group.options if options is None else options), PARAMETERS: members})
     return {"state": states, "param_groups": packed}
-
-
-def _known_name(given: _Flat | _Nested, names: Sequence[str]) -> str:
-    return next((name for name in names if name in given.names), names[0])
 
 
 class _Nested:

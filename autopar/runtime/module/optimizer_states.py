@@ -98,6 +98,8 @@ class Slots:
                 ]
             )
         used |= {slot.owner.tree.number for slot in self if slot.owner is not None}
+        # Whether some parameter isn't stored in serial order.
+        self.is_apart = any(slot.owner is not None and slot.owner.stored.serial.is_apart for slot in self)
         self.used = [self.trees[number] for number in sorted(used)]
 
     def __iter__(self) -> Iterator[Slot]:
@@ -118,11 +120,11 @@ class Slots:
         return collective(what) if self.is_shared else nullcontext()
 
 
-def subject_of(slot: Slot, state: str) -> Subject | None:
+def subject_of(slot: Slot, state: str, *, beside_apart: bool) -> Subject | None:
     """What a value of the optimizer's state is kept for; None for a parameter that is no tree's."""
     if slot.owner is None or not isinstance(slot.parameter, DTensor):
         return None
-    return Subject(slot.parameter, slot.owner.stored, slot.owner.name, state)
+    return Subject(slot.parameter, slot.owner.stored, slot.owner.name, state, beside_apart)
 
 
 # -- groups -------------------------------------------------------------------------------------
@@ -219,8 +221,9 @@ def _after_saving(slots: Slots, optimizer: Optimizer, packed: dict[str, Any]) ->
     if slots.is_staged and not is_sharded_state():
         states = _collected(slots, own, groups)
     else:
+        save = functools.partial(saved, sharded=is_sharded_state())
         states = {
-            slot.member: _saved(slot, own[slot.member], sharded=is_sharded_state())
+            slot.member: _each(slots, slot, own[slot.member], {}, save)
             for slot in slots
             if slot.member in own
         }
@@ -234,14 +237,8 @@ def _after_saving(slots: Slots, optimizer: Optimizer, packed: dict[str, Any]) ->
     }
 
 
-def _saved(slot: Slot, values: Mapping[str, Any], *, sharded: bool) -> dict[str, Any]:
-    def save(value: Tensor, _: Tensor | None, *, subject: Subject) -> Tensor:
-        return saved(value, subject, sharded=sharded)
-
-    return _each(slot, values, {}, save)
-
-
 def _each(
+    slots: Slots,
     slot: Slot,
     values: Mapping[str, Any],
     templates: Mapping[str, Any],
@@ -250,7 +247,7 @@ def _each(
     """A parameter's state with its tensors changed, beside the templates of the same names."""
     changed = {}
     for name, value in values.items():
-        subject = subject_of(slot, str(name))
+        subject = subject_of(slot, str(name), beside_apart=slots.is_apart)
         if subject is None:
             changed[name] = value
         else:
@@ -282,7 +279,7 @@ def _collected(
             held.append(part)
             return _Part(len(held) - 1)
 
-        sent[slot.member] = _each(slot, own[slot.member], {}, give)
+        sent[slot.member] = _each(slots, slot, own[slot.member], {}, give)
     everywhere: list[dict[Member, dict[str, Any]]] = _exchanged(sent)
     collected = {}
     for member in groups.numbers:
@@ -373,7 +370,7 @@ def _before_loading(slots: Slots, optimizer: Optimizer, given: dict[str, Any]) -
     state = {key: value for key, value in given["state"].items() if key not in {*ids}}
     for slot in slots:
         if (values := given["state"].get(ids[numbers[slot.member]])) is not None:
-            state[slot.number] = _each(slot, values, optimizer.state.get(slot.parameter, {}), loaded)
+            state[slot.number] = _each(slots, slot, values, optimizer.state.get(slot.parameter, {}), loaded)
     return {**given, "state": state, "param_groups": list(_own_groups(slots, optimizer, given, groups))}
 
 

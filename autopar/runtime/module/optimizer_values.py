@@ -2,8 +2,8 @@
 
 What is shaped as its parameter lies as that does, whether it is a DTensor or the rank's own part as a plain
 tensor. A number is the same on all ranks. Anything else (rows and columns of a factored moment, blocks of a
-quantized one) can be told only where torch knows how it lies and the parameter is stored in serial order; the
-rest is refused by name.
+quantized one) can be told only where torch knows how it lies and all parameters are stored in serial order;
+the rest is refused by name.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from autopar.runtime.parameters.parameters import distribute, local
 
 
 class Subject(NamedTuple):
-    """What a value is kept for: a parameter, how that is stored, and both their names."""
+    """What a value is kept for: a parameter, how that is stored, and both their names.
+
+    `beside_apart` says that some parameter of the optimizer isn't stored in serial order: values of other
+    shapes may be made of several.
+    """
 
     parameter: DTensor
     stored: Stored
     name: str
     state: str
+    beside_apart: bool
 
     @property
     def is_sharded(self) -> bool:
@@ -76,16 +81,14 @@ def whole(value: Tensor, subject: Subject) -> Tensor:
     Raises InputError where that can't be told.
     """
     is_number = not value.dim() or (value.numel() == 1 and not isinstance(value, DTensor))
-    can_tell = not subject.is_sharded or (
-        not subject.stored.serial.is_apart
-        and (isinstance(value, DTensor) or value.shape == subject.parameter.shape)
-    )
+    is_laid = isinstance(value, DTensor) or value.shape == subject.parameter.shape
+    can_tell = not subject.beside_apart and (is_laid or not subject.is_sharded)
     if not is_number and not can_tell:
         raise _unknown(value, subject)
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
-def saved(value: Tensor, subject: Subject, *, sharded: bool) -> Tensor:
+def saved(value: Tensor, _: Tensor | None, *, subject: Subject, sharded: bool) -> Tensor:
     """The value in serial order: full, or the rank's chunk; a collective of those that hold the parameter."""
     part = part_of_parameter(value, subject)
     if part is None:
@@ -146,7 +149,7 @@ def _of_other_shape(value: Tensor, template: Tensor | None, subject: Subject) ->
         value = value.full_tensor()
     if template is not None and template.shape == value.shape:
         if isinstance(template, DTensor):
-            if template.placements != value_placements(mesh.ndim) and subject.stored.serial.is_apart:
+            if template.placements != value_placements(mesh.ndim) and subject.beside_apart:
                 raise _unlike(value, subject)
             moved = value.to(local(subject.parameter).device)
             return distribute_tensor(moved, mesh, template.placements, src_data_rank=None).clone()

@@ -15,12 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import autopar
 from autopar.cluster import ClusterSpec
+from autopar.errors import InputError
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.user_tree import placed_trees
 from tests.pool import Pool
@@ -246,6 +253,90 @@ def test_permuted_weights_go_to_the_serial_model_and_back(pools: Pools, tmp_path
     _begin_serially(tmp_path / "serial")
     _check(pools(2).run(_permuted, tmp_path / "serial", tmp_path / "filter"))
     _check([_resume(make_net(), tmp_path / "filter", NEXT)])
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps sums of rows, as Adafactor does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for item in self.param_groups[0]["params"]:
+            if item.grad is not None and item.dim() == 2:
+                self.state[item]["row"] = (item.grad**2).sum(1)
+
+
+def _refusals() -> None:
+    ours = parallel("filter")
+    full = make_net().state_dict()
+    ours.load_state_dict(full)
+    factored, adam = Factored(ours.parameters()), torch.optim.Adam(ours.parameters())
+    ours(*batch(0)).backward()
+    factored.step()
+    adam.step()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("theirs",))
+    strange = distribute_tensor(full["qkv.weight"], mesh, [Shard(0)])
+    state = adam.state_dict()
+    swapped = {**state["state"], 0: state["state"][2], 2: {"exp_avg": torch.ones(5, 5)}}
+    mixed = {**state["state"], 6: {**state["state"][6], "exp_avg": strange}}
+    refused: dict[str, Callable[[], Any]] = {
+        r"row of qkv.weight .* shape \(24,\)": factored.state_dict,
+        r"loading qkv.weight.* a DTensor of another mesh": lambda: ours.load_state_dict(
+            {**full, "qkv.weight": strange}
+        ),
+        r"exp_avg of qkv.weight: .* a DTensor of another mesh": lambda: adam.load_state_dict(
+            {**state, "state": mixed}
+        ),
+        r"exp_avg of far.weight .* shape \(5, 5\) .* \(4, 2, 3, 3\)": lambda: adam.load_state_dict(
+            {**state, "state": swapped}
+        ),
+        r"state of near.weight for Adam: found none": lambda: set_optimizer_state_dict(
+            ours,
+            torch.optim.Adam(ours.parameters()),
+            get_optimizer_state_dict(ours, Factored(ours.parameters())),
+        ),
+    }
+    for words, act in refused.items():
+        with pytest.raises(InputError, match=words) as told:
+            act()
+        assert len(str(told.value)) <= 400
+
+
+def test_what_serial_order_is_not_known_of_is_refused_by_name(pools: Pools) -> None:
+    pools(2).run(_refusals)
+
+
+def _shadow() -> None:
+    """Copies of parameters are as these are stored, sharded state dicts are not; both come back right."""
+    ours, other = parallel("filter"), parallel("batch")
+    full = {name: torch.rand_like(item) for name, item in make_net().state_dict().items()}
+    full["head.weight"] = full["out.weight"]
+    zeros = {name: torch.zeros_like(item) for name, item in full.items()}
+    for broadcast in full.values():
+        dist.broadcast(broadcast, src=0)
+    ours.load_state_dict(full)
+    copies = {name: item.detach().clone() for name, item in ours.named_parameters()}
+    chunks = get_model_state_dict(ours)
+    part = get_model_state_dict(ours.qkv)
+    for name, item in chunks.items():
+        assert isinstance(item, DTensor) and torch.equal(item.full_tensor(), full[name]), name
+    other.load_state_dict(zeros)
+    set_model_state_dict(other, dict(chunks))
+    assert all(torch.equal(item, full[name]) for name, item in other.state_dict().items())
+    chunks = {name: item.clone() for name, item in chunks.items() if isinstance(item, Tensor)}
+    for state in (copies, chunks, ours.state_dict(), get_model_state_dict(other)):
+        ours.load_state_dict(zeros)
+        ours.load_state_dict(state, strict=state is not copies)
+        assert all(torch.equal(item, full[name]) for name, item in ours.state_dict().items())
+    ours.load_state_dict(zeros)
+    set_model_state_dict(ours.qkv, {name: item.full_tensor() for name, item in part.items()}, options=FULL)
+    assert torch.equal(ours.state_dict()["qkv.weight"], full["qkv.weight"])
+
+
+def test_sharded_state_dicts_and_copies_of_parameters_are_told_apart(pools: Pools) -> None:
+    pools(2).run(_shadow)
 
 
 @pytest.mark.long
