@@ -41,6 +41,11 @@ class Part:
         rows = self._indices(dim)
         return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
 
+    def lies_in(self, dim: int, rows: range) -> bool:
+        """Whether the rank's rows of `dim` are just these."""
+        mine = self._indices(dim)
+        return len(mine) == len(rows) and torch.equal(mine, torch.arange(rows.start, rows.stop))
+
     def within(self, rows: range) -> Part | None:
         """The same part of a tensor that holds only `rows` of dim 0, which must cover it; None if the
         part's rows are no block."""

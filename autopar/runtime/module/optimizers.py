@@ -146,6 +146,9 @@ def _repoint(
     """Put this rank's parts in the place of parameters and of what is kept for them; the optimizer's name."""
     for group in optimizer.param_groups:
         held = [parts[id(item)].part if id(item) in parts else item for item in group["params"]]
+        if "param_names" in group:
+            pairs = zip(group["param_names"], held, strict=True)
+            group["param_names"] = [name for name, item in pairs if item is not None]
         group["params"][:] = [item for item in held if item is not None]
     if not any(group["params"] for group in optimizer.param_groups):
         optimizer.param_groups[0]["params"].extend(nothing)

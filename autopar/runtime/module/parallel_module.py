@@ -47,11 +47,13 @@ from autopar.runtime.module.clipping import norm_dtype, refuse_torch_clipping, s
 from autopar.runtime.module.free_numbers import bind, check_alike, trial
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.local_inputs import LocalInputs
+from autopar.runtime.module.named_states import speak_by_names
+from autopar.runtime.module.optimizer_states import speak_serial_order
 from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast, take_over
 from autopar.runtime.module.program_cache import STATES, Entry, ProgramCache
 from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
-from autopar.runtime.module.stored import Stored
+from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
 from autopar.runtime.module.user_tree import UserTree
 from autopar.runtime.parameters.global_scalars import read_whole_scalars
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
@@ -142,6 +144,7 @@ class Runner:
         self._by_steps, self._exact_random = by_steps, exact_random
         self._mesh: tuple[Mesh, DeviceMesh] | None = None  # set when parameters are placed
         self._pinned: dict[str, InputPart] = {}
+        self._serial: dict[str, SerialOrder] = {}
         self._holders: Mapping[str, tuple[int, ...]] = {}  # pipeline ranks of each tensor, with stages
         self._homes: Mapping[str, int] = {}  # the first stage of each
         self._pipeline = Pipeline()
@@ -618,10 +621,17 @@ class Runner:
             for name in (item.target, *item.aliases)
         }
         self._mesh = (made.mesh, mesh)
+        serial_mesh = device_mesh(made.mesh, self._device, prefix="serial_")
+        apart = out_of_order(self._pinned, mesh, self._device)
+        self._serial = {
+            name: SerialOrder(chunk_of(part, mesh), serial_mesh, name in apart)
+            for name, part in self._pinned.items()
+        }
         if isinstance(made, StagedExecutable):
             self._holders = dict.fromkeys(self._pinned, (0,)) | dict(made.holders)
             self._homes, self._pipeline = made.homes, made.pipeline
             self._held, self.nothing = Held(self._device), (nothing(mesh),)
+            self.tree.nothing = self.nothing
             refuse_torch_clipping(mesh)
         if dist.get_world_size() > 1 and not self._exact_random:
             self._stream = shared_stream()
@@ -633,6 +643,8 @@ class Runner:
         read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
         refuse_whole_tensor(self, mesh)
         step_fast(self, mesh)
+        speak_serial_order()
+        speak_by_names()
         return mesh
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
@@ -682,7 +694,8 @@ class Runner:
         key = sharding_key(self._mesh[0], part.layout)
         devices = self._mesh[0].num_devices
         holders = self._holders.get(part.target, ())
-        stored = Stored(part, key, self._device, holders[0] * devices if holders else None)
+        holder = holders[0] * devices if holders else None
+        stored = Stored(part, key, self._device, self._serial[name], holder)
         values = self._values(full)
         if holders and dist.get_rank() // devices not in holders:
             return None, stored

@@ -8,8 +8,10 @@ every call     other children, classes or hooks than before          taken over,
 
 from __future__ import annotations
 
+import itertools
 import operator
 import traceback
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,11 +47,29 @@ class Placed(NamedTuple):
     stored: Stored
 
 
+class Owner(NamedTuple):
+    """Whose a parameter is: a tree, the first name there of what is tied, and how it lies."""
+
+    tree: UserTree
+    name: str
+    stored: Stored
+
+
+_numbers = itertools.count()
+_trees: weakref.WeakSet[UserTree] = weakref.WeakSet()
+
+
 class UserTree:
-    """The modules below `root`, which is one of them, by their paths."""
+    """The modules below `root`, which is one of them, by their paths.
+
+    `number` is the same on all ranks, which make their parallel modules in one order. `nothing` are
+    parameters without elements that stand for those of other stages.
+    """
 
     def __init__(self, root: nn.Module, serial_class: type) -> None:
         self.root, self.serial_class = root, serial_class
+        self.number = next(_numbers)
+        self.nothing: tuple[nn.Parameter, ...] = ()
         self.version = 0  # of which modules there are
         self.stored: dict[str, Stored] = {}
         self._whole: dict[str, Tensor] = {}  # without memory, by every name; once placed
@@ -89,6 +109,7 @@ class UserTree:
                 placed[id(tensor)] = Placed(tensor, *store(name, tensor))
             self.stored[name] = placed[id(tensor)].stored
         self._put({key: item.part for key, item in placed.items()})
+        _trees.add(self)
         self.install()
         return list(placed.values())
 
@@ -96,8 +117,20 @@ class UserTree:
         """The tree of a copy of the root."""
         tree = UserTree(twin, self.serial_class)
         tree.stored, tree._whole, tree._whole_lists = self.stored, self._whole, self._whole_lists
-        tree.version = self.version
+        tree.version, tree.nothing = self.version, self.nothing
+        _trees.add(tree)
         return tree
+
+    def owned(self) -> dict[int, Owner]:
+        """The parameters of this rank, by id."""
+        first: dict[int, str] = {}
+        for name, stored in self.stored.items():
+            first.setdefault(id(stored), name)
+        return {
+            id(tensor): Owner(self, first[id(self.stored[name])], self.stored[name])
+            for name, tensor in self._named_tensors()
+            if isinstance(tensor, nn.Parameter) and name in self.stored
+        }
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters and buffers by name, tied ones by each of theirs."""
@@ -273,6 +306,11 @@ class UserTree:
                         places[id(tensor)] = whole
         self._put(places)
         self._set(self._whole_lists)
+
+
+def placed_trees() -> list[UserTree]:
+    """Those alive whose tensors are placed."""
+    return sorted(_trees, key=operator.attrgetter("number"))
 
 
 class _Kept:

@@ -39,12 +39,15 @@ from autopar.runtime.execute.executable import InputPart
 _BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient
 
 
-def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """`mesh` as torch's, on the groups of its single axes (which must be set up); this rank's copy of it."""
+def device_mesh(mesh: Mesh, device: torch.device, *, prefix: str = "") -> DeviceMesh:
+    """`mesh` as torch's, on the groups of its single axes (which must be set up); this rank's copy of it.
+
+    Meshes whose axes have other names, by a `prefix`, are unequal: tensors on them don't mix.
+    """
     first = dist.get_rank() // mesh.num_devices * mesh.num_devices
     ranks = first + torch.arange(mesh.num_devices).view(mesh.shape)
     axes = [groups.group(mesh.key((axis,))) for axis in mesh.axes]
-    names = tuple(AXIS_NAMES[: len(mesh.shape)])
+    names = tuple(prefix + name for name in AXIS_NAMES[: len(mesh.shape)])
     return DeviceMesh.from_group(axes, device.type, mesh=ranks, mesh_dim_names=names)
 
 
@@ -73,7 +76,7 @@ def twin_of(tensor: Tensor) -> Tensor:
 def distribute(part: InputPart, values: Tensor, mesh: DeviceMesh) -> DTensor:
     """The DTensor whose local part is `values`; raises CheckError where a DTensor cannot say so."""
     wrong = [item for item in part.layout if isinstance(item, (Broadcast, Partial))]
-    placements = _placements(part.layout)
+    placements = placements_of(part.layout)
     chunked = _chunked_shape(part, mesh)
     if (wrong and part.spec.requires_grad) or chunked != part.part.shape:
         raise CheckError(
@@ -93,7 +96,8 @@ def nothing(mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(DTensor.from_local(values, mesh, [DReplicate()] * mesh.ndim, run_check=False))
 
 
-def _placements(layout: Layout) -> tuple[DPlacement, ...]:
+def placements_of(layout: Layout) -> tuple[DPlacement, ...]:
+    """How torch says that a tensor is laid."""
     return tuple(DShard(item.dim) if isinstance(item, Shard) else DReplicate() for item in layout)
 
 
@@ -267,7 +271,7 @@ class Leaves:
     def _check(self, part: InputPart, outer: nn.Parameter) -> None:
         if not isinstance(outer, DTensor):
             found = f"a {type(outer).__name__} of shape {tuple(outer.shape)}"
-        elif outer.device_mesh != self._mesh or outer.placements != _placements(part.layout):
+        elif outer.device_mesh != self._mesh or outer.placements != placements_of(part.layout):
             found = f"a DTensor as {outer.placements} on {outer.device_mesh}"
         elif tuple(local(outer).shape) != part.part.shape:
             found = f"a local part of shape {tuple(local(outer).shape)}"
@@ -278,7 +282,7 @@ class Leaves:
         raise InputError(
             where=f"parameter {part.target}",
             found=found,
-            wanted=f"a DTensor as {_placements(part.layout)} with local shape {part.part.shape} "
+            wanted=f"a DTensor as {placements_of(part.layout)} with local shape {part.part.shape} "
             f"on {self._mesh.device_type}",
             remedy="change values in place or with load_state_dict, and parallelize again for another device",
         )

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[3]
 BEGIN = """
 import sys, time, torch, torch.distributed as dist
 import autopar
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from autopar.runtime.collectives import roll_call
 
 roll_call.PATIENCE, roll_call.LONG = 1.0, 2.0
@@ -22,12 +23,17 @@ x = torch.ones(8, 6)
 parallel = autopar.parallelize(model, autopar.ClusterSpec.local(2), (x,), force="filter", measure=False)
 rank = dist.get_rank()
 parallel(x).sum().backward()
+optimizer = torch.optim.SGD(parallel.parameters(), 0.1, momentum=0.9)
+optimizer.step()
 """
 ALONE = {
     "state_dict": "parallel.state_dict()",
     "reading a number of a sharded tensor": "parallel.get_parameter('0.weight').norm().item()",
     "gather": "parallel.gather('0.weight', parallel.get_parameter('0.weight'))",
+    "SGD.state_dict": "optimizer.state_dict()",
+    "get_model_state_dict": "get_model_state_dict(parallel, options=StateDictOptions(full_state_dict=True))",
 }
+QUICK = ["state_dict", "SGD.state_dict"]  # of about ten seconds each
 
 
 def run(folder: Path, text: str) -> tuple[int, str, float]:
@@ -40,12 +46,14 @@ def run(folder: Path, text: str) -> tuple[int, str, float]:
     return done.returncode, done.stdout + done.stderr, time.monotonic() - start
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ALONE]
+)
 def test_a_call_that_one_rank_makes_alone_ends_all_by_name(tmp_path: Path, name: str) -> None:
     code, told, seconds = run(tmp_path, f"if rank == 0:\n    {ALONE[name]}\nparallel(x).sum().backward()\n")
     assert code == 2, told
-    where = f"autopar: {name} on rank 0 ({tmp_path}/script.py:14): found rank 1 made another call instead"
-    assert f"{where}, forward ({tmp_path}/script.py:15)" in told
+    where = f"autopar: {name} on rank 0 ({tmp_path}/script.py:17): found rank 1 made another call instead"
+    assert f"{where}, forward ({tmp_path}/script.py:18)" in told
     assert seconds < 60, "long before the timeout of the process group"
 
 
@@ -53,4 +61,4 @@ def test_a_rank_that_waits_long_says_for_whom(tmp_path: Path) -> None:
     code, told, _ = run(tmp_path, "if rank == 1:\n    time.sleep(6)\nparallel(x)\n")
     assert code == 0, told
     assert told.count("autopar: rank 0 has waited") == 1
-    assert f"s in forward ({tmp_path}/script.py:15): rank 1 is at {tmp_path}/script.py:14" in told
+    assert f"s in forward ({tmp_path}/script.py:18): rank 1 is at {tmp_path}/script.py:17" in told

@@ -762,6 +762,45 @@ def test_a_distributed_checkpoint_resumes_training(case: str, pools: Pools) -> N
         on_ranks(pools, case, _checkpoint, folder)
 
 
+def groups_of(model: nn.Module, *, by_layer: bool) -> list[dict[str, Any]]:
+    """Groups of an optimizer that all stages have parts of, or of a layer each."""
+    named = dict(model.named_parameters())
+    if by_layer:
+        return [{"params": [item], "lr": 0.01 + 0.001 * len(name)} for name, item in named.items()]
+    many, few = ([item for item in named.values() if (item.dim() > 1) is many] for many in (True, False))
+    return [{"params": many}, {"params": few, "weight_decay": 0.0}]
+
+
+def _serial_numbers(case: str) -> None:
+    serial, ours = prepared(case)
+    full = serial.state_dict()
+    for by_layer in (False, True):
+        serial.load_state_dict(full)
+        ours.load_state_dict(full)
+        pair = [torch.optim.Adam(groups_of(model, by_layer=by_layer), 0.01) for model in (serial, ours)]
+        for optimizer in pair:
+            optimizer.zero_grad()
+        accumulate(serial, *batch(), seed=2)
+        step(ours, *batch(), seed=2)
+        for optimizer in pair:
+            optimizer.step()
+        theirs, mine = (optimizer.state_dict() for optimizer in pair)
+        assert mine["param_groups"] == theirs["param_groups"]
+        assert gap(mine["state"], theirs["state"]) < EXACT
+        fresh = torch.optim.Adam(groups_of(ours, by_layer=by_layer), 0.5)
+        fresh.load_state_dict(theirs)
+        assert gap(fresh.state_dict()["state"], theirs["state"]) == 0
+        assert [group["lr"] for group in fresh.param_groups] != [0.5] * len(fresh.param_groups)
+    turned = torch.optim.Adam(list(ours.parameters())[::-1])
+    if len(list(ours.parameters())) > 1:
+        with pytest.raises(InputError, match=r"before .* wanted the model's order"):
+            turned.state_dict()
+
+
+def test_state_dicts_of_optimizers_are_the_serial_ones_on_all_stages(pools: Pools) -> None:
+    on_ranks(pools, "1f1b", _serial_numbers)
+
+
 # -- refusals and failures ----------------------------------------------------------------------
 
 
