@@ -398,3 +398,16 @@ def test_one_stage_costs_what_the_whole_program_costs(make: Callable[[], Graph])
     )
     found = table.batch + table.state[0, 1] + table.kept[0, 1] + table.working[0, 1]
     assert found >= peak.nbytes - waiting
+
+
+def test_hops_hold_up_a_chain_of_stages_only_where_all_of_them_lie_on_other_ranks() -> None:
+    counted = {}
+    for kind in ScheduleKind:
+        problem = CutProblem([random_table(Random(0), 9)], schedule_of(kind, 2, 4), None)
+        row = np.arange(10.0)
+        hops = problem.hops(row)
+        assert np.array_equal(hops, row) or not hops.any()
+        counted[kind] = bool(hops.any()), problem.late
+    for kind, (hops_count, late) in counted.items():
+        assert hops_count == (not late and not kind.is_v), kind
+    assert any(kind.is_v and not late for kind, (_, late) in counted.items())
