@@ -59,6 +59,10 @@ class RollCall:
         self._names.pop(self._number - REMEMBERED, None)
         self._since = time.monotonic()
 
+    def go_on(self, how: str) -> None:
+        """The call of this rank is of another kind than its name alone says."""
+        self._names[self._number] += f", {how}"
+
     def leave(self) -> None:
         """Be outside of calls again."""
         self._since = None
@@ -134,7 +138,8 @@ class RollCall:
                 where=f"{name} on rank {self._rank} ({self._line()})",
                 found=found,
                 wanted="the same collective calls on all ranks",
-                remedy="call state_dict, and whatever reads sharded tensors, on every rank, and save on one",
+                remedy="call state_dict, and whatever reads sharded tensors, on every rank, and save on one; "
+                "change what forward reads on every rank alike",
             )
         )
 
@@ -169,3 +174,9 @@ def collective(name: str) -> Iterator[None]:
         yield
     finally:
         _current.leave()
+
+
+def go_on(how: str) -> None:
+    """Say what the collective call that this rank is in does, which all ranks must do in it."""
+    if _current is not None and _current.is_inside and threading.get_ident() == _current._main:
+        _current.go_on(how)

@@ -66,6 +66,12 @@ class Agreement:
             held = held if self._count <= FIRST else ()
             compare(self._parts(call, modes, held, random, whole=whole), self._device)
 
+    def check_change(self, name: str, values: str) -> None:
+        """Compare what has changed of all that forward reads, and the numbers of now; collective."""
+        if dist.get_world_size() > 1:
+            parts = ("what forward reads and has changed", name), (f"{name}, which forward reads,", values)
+            compare(((part, _STATE, text.encode()) for part, text in parts), self._device)
+
     def check_shapes(self, call: Arguments) -> None:
         """Compare a call that is prepared, but for its values; collective."""
         if dist.get_world_size() > 1:

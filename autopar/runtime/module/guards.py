@@ -109,6 +109,11 @@ class Guard:
             self._expected = now
         return None if list(map(len, self._sized)) == self._lengths else self._grown()
 
+    def now(self) -> str:
+        """The numbers and texts of now that were others."""
+        numbers = self.numbers() or []
+        return repr([slot.read() for slot, _ in numbers])
+
     def _is_free(self, index: int, value: Any) -> bool:
         return index in self._free and type(value) is type(self._expected[index])
 

@@ -35,7 +35,7 @@ from autopar.errors import AutoparError, CheckError, InputError
 from autopar.results.plan import Plan
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.random import Stream, shared_stream
-from autopar.runtime.collectives.roll_call import collective
+from autopar.runtime.collectives.roll_call import collective, go_on
 from autopar.runtime.execute.bound_program import Bound, find_in, gradient_key
 from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.runtime.execute.forward_relay import Relay
@@ -372,6 +372,10 @@ class Runner:
         self, call: Arguments, key: tuple[Hashable, ...], *, step: bool, place: int
     ) -> Entry[Bound | StagedProgram | Relay]:
         change, itself = self._change(key)
+        if self._mesh is not None:
+            go_on("by a new program" + ("" if change is None else f", as {change} has changed"))
+            last = next(iter(self._programs.of(key)), None)
+            self._agreement.check_change(change or "nothing", last.guard.now() if last else "")
         entry = None if itself else self._with_free_numbers(call, key, step=step, place=place)
         self._tell_change(change, free=entry is not None)
         if entry is not None:

@@ -26,6 +26,15 @@ parallel(x).sum().backward()
 optimizer = torch.optim.SGD(parallel.parameters(), 0.1, momentum=0.9)
 optimizer.step()
 """
+SCALED = """
+class Scaled(torch.nn.Module):
+    rate = 2.0
+
+    def forward(self, x):
+        return x.tanh() * self.rate
+
+torch.manual_seed(0)
+"""
 ALONE = {
     "state_dict": "parallel.state_dict()",
     "reading a number of a sharded tensor": "parallel.get_parameter('0.weight').norm().item()",
@@ -36,10 +45,10 @@ ALONE = {
 QUICK = ["state_dict", "SGD.state_dict"]  # of about ten seconds each
 
 
-def run(folder: Path, text: str) -> tuple[int, str, float]:
+def run(folder: Path, text: str, begin: str = BEGIN) -> tuple[int, str, float]:
     """Exit code, what two ranks printed, and seconds."""
     script = folder / "script.py"
-    script.write_text(BEGIN + text)
+    script.write_text(begin + text)
     command = [sys.executable, "-m", "autopar", "run", str(script), "--cluster", "local:2"]
     start = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -62,3 +71,23 @@ def test_a_rank_that_waits_long_says_for_whom(tmp_path: Path) -> None:
     assert code == 0, told
     assert told.count("autopar: rank 0 has waited") == 1
     assert f"s in forward ({tmp_path}/script.py:18): rank 1 is at {tmp_path}/script.py:17" in told
+
+
+def test_an_attribute_that_one_rank_changes_alone_ends_all_by_name(tmp_path: Path) -> None:
+    change = "parallel[1].rate = 1.0\nparallel(x)\nif rank == 0:\n    parallel[1].rate = 0.5\n"
+    begin = BEGIN.replace("torch.nn.Tanh()", "Scaled()").replace("torch.manual_seed(0)", SCALED)
+    script = tmp_path / "script.py"
+    code, told, seconds = run(tmp_path, change + "parallel(x).sum().backward()\n", begin)
+    assert code == 2, told
+    assert "forward, by a new program, as Scaled.rate has changed on rank 0" in told
+    assert f"found rank 1 made another call instead, forward ({script}:" in told
+    assert "change what forward reads on every rank alike" in told
+    assert seconds < 60
+
+
+def test_values_that_ranks_change_unlike_are_refused_by_name(tmp_path: Path) -> None:
+    change = "parallel[1].rate = 1.0\nparallel(x)\nparallel[1].rate = 0.5 + rank\n"
+    begin = BEGIN.replace("torch.nn.Tanh()", "Scaled()").replace("torch.manual_seed(0)", SCALED)
+    code, told, _ = run(tmp_path, change + "parallel(x).sum().backward()\n", begin)
+    assert code == 2, told
+    assert "found Scaled.rate, which forward reads, on rank 1 unlike that on rank 0" in told
