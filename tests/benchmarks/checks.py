@@ -69,7 +69,7 @@ def many(*, changes: bool) -> Figure:
     """1,000 modules, whose rate changes at each call or stays."""
     model: Any = Many()
     x = torch.ones(4, 2)
-    ours = autopar.parallelize(
+    ours: Any = autopar.parallelize(
         model, autopar.ClusterSpec.local(PROCESSES), (x,), measure=False, force="batch", quiet=True
     )
     for rate in (1.0, 0.9, 0.8):
