@@ -88,7 +88,8 @@ def _unchecked_distributions(notes: list[str]) -> Iterator[None]:
 
 def _batch_norm(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def cumulative(self: Any, x: Tensor) -> Tensor:
-        if self.momentum is not None or not self.training or self.num_batches_tracked is None:
+        counts = self.training and self.track_running_stats and self.num_batches_tracked is not None
+        if self.momentum is not None or not counts:
             return forward(self, x)
         self._check_input_dim(x)
         self.num_batches_tracked.add_(1)
