@@ -6,6 +6,7 @@ simplify             leaves out what nobody needs
 call_signature       nested arguments and results, flat and back
 attribute_reads      which attributes a forward reads
 module_state         what a forward changes in its modules
+shared_memory        parameters and buffers that are reached past the model
 torch_checks         what torch's own Python decides by values
 refusals             what torch.export raises, in our words
 foreign_random       random numbers that a program can't draw

@@ -31,6 +31,7 @@ from autopar.errors import TraceError
 from autopar.trace.call_signature import Arguments
 from autopar.trace.checkpoint_regions import region_of
 from autopar.trace.custom_operator import CUSTOM, call_at
+from autopar.trace.shared_memory import Known
 from autopar.trace.simplify import without_dead_code, without_identities
 from autopar.trace.user_source import module_of, source_of
 
@@ -73,9 +74,10 @@ _NO_GRADIENT = {
 class GraphBuilder:
     """Walks the exported graph once and writes down single-assignment operators."""
 
-    def __init__(self, model: nn.Module, arguments: Arguments, exported: Any) -> None:
+    def __init__(self, model: nn.Module, arguments: Arguments, exported: Any, known: Known) -> None:
         self.exported = exported
         self.arguments = arguments
+        self.known = known
         self.inputs: dict[str, GraphInput] = {}
         self.specs: dict[str, TensorSpec] = {}
         self.operators: list[Operator] = []
@@ -113,7 +115,7 @@ class GraphBuilder:
         for node, spec in zip(nodes, self.exported.graph_signature.input_specs, strict=True):
             match spec.kind:
                 case ExportedKind.PARAMETER | ExportedKind.BUFFER if spec.target.startswith("loss_fn."):
-                    self.add_input(node, InputKind.CONSTANT, spec.target)
+                    self.add_losss_own(node, spec.target)
                 case ExportedKind.USER_INPUT:
                     self.add_input(node, InputKind.USER, next(users))
                 case ExportedKind.PARAMETER:
@@ -123,8 +125,21 @@ class GraphBuilder:
                 case _:
                     self.add_input(node, InputKind.CONSTANT, spec.target)
 
+    def add_losss_own(self, node: fx.Node, target: str) -> None:
+        """What a loss holds is a constant, unless it is the model's, too."""
+        name = self.known.name_of(self.exported.state_dict[target])
+        owner = next((item.name for item in self.inputs.values() if item.target in self.tied_to(name)), None)
+        if owner is None:
+            self.add_input(node, InputKind.CONSTANT, target)
+        else:
+            self.env[node] = Ref(owner)
+
+    def tied_to(self, target: str | None) -> tuple[str, ...]:
+        """All names of a parameter or buffer."""
+        return () if target is None else self.tied.get(target, (target,))
+
     def add_input(self, node: fx.Node, kind: InputKind, target: str) -> None:
-        first, *others = self.tied.get(target, (target,))
+        first, *others = self.tied_to(target)
         if kind is InputKind.PARAMETER and first != target:
             owner = next((item.name for item in self.inputs.values() if item.target == first), None)
             if owner is not None:

@@ -3,6 +3,7 @@
 parallel_module   the module itself
 serial_model      the user's model, without its memory
 user_tree         its modules, with DTensors in the place of their parameters
+old_parameters    those that were there before, refused where they are used
 stored            how these lie, and state dicts in full tensors
 guards            what a program's trace has read, compared at every call
 program_cache     programs by kinds of call and by what their traces read

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.runtime.module.old_parameters import OldParameter
 from autopar.trace.attribute_reads import ALL, Owner, Reads, filled_cells, global_names, is_torch
 
 _MISSING = object()
@@ -127,7 +128,7 @@ class Guard:
     # -- what it holds ------------------------------------------------------------------------------
 
     def _follow(self, value: Any, name: str) -> None:
-        if isinstance(value, _ATOMS) or id(value) in self._visited:
+        if isinstance(value, (*_ATOMS, OldParameter)) or id(value) in self._visited:
             return
         self._visited[id(value)] = value
         match value:

@@ -566,6 +566,7 @@ class Runner:
         placed = self.tree.place(self._store)
         parameters = [item for item in placed if isinstance(item.whole, nn.Parameter)]
         take_over(self, parameters, mesh, self.nothing, tell=self._tells)
+        self.tree.retire()
         numbers = any(not item.spec.shape for item in self._pinned.values())
         read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
         refuse_whole_tensor(self, mesh)
@@ -577,6 +578,7 @@ class Runner:
         for _, tensor in self._named_tensors():
             # Torch's own copy of a DTensor takes its gradient along, and fails.
             memo.setdefault(id(tensor), twin_of(tensor))
+        memo.update((id(old), old) for old in self.tree.old())
         with self.tree.plain() as root:
             twin = copy.deepcopy(root, memo)
         twin.__class__ = type(self.tree.root)

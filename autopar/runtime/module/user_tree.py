@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import traceback
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
+from autopar.runtime.module import old_parameters
 from autopar.runtime.module.serial_model import is_harmless, without_memory
 from autopar.runtime.module.stored import FullState, Stored
+from autopar.trace.shared_memory import Memory, replacing
 from autopar.trace.user_source import is_library, shown_path
 
 HOOKS = {
@@ -56,6 +59,8 @@ class UserTree:
         self._whole_lists: list[
             tuple[str, str, Any]
         ] = []  # by path and name, attributes that hold some of them
+        self.before: Memory = Memory(())  # parameters and buffers that were there before they were placed
+        self._old: list[tuple[str, weakref.ref[nn.Parameter]]] = []
         self._handles: list[RemovableHandle] = []
         self._take()
 
@@ -79,6 +84,7 @@ class UserTree:
         """Put what `store(name, tensor)` makes of every tensor in its place, each tensor once; None is what
         another stage holds."""
         full = dict(self._named_tensors())
+        self.before = Memory(full.items())
         self._whole = _without_memory(full)
         self._whole_lists = list(
             self._lists_with({id(full[name]): whole for name, whole in self._whole.items()})
@@ -90,13 +96,26 @@ class UserTree:
             self.stored[name] = placed[id(tensor)].stored
         self._put({key: item.part for key, item in placed.items()})
         self.install()
+        self._old = [
+            (name, weakref.ref(item)) for name, item in full.items() if isinstance(item, nn.Parameter)
+        ]
         return list(placed.values())
+
+    def retire(self) -> None:
+        """From now on the parameters that were there before are refused where somebody uses them."""
+        for name, reference in self._old:
+            if (old := reference()) is not None:
+                old_parameters.replaced(old, name)
+
+    def old(self) -> list[nn.Parameter]:
+        """The parameters that were there before and that somebody holds."""
+        return [old for _, reference in self._old if (old := reference()) is not None]
 
     def of(self, twin: nn.Module) -> UserTree:
         """The tree of a copy of the root."""
         tree = UserTree(twin, self.serial_class)
         tree.stored, tree._whole, tree._whole_lists = self.stored, self._whole, self._whole_lists
-        tree.version = self.version
+        tree.version, tree.before, tree._old = self.version, self.before, self._old
         return tree
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -230,7 +249,7 @@ class UserTree:
         Once parameters are placed, `states` says their dtypes and which learn; whole tensors without memory
         stand in for them.
         """
-        with self.plain() as root:
+        with self.plain() as root, replacing(self.before), old_parameters.usable(self.old()):
             kept = _Kept(self.modules)
             for name in (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
                 root.__dict__[name] = OrderedDict()
