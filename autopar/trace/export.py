@@ -28,6 +28,7 @@ from autopar.trace.call_signature import (
     find_loss,
     flatten_arguments,
     flatten_results,
+    refuse_filled,
     refuse_sparse,
     split_for_loss,
 )
@@ -177,6 +178,7 @@ def _trace(
         raise
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise refusal(cause, parts[-1]) from cause
+    refuse_filled(arguments)
     results, loss_index, cached, left = seen[-1]
     graph = GraphBuilder(model, arguments, exported, known).build(
         loss_index=loss_index, dropped=results.dropped

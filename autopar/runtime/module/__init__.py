@@ -5,8 +5,10 @@ serial_model      the user's model, without its memory
 user_tree         its modules, with DTensors in the place of their parameters
 old_parameters    those that were there before, refused where they are used
 stored            how these lie, and state dicts in full tensors
+growing_calls     methods that call the module with ever longer inputs
 guards            what a program's trace has read, compared at every call
 program_cache     programs by kinds of call and by what their traces read
+whole_model       the serial model for a while, with all of its weights
 rank_states       what the ranks of all stages hold
 optimizers        optimizers on sharded parameters
 clipping          gradient clipping over stages

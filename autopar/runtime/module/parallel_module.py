@@ -29,7 +29,7 @@ from autopar.core.graph import InputKind, may_learn
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
-from autopar.core.placement import Layout, show
+from autopar.core.placement import Layout, Shard, show
 from autopar.errors import CheckError, InputError
 from autopar.results.plan import Plan
 from autopar.runtime.collectives import groups
@@ -43,6 +43,7 @@ from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.agreement import Agreement
 from autopar.runtime.module.clipping import norm_dtype, refuse_torch_clipping, scale, total_norm
+from autopar.runtime.module.growing_calls import GrowingCalls, calling_method, inside
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.local_inputs import LocalInputs
 from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast, take_over
@@ -51,6 +52,7 @@ from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.stored import Stored
 from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.parameters.global_scalars import read_whole_scalars
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
 from autopar.runtime.parameters.parameters import (
@@ -147,6 +149,7 @@ class Runner:
         self._tells = dist.get_rank() == 0 and not quiet
         # Plans of the module that this one is a copy of, by their calls.
         self._inherited: list[tuple[tuple[Hashable, ...], Plan]] = []
+        self._growing = GrowingCalls()
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
         self._agreement = Agreement(device, local_inputs=local_inputs)
@@ -353,10 +356,22 @@ class Runner:
         if known is not None:
             self._left = known.left
             return known.program
+        method = calling_method(self.tree.root, self.tree.serial_class)
+        self._growing.see(call.tensors, method)
+        try:
+            return self._compile_anew(call, key, step=step, place=place)
+        except InputError as error:
+            if method is not None:
+                error.add_remedy(inside(method.f_code.co_name))
+            raise
+
+    def _compile_anew(
+        self, call: Arguments, key: tuple[Hashable, ...], *, step: bool, place: int
+    ) -> Bound | StagedProgram | Relay:
         self._note_change(key)
         args, kwargs = call.rebuild(call.tensors)
         states = None if self._mesh is None else self._states()
-        with recording() as reads, self.tree.serial(states) as model:
+        with recording() as reads, self.tree.serial(states) as model, _unseen():
             made = self._compile(
                 model,
                 args,
@@ -483,6 +498,12 @@ class Runner:
             return self._held.states
         return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in self._named_tensors()}
 
+    def whole_states(self) -> Mapping[str, State]:
+        """The states of all parameters and buffers as they are now; collective with stages."""
+        self.tree.check()
+        self._update_held()
+        return self._states()
+
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return itertools.chain(self.tree.root.named_parameters(), self.tree.root.named_buffers())
 
@@ -569,9 +590,18 @@ class Runner:
         self.tree.retire()
         numbers = any(not item.spec.shape for item in self._pinned.values())
         read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
+        take_plain_tensors(mesh, self._obstacle())
         refuse_whole_tensor(self, mesh)
         step_fast(self, mesh)
         return mesh
+
+    def _obstacle(self) -> str:
+        """Why plain tensors outside the program don't lie as parameters do; empty where they do."""
+        if self._local:
+            return "of this rank's samples"
+        layouts = [placement for item in self._pinned.values() for placement in item.layout]
+        blocks = any(isinstance(placement, Shard) and placement.atom for placement in layouts)
+        return "whose rows lie in another order than that of weights in blocks" if blocks else ""
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
         """A deep copy of the root that runs by itself: own parameters, programs that are still to be made."""
@@ -585,7 +615,7 @@ class Runner:
         runner = twin.__dict__["_autopar"] = copy.copy(self)
         runner.tree = self.tree.of(twin)
         runner.tree.install()
-        runner._programs = ProgramCache()
+        runner._programs, runner._growing = ProgramCache(), GrowingCalls()
         runner._users = dict(self._users)
         runner._agreement = Agreement(self._device, local_inputs=self._local is not None)
         runner._inherited = [
@@ -867,7 +897,8 @@ class ParallelModule(nn.Module):
             where="pickling or copying a parallel module",
             found="this rank's parts and program, which mean nothing elsewhere",
             wanted="its state_dict(), which holds full tensors",
-            remedy="call state_dict() on all ranks and save it on one, or use copy.deepcopy",
+            remedy="save that on one rank, or the model inside `with autopar.full(parallel) as model:`; "
+            "a copy is made by copy.deepcopy",
         )
 
     def __repr__(self) -> str:
@@ -877,15 +908,25 @@ class ParallelModule(nn.Module):
 
 @cache
 def _parallel_class(kind: type) -> type:
-    """A class of the same name and module below ParallelModule and `kind`."""
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_serial_class": kind}
-    made: type = type(kind)(f"Parallel{kind.__name__}", (ParallelModule, kind), names)
+    """A class of the same names below ParallelModule and `kind`: libraries write them into files."""
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names["_serial_class"] = kind
+    made: type = type(kind)(kind.__name__, (ParallelModule, kind), names)
     return made
 
 
 def _serial_class(kind: type) -> type:
     """The user's class of which this is the parallel one."""
     return cast(type, vars(kind)["_serial_class"])
+
+
+def _unseen() -> AbstractContextManager[None]:
+    """Within, what autograd saves is nobody's: a checkpoint around the call would count it."""
+    return cast("AbstractContextManager[None]", torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _refuse_input_gradients(call: Arguments) -> None:
