@@ -676,7 +676,7 @@ class Runner:
             f"{item.target} as {show(item.layout)}"
             for item in made.inputs
             if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
-            and item.part != self._pinned[item.target].part
+            and not _lie_alike(item.part, self._pinned[item.target].part)
         ]
         if isinstance(made, StagedExecutable):
             moved += [
@@ -918,6 +918,11 @@ def _parallel_class(kind: type) -> type:
 def _serial_class(kind: type) -> type:
     """The user's class of which this is the parallel one."""
     return cast(type, vars(kind)["_serial_class"])
+
+
+def _lie_alike(part: Part, other: Part) -> bool:
+    """Whether two parts are the same rows; whole ones are, whatever their dims are products of."""
+    return part == other or (part.is_whole and other.is_whole)
 
 
 def _unseen() -> AbstractContextManager[None]:

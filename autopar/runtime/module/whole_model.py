@@ -45,8 +45,8 @@ def full(parallel: Any) -> Iterator[Any]:
     Parameters and buffers that are changed inside are changed in the parallel module when the block ends,
     which raises InputError where ranks have changed them unlike each other, and where shapes, dtypes or names
     have changed. After an exception they are as they were. Gradients are not there inside; those made there
-    are refused at the end, as are steps of the parallel module's optimizer within. Hooks, modes and attributes
-    are the module's own, and stay.
+    are refused at the end, as are steps of the parallel module's optimizer within. Hooks, modes and
+    attributes are the module's own, and stay.
     """
     if id(parallel) in _open:
         yield parallel

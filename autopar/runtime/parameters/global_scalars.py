@@ -199,10 +199,10 @@ def _guard(propagate: Callable[..., Any]) -> Callable[..., Any]:
 def _cannot_split(operator: Any, error: Exception) -> InputError:
     return InputError(
         where=calling_line(),
-        found=f"{operator} of a sharded parameter or gradient: {cut_text(first_line(error), 60)}",
-        wanted="operators of elements, sums and norms",
-        remedy="compute it in forward or loss_fn, or, without a gradient, of parallel.gather(name, tensor) "
-        "or inside `with autopar.full(parallel) as model:`",
+        found=f"{operator} of a sharded parameter or gradient: {cut_text(first_line(error), 40)}",
+        wanted="an operator of elements, a sum or a norm",
+        remedy="compute it in forward or loss_fn, in `with autopar.full(parallel) as model:`, or of "
+        "parallel.gather(name, tensor)",
     )
 
 
