@@ -590,7 +590,7 @@ class Runner:
         self.tree.retire()
         numbers = any(not item.spec.shape for item in self._pinned.values())
         read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
-        take_plain_tensors(mesh, self._obstacle())
+        take_plain_tensors(self, mesh, self._obstacle())
         refuse_whole_tensor(self, mesh)
         step_fast(self, mesh)
         return mesh
@@ -625,6 +625,7 @@ class Runner:
         if self._held is not None:
             runner._held = Held(self._device)
         if self._mesh is not None:
+            take_plain_tensors(runner, self._mesh[1], self._obstacle())
             refuse_whole_tensor(runner, self._mesh[1])
             step_fast(runner, self._mesh[1])
         return twin

@@ -84,8 +84,7 @@ def check(model: nn.Module) -> None:
 
 
 def forget_made_weights(model: nn.Module) -> None:
-    """Detach the weights that weight_norm and spectral_norm left in modules, which they make anew at each call:
-    neither their graph nor a copy of the model needs them."""
+    """Detach the weights that weight_norm and spectral_norm left in modules, and make anew at each call."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, _OLD_NORMS) and isinstance(made := vars(module).get(hook.name), Tensor):

@@ -27,12 +27,12 @@ _REMEDY = (
     "`with autopar.full(parallel) as model:`"
 )
 _PLAIN = (Tensor, nn.Parameter)
-_meshes: list[tuple[weakref.ref[DeviceMesh], str]] = []
+_known: list[tuple[weakref.ref[object], DeviceMesh, str]] = []  # owners, their meshes and obstacles
 
 
-def take_plain_tensors(mesh: DeviceMesh, obstacle: str = "") -> None:
-    """From now on operators of DTensors on `mesh` take plain tensors, or refuse them for an `obstacle`."""
-    _meshes[:] = [item for item in _meshes if item[0]() is not None] + [(weakref.ref(mesh), obstacle)]
+def take_plain_tensors(owner: object, mesh: DeviceMesh, obstacle: str = "") -> None:
+    """While `owner` lives, operators of DTensors on `mesh` take plain tensors, or say an `obstacle`."""
+    _known[:] = [item for item in _known if item[0]() is not None] + [(weakref.ref(owner), mesh, obstacle)]
     if DTensor.__torch_function__ is torch._C._disabled_torch_function_impl:
         setattr(DTensor, "__torch_function__", classmethod(_torch_function))  # noqa: B010
     methods = {"numpy": _no_array("numpy"), "tolist": _no_array("tolist"), "__format__": _format}
@@ -100,7 +100,7 @@ def _replicated(value: Any, mesh: DeviceMesh) -> Any:
 
 def _obstacles(mesh: DeviceMesh) -> list[str]:
     """What stands against plain tensors beside those of each module on such a mesh; none for other meshes."""
-    return [obstacle for known, obstacle in _meshes if known() == mesh]
+    return [obstacle for owner, known, obstacle in _known if known == mesh and owner() is not None]
 
 
 def _refused(found: str, wanted: str) -> InputError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.core.mesh import Mesh
+from autopar.core.placement import Shard
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
 
@@ -32,18 +35,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.inner(x).tanh())
         return out
-
-
-class Heads(nn.Module):
-    """Split by heads, the weight's rows lie in another order than the serial one's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(6, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(-1, 3, 4, 2).unbind(1)
-        return (q * k * v).square()
 
 
 def _penalty(net: Any) -> Tensor:
@@ -112,12 +103,14 @@ def _refused() -> None:
         with pytest.raises(InputError, match=r"autopar.full\(parallel\)") as error:
             use()
         assert len(str(error.value)) <= 400 and "test_beside_plain_tensors.py" in error.value.where
-    theirs, ours = pair(["filter"], Heads)
-    assert not torch.equal(ours.qkv.weight.full_tensor(), theirs.qkv.weight)  # another order
+    runner = ours._autopar
+    by_heads = replace(runner._pinned["inner.weight"], layout=(Shard(0, atom=1),))  # one head after the other
+    runner._pinned["inner.weight"] = by_heads
+    take_plain_tensors(runner, weight.device_mesh, runner._obstacle())
     with pytest.raises(InputError, match="rows lie in another order") as error:
-        ours.qkv.weight.sub(theirs.qkv.weight.detach())
+        weight.sub(START)
     assert len(str(error.value)) <= 400
-    assert (ours(X).sum() + ours.qkv.weight.square().sum()).item() > 0
+    assert (ours(X).sum() + ours.inner.weight.square().sum()).requires_grad
 
 
 def _all(kinds: list[str]) -> None:
