@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.planning.options import PlanOptions
     from autopar.results.plan import Plan
     from autopar.runtime.module.parallel_module import ParallelModule
+    from autopar.runtime.module.whole_model import full
 
 __all__ = [
     "AutoparError",
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "compare",
+    "full",
     "parallelize",
     "plan",
     "timeline",
@@ -42,6 +44,7 @@ _HOMES = {
     "Plan": "autopar.results.plan",
     "PlanOptions": "autopar.planning.options",
     "compare": "autopar.api",
+    "full": "autopar.runtime.module.whole_model",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "timeline": "autopar.api",

@@ -6,6 +6,7 @@ simplify             leaves out what nobody needs
 call_signature       nested arguments and results, flat and back
 attribute_reads      which attributes a forward reads
 module_state         what a forward changes in its modules
+shared_memory        parameters and buffers that are reached past the model
 torch_checks         what torch's own Python decides by values
 numbers              which literals of a graph Python's numbers are
 refusals             what torch.export raises, in our words

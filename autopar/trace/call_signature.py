@@ -124,6 +124,18 @@ def _refuse_tensors_in(leaf: Any, name: str) -> None:
         )
 
 
+def refuse_filled(arguments: Arguments) -> None:
+    """Raise InputError for an argument into which forward has put tensors, as into a cache of keys."""
+    for constant in arguments.constants:
+        if _holds_tensors(constant, set()):
+            raise InputError(
+                where=f"an argument of {type(constant).__name__}",
+                found="an object into which forward puts tensors, which exist inside the program alone",
+                wanted="results that forward returns",
+                remedy="call without it (use_cache=False)",
+            )
+
+
 def _holds_tensors(value: Any, seen: set[int]) -> bool:
     """Whether there is a tensor or an array in the fields of an object, at any depth."""
     if isinstance(value, (torch.Tensor, np.ndarray)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from autopar.trace.call_signature import (
     find_loss,
     flatten_arguments,
     flatten_results,
+    refuse_filled,
     refuse_sparse,
     split_for_loss,
 )
@@ -37,6 +39,7 @@ from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
 from autopar.trace.numbers import require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
+from autopar.trace.shared_memory import ByName, Known, held_by_name, stale
 from autopar.trace.simplify import without_dead_code
 from autopar.trace.torch_checks import traceable
 from autopar.trace.uncollected import uncollected
@@ -78,6 +81,7 @@ class _Flat(nn.Module):
         loss_fn: LossFunction | None,
         *,
         loss_only: bool,
+        known: Known | None,
         record: Callable[[_Seen], None],
         enter: Callable[[str], None],
     ) -> None:
@@ -86,6 +90,7 @@ class _Flat(nn.Module):
         self.arguments = arguments
         self.loss_fn = loss_fn
         self.loss_only = loss_only
+        self.known = known
         self.record = record
         self.training = model.training
         self.enter = enter
@@ -94,12 +99,13 @@ class _Flat(nn.Module):
         args, kwargs = self.arguments.rebuild(tensors)
         args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
+        by_name = ByName(self.known, held_by_name(self.model)) if self.known else nullcontext()
         self.enter(FORWARD)
-        with reading() as reads:
+        with reading() as reads, by_name:
             output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             self.enter(f"the loss {_name(self.loss_fn)}")
-            with reading(self.loss_fn):
+            with reading(self.loss_fn), by_name:
                 loss = self.loss_fn(output, *loss_args, **loss_kwargs)
             _check_loss_result(self.loss_fn, loss)
             output = loss if self.loss_only else {"loss": loss, "output": output}
@@ -130,12 +136,38 @@ def trace(
     Raises TraceError naming the user's line, and InputError for a loss that learns and for tensors that are
     sparse or nested.
     """
-    _check_loss(model, loss_fn)
     check_dense(model)
-    arguments = flatten_arguments(args, kwargs or {})
+    known = Known(model)
+    _check_loss(model, loss_fn, known)
+    traced = _trace(model, flatten_arguments(args, kwargs or {}), loss_fn, known, loss_only=loss_only)
+    if known.met_in(traced.graph):
+        traced = _trace(model, traced.arguments, loss_fn, known, loss_only=loss_only, by_name=True)
+        if (met := known.met_in(traced.graph)) is not None:
+            raise stale(*met)
+    return traced
+
+
+def _trace(
+    model: nn.Module,
+    arguments: Arguments,
+    loss_fn: LossFunction | None,
+    known: Known,
+    *,
+    loss_only: bool,
+    by_name: bool = False,
+) -> Traced:
+    """Trace once; with `by_name` what is `known` is taken for what the model holds by its name."""
     seen: list[_Seen] = []  # torch.export undoes what forward does to attributes
     parts, notes = [FORWARD], list[str]()
-    flat = _Flat(model, arguments, loss_fn, loss_only=loss_only, record=seen.append, enter=parts.append)
+    flat = _Flat(
+        model,
+        arguments,
+        loss_fn,
+        loss_only=loss_only,
+        known=known if by_name else None,
+        record=seen.append,
+        enter=parts.append,
+    )
     try:
         with inlined(), caught(model), traceable(notes), without_torchs_words(), warnings.catch_warnings():
             warnings.filterwarnings(
@@ -148,8 +180,11 @@ def trace(
         raise
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise refusal(cause, parts[-1]) from cause
+    refuse_filled(arguments)
     results, loss_index, cached, left = seen[-1]
-    graph = GraphBuilder(model, arguments, exported).build(loss_index=loss_index, dropped=results.dropped)
+    graph = GraphBuilder(model, arguments, exported, known).build(
+        loss_index=loss_index, dropped=results.dropped
+    )
     count = len(graph.outputs) - len(cached)
     if cached:
         check_cached(graph, graph.outputs[count:], cached)
@@ -157,12 +192,12 @@ def trace(
     return Traced(replace(graph, notes=(*notes, *graph.notes, *left)), arguments, results)
 
 
-def _check_loss(model: nn.Module, loss_fn: LossFunction | None) -> None:
+def _check_loss(model: nn.Module, loss_fn: LossFunction | None, known: Known) -> None:
     """Raise InputError for parameters that only the loss has: no optimizer of the model would see them."""
     if not isinstance(loss_fn, nn.Module):
         return
-    ours = set(model.parameters())
-    found = [key for key, item in loss_fn.named_parameters() if item.requires_grad and item not in ours]
+    own = [(key, item) for key, item in loss_fn.named_parameters() if known.name_of(item) is None]
+    found = [key for key, item in own if item.requires_grad]
     if found:
         raise InputError(
             where=f"loss_fn {type(loss_fn).__name__}",

@@ -31,6 +31,7 @@ from autopar.errors import TraceError
 from autopar.trace.call_signature import Arguments
 from autopar.trace.checkpoint_regions import region_of
 from autopar.trace.custom_operator import CUSTOM, call_at
+from autopar.trace.shared_memory import Known
 from autopar.trace.simplify import without_dead_code, without_identities
 from autopar.trace.user_source import module_of, source_of
 
@@ -70,12 +71,16 @@ _NO_GRADIENT = {
 }
 
 
+_BEFORE = "compute it before the call and pass it"
+
+
 class GraphBuilder:
     """Walks the exported graph once and writes down single-assignment operators."""
 
-    def __init__(self, model: nn.Module, arguments: Arguments, exported: Any) -> None:
+    def __init__(self, model: nn.Module, arguments: Arguments, exported: Any, known: Known) -> None:
         self.exported = exported
         self.arguments = arguments
+        self.known = known
         self.inputs: dict[str, GraphInput] = {}
         self.specs: dict[str, TensorSpec] = {}
         self.operators: list[Operator] = []
@@ -113,7 +118,7 @@ class GraphBuilder:
         for node, spec in zip(nodes, self.exported.graph_signature.input_specs, strict=True):
             match spec.kind:
                 case ExportedKind.PARAMETER | ExportedKind.BUFFER if spec.target.startswith("loss_fn."):
-                    self.add_input(node, InputKind.CONSTANT, spec.target)
+                    self.add_losss_own(node, spec.target)
                 case ExportedKind.USER_INPUT:
                     self.add_input(node, InputKind.USER, next(users))
                 case ExportedKind.PARAMETER:
@@ -123,8 +128,21 @@ class GraphBuilder:
                 case _:
                     self.add_input(node, InputKind.CONSTANT, spec.target)
 
+    def add_losss_own(self, node: fx.Node, target: str) -> None:
+        """What a loss holds is a constant, unless it is the model's, too."""
+        name = self.known.name_of(self.exported.state_dict[target])
+        owner = next((item.name for item in self.inputs.values() if item.target in self.tied_to(name)), None)
+        if owner is None:
+            self.add_input(node, InputKind.CONSTANT, target)
+        else:
+            self.env[node] = Ref(owner)
+
+    def tied_to(self, target: str | None) -> tuple[str, ...]:
+        """All names of a parameter or buffer."""
+        return () if target is None else self.tied.get(target, (target,))
+
     def add_input(self, node: fx.Node, kind: InputKind, target: str) -> None:
-        first, *others = self.tied.get(target, (target,))
+        first, *others = self.tied_to(target)
         if kind is InputKind.PARAMETER and first != target:
             owner = next((item.name for item in self.inputs.values() if item.target == first), None)
             if owner is not None:
@@ -191,7 +209,7 @@ class GraphBuilder:
         elif isinstance(target, torch._ops.HigherOrderOperator):
             self.inline(gm, node, grad=grad)
         elif not isinstance(target, torch._ops.OpOverload):
-            raise self.refuse(node, f"a call of {target}", "ATen operators only")
+            raise self.refuse(node, f"a call of {target}", "operators of torch on tensors", _BEFORE)
         elif target._schema.name.split("::")[1] in _DROPPED:
             self.env[node] = None
         else:
@@ -203,12 +221,22 @@ class GraphBuilder:
         if name == "wrap_with_set_grad_enabled":
             mode, body, *operands = node.args
             if mode and not grad:
-                raise self.refuse(node, "gradients inside a region without them", "one mode inside the other")
+                raise self.refuse(
+                    node,
+                    "gradients inside a region without them",
+                    "one mode inside the other",
+                    "end torch.no_grad() before torch.enable_grad() begins",
+                )
             grad = bool(mode)
         elif name == "wrap_with_autocast" and node.args[2] is False:
             body, *operands = node.args[4:]
         else:
-            raise self.refuse(node, f"a region of kind {name}", "a forward without autocast or control flow")
+            raise self.refuse(
+                node,
+                f"a region of kind {name}",
+                "a forward without autocast or control flow",
+                "convert the model's dtype instead, or choose by torch.where(condition, a, b)",
+            )
         inner = self.env.get(body) if isinstance(body, fx.Node) else body
         assert isinstance(inner, fx.GraphModule)
         places = [item for item in inner.graph.nodes if item.op == "placeholder"]
@@ -243,7 +271,12 @@ class GraphBuilder:
         values = node.meta.get("val")
         single = isinstance(values, torch.Tensor)
         if not _is_fixed(values):
-            raise self.refuse(node, f"what {target} gives depends on values", "sizes and numbers that don't")
+            raise self.refuse(
+                node,
+                f"what {target} gives depends on values",
+                "sizes and numbers that don't",
+                f"keep all rows and choose by torch.where(mask, a, b), or {_BEFORE}",
+            )
         results = [values] if single else list(values if values is not None else ())
         differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
@@ -288,7 +321,12 @@ class GraphBuilder:
         (new,) = operation.results
         assert new is not None
         if old not in makers:
-            raise self.refuse(node, f"a hook on the input {old}", "hooks on results of operators")
+            raise self.refuse(
+                node,
+                f"a hook on the input {old}",
+                "hooks on results of operators",
+                "hook a copy, as by x = x.clone() before",
+            )
 
         def after(item: Operator) -> Operator:
             args, kwargs = map_refs(
@@ -366,12 +404,20 @@ class GraphBuilder:
         first = target._schema.arguments[0].name
         value = kwargs.get("out") if writes == ["out"] else args[0] if writes == [first] else None
         if not isinstance(value, Ref):
-            raise self.refuse(node, f"{target} writes to several arguments", "functional operators")
+            raise self.refuse(
+                node,
+                f"{target} writes to several arguments",
+                "functional operators",
+                "take what the call without out= returns",
+            )
         result = node.meta["val"]
         spec = self.specs[value.name]
         if (tuple(result.shape), result.dtype) != (spec.shape, spec.dtype):
             raise self.refuse(
-                node, f"{target} into {spec.dtype}{list(spec.shape)}", f"one of {list(result.shape)}"
+                node,
+                f"{target} into {spec.dtype}{list(spec.shape)}",
+                f"one of {list(result.shape)}",
+                "assign the result of the call that writes to nothing: x = ...",
             )
         return value.name
 
@@ -385,7 +431,12 @@ class GraphBuilder:
             given = [str(item.type) for item in found._schema.arguments]
             if given == wanted and not found._schema.is_mutable:
                 return found
-        raise self.refuse(node, f"the in-place operator {target}", "one with a functional form")
+        raise self.refuse(
+            node,
+            f"the in-place operator {target}",
+            "one with a functional form",
+            "assign the result of operators that write to nothing: x = ...",
+        )
 
     def replace(self, node: fx.Node, written: str, name: str, *, grad: bool) -> None:
         """From here on `written` means `name`; what a view is of has `name` in the view's place."""
@@ -397,6 +448,7 @@ class GraphBuilder:
                 node,
                 f"an in-place write without gradient to {chain[-1]}, which has one",
                 "a result of its own, or a write with gradient",
+                "write to a .clone(), or leave out torch.no_grad() and .data",
             )
         root = self.root[written]
         stale = [key for key, value in self.env.items() if self._views(value, root, chain)]
@@ -404,7 +456,10 @@ class GraphBuilder:
         kept = chain[-1] != root and (root in self.inputs or root in self.writes.values())
         if kept or later:
             raise self.refuse(
-                node, f"an in-place write to {written} through a view", "writes to whole tensors or slices"
+                node,
+                f"an in-place write to {written} through a view",
+                "writes to whole tensors or slices",
+                "use x = torch.where(mask, value, x), torch.cat or torch.stack, or write to x[a:b] itself",
             )
         made = [name]
         for view, base in itertools.pairwise(chain):
@@ -475,16 +530,20 @@ class GraphBuilder:
         owner = next((buffer for buffer, value in self.writes.items() if value == written), written)
         if owner in self.inputs:
             if self.inputs[owner].kind is not InputKind.BUFFER:
-                raise self.refuse(node, f"an in-place write to the input {owner}", "a clone before the write")
+                raise self.refuse(
+                    node,
+                    f"an in-place write to the input {owner}",
+                    "writes to what forward makes",
+                    "write to a copy, as by x = x.clone() before",
+                )
             self.writes[owner] = name
 
     def _views(self, value: Any, root: str, written: Sequence[str]) -> bool:
         return isinstance(value, Ref) and value.name not in written and self.root.get(value.name) == root
 
-    def refuse(self, node: fx.Node, found: str, wanted: str) -> TraceError:
-        return TraceError(
-            where=source_of(node) or node.name, found=found, wanted=wanted, remedy="rewrite that line"
-        )
+    def refuse(self, node: fx.Node, found: str, wanted: str, remedy: str) -> TraceError:
+        where = source_of(node) or f"module {module_of(node) or 'of the whole model'}"
+        return TraceError(where=where, found=found, wanted=wanted, remedy=remedy)
 
 
 def _itself(node: fx.Node) -> fx.Node:

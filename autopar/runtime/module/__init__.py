@@ -3,10 +3,13 @@
 parallel_module   the module itself
 serial_model      the user's model, without its memory
 user_tree         its modules, with DTensors in the place of their parameters
+old_parameters    those that were there before, refused where they are used
 stored            how these lie, and state dicts in serial order
+growing_calls     methods that call the module with ever longer inputs
 guards            what a program's trace has read, compared at every call
 program_cache     programs by kinds of call and by what their traces read
 free_numbers      numbers that a program takes anew at each call
+whole_model       the serial model for a while, with all of its weights
 rank_states       what the ranks of all stages hold
 optimizers        optimizers on sharded parameters
 optimizer_values  one value of an optimizer's state, between how it lies and serial order

@@ -105,6 +105,11 @@ def _signature(call: Arguments, *, shapes: bool) -> Iterator[Part]:
         yield f"input {path}", _BATCH, repr((tensor.shape, tensor.dtype, tensor.requires_grad)).encode()
 
 
+def whole_bytes(tensor: Tensor) -> bytes:
+    """All of a tensor, for `compare`."""
+    return _bytes(tensor, whole=True)
+
+
 def _bytes(tensor: Tensor, *, whole: bool) -> bytes:
     flat = tensor.detach().reshape(-1)
     if not whole:

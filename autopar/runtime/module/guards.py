@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.runtime.module.old_parameters import OldParameter
 from autopar.trace.attribute_reads import ALL, Owner, Reads, filled_cells, global_names, is_torch
 from autopar.trace.numbers import is_number
 
@@ -195,7 +196,7 @@ class Guard:
     # -- what it holds ------------------------------------------------------------------------------
 
     def _follow(self, value: Any, name: str) -> None:
-        if isinstance(value, _ATOMS) or id(value) in self._visited:
+        if isinstance(value, (*_ATOMS, OldParameter)) or id(value) in self._visited:
             return
         self._visited[id(value)] = value
         match value:

@@ -30,7 +30,7 @@ from autopar.core.graph import InputKind, may_learn
 from autopar.core.mesh import Mesh
 from autopar.core.part import Part, whole
 from autopar.core.pipeline import Pipeline
-from autopar.core.placement import Layout, show
+from autopar.core.placement import Layout, Shard, show
 from autopar.errors import AutoparError, CheckError, InputError
 from autopar.results.plan import Plan
 from autopar.runtime.collectives import groups
@@ -45,6 +45,7 @@ from autopar.runtime.module import serial_model
 from autopar.runtime.module.agreement import Agreement
 from autopar.runtime.module.clipping import norm_dtype, refuse_torch_clipping, scale, total_norm
 from autopar.runtime.module.free_numbers import bind, check_alike, trial
+from autopar.runtime.module.growing_calls import GrowingCalls, calling_method, inside
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.local_inputs import LocalInputs
 from autopar.runtime.module.named_states import speak_by_names
@@ -55,6 +56,7 @@ from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
 from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.parameters.global_scalars import read_whole_scalars
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
 from autopar.runtime.parameters.parameters import (
@@ -157,6 +159,7 @@ class Runner:
         self._tells = dist.get_rank() == 0 and not quiet
         # Plans of the module that this one is a copy of, by their calls.
         self._inherited: list[tuple[tuple[Hashable, ...], Plan]] = []
+        self._growing = GrowingCalls()
         self._current: Bound | StagedProgram | Relay | None = None  # that ran last, or was planned first
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
         self._local_outputs = local_outputs
@@ -363,7 +366,14 @@ class Runner:
         key = self._key(call, step=step, place=place)
         entry = self._programs.find(key, call.constants)
         if entry is None:
-            entry = self._new_entry(call, key, step=step, place=place)
+            method = calling_method(self.tree.root, self.tree.serial_class)
+            self._growing.see(call.tensors, method)
+            try:
+                entry = self._new_entry(call, key, step=step, place=place)
+            except InputError as error:
+                if method is not None:
+                    error.add_remedy(inside(method.f_code.co_name))
+                raise
             self._programs.add(self._key(call, step=step, place=place), entry)
         self._left = entry.left
         return entry.program
@@ -393,7 +403,7 @@ class Runner:
         """The program of a call, and what its traces read."""
         args, kwargs = call.rebuild(call.tensors)
         states = None if self._mesh is None else self._states()
-        with recording() as reads, self.tree.serial(states) as model:
+        with recording() as reads, self.tree.serial(states) as model, _unseen():
             made = self._compile(
                 model,
                 args,
@@ -418,8 +428,8 @@ class Runner:
             known = entry.program.executable
             try:
                 with tried.traced(call.constants) as (numbers, constants):
-                    inside = replace(call, constants=constants)
-                    made, reads = self._compiled(inside, [known.plan], step=step, place=place)
+                    standing_in = replace(call, constants=constants)
+                    made, reads = self._compiled(standing_in, [known.plan], step=step, place=place)
                 check_alike(made, known, numbers)
                 if not _leave_alike(reads.left, entry.left):
                     raise NotFreeError("another number that forward leaves")
@@ -553,6 +563,12 @@ class Runner:
             return self._held.states
         return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in self._named_tensors()}
 
+    def whole_states(self) -> Mapping[str, State]:
+        """The states of all parameters and buffers as they are now; collective with stages."""
+        self.tree.check()
+        self._update_held()
+        return self._states()
+
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return itertools.chain(self.tree.root.named_parameters(), self.tree.root.named_buffers())
 
@@ -643,26 +659,37 @@ class Runner:
         placed = self.tree.place(self._store)
         parameters = [item for item in placed if isinstance(item.whole, nn.Parameter)]
         take_over(self, parameters, mesh, self.nothing, tell=self._tells)
+        self.tree.retire()
         numbers = any(not item.spec.shape for item in self._pinned.values())
         read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
+        take_plain_tensors(self, mesh, self._obstacle())
         refuse_whole_tensor(self, mesh)
         step_fast(self, mesh)
         speak_serial_order()
         speak_by_names()
         return mesh
 
+    def _obstacle(self) -> str:
+        """Why plain tensors outside the program don't lie as parameters do; empty where they do."""
+        if self._local:
+            return "of this rank's samples"
+        layouts = [placement for item in self._pinned.values() for placement in item.layout]
+        blocks = any(isinstance(placement, Shard) and placement.atom for placement in layouts)
+        return "whose rows lie in another order than that of weights in blocks" if blocks else ""
+
     def copied(self, memo: dict[int, Any]) -> nn.Module:
         """A deep copy of the root that runs by itself: own parameters, programs that are still to be made."""
         for _, tensor in self._named_tensors():
             # Torch's own copy of a DTensor takes its gradient along, and fails.
             memo.setdefault(id(tensor), twin_of(tensor))
+        memo.update((id(old), old) for old in self.tree.old())
         with self.tree.plain() as root:
             twin = copy.deepcopy(root, memo)
         twin.__class__ = type(self.tree.root)
         runner = twin.__dict__["_autopar"] = copy.copy(self)
         runner.tree = self.tree.of(twin)
         runner.tree.install()
-        runner._programs = ProgramCache()
+        runner._programs, runner._growing = ProgramCache(), GrowingCalls()
         runner._users = dict(self._users)
         runner._agreement = Agreement(self._device, local_inputs=self._local is not None)
         runner._inherited = [
@@ -672,6 +699,7 @@ class Runner:
         if self._held is not None:
             runner._held = Held(self._device)
         if self._mesh is not None:
+            take_plain_tensors(runner, self._mesh[1], self._obstacle())
             refuse_whole_tensor(runner, self._mesh[1])
             step_fast(runner, self._mesh[1])
         return twin
@@ -728,7 +756,7 @@ class Runner:
             f"{item.target} as {show(item.layout)}"
             for item in made.inputs
             if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
-            and item.part != self._pinned[item.target].part
+            and not _lie_alike(item.part, self._pinned[item.target].part)
         ]
         if isinstance(made, StagedExecutable):
             moved += [
@@ -951,7 +979,8 @@ class ParallelModule(nn.Module):
             where="pickling or copying a parallel module",
             found="this rank's parts and program, which mean nothing elsewhere",
             wanted="its state_dict(), which holds full tensors",
-            remedy="call state_dict() on all ranks and save it on one, or use copy.deepcopy",
+            remedy="save that on one rank, or the model inside `with autopar.full(parallel) as model:`; "
+            "a copy is made by copy.deepcopy",
         )
 
     def __repr__(self) -> str:
@@ -961,9 +990,10 @@ class ParallelModule(nn.Module):
 
 @cache
 def _parallel_class(kind: type) -> type:
-    """A class of the same name and module below ParallelModule and `kind`."""
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_serial_class": kind}
-    made: type = type(kind)(f"Parallel{kind.__name__}", (ParallelModule, kind), names)
+    """A class of the same names below ParallelModule and `kind`: libraries write them into files."""
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names["_serial_class"] = kind
+    made: type = type(kind)(kind.__name__, (ParallelModule, kind), names)
     return made
 
 
@@ -983,6 +1013,20 @@ def _leave_alike(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tuple[str,
         type(value) is type(theirs[place]) and (isinstance(value, Inside) or value == theirs[place])
         for place, value in ours.items()
     )
+
+
+def _lie_alike(part: Part, other: Part) -> bool:
+    """Whether two parts are the same rows; whole ones are, whatever their dims are products of."""
+    return part == other or (part.is_whole and other.is_whole)
+
+
+def _unseen() -> AbstractContextManager[None]:
+    """Within, what autograd saves is nobody's: a checkpoint around the call would count it."""
+    return cast("AbstractContextManager[None]", torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _refuse_input_gradients(call: Arguments) -> None:

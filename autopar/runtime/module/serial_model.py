@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.spectral_norm import (
+    SpectralNorm,
+    SpectralNormLoadStateDictPreHook,
+    SpectralNormStateDictHook,
+)
 from torch.nn.utils.weight_norm import WeightNorm
 
 from autopar.errors import InputError, cut_text
@@ -28,10 +32,11 @@ _HARMLESS = {  # the names of libraries' own
     "make_inputs_require_grads",  # transformers: traced checkpoints need no gradient of their inputs
     "output_capturing_hook",  # transformers, at the first call: what it captures is traced as an output
 }
-_OLD_NORMS: dict[type, str] = {  # which put a tensor in an attribute before each call
-    WeightNorm: "weight_norm",
-    SpectralNorm: "spectral_norm",
-}
+_OLD_NORMS = (
+    WeightNorm,
+    SpectralNorm,
+)  # which make a weight of others before each call: traced as forward is
+_OLD_NORMS_OWN = (*_OLD_NORMS, SpectralNormStateDictHook, SpectralNormLoadStateDictPreHook)
 _PARAMETER_HOOKS = {
     "_backward_hooks": "gradient hook",
     "_post_accumulate_grad_hooks": "post-accumulate hook",
@@ -68,18 +73,7 @@ def check(model: nn.Module) -> None:
     if wrapped:
         _refuse(wrapped, "a plain model", "pass the model as it was before it was wrapped")
     check_plain(model)
-    old = [
-        f"torch.nn.utils.{_OLD_NORMS[type(hook)]} on {_name(path)}"
-        for path, module in model.named_modules()
-        for hook in module._forward_pre_hooks.values()
-        if type(hook) in _OLD_NORMS
-    ]
-    if old:
-        _refuse(
-            old[:3],
-            "weights that are made from parameters inside the program",
-            "use its successor in torch.nn.utils.parametrizations, which loads the same state dicts",
-        )
+    forget_made_weights(model)
     hooks = [*_module_hooks(model), *_parameter_hooks(model)]
     if hooks:
         _refuse(
@@ -87,6 +81,14 @@ def check(model: nn.Module) -> None:
             "no hooks inside the model, which is traced into one graph",
             "remove them, or register forward hooks on the parallel module itself",
         )
+
+
+def forget_made_weights(model: nn.Module) -> None:
+    """Detach the weights that weight_norm and spectral_norm left in modules, and make anew at each call."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, _OLD_NORMS) and isinstance(made := vars(module).get(hook.name), Tensor):
+                vars(module)[hook.name] = made.detach()
 
 
 def check_plain(model: nn.Module) -> None:
@@ -113,8 +115,8 @@ def _module_hooks(model: nn.Module) -> Iterator[str]:
 
 
 def is_harmless(hook: object) -> bool:
-    """Whether a hook is one of those of libraries that a traced program may do without."""
-    return getattr(hook, "__name__", "") in _HARMLESS
+    """Whether a hook is one of those that a trace runs, or of libraries that a program may do without."""
+    return getattr(hook, "__name__", "") in _HARMLESS or isinstance(hook, _OLD_NORMS_OWN)
 
 
 def _parameter_hooks(model: nn.Module) -> Iterator[str]:

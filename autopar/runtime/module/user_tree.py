@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
+from autopar.runtime.module import old_parameters
 from autopar.runtime.module.serial_model import is_harmless, without_memory
 from autopar.runtime.module.stored import FullState, Stored
+from autopar.trace.shared_memory import Memory, replacing
 from autopar.trace.user_source import is_library, shown_path
 
 HOOKS = {
@@ -76,6 +78,8 @@ class UserTree:
         self._whole_lists: list[
             tuple[str, str, Any]
         ] = []  # by path and name, attributes that hold some of them
+        self.before: Memory = Memory(())  # parameters and buffers that were there before they were placed
+        self._old: list[tuple[str, weakref.ref[nn.Parameter]]] = []
         self._handles: list[RemovableHandle] = []
         self._take()
 
@@ -98,7 +102,8 @@ class UserTree:
     def place(self, store: Callable[[str, Tensor], tuple[Tensor | None, Stored]]) -> list[Placed]:
         """Put what `store(name, tensor)` makes of every tensor in its place, each tensor once; None is what
         another stage holds."""
-        full = dict(self._named_tensors())
+        full = dict(self.named_tensors())
+        self.before = Memory(full.items())
         self._whole = _without_memory(full)
         self._whole_lists = list(
             self._lists_with({id(full[name]): whole for name, whole in self._whole.items()})
@@ -111,13 +116,27 @@ class UserTree:
         self._put({key: item.part for key, item in placed.items()})
         _trees.add(self)
         self.install()
+        self._old = [
+            (name, weakref.ref(item)) for name, item in full.items() if isinstance(item, nn.Parameter)
+        ]
         return list(placed.values())
+
+    def retire(self) -> None:
+        """From now on the parameters that were there before are refused where somebody uses them."""
+        for name, reference in self._old:
+            if (old := reference()) is not None:
+                old_parameters.replaced(old, name)
+
+    def old(self) -> list[nn.Parameter]:
+        """The parameters that were there before and that somebody holds."""
+        return [old for _, reference in self._old if (old := reference()) is not None]
 
     def of(self, twin: nn.Module) -> UserTree:
         """The tree of a copy of the root."""
         tree = UserTree(twin, self.serial_class)
         tree.stored, tree._whole, tree._whole_lists = self.stored, self._whole, self._whole_lists
         tree.version, tree.nothing = self.version, self.nothing
+        tree.before, tree._old = self.before, self._old
         _trees.add(tree)
         return tree
 
@@ -128,11 +147,11 @@ class UserTree:
             first.setdefault(id(stored), name)
         return {
             id(tensor): Owner(self, first[id(self.stored[name])], self.stored[name])
-            for name, tensor in self._named_tensors()
+            for name, tensor in self.named_tensors()
             if isinstance(tensor, nn.Parameter) and name in self.stored
         }
 
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters and buffers by name, tied ones by each of theirs."""
         for path, module in zip(self._paths, self.modules, strict=True):
             for held in (module._parameters, module._buffers):
@@ -147,13 +166,37 @@ class UserTree:
                 for name, tensor in held.items():
                     if id(tensor) in places:
                         held[name] = places[id(tensor)]
-        self._set(list(self._lists_with(places)))
+        self.set_attributes(list(self._lists_with(places)))
 
-    def _set(self, values: Sequence[tuple[str, str, Any]]) -> None:
+    def set_attributes(self, values: Sequence[tuple[str, str, Any]]) -> None:
+        """Set attributes by path and name."""
         states = dict(zip(self._paths, map(vars, self.modules), strict=True))
         for path, name, value in values:
             if path in states:
                 states[path][name] = value
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether that is the name of a parameter, else of a buffer."""
+        return isinstance(self._whole[name], nn.Parameter)
+
+    def put_by_name(self, whole: Mapping[str, Tensor]) -> list[tuple[str, str, Any]]:
+        """Let modules hold these tensors instead of their own; attributes of lists with them as they were."""
+        stand_ins: dict[int, Tensor | None] = {
+            id(self._whole[name]): tensor for name, tensor in whole.items()
+        }
+        places: dict[int, Tensor | None] = {id(tensor): whole[name] for name, tensor in self.named_tensors()}
+        lists = [
+            *self._lists_with(places),
+            *((path, name, _replaced(value, stand_ins)) for path, name, value in self._whole_lists),
+        ]
+        states = dict(zip(self._paths, map(vars, self.modules), strict=True))
+        before = [(path, name, states[path][name]) for path, name, _ in lists if name in states.get(path, ())]
+        for path, module in zip(self._paths, self.modules, strict=True):
+            for held in (module._parameters, module._buffers):
+                for name in held:
+                    held[name] = whole.get(_join(path, name), held[name])
+        self.set_attributes(lists)
+        return before
 
     def _lists_with(self, places: Mapping[int, Tensor | None]) -> Iterator[tuple[str, str, Any]]:
         """Attributes that hold some of these tensors, and their values with the others in their places."""
@@ -197,7 +240,7 @@ class UserTree:
     def leave(self, values: Mapping[tuple[str, str], Any]) -> None:
         """Leave in the modules what forward leaves there, by path and name."""
         if values:
-            self._set([(path, name, value) for (path, name), value in values.items()])
+            self.set_attributes([(path, name, value) for (path, name), value in values.items()])
 
     # -- calls --------------------------------------------------------------------------------------
 
@@ -244,7 +287,7 @@ class UserTree:
         """Raise InputError for parameters and buffers that have no place in the plan."""
         new = [
             name
-            for name, tensor in self._named_tensors()
+            for name, tensor in self.named_tensors()
             if name not in self.stored
             or (isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor))
         ]
@@ -263,7 +306,7 @@ class UserTree:
         Once parameters are placed, `states` says their dtypes and which learn; whole tensors without memory
         stand in for them.
         """
-        with self.plain() as root:
+        with self.plain() as root, replacing(self.before), old_parameters.usable(self.old()):
             kept = _Kept(self.modules)
             for name in (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
                 root.__dict__[name] = OrderedDict()
@@ -305,7 +348,7 @@ class UserTree:
                     if tensor is not None:
                         places[id(tensor)] = whole
         self._put(places)
-        self._set(self._whole_lists)
+        self.set_attributes(self._whole_lists)
 
 
 def placed_trees() -> list[UserTree]:
@@ -355,7 +398,7 @@ class _Refused:
             where=f"{_caller()}call of {self._path} ({type(module).__name__})",
             found="a module of a parallel model, called by itself",
             wanted="calls of the parallel module, whose program is of its whole forward",
-            remedy="let forward do it, told by an argument such as a flag, and call the whole model",
+            remedy=f"call it {inside(self._path)}, or let forward do it, told by a flag",
         )
 
     def __reduce__(self) -> Any:
@@ -363,8 +406,13 @@ class _Refused:
             where=f"pickling {self._path}",
             found="a module of a parallel model",
             wanted="state dicts, which hold full tensors",
-            remedy="save its state_dict()",
+            remedy=f"save the state_dict() of the parallel module, or pickle it {inside(self._path)}",
         )
+
+
+def inside(path: str = "") -> str:
+    """Where single modules and methods of the serial model can be used."""
+    return f"inside `with autopar.full(parallel) as model:` as {_join('model', path)}"
 
 
 def _caller() -> str:

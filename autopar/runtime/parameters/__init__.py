@@ -2,5 +2,6 @@
 
 parameters         from one to the other
 gradient_buckets   sums of gradients, while backward still runs
+beside_plain_tensors   plain tensors, arrays and texts beside DTensors
 global_scalars     numbers that are read from DTensors
 """

@@ -32,7 +32,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_leaves
 
-from autopar.errors import InputError
+from autopar.errors import InputError, cut_text
 from autopar.runtime.collectives.roll_call import collective
 from autopar.trace.user_source import calling_line, first_line
 
@@ -199,9 +199,9 @@ def _guard(propagate: Callable[..., Any]) -> Callable[..., Any]:
 def _cannot_split(operator: Any, error: Exception) -> InputError:
     return InputError(
         where=calling_line(),
-        found=f"{operator} of a sharded parameter or gradient: {first_line(error)[:120]}",
-        wanted="an operator of elements, or a reduction such as a sum or norm",
-        remedy="compute it inside the model or loss_fn, or, where no gradient is needed, of the full tensor: "
+        found=f"{operator} of a sharded parameter or gradient: {cut_text(first_line(error), 40)}",
+        wanted="an operator of elements, a sum or a norm",
+        remedy="compute it in forward or loss_fn, in `with autopar.full(parallel) as model:`, or of "
         "parallel.gather(name, tensor)",
     )
 

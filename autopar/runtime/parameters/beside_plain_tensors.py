@@ -1,0 +1,123 @@
+"""Parameters outside the program beside what isn't sharded: plain tensors, NumPy, format strings.
+
+    weight - start               a plain tensor is whole, the same on every rank: each takes its part's rows
+    weight.numpy(), .tolist()    refused: a part is no whole array
+    f"{weight.mean():.3f}"       the number, read whole
+
+torch refuses plain tensors beside DTensors. They are right where a DTensor's rows lie in serial order. Then
+each becomes a replicated DTensor, so that backward knows it as one and gives it a plain, whole gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.errors import InputError
+from autopar.trace.user_source import calling_line
+
+_REMEDY = (
+    "take the full tensor, parallel.gather(name, tensor) on every rank, or compute it inside "
+    "`with autopar.full(parallel) as model:`"
+)
+_PLAIN = (Tensor, nn.Parameter)
+_known: list[tuple[weakref.ref[object], DeviceMesh, str]] = []  # owners, their meshes and obstacles
+
+
+def take_plain_tensors(owner: object, mesh: DeviceMesh, obstacle: str = "") -> None:
+    """While `owner` lives, operators of DTensors on `mesh` take plain tensors, or say an `obstacle`."""
+    _known[:] = [item for item in _known if item[0]() is not None] + [(weakref.ref(owner), mesh, obstacle)]
+    if DTensor.__torch_function__ is torch._C._disabled_torch_function_impl:
+        setattr(DTensor, "__torch_function__", classmethod(_torch_function))  # noqa: B010
+    methods = {"numpy": _no_array("numpy"), "tolist": _no_array("tolist"), "__format__": _format}
+    for name, method in methods.items():
+        if name not in vars(DTensor):
+            setattr(DTensor, name, method)
+
+
+def _torch_function(
+    _cls: type, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    kwargs = kwargs or {}
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = [item for item in _tensors((args, kwargs)) if _is_plain(item)]
+        if not plain or function.__name__ in ("__get__", "__set__"):
+            return function(*args, **kwargs)
+        sharded = (item for item in _tensors((args, kwargs)) if isinstance(item, DTensor))
+        mesh = next((item.device_mesh for item in sharded), None)
+        obstacles = [] if mesh is None else _obstacles(mesh)
+        if mesh is None or not obstacles:
+            return function(*args, **kwargs)
+        _check(function.__name__, plain, obstacles)
+        whole = _replicated(args, mesh), _replicated(kwargs, mesh)
+        result = function(*whole[0], **whole[1])
+        is_in_place = function.__name__.endswith("_") and not function.__name__.endswith("__")
+        return args[0] if is_in_place and args and type(args[0]) in _PLAIN else result
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a plain tensor that torch doesn't take, or whose gradient would be none."""
+    wants_gradient = torch.is_grad_enabled() and type(value) in _PLAIN and value.requires_grad
+    return type(value) in _PLAIN and (value.numel() != 1 or wants_gradient)
+
+
+def _check(name: str, plain: list[Tensor], obstacles: list[str]) -> None:
+    """Raise InputError for plain tensors that don't lie as DTensors do."""
+    if any(obstacles) and any(tensor.numel() != 1 for tensor in plain):
+        found = f"{name} of a parameter or gradient and a plain tensor {max(obstacles)}"
+        raise _refused(found, "tensors that lie alike")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    match value:
+        case Tensor():
+            yield value
+        case list() | tuple():
+            for item in value:
+                yield from _tensors(item)
+        case dict():
+            for item in value.values():
+                yield from _tensors(item)
+
+
+def _replicated(value: Any, mesh: DeviceMesh) -> Any:
+    """Arguments with DTensors in the place of plain tensors, in the same memory."""
+    match value:
+        case list() | tuple():
+            return type(value)([_replicated(item, mesh) for item in value])
+        case dict():
+            return {key: _replicated(item, mesh) for key, item in value.items()}
+    if not _is_plain(value):
+        return value
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _obstacles(mesh: DeviceMesh) -> list[str]:
+    """What stands against plain tensors beside those of each module on such a mesh; none for other meshes."""
+    return [obstacle for owner, known, obstacle in _known if known == mesh and owner() is not None]
+
+
+def _refused(found: str, wanted: str) -> InputError:
+    return InputError(where=calling_line(), found=found, wanted=wanted, remedy=_REMEDY)
+
+
+def _no_array(name: str) -> Callable[..., Any]:
+    def refuse(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if _obstacles(tensor.device_mesh):
+            found = f"{name}() of a parameter or gradient, of which ranks have parts"
+            raise _refused(found, "a plain tensor")
+        return getattr(Tensor, name)(tensor, *args, **kwargs)
+
+    return refuse
+
+
+def _format(tensor: DTensor, spec: str) -> str:
+    if not tensor.dim() and _obstacles(tensor.device_mesh):
+        return format(tensor.item(), spec)
+    return object.__format__(tensor, spec)

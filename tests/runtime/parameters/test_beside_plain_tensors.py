@@ -1,0 +1,125 @@
+"""Parameters outside the program take plain tensors as the serial ones do, or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.core.mesh import Mesh
+from autopar.core.placement import Shard
+from autopar.errors import InputError
+from autopar.rewrite.render import describe
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
+from tests.pool import Pool
+from tests.runtime.forced_compiler import forced_compiler
+
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
+Y = torch.tensor([0, 1, 2, 1])
+START = torch.linspace(-2, 2, 48, dtype=torch.float64).reshape(8, 6)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.inner(x).tanh())
+        return out
+
+
+def _penalty(net: Any) -> Tensor:
+    start = (net.inner.weight - START).square().sum()
+    squares = sum(item.square().sum() for item in net.parameters())
+    return F.cross_entropy(net(X), Y) + 0.1 * start + 0.2 * squares
+
+
+def _feature(net: Any) -> Tensor:
+    features = net(X)  # a result of the program, with a gradient
+    out: Tensor = (features @ net.head.weight).square().mean()
+    return out
+
+
+def _masked(net: Any) -> Tensor:
+    out: Tensor = torch.where(START > 0, net.inner.weight, 0.0).square().sum() + net(X).square().sum()
+    return out
+
+
+def pair(kinds: list[str], kind: type[nn.Module] = Net) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    theirs = kind().double()
+    compile = forced_compiler(Mesh((2,)), kinds)
+    ours: Any = ParallelModule(copy.deepcopy(theirs), compile, describe=describe, device=torch.device("cpu"))
+    ours.prepare(X)
+    return theirs, ours
+
+
+def gap(ours: Any, theirs: Any) -> float:
+    mine, full = ours.state_dict(), theirs.state_dict()
+    return max(float((mine[name] - full[name]).abs().max()) for name in full)
+
+
+def _losses(kinds: list[str]) -> None:
+    theirs, ours = pair(kinds)
+    for loss in (_penalty, _feature, _masked):
+        for net in (theirs, ours):
+            net.zero_grad()
+            loss(net).backward()
+        assert abs(loss(ours).item() - loss(theirs).item()) < 1e-12
+        for mine, full in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert (mine.grad.full_tensor() - full.grad).abs().max() < 1e-12, loss
+
+
+@torch.no_grad()
+def _in_place(kinds: list[str]) -> None:
+    theirs, ours = pair(kinds)
+    shadows: dict[int, Tensor] = {}
+    for net in (theirs, ours):
+        net.inner.weight.data.mul_(START > 0)  # pruning
+        net.head.bias.copy_(torch.arange(4.0))
+        net.head.weight.add_(torch.linspace(0, 1, 32).reshape(4, 8), alpha=0.5)
+        shadow = shadows[id(net)] = torch.ones(8, 6, dtype=torch.float64)
+        assert shadow.mul_(0.9).add_(net.inner.weight, alpha=0.1) is shadow and type(shadow) is Tensor
+        torch._foreach_lerp_([shadow], [net.inner.weight], 0.5)
+    assert gap(ours, theirs) < 1e-12
+    assert (shadows[id(ours)] - shadows[id(theirs)]).abs().max() < 1e-12
+    assert torch.equal(torch.histc(ours.inner.weight, 5).full_tensor(), torch.histc(theirs.inner.weight, 5))
+    assert f"{ours.inner.weight.mean():.6f}" == f"{theirs.inner.weight.mean():.6f}"
+
+
+def _refused() -> None:
+    _, ours = pair(["filter"])
+    weight = ours.inner.weight.detach()
+    for use in (weight.numpy, weight.tolist, lambda: np.asarray(weight), lambda: torch.unique(weight)):
+        with pytest.raises(InputError, match=r"autopar.full\(parallel\)") as error:
+            use()
+        assert len(str(error.value)) <= 400 and "test_beside_plain_tensors.py" in error.value.where
+    runner = ours._autopar
+    by_heads = replace(runner._pinned["inner.weight"], layout=(Shard(0, atom=1),))  # one head after the other
+    runner._pinned["inner.weight"] = by_heads
+    take_plain_tensors(runner, weight.device_mesh, runner._obstacle())
+    with pytest.raises(InputError, match="rows lie in another order") as error:
+        weight.sub(START)
+    assert len(str(error.value)) <= 400
+    assert (ours(X).sum() + ours.inner.weight.square().sum()).requires_grad
+
+
+def _all(kinds: list[str]) -> None:
+    _losses(kinds)
+    _in_place(kinds)
+    if kinds == ["filter"]:
+        _refused()
+
+
+@pytest.mark.parametrize("kinds", [["batch"], ["filter"]])
+def test_plain_tensors_beside_parameters_are_whole(kinds: list[str], pools: Callable[[int], Pool]) -> None:
+    pools(2).run(_all, kinds)
