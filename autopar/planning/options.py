@@ -258,7 +258,7 @@ class SearchOptions(TypedDict, total=False):
     time_limit: Annotated[
         float | None,
         Option(
-            metavar="S", words=(int, float), example="60", read=_time_limit, help="Seconds for the search: it ends with the best plan so far."
+            metavar="S", words=(int, float), example="60", read=_time_limit, help="Seconds for the search."
         ),
     ]
     gap: Annotated[
