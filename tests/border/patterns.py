@@ -116,7 +116,7 @@ def groups_of_parameters_by_the_types_of_modules(wrap: Wrap) -> list[Any]:
     decayed = [item.weight for item in model.modules() if isinstance(item, nn.Linear)]
     others = [item for item in model.parameters() if not any(item is weight for weight in decayed)]
     groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
-    return [len(decayed), len(others), *train(model, torch.optim.AdamW(groups, 0.1)), seen(model)]
+    return [len(decayed), len(others), *train(model, torch.optim.SGD(groups, 0.1, momentum=0.9)), seen(model)]
 
 
 class Scheduled(nn.Module):
@@ -226,6 +226,33 @@ def a_teacher_that_is_a_copy(wrap: Wrap) -> list[Any]:
         for item in model.parameters():
             item.zero_()
     return [seen(teacher), seen(best), model(X).detach(), best(X).detach()]
+
+
+@refused("gradients of chosen parameters.*call loss.backward")
+def gradients_of_chosen_parameters(wrap: Wrap) -> list[Any]:
+    model = wrap(mlp(), X)
+    return list(
+        torch.autograd.grad(F.cross_entropy(model(X), Y), list(model.parameters()), allow_unused=True)
+    )
+
+
+@refused("gradients of chosen parameters.*call loss.backward")
+def a_backward_into_chosen_parameters(wrap: Wrap) -> list[Any]:
+    model = wrap(mlp(), X)
+    F.cross_entropy(model(X), Y).backward(inputs=[model[0].weight])
+    return [model[0].weight.grad]
+
+
+@equal
+def gradients_of_inputs_and_of_what_is_outside_the_model(wrap: Wrap) -> list[Any]:
+    model = wrap(mlp(), X)
+    x = X.clone().requires_grad_()
+    (of_input,) = torch.autograd.grad(model(x).sum(), x)
+    penalty = sum(item.square().sum() for item in model.parameters())
+    return [
+        of_input,
+        *(item.norm().item() for item in torch.autograd.grad(penalty, list(model.parameters()))),
+    ]
 
 
 # -- random numbers -----------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Keeps parameters as DTensors for the user and as local tensors for programs.
 
-parameters         from one to the other
-gradient_buckets   sums of gradients, while backward still runs
+parameters             from one to the other
+gradient_buckets       sums of gradients, while backward still runs
+asked_gradients        gradients of chosen parameters, which a program doesn't give
 beside_plain_tensors   plain tensors, arrays and texts beside DTensors
-global_scalars     numbers that are read from DTensors
+global_scalars         numbers that are read from DTensors
 """

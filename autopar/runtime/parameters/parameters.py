@@ -35,6 +35,7 @@ from autopar.runtime import registry
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.memory_format import settled
 from autopar.runtime.execute.executable import InputPart
+from autopar.runtime.parameters.asked_gradients import is_read_by_a_program
 
 _BACK = {"s_to_b": "p_to_s", "s_to_r": "r_to_s"}  # what a gather does to the gradient
 
@@ -238,6 +239,7 @@ class Leaves:
 
     def _listen(self, index: int, leaf: Tensor) -> None:
         if leaf.requires_grad:
+            is_read_by_a_program(leaf)
             leaf.register_post_accumulate_grad_hook(lambda leaf: self._accumulated(index, leaf))
 
     def _accumulated(self, index: int, leaf: Tensor) -> None:

@@ -1,0 +1,65 @@
+"""Gradients of chosen parameters: `torch.autograd.grad(loss, parameters)`, `backward(inputs=parameters)`.
+
+A program reads plain leaves that share the parameters' storage, and its gradients come to the parameters past
+autograd. So torch finds no way from a loss to a parameter, and gives None, or does nothing. That is refused
+by name; what the parameters are used in outside the program, as in a penalty, has gradients as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import InputError
+from autopar.trace.user_source import calling_line
+
+_ENGINE = "_engine_run_backward"  # of torch.autograd: the one way into its engine
+_INPUTS = 3  # their place among what it takes after the outputs, behind gradients and two flags
+_leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def is_read_by_a_program(leaf: Tensor) -> None:
+    """From now on a gradient of a parameter is refused where it would come by this leaf."""
+    _leaves[id(leaf)] = leaf
+    run: Any = getattr(torch.autograd, _ENGINE)
+    if not hasattr(run, "_guarded"):
+        setattr(torch.autograd, _ENGINE, _guard(run))
+
+
+def _guard(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def guarded(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        chosen = any(isinstance(item, DTensor) and item.is_leaf for item in args[_INPUTS])
+        if chosen and _reaches_a_program(outputs):
+            raise InputError(
+                where=calling_line(),
+                found="gradients of chosen parameters, by torch.autograd.grad or backward(inputs=...)",
+                wanted="gradients of a parallel program, which come into .grad of all parameters that learn",
+                remedy="call loss.backward() and read .grad, with requires_grad_(False) for the others",
+            )
+        return run(outputs, *args, **kwargs)
+
+    guarded._guarded = True  # type: ignore[attr-defined]
+    return guarded
+
+
+def _reaches_a_program(outputs: Iterable[Any]) -> bool:
+    """Whether a backward from the outputs ends in a leaf of a program."""
+    waiting = [getattr(item, "grad_fn", None) or getattr(item, "node", None) for item in outputs]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if id(getattr(node, "variable", None)) in _leaves:
+            return True
+        following = {after for after, _ in node.next_functions} - seen
+        seen |= following
+        waiting += following
+    return False
