@@ -238,8 +238,9 @@ def verify(
             micro_batches=auto.micro_batches or 1,
             batch_dims=request.batch_dims,
         )
-        whole = replace(request, outputs=Outputs.GLOBAL)  # which all ranks compare
-        compiler = Compiler(cluster, whole, target.loss_fn, costdb=asked.costdb)
+        compiler = Compiler(
+            cluster, replace(request, outputs=Outputs.GLOBAL), target.loss_fn, costdb=asked.costdb
+        )
         decided = compiler.find_pipeline(target.model, target.args, target.kwargs, auto)
         request = request.settled(decided)
     with Database.open(asked.costdb) as database:

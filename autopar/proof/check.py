@@ -194,6 +194,7 @@ def check(
         micro_batches=request.micro_batches,
         batch_dims=request.batch_dims,
     )
+    request = replace(request, outputs=Outputs.GLOBAL)  # ranks are compared in all outputs
     if request.stages > 1 or request.micro_batches > 1:
         return _check_pipeline(
             target,
@@ -289,7 +290,7 @@ def _plan(
     """The plan that is there already, if it is one of this graph; else the search's."""
     if plan is not None and plan.graph == fingerprint_of(graph):
         return plan
-    request = replace(request, alternatives=False, outputs=Outputs.GLOBAL)
+    request = replace(request, alternatives=False)
     return search(graph, cluster, request, database=database).plan
 
 

@@ -379,7 +379,7 @@ def test_few_choices_are_planned_two_for_one_number_of_ranks_and_one_without_sta
 
     def planned(*ranks: int) -> list[int]:
         choices = [Choice(each, Mesh((2,)), 4, float(place), 0) for place, each in enumerate(ranks)]
-        return [int(each.seconds) for each in _few(choices)]
+        return [int(each.seconds) for each in _few(choices, Apart(measured=True), math.inf)]
 
     assert planned(2, 2, 2, 4, 8) == [0, 1, 3]
     assert planned(2, 4, 8, 16) == [0, 1, 2]
