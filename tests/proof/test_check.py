@@ -367,7 +367,9 @@ def test_an_operator_without_float64_is_refused_by_name(name: str) -> None:
         precision.in_float64(torch.matmul, (torch.ones(2, 3).double(), torch.ones(2, 3).double()), {})
 
 
-@pytest.mark.parametrize(("processes", "micro_batches"), [(False, 1), (False, 2), (True, 2)])
+@pytest.mark.parametrize(
+    ("processes", "micro_batches"), [(False, 1), (False, 2), pytest.param(True, 2, marks=pytest.mark.long)]
+)
 def test_a_mixture_of_experts_is_proved_though_its_products_have_no_float64(
     processes: bool, micro_batches: int
 ) -> None:

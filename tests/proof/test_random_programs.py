@@ -61,10 +61,10 @@ def prove_random_programs(count: int, *, repeat: bool) -> Histogram:
 
 
 def test_random_programs_equal_serial(capsys: pytest.CaptureFixture[str]) -> None:
-    met = prove_random_programs(300, repeat=True)
+    met = prove_random_programs(150, repeat=True)
     with capsys.disabled():
         print(f"\n{met}")
-    assert met.examples >= 300
+    assert met.examples >= 150
 
 
 @pytest.mark.long

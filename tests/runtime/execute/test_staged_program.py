@@ -452,7 +452,7 @@ def _check_tensors(ours: ParallelModule, serial: nn.Module, allowed: float) -> N
 SINGLE, HALF, DOUBLE = torch.float32, torch.bfloat16, torch.float64
 
 
-@pytest.mark.parametrize("case", ["1f1b", "1f1b x filter"])
+@pytest.mark.parametrize("case", ["1f1b", pytest.param("1f1b x filter", marks=pytest.mark.long)])
 def test_a_stage_holds_its_weights_in_the_dtype_that_they_are_given(case: str, pools: Pools) -> None:
     conversions = [("deep", SINGLE), ("first", SINGLE), ("", DOUBLE), ("norm", SINGLE), ("", SINGLE)]
     more = [("", HALF), ("deep", torch.float16), ("", DOUBLE)]
@@ -854,6 +854,7 @@ def _raises_between_buckets() -> None:
     ours.train_step(*batch())
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_between_its_sums_ends_all_ranks() -> None:
     with pytest.raises(WorkerError, match="rank 3 of 4: found") as caught:
         run_function(_raises_between_buckets, 4, timeout=PROMPT)

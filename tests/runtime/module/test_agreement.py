@@ -73,6 +73,13 @@ def _other_structure(ours: ParallelModule) -> None:
     ours(*batch(), **({"scale": 1.0} if dist.get_rank() else {}))
 
 
+def _other_number(ours: ParallelModule) -> None:
+    net: Any = ours
+    net(*batch())
+    net.norm.eps = 0.5 + dist.get_rank()
+    net(*batch())
+
+
 def _other_mode(ours: ParallelModule) -> None:
     ours.norm.train(dist.get_rank() == 0)  # type: ignore[union-attr]
     ours(*batch())
@@ -100,6 +107,7 @@ DIFFERENCES: dict[str, Callable[[ParallelModule], None]] = {
     r"input input_0 .*whole batch": _other_rows,
     r"a constant argument .*same calls": _other_constant,
     r"structure of the arguments .*same calls": _other_structure,
+    r"BatchNorm1d.eps, which forward reads, on rank 1 .*all ranks": _other_number,
     r"train or eval mode .*same calls": _other_mode,
     r"is_grad_enabled.*same calls": _no_gradients,
     r"parameter or buffer second.bias .*load_state_dict": _other_weight,

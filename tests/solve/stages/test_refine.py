@@ -47,8 +47,9 @@ def kinds_of_blocks(plan: Plan) -> set[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     ("schedule", "part"),
-    [(ScheduleKind.ZB1P, 0.95), pytest.param(ScheduleKind.ONE_F_ONE_B, 0.75, marks=pytest.mark.long)],
+    [(ScheduleKind.ZB1P, 0.95), (ScheduleKind.ONE_F_ONE_B, 0.75)],
 )
+@pytest.mark.long
 def test_where_memory_is_left_operators_follow_faster_placements(
     monkeypatch: pytest.MonkeyPatch, schedule: ScheduleKind, part: float
 ) -> None:
