@@ -34,7 +34,7 @@ from autopar.sharding.atoms import Atoms, Dims
 from autopar.solve.deadline import is_over, left
 from autopar.solve.placement.fold import Folding, fold
 from autopar.solve.placement.memory_frontier import Priced
-from autopar.solve.placement.problem import FREE, Dear, Problem, Space
+from autopar.solve.placement.problem import FREE, MemoryPrice, Problem, Space
 from autopar.solve.placement.search import BeatenError, Solution, refuse_beaten
 from autopar.solve.placement.space import Kinds, build_space, is_heavy, kind_by_axis
 from autopar.solve.placement.symmetry import choose_named
@@ -55,7 +55,9 @@ NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it 
 MIXED = 3  # placements, beside a step's own, that its operators may follow
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 
-Asked = tuple[Force | None, int | None, Dear, bool, Recompute]  # of a placement: see `MeshProblem.solve`
+Asked = tuple[
+    Force | None, int | None, MemoryPrice, bool, Recompute
+]  # of a placement: see `MeshProblem.solve`
 
 
 @dataclass(slots=True)
@@ -167,8 +169,8 @@ class MeshProblem:
             raise
         except InfeasibleError:
             return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
-        dear = found.gap > max(NEAR, self.request.gap)
-        if dear and self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
+        is_far = found.gap > max(NEAR, self.request.gap)
+        if is_far and self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
             others = self.leaner(fastest, force, deadline, cap, known=found)
             return min([found, *others], key=lambda step: step.seconds)
         return found
@@ -213,8 +215,8 @@ class MeshProblem:
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
 
         def at(price: float, recompute: Recompute) -> Solution:
-            dear = Dear(state=price * unit, kept=price * unit * kept)
-            return self.solve(force, deadline, cap=None, dear=dear, recompute=recompute)
+            memory_price = MemoryPrice(state=price * unit, kept=price * unit * kept)
+            return self.solve(force, deadline, cap=None, memory_price=memory_price, recompute=recompute)
 
         asked, best, found = self.request.recompute, known, list[Step]()
         for recompute in (Recompute.NONE, asked) if asked is Recompute.AUTO else (asked,):
@@ -368,15 +370,15 @@ class MeshProblem:
         deadline: float | None,
         *,
         cap: int | None,
-        dear: Dear = FREE,
+        memory_price: MemoryPrice = FREE,
         bounded: bool = True,
         recompute: Recompute | None = None,
     ) -> Solution:
         """The best placement of the whole graph, with `recompute` instead of the request's; see `choose`."""
         recompute = self.request.recompute if recompute is None else recompute
         for proven in (True, False)[: 1 if bounded else 2]:
-            if (force, cap, dear, proven, recompute) in self.solved:
-                return self.solved[force, cap, dear, proven, recompute]
+            if (force, cap, memory_price, proven, recompute) in self.solved:
+                return self.solved[force, cap, memory_price, proven, recompute]
         if cap is not None:
             fastest = self.solve(force, deadline, cap=None, bounded=bounded)
             if fastest.peak.nbytes <= cap:
@@ -404,13 +406,13 @@ class MeshProblem:
             cap=cap,
             gap=self.request.gap,
             time_limit=None if deadline is None else max(0.1, left(deadline)),
-            dear=dear,
+            memory_price=memory_price,
             bounded=bounded,
             recompute=recompute,
             offload=self.offload if self.request.stages == 1 else Offload.NONE,
             beat=self.beat / self.request.micro_batches if bounded and self.request.stages == 1 else math.inf,
         )
-        self.solved[force, cap, dear, bounded, recompute] = found
+        self.solved[force, cap, memory_price, bounded, recompute] = found
         return found
 
 

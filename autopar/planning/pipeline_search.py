@@ -44,7 +44,7 @@ from autopar.solve.deadline import after, is_over, left, sooner
 from autopar.solve.memory.offload import hiding
 from autopar.solve.memory.recompute import sparing
 from autopar.solve.placement.fold import fold
-from autopar.solve.placement.problem import FREE, Dear
+from autopar.solve.placement.problem import FREE, MemoryPrice
 from autopar.solve.placement.search import Solution
 from costdb.database import Database
 
@@ -381,7 +381,7 @@ class _Screen:
         _, problem, solution = min(found, key=lambda each: self.best([each[0]]) or (math.inf, math.inf))
         if solution.peak.state / ranks > SCARCE * self.cap and not is_over(self.deadline):
             price = solution.seconds / max(1, solution.peak.nbytes)
-            solution = self.placed(problem, Dear(state=price, kept=price))
+            solution = self.placed(problem, MemoryPrice(state=price, kept=price))
             return [*(each for each, _, _ in found), self.screened(problem, solution, ranks, sample)]
         return [each for each, _, _ in found]
 
@@ -389,14 +389,14 @@ class _Screen:
         """The place in the order of the best choice among them, if there is any."""
         return min(map(self.rank, self.rated(screened)), default=None)
 
-    def placed(self, problem: MeshProblem, dear: Dear) -> Solution:
+    def placed(self, problem: MeshProblem, memory_price: MemoryPrice) -> Solution:
         """A placement of about the least seconds; what can't be had in time is waited for, up to the
         deadline."""
         force = self.request.force
         with contextlib.suppress(SolverError):
             soon = sooner(self.deadline, SCREEN_SECONDS)
-            return problem.solve(force, soon, cap=None, dear=dear, bounded=False)
-        return problem.solve(force, self.deadline, cap=None, dear=dear, bounded=False)
+            return problem.solve(force, soon, cap=None, memory_price=memory_price, bounded=False)
+        return problem.solve(force, self.deadline, cap=None, memory_price=memory_price, bounded=False)
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""

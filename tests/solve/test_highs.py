@@ -81,10 +81,10 @@ def test_a_row_of_nothing_counts() -> None:
 def test_costs_of_any_unit_give_the_same_answer(unit: float) -> None:
     """Costs below the solver's tolerance would be nothing to it, and a program with a free ray unbounded."""
     program = LinearProgram()
-    cheap, dear = (program.variable(cost * unit) for cost in (1.0, 3.0))
+    cheap, memory_price = (program.variable(cost * unit) for cost in (1.0, 3.0))
     whole = program.variable(2.5 * unit, integer=True, upper=1.0)
-    program.at_least([(1.0, cheap), (1.0, dear), (1.0, whole)], 1.5)
-    program.at_least([(1.0, dear), (1.0, whole)], 1.0)
+    program.at_least([(1.0, cheap), (1.0, memory_price), (1.0, whole)], 1.5)
+    program.at_least([(1.0, memory_price), (1.0, whole)], 1.0)
     for relaxed in (True, False):
         answer = solve(program, relaxed=relaxed)
         assert answer.status == "optimal"

@@ -25,10 +25,12 @@ from autopar.solve.highs import Relaxation
 from autopar.solve.linear_program import Answer, Terms
 from autopar.solve.placement.decode import is_whole, read
 from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.problem import Dear, Problem, Space
+from autopar.solve.placement.problem import MemoryPrice, Problem, Space
 from autopar.solve.placement.symmetry import axes_alike, forget
 
-ANY = Dear(1e-15, 1e-15)  # with which the program is written: so small that no digit of a second is lost
+ANY = MemoryPrice(
+    1e-15, 1e-15
+)  # with which the program is written: so small that no digit of a second is lost
 CORNERS = 8  # that are looked for
 DEAR = 30.0  # price of all bytes of the fastest, in its own seconds: no placement that takes less is sought
 APART = 1e-4  # of the seconds: nearer corners are one
@@ -61,7 +63,7 @@ class Priced:
             cap=None,
             relaxed=self.relaxed,
             alike=alike,
-            dear=ANY,
+            memory_price=ANY,
             again=self.again,
             copies_last=True,
         )
@@ -71,12 +73,14 @@ class Priced:
         self.seconds = np.asarray(problem.lp.costs) - _summed(problem.paid, count)
         self.relaxation = Relaxation(problem.lp)
 
-    def least(self, dear: Dear) -> float:
+    def least(self, memory_price: MemoryPrice) -> float:
         """Seconds that no placement takes less than, its bytes by their prices among them."""
-        return self.solve(dear)[0]
+        return self.solve(memory_price)[0]
 
-    def solve(self, dear: Dear) -> tuple[float, tuple[float, ...]]:
-        return self.relaxation.least(self.seconds + dear.state * self.lasting + dear.kept * self.kept)
+    def solve(self, memory_price: MemoryPrice) -> tuple[float, tuple[float, ...]]:
+        return self.relaxation.least(
+            self.seconds + memory_price.state * self.lasting + memory_price.kept * self.kept
+        )
 
     def corners(self, flight: float, most: float) -> Iterator[Program]:
         """Placements at the frontier of seconds and of bytes with `flight` micro-batches on their way, from
@@ -101,7 +105,7 @@ class Priced:
 
     def corner(self, price: float, flight: float) -> _Corner:
         """The placement that is best if a byte has a price, in seconds."""
-        cost, values = self.solve(Dear(state=price, kept=price * flight))
+        cost, values = self.solve(MemoryPrice(state=price, kept=price * flight))
         each = np.asarray(values)
         nbytes = float(each @ self.lasting + flight * (each @ self.kept))
         return _Corner(float(each @ self.seconds), nbytes, Answer(values, cost, cost, "optimal"))

@@ -17,7 +17,7 @@ Costs are seconds of one micro-batch; what is done once a step, the optimizer's 
 gradients by those r_to_b that lead from where a weight is stored, counts `once` of its seconds
 (cost/operators/prices.py): the flow of a weight goes through phases (gather_phases.py), by when it is
 gathered: x[t,p] of a weight in shards is one variable for each way of gathering it that may serve. `price`,
-seconds per byte, is 0 unless memory is scarce on a pipeline stage (`dear`), where no single row could state
+seconds per byte, is 0 unless memory is scarce on a pipeline stage (`memory_price`), where no single row could state
 the cap.
 
 **Subject to**
@@ -83,14 +83,14 @@ Stored = tuple[Layout, Gathering]  # how an input lies, and when it is gathered 
 
 
 @dataclass(frozen=True, slots=True)
-class Dear:
+class MemoryPrice:
     """Seconds that a byte costs: of `state`, held all step long, and of what a micro-batch keeps."""
 
     state: float = 0.0
     kept: float = 0.0
 
 
-FREE = Dear()
+FREE = MemoryPrice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +148,14 @@ class Problem:
         cap: float | None,
         relaxed: bool = False,
         alike: Alike = (),
-        dear: Dear = FREE,
+        memory_price: MemoryPrice = FREE,
         again: bool = False,
         away: bool = False,
         copies_last: bool = False,
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
-        self.away = away and dear == FREE
-        self.cap, self.relaxed, self.alike, self.dear = cap, relaxed, alike, dear
+        self.away = away and memory_price == FREE
+        self.cap, self.relaxed, self.alike, self.memory_price = cap, relaxed, alike, memory_price
         # The copy of a weight that is gathered once serves all micro-batches, and the whole batch is there
         # from the start: they last, or are taken for something that each micro-batch keeps.
         self.copies_last = copies_last
@@ -177,7 +177,7 @@ class Problem:
         self.again: dict[str, list[int]] = {}  # r, by operator class
         self.paths: dict[object, tuple[Move, ...]] = {}  # those found so far between the ends of a tensor
         self.add_operators()
-        if again and (cap is not None or dear.kept):
+        if again and (cap is not None or memory_price.kept):
             self.add_again()
         self.tensors = self.tensor_classes()
         for tensor in self.tensors:
@@ -240,7 +240,7 @@ class Problem:
         self.memory.append((float(nbytes), variable))
         if lasts:
             self.lasting.append((float(nbytes), variable))
-        price = self.dear.state if lasts else self.dear.kept
+        price = self.memory_price.state if lasts else self.memory_price.kept
         if price:
             self.paid.append((price * nbytes, variable))
             self.lp.costs[variable] += price * nbytes
@@ -546,7 +546,7 @@ class Problem:
             return [(layout, self.space.gatherings[0])]
         serve = {
             Gathering.KEEP: True,
-            Gathering.AGAIN: self.cap is not None or self.dear != FREE,
+            Gathering.AGAIN: self.cap is not None or self.memory_price != FREE,
             Gathering.ONCE: self.prices.once < 1.0,
         }
         return [(layout, gathering) for gathering in self.space.gatherings if serve[gathering]]
@@ -635,7 +635,7 @@ class Problem:
         A parameter's own storage is state already: only a converted copy of it counts, and none that is
         gathered again. Where memory may be moved to the host (`away`) nothing counts that operators make.
         """
-        if self.cap is None and not self.dear.kept or self.away and tensor.name in self.makers:
+        if self.cap is None and not self.memory_price.kept or self.away and tensor.name in self.makers:
             return
         sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
         again: Marginal = {}

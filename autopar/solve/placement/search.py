@@ -27,7 +27,7 @@ from autopar.solve.memory.remedies import remedies
 from autopar.solve.placement.decode import is_whole, read
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.local_search import Near, near
-from autopar.solve.placement.problem import FREE, Dear, Problem, Space
+from autopar.solve.placement.problem import FREE, MemoryPrice, Problem, Space
 from autopar.units import show_bytes
 
 MEMORY_ROUNDS = 8
@@ -68,7 +68,7 @@ def choose(
     cap: int | None = None,
     gap: float = 1e-4,
     time_limit: float | None = None,
-    dear: Dear = FREE,
+    memory_price: MemoryPrice = FREE,
     bounded: bool = True,
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
@@ -76,7 +76,7 @@ def choose(
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
 
-    With `dear` memory, which excludes a cap, the cheapest by seconds and memory together; its bound is
+    With a `memory_price`, which excludes a cap, the cheapest by seconds and memory together; its bound is
     then none on seconds, -inf. So it is if it need not be `bounded`, which saves time.
 
     Raises InfeasibleError if no plan that meets the cap is found, BeatenError if none takes less than `beat`
@@ -89,7 +89,7 @@ def choose(
     deadline = None if time_limit is None else time.monotonic() + time_limit
     search = _Search(graph, prices, space, folding, cap, gap, deadline, recompute, offload)
     if cap is None:
-        return search.once(dear=dear, bounded=bounded, beat=beat)
+        return search.once(memory_price=memory_price, bounded=bounded, beat=beat)
     return search.under_cap(cap, bounded=bounded, beat=beat)
 
 
@@ -162,7 +162,7 @@ class _Search:
         for _ in range(PRICE_STEPS):
             middle = (low + high) / 2
             price = math.exp(middle) * unit
-            solution = self.once(dear=Dear(price, price), bounded=False)
+            solution = self.once(memory_price=MemoryPrice(price, price), bounded=False)
             if solution.peak.nbytes <= cap:
                 found.append(solution)
             # Without recomputed parts it is the placement that tells whether memory was dear enough.
@@ -214,7 +214,9 @@ class _Search:
         if solution and (self.leanest is None or solution.peak.nbytes < self.leanest.peak.nbytes):
             self.leanest = solution
 
-    def problem(self, *, rows: int | None, dear: Dear = FREE, relaxed: bool = False) -> Problem:
+    def problem(
+        self, *, rows: int | None, memory_price: MemoryPrice = FREE, relaxed: bool = False
+    ) -> Problem:
         return Problem(
             self.graph,
             self.prices,
@@ -222,7 +224,7 @@ class _Search:
             self.folding,
             cap=rows,
             relaxed=relaxed,
-            dear=dear,
+            memory_price=memory_price,
             again=self.recompute is not Recompute.NONE,
             away=self.offload is not Offload.NONE,
         )
@@ -247,14 +249,14 @@ class _Search:
         self,
         *,
         rows: int | None = None,
-        dear: Dear = FREE,
+        memory_price: MemoryPrice = FREE,
         bounded: bool = True,
         beat: float = math.inf,
     ) -> Solution:
         """The best plan by the linear rows, under `rows` bytes of memory."""
-        problem = self.problem(rows=rows, dear=dear)
+        problem = self.problem(rows=rows, memory_price=memory_price)
         answer = relaxed = solve(problem.lp, relaxed=True, time_limit=self.left())
-        bound, proves = answer.bound, bounded and dear == FREE
+        bound, proves = answer.bound, bounded and memory_price == FREE
         others = math.inf  # the bound on plans whose equal blocks are not planned alike
         if proves and answer.status != "infeasible":
             if self.folding.count > 1:
@@ -304,13 +306,13 @@ class _Search:
     def branch(self, problem: Problem) -> Answer:
         """The answer in whole strategies; where memory is scarce, which may take for ever, only what is found
         before the search has branched for long enough."""
-        if problem.cap is None and problem.dear == FREE:
+        if problem.cap is None and problem.memory_price == FREE:
             try:
                 return solve(problem.lp, gap=self.gap, time_limit=self.left())
             except SolverError:
                 return UNSOLVED
         begun, left = time.monotonic(), self.left()
-        most = self.branching if problem.dear == FREE else min(self.branching, PRICED_SECONDS)
+        most = self.branching if problem.memory_price == FREE else min(self.branching, PRICED_SECONDS)
         allowed = most if left is None else left
         try:
             answer = solve(problem.lp, gap=self.gap, time_limit=allowed)

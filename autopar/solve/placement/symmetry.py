@@ -26,7 +26,7 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import Answer
 from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.problem import FREE, Dear, Problem, Space
+from autopar.solve.placement.problem import FREE, MemoryPrice, Problem, Space
 from autopar.solve.placement.search import Solution, choose, refuse_beaten
 
 SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen something
@@ -55,7 +55,7 @@ def choose_named(
     cap: int | None,
     gap: float,
     time_limit: float | None,
-    dear: Dear = FREE,
+    memory_price: MemoryPrice = FREE,
     bounded: bool = True,
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
@@ -75,7 +75,7 @@ def choose_named(
         cap=cap,
         gap=gap,
         time_limit=time_limit,
-        dear=dear,
+        memory_price=memory_price,
         recompute=recompute,
         offload=offload,
     )
@@ -92,11 +92,11 @@ def choose_named(
         again=recompute is not Recompute.NONE,
         away=offload is not Offload.NONE,
     )
-    problem = nameless(dear=dear)
+    problem = nameless(memory_price=memory_price)
     try:
         answer = solve(problem.lp, relaxed=True, time_limit=time_limit)
         bound = answer.bound
-        if dear != FREE or not bounded:
+        if memory_price != FREE or not bounded:
             bound = -math.inf
         elif folding.count > 1:
             free = nameless(relaxed=True)

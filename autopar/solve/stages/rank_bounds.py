@@ -52,7 +52,7 @@ from autopar.cost.interval_table import Table
 from autopar.schedules.in_flight import Counts, flights, stages_of
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import LinearProgram
-from autopar.solve.placement.problem import Dear
+from autopar.solve.placement.problem import MemoryPrice
 from autopar.solve.stages.cut_costs import CutProblem, bottleneck
 
 CLOSE = 2e-4  # of the seconds, to which the bound is sought
@@ -71,13 +71,13 @@ class Scarcity:
     cap: float
     free: float
     prices: Sequence[float]
-    least: Callable[[Dear], float]
+    least: Callable[[MemoryPrice], float]
 
     def dearer(self, price: float, micro_batches: int, counts: Sequence[int]) -> dict[int, float]:
         """By how many micro-batches are kept how many times as much as without a price a stage takes."""
         each, most = price / micro_batches, max(counts)
         knots = np.unique(np.round(np.geomspace(max(1, min(counts)), max(1, most), KNOTS)))
-        known = [self.least(Dear(state=each, kept=each * count)) / self.free for count in knots]
+        known = [self.least(MemoryPrice(state=each, kept=each * count)) / self.free for count in knots]
         return {count: float(np.interp(count, knots, known)) if count else 1.0 for count in set(counts)}
 
 

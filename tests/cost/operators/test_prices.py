@@ -191,8 +191,8 @@ def test_a_small_gradient_takes_its_share_of_a_bucket() -> None:
 
 def test_a_gradient_that_is_cheaper_by_itself_stays_out_of_the_bucket() -> None:
     prices = of_tensors(4, 6)
-    dear = {(Collective.ALL_REDUCE, 2, 1): ((96, 5.0), (BUCKET_BYTES, 1e9))}
-    prices.model = replace(prices.model, collectives=CollectiveTable(dear))
+    memory_price = {(Collective.ALL_REDUCE, 2, 1): ((96, 5.0), (BUCKET_BYTES, 1e9))}
+    prices.model = replace(prices.model, collectives=CollectiveTable(memory_price))
     assert prices.gradient_sync("w", SYNC) == COPY + 5
 
 

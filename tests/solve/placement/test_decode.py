@@ -35,7 +35,7 @@ def weights(
     space = small_space(graph, prices, random, most=2, layouts=3)
     space = replace(space, gatherings=tuple(Gathering))
     every = EveryGathering(graph, prices, space)
-    problem = Problem(graph, prices, space, unfolded(graph), cap=None, dear=FREE)
+    problem = Problem(graph, prices, space, unfolded(graph), cap=None, memory_price=FREE)
     stored = [
         (strategies, tensor, layout)
         for strategies in every.strategies()

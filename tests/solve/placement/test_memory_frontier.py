@@ -18,7 +18,7 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.memory_frontier import Priced
-from autopar.solve.placement.problem import FREE, Dear
+from autopar.solve.placement.problem import FREE, MemoryPrice
 from autopar.solve.placement.search import choose, total_seconds
 from autopar.solve.placement.space import build_space
 from autopar.solve.placement.symmetry import axes_alike
@@ -45,11 +45,13 @@ def test_no_placement_is_below(seed: int) -> None:
     before = 0.0
     for price in (0.1 * unit, unit, 3 * unit, 10 * unit):
         for flight in (1.0, 4.0):
-            dear = Dear(price, price * flight)
-            best = min(each + dear.state * peak.state + dear.kept * peak.kept for each, peak in plans)
-            assert priced.least(dear) <= best * (1 + CLOSE)
-        assert priced.least(Dear(price, price)) > before
-        before = priced.least(Dear(price, price))
+            memory_price = MemoryPrice(price, price * flight)
+            best = min(
+                each + memory_price.state * peak.state + memory_price.kept * peak.kept for each, peak in plans
+            )
+            assert priced.least(memory_price) <= best * (1 + CLOSE)
+        assert priced.least(MemoryPrice(price, price)) > before
+        before = priced.least(MemoryPrice(price, price))
 
 
 @pytest.mark.parametrize("learns", [False, True])

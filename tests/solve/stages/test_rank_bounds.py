@@ -11,7 +11,7 @@ import pytest
 
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.stages.intervals import Intervals
-from autopar.solve.placement.problem import FREE, Dear
+from autopar.solve.placement.problem import FREE, MemoryPrice
 from autopar.solve.stages.cut_costs import CutProblem
 from autopar.solve.stages.rank_bounds import Scarcity, pair_bound
 from tests.solve.stages.test_cut_search import random_table, schedule_of
@@ -106,9 +106,9 @@ def test_what_memory_makes_dearer_bounds_every_placement_that_fits(kind: Schedul
     tables = [placed(weights, *each) for each in placements]
     every = paths(9, schedule.stages)
 
-    def least(dear: Dear) -> float:
+    def least(memory_price: MemoryPrice) -> float:
         return min(
-            sum(weights) * (3 * seconds + dear.state * state + dear.kept * kept)
+            sum(weights) * (3 * seconds + memory_price.state * state + memory_price.kept * kept)
             for seconds, state, kept in placements
         )
 
