@@ -21,7 +21,7 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.outputs import Outputs
 from autopar.core.program import Program
-from autopar.cost.machine.model import Company, Progress
+from autopar.cost.machine.model import CoRunners, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, SolverError, TraceError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.known_plans import kept, resized
@@ -233,7 +233,7 @@ class Compiler:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         auto: Auto,
-        company: Company | None = None,
+        co_runners: CoRunners | None = None,
     ) -> Plan:
         """The best plan where the number of stages, of micro-batches, or both are to be chosen.
 
@@ -244,10 +244,10 @@ class Compiler:
         whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
         plain = replace(self.request, stages=1, micro_batches=1)
         if whole.loss is None and stages in (None, 1) and micro_batches in (None, 1):
-            return self.find(whole, plain, company)
+            return self.find(whole, plain, co_runners)
         parts = self.parts(model, args, kwargs, whole)
         kept, note = _kept(parts, micro_batches, exactly=exactly)
-        if stages == 1 and (plan := self.find_unhindered(whole, plain, company, deadline)):
+        if stages == 1 and (plan := self.find_unhindered(whole, plain, co_runners, deadline)):
             return _noted(plan, note)
 
         def graph_of(count: int) -> Graph:
@@ -274,7 +274,7 @@ class Compiler:
                     micro_batches=1 if kept else micro_batches,
                     database=database,
                     progress=self.progress,
-                    company=company,
+                    co_runners=co_runners,
                     deadline=deadline,
                     outputs=_bytes_beside_the_loss(whole),
                     least=least,
@@ -289,7 +289,7 @@ class Compiler:
         if decision.request.stages == decision.request.micro_batches == 1:
             fixed = kept or micro_batches is not None or parts.size == 1
             otherwise = None if fixed else partial(decide_from, 2)
-            plan = self.find_again(whole, decision, plain, company, otherwise=otherwise)
+            plan = self.find_again(whole, decision, plain, co_runners, otherwise=otherwise)
         else:
             plan = finish(decision).plan
         return _noted(plan, note)
@@ -299,7 +299,7 @@ class Compiler:
         whole: Graph,
         decision: Decision,
         request: Request,
-        company: Company | None,
+        co_runners: CoRunners | None,
         *,
         otherwise: Callable[[], Decision] | None,
     ) -> Plan:
@@ -309,7 +309,7 @@ class Compiler:
         seconds = None if decision.deadline is None else max(LEAST_SECONDS, left(decision.deadline))
         request = replace(request, mesh=decision.problem.mesh, time_limit=seconds)
         try:
-            return beside(self.find(whole, request, company), decision)
+            return beside(self.find(whole, request, co_runners), decision)
         except SolverError:
             return finish(decision).plan
         except InfeasibleError:
@@ -331,10 +331,12 @@ class Compiler:
             )
 
         self.measure_links()
-        return agree(lambda company: self.find_pipeline(model, args, kwargs, auto, company), self.cluster)
+        return agree(
+            lambda co_runners: self.find_pipeline(model, args, kwargs, auto, co_runners), self.cluster
+        )
 
     def find_unhindered(
-        self, graph: Graph, request: Request, company: Company | None, deadline: float | None
+        self, graph: Graph, request: Request, co_runners: CoRunners | None, deadline: float | None
     ) -> Plan | None:
         """The best plan if memory makes nothing slower: several micro-batches without stages would only
         spare some."""
@@ -346,7 +348,7 @@ class Compiler:
                     request,
                     database=database,
                     progress=self.progress,
-                    company=company,
+                    co_runners=co_runners,
                     deadline=deadline,
                 )
             except InfeasibleError:
@@ -367,7 +369,7 @@ class Compiler:
         """Rank 0's plan on every rank; its error on every rank if it has none."""
         self.measure_links()
 
-        plan = agree(lambda company: self.find(traced.graph, request, company), self.cluster)
+        plan = agree(lambda co_runners: self.find(traced.graph, request, co_runners), self.cluster)
         difference = fingerprint_of(traced.graph).difference(plan.graph)
         if difference is not None:
             raise CheckError(
@@ -379,12 +381,17 @@ class Compiler:
         return plan
 
     @uncollected()
-    def find(self, graph: Graph, request: Request, company: Company | None = None) -> Plan:
+    def find(self, graph: Graph, request: Request, co_runners: CoRunners | None = None) -> Plan:
         """Search, with the cost database open."""
         with Database.open(self.costdb) as database:
             try:
                 return search(
-                    graph, self.cluster, request, database=database, progress=self.progress, company=company
+                    graph,
+                    self.cluster,
+                    request,
+                    database=database,
+                    progress=self.progress,
+                    co_runners=co_runners,
                 ).plan
             except InfeasibleError as error:
                 if error.least is not None and request.training and not request.local_inputs:

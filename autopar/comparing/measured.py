@@ -31,7 +31,7 @@ from autopar.comparing.profile import Bar
 from autopar.comparing.strategies import SERIAL, Comparer
 from autopar.comparing.time_in_turns import Runner, largest, time_in_turn
 from autopar.compiler import Compiler
-from autopar.cost.machine.model import Company
+from autopar.cost.machine.model import CoRunners
 from autopar.errors import AutoparError, InputError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.optimizer_state import KNOWN
@@ -109,10 +109,10 @@ def run_rank(job: Job) -> Comparison | AutoparError:
     return replace(found, rows=tuple(replace(row, measured=taken.get(row.name)) for row in found.rows))
 
 
-def _plan(job: Job, target: Target, company: Company) -> Comparison:
-    """On rank 0: the rows, measured in company."""
+def _plan(job: Job, target: Target, co_runners: CoRunners) -> Comparison:
+    """On rank 0: the rows, measured beside each other."""
     with Database.open(job.costdb) as database:
-        return Comparer(target, job.cluster, job.request, database, job.bar, company).compare()
+        return Comparer(target, job.cluster, job.request, database, job.bar, co_runners).compare()
 
 
 def heats(rows: Sequence[Row], cap: int | None) -> Iterator[list[Row]]:

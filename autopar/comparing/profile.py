@@ -19,7 +19,7 @@ import torch.distributed as dist
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph
 from autopar.cost.machine import measure_collectives
-from autopar.cost.machine.model import Company, setting_of
+from autopar.cost.machine.model import CoRunners, setting_of
 from autopar.errors import AutoparError, InputError
 from autopar.planning.agree import agree
 from autopar.planning.request import Request
@@ -130,13 +130,15 @@ def profile_rank(job: Job) -> Profile | AutoparError:
     try:
         with job.bar.shown() if first else nullcontext():
             collectives = measure_collectives.measure(job.points, TIMEOUT, job.bar)
-            return agree(lambda company: _store(job, setting, collectives, company), job.cluster)
+            return agree(lambda co_runners: _store(job, setting, collectives, co_runners), job.cluster)
     except AutoparError as error:
         return error
 
 
-def _store(job: Job, setting: Setting, collectives: list[CollectiveMeasurement], company: Company) -> Profile:
-    """On rank 0: write the collectives, measure operators in company, and plan."""
+def _store(
+    job: Job, setting: Setting, collectives: list[CollectiveMeasurement], co_runners: CoRunners
+) -> Profile:
+    """On rank 0: write the collectives, measure operators beside each other, and plan."""
     with Database.open(job.database) as database:
         database.write_collectives(setting, collectives)
         empty = Profile(job.database, setting, tuple(collectives), 0, None)
@@ -144,10 +146,12 @@ def _store(job: Job, setting: Setting, collectives: list[CollectiveMeasurement],
             return empty
         graph = _graph(load_target(job.source))
         count = measure_operators(
-            graph, job.cluster, job.request, database=database, progress=job.bar, company=company
+            graph, job.cluster, job.request, database=database, progress=job.bar, co_runners=co_runners
         )
         request = replace(job.request, alternatives=False)
-        found = search(graph, job.cluster, request, database=database, progress=job.bar, company=company)
+        found = search(
+            graph, job.cluster, request, database=database, progress=job.bar, co_runners=co_runners
+        )
     return replace(empty, operators=count, plan=found.plan)
 
 

@@ -27,7 +27,7 @@ from autopar.cluster import ClusterSpec
 from autopar.compiler import Compiler
 from autopar.core.force import Force, Parallelism
 from autopar.core.schedule import ScheduleKind, check_schedule
-from autopar.cost.machine.model import Company, Progress, setting_of, using_threads
+from autopar.cost.machine.model import CoRunners, Progress, setting_of, using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
 from autopar.planning.request import Request
 from autopar.planning.search import Found, search
@@ -77,7 +77,7 @@ class Comparer:
     request: Request
     database: Database
     progress: Progress | None = None
-    company: Company | None = None  # for all but the serial row: one device runs alone
+    co_runners: CoRunners | None = None  # for all but the serial row: one device runs alone
     _graphs: dict[tuple[bool, int], Traced] = field(default_factory=dict)
 
     def compare(self) -> Comparison:
@@ -128,7 +128,7 @@ class Comparer:
     def serial(self) -> Candidate:
         """One device, with the threads that it has in the cluster."""
         with using_threads(setting_of(self.cluster).threads):
-            alone = replace(self, cluster=self.cluster.stage(self.cluster.num_devices), company=None)
+            alone = replace(self, cluster=self.cluster.stage(self.cluster.num_devices), co_runners=None)
             return alone.planned(replace(self.request, alternatives=False))
 
     def pipelines(self) -> Iterator[Request]:
@@ -179,7 +179,7 @@ class Comparer:
             request,
             database=self.database,
             progress=self.progress,
-            company=self.company,
+            co_runners=self.co_runners,
         )
 
     # -- limits -----------------------------------------------------------------------------------

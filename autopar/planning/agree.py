@@ -21,15 +21,15 @@ import torch.distributed as dist
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call
 from autopar.cost.machine import measure_collectives
-from autopar.cost.machine.model import Company, measure_calls, network_of, setting_of
+from autopar.cost.machine.model import CoRunners, measure_calls, network_of, setting_of
 from autopar.errors import AutoparError
 from costdb.database import Database
 
 Answer = TypeVar("Answer")
 
 
-def agree(find: Callable[[Company], Answer], cluster: ClusterSpec) -> Answer:
-    """`find(company)` on rank 0, its answer or its AutoparError on every rank; collective."""
+def agree(find: Callable[[CoRunners], Answer], cluster: ClusterSpec) -> Answer:
+    """`find(co_runners)` on rank 0, its answer or its AutoparError on every rank; collective."""
     answer = _lead(find) if dist.get_rank() == 0 else _follow(setting_of(cluster).threads)
     if isinstance(answer, AutoparError):
         raise answer
@@ -37,12 +37,12 @@ def agree(find: Callable[[Company], Answer], cluster: ClusterSpec) -> Answer:
     return found
 
 
-def _lead(find: Callable[[Company], Answer]) -> Answer | AutoparError:
-    def company(calls: list[Call]) -> None:
+def _lead(find: Callable[[CoRunners], Answer]) -> Answer | AutoparError:
+    def co_runners(calls: list[Call]) -> None:
         _tell((True, [_packed(call) for call in calls]))
 
     try:
-        answer: Answer | AutoparError = find(company)
+        answer: Answer | AutoparError = find(co_runners)
     except AutoparError as error:
         answer = error
     _tell((False, answer))

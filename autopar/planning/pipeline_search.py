@@ -28,7 +28,7 @@ from autopar.core.placement import Shard
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.machine.model import Company, CostModel, Progress
+from autopar.cost.machine.model import CoRunners, CostModel, Progress
 from autopar.cost.program.peak_memory import peak_memory
 from autopar.cost.program.step import step_cost
 from autopar.cost.stages.intervals import crossing_bytes
@@ -76,7 +76,7 @@ def decide_all(
     micro_batches: int | None = None,
     database: Database | None = None,
     progress: Progress | None = None,
-    company: Company | None = None,
+    co_runners: CoRunners | None = None,
     deadline: float | None = None,
     outputs: int = 0,
     least: int = 1,
@@ -118,7 +118,7 @@ def decide_all(
                     asked,
                     database=database,
                     progress=progress,
-                    company=company,
+                    co_runners=co_runners,
                     beat=fastest,
                     deadline=deadline,
                 )

@@ -19,7 +19,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.force import Parallelism, name_of
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
-from autopar.cost.machine.model import Company, CostModel, Progress
+from autopar.cost.machine.model import CoRunners, CostModel, Progress
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
@@ -77,10 +77,12 @@ def search(
     *,
     database: Database | None = None,
     progress: Progress | None = None,
-    company: Company | None = None,
+    co_runners: CoRunners | None = None,
 ) -> Found:
     """The best plan over all meshes of `cluster`, with its report; see `decide`."""
-    return finish(decide(graph, cluster, request, database=database, progress=progress, company=company))
+    return finish(
+        decide(graph, cluster, request, database=database, progress=progress, co_runners=co_runners)
+    )
 
 
 def decide(
@@ -90,7 +92,7 @@ def decide(
     *,
     database: Database | None = None,
     progress: Progress | None = None,
-    company: Company | None = None,
+    co_runners: CoRunners | None = None,
     beat: float = math.inf,
     deadline: float | None = None,
 ) -> Decision:
@@ -123,11 +125,14 @@ def decide(
             # What the first winner and its rivals use is timed together: what slows one then slows all.
             rivals = _rivals(best[0], deadline) if compares and number == 0 else []
             model = model.measure(
-                _calls(best[0], *(each.solution for each in (best[1], *rivals))), database, progress, company
+                _calls(best[0], *(each.solution for each in (best[1], *rivals))),
+                database,
+                progress,
+                co_runners,
             )
         if model is known and compares:
             calls = _calls(best[0], *(each.solution for each in _rivals(best[0], deadline)))
-            model = model.measure(calls, database, progress, company)
+            model = model.measure(calls, database, progress, co_runners)
         if model is known:
             break
     else:
@@ -168,7 +173,7 @@ def measure_operators(
     *,
     database: Database,
     progress: Progress | None = None,
-    company: Company | None = None,
+    co_runners: CoRunners | None = None,
 ) -> int:
     """Measure the calls of the plan that estimates find best, and of every pure strategy, on every mesh.
 
@@ -186,7 +191,7 @@ def measure_operators(
         for force in (None, *Parallelism):
             with contextlib.suppress(InfeasibleError):
                 calls += _calls(problem, problem.solve(force, deadline, cap=None, bounded=False))
-    model = model.measure(calls, database, progress, company)
+    model = model.measure(calls, database, progress, co_runners)
     return len({call.key() for call in calls} & model.measured.keys())
 
 

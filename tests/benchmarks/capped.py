@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autopar.cluster import ClusterSpec
 from autopar.comparing.measured import TIMEOUT, Contest, Job
 from autopar.compiler import Compiler
-from autopar.cost.machine.model import Company
+from autopar.cost.machine.model import CoRunners
 from autopar.errors import InfeasibleError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.request import Request
@@ -82,7 +82,7 @@ def plan_under(cap: int | None, target: Target, cluster: ClusterSpec, costdb: st
     compiler = Compiler(cluster, Request(memory=cap, alternatives=False), target.loss_fn, costdb=costdb)
     graph = compiler.trace_step(target.model, target.args, target.kwargs).graph
 
-    def find(company: Company) -> Plan:
-        return compiler.find(graph, compiler.request, company)
+    def find(co_runners: CoRunners) -> Plan:
+        return compiler.find(graph, compiler.request, co_runners)
 
     return agree(find, cluster)

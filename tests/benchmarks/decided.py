@@ -16,7 +16,7 @@ from autopar.cluster import ClusterSpec
 from autopar.comparing.measured import TIMEOUT, Contest, Job
 from autopar.compiler import Compiler
 from autopar.core.costs import OptimizerState
-from autopar.cost.machine.model import Company
+from autopar.cost.machine.model import CoRunners
 from autopar.errors import InfeasibleError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.request import Request
@@ -76,12 +76,14 @@ def run_rank(trial: Trial, costdb: str) -> Found:
     return Found(plans, compete(contestants, rounds=trial.rounds, keep=tuple(contestants)), errors)
 
 
-def find_plans(target: Target, trial: Trial, costdb: str | None, company: Company | None = None) -> Plans:
+def find_plans(
+    target: Target, trial: Trial, costdb: str | None, co_runners: CoRunners | None = None
+) -> Plans:
     """What each way decides for the target's first micro-batch."""
     compiler = Compiler(trial.cluster, trial.request, target.loss_fn)
     graph = compiler.trace_step(target.model, target.args, target.kwargs).graph
     with Database.open(costdb) as database:
-        found = decide_all(graph, trial.cluster, trial.request, database=database, company=company)
+        found = decide_all(graph, trial.cluster, trial.request, database=database, co_runners=co_runners)
     return {way: each if isinstance(each, InfeasibleError) else each.plan for way, each in found.items()}
 
 

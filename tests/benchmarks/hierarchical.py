@@ -20,7 +20,7 @@ from enum import Enum
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
-from autopar.cost.machine.model import Company
+from autopar.cost.machine.model import CoRunners
 from autopar.errors import InfeasibleError
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
@@ -45,7 +45,7 @@ def decide_all(
     request: Request,
     *,
     database: Database | None = None,
-    company: Company | None = None,
+    co_runners: CoRunners | None = None,
 ) -> dict[Way, Outcome]:
     """What each way decides for `graph`, one of `request.micro_batches` micro-batches.
 
@@ -54,13 +54,13 @@ def decide_all(
     `decide` raises if the joint way finds nothing; the others' InfeasibleError is their outcome.
     """
     for _ in range(MEASURING_ROUNDS):
-        joint = decide(graph, cluster, request, database=database, company=company)
+        joint = decide(graph, cluster, request, database=database, co_runners=co_runners)
         found: dict[Way, Outcome] = {Way.JOINT: finish(joint)}
         for way, starts in _cuts(joint.problem).items():
             found[way] = _decide_after(joint, starts)
         model = joint.problem.model
         calls = [call for each in found.values() if isinstance(each, Found) for call in _calls(graph, each)]
-        if not request.measure or model.measure(calls, database, company=company) is model:
+        if not request.measure or model.measure(calls, database, co_runners=co_runners) is model:
             break
     return found
 

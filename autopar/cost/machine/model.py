@@ -35,7 +35,7 @@ YARDSTICKS = (
     Call(torch.ops.aten.neg.default, (TensorSpec((1 << 22,), torch.float32),), {}),
 )
 Progress = Callable[[int, int, str], None]  # done, all, what
-Company = Callable[[list[Call]], None]  # starts the measuring of these calls elsewhere
+CoRunners = Callable[[list[Call]], None]  # starts the measuring of these calls elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,11 @@ class CostModel:
         calls: Iterable[Call],
         database: Database | None,
         progress: Progress | None = None,
-        company: Company | None = None,
+        co_runners: CoRunners | None = None,
     ) -> CostModel:
         """Measure the calls that are missing and store them; calls that cannot run stay estimates.
 
-        `company` lets the other ranks run the same calls at the same time: as in a step, memory and
+        `co_runners` lets the other ranks run the same calls at the same time: as in a step, memory and
         caches are shared.
         """
         missing = {
@@ -107,8 +107,8 @@ class CostModel:
         if not (self.here and missing and self.setting):
             return self
         missing = dict(sorted(missing.items()))  # so that what is alike is timed together
-        if company:
-            company(list(missing.values()))
+        if co_runners:
+            co_runners(list(missing.values()))
         found = measure_calls(missing.values(), self.setting.threads, progress, self.measured)
         if database:
             database.write_operators(self.setting, found.values())

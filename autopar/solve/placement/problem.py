@@ -17,8 +17,8 @@ Costs are seconds of one micro-batch; what is done once a step, the optimizer's 
 gradients by those r_to_b that lead from where a weight is stored, counts `once` of its seconds
 (cost/operators/prices.py): the flow of a weight goes through phases (gather_phases.py), by when it is
 gathered: x[t,p] of a weight in shards is one variable for each way of gathering it that may serve. `price`,
-seconds per byte, is 0 unless memory is scarce on a pipeline stage (`memory_price`), where no single row could state
-the cap.
+seconds per byte, is 0 unless memory is scarce on a pipeline stage (`memory_price`), where no single row could
+state the cap.
 
 **Subject to**
     one       sum_s x[v,s] = 1                                      every operator runs one way
