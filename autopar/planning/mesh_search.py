@@ -35,7 +35,7 @@ from autopar.solve.deadline import is_over, left
 from autopar.solve.placement.fold import Folding, fold
 from autopar.solve.placement.memory_frontier import Priced
 from autopar.solve.placement.problem import FREE, MemoryPrice, Problem, Space
-from autopar.solve.placement.search import BeatenError, Solution, refuse_beaten
+from autopar.solve.placement.search import CutoffError, Solution, check_cutoff
 from autopar.solve.placement.space import Kinds, build_space, is_heavy, kind_by_axis
 from autopar.solve.placement.symmetry import choose_named
 from autopar.solve.stages.cut_search import MOST_PLACES
@@ -97,9 +97,9 @@ class MeshProblem:
     prices: Prices = dataclasses.field(init=False)
     folding: Folding = dataclasses.field(init=False)
     schedules: list[Schedule] = dataclasses.field(init=False)
-    beat: float = math.inf  # seconds of a step; no placement is sought that can't take less
+    cutoff: float = math.inf  # seconds of a step; no placement is sought that can't take less
     others: float = math.inf  # seconds that no step on another mesh takes less than
-    rival: Step | None = None  # what can't be faster under any schedule is timed under its schedule alone
+    incumbent: Step | None = None  # what can't be faster under any schedule is timed under its schedule alone
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Asked, Solution] = dataclasses.field(default_factory=dict)
@@ -139,7 +139,7 @@ class MeshProblem:
         fastest = self.solve(force, deadline, cap=None, bounded=bounded)
         try:
             found = self.cut(fastest, force, deadline, cap, bounded=bounded)
-        except BeatenError:
+        except CutoffError:
             raise
         except InfeasibleError as error:
             hopeless = cap is not None and FAR * cap < error.would_do < math.inf
@@ -160,12 +160,12 @@ class MeshProblem:
     ) -> Step:
         """The best step of the fastest placement, or under a cap of others for which memory has a price."""
         if bounded:
-            refuse_beaten(self.even_seconds(fastest.bound), self.beat)
+            check_cutoff(self.even_seconds(fastest.bound), self.cutoff)
         if not self.has_room(fastest, cap):
             return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
         try:
-            found = self.stage(fastest, cap, beat=self.beat if bounded else math.inf)
-        except BeatenError:
+            found = self.stage(fastest, cap, cutoff=self.cutoff if bounded else math.inf)
+        except CutoffError:
             raise
         except InfeasibleError:
             return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
@@ -257,7 +257,7 @@ class MeshProblem:
                 try:
                     limit = math.inf if best is None else found[best].seconds
                     found[middle] = step = self.stage(placed, cap, fastest.bound, limit=limit)
-                except BeatenError:
+                except CutoffError:
                     beaten.append(placed.program)
                     low, high = (low, middle) if best is not None and best < middle else (middle, high)
                     continue
@@ -333,13 +333,17 @@ class MeshProblem:
         cap: int | None,
         relaxed: float | None = None,
         *,
-        beat: float = math.inf,
+        cutoff: float = math.inf,
         limit: float = math.inf,
     ) -> Step:
         """The placement's best step under any of the schedules; see `staged`."""
         starts, schedules = None, self.schedules
-        if self.rival and self.rival.schedule and self.even_seconds(solution.seconds) >= self.rival.seconds:
-            schedules = [self.rival.schedule]
+        if (
+            self.incumbent
+            and self.incumbent.schedule
+            and self.even_seconds(solution.seconds) >= self.incumbent.seconds
+        ):
+            schedules = [self.incumbent.schedule]
         if self.request.homes is not None:
             starts = kept_starts(self.graph, self.request.homes, self.schedules[0].stages)
         return staged(
@@ -354,7 +358,7 @@ class MeshProblem:
             places=self.places,
             recompute=self.request.recompute,
             offload=self.offload,
-            beat=beat,
+            cutoff=cutoff,
             limit=limit,
         )
 
@@ -410,7 +414,9 @@ class MeshProblem:
             bounded=bounded,
             recompute=recompute,
             offload=self.offload if self.request.stages == 1 else Offload.NONE,
-            beat=self.beat / self.request.micro_batches if bounded and self.request.stages == 1 else math.inf,
+            cutoff=self.cutoff / self.request.micro_batches
+            if bounded and self.request.stages == 1
+            else math.inf,
         )
         self.solved[force, cap, memory_price, bounded, recompute] = found
         return found

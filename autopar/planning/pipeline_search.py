@@ -119,7 +119,7 @@ def decide_all(
                     database=database,
                     progress=progress,
                     co_runners=co_runners,
-                    beat=fastest,
+                    cutoff=fastest,
                     deadline=deadline,
                 )
             )

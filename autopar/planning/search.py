@@ -93,11 +93,11 @@ def decide(
     database: Database | None = None,
     progress: Progress | None = None,
     co_runners: CoRunners | None = None,
-    beat: float = math.inf,
+    cutoff: float = math.inf,
     deadline: float | None = None,
 ) -> Decision:
     """The best step over all meshes of `cluster`; raises InfeasibleError or SolverError if there is none, or
-    if it is proved early that none takes less than `beat` seconds, InputError for stages or micro-batches
+    if it is proved early that none takes less than `cutoff` seconds, InputError for stages or micro-batches
     that can't be run. It is the best that is found by `deadline`, that of the request if there is none.
 
     `graph` is that of one of `request.micro_batches` micro-batches.
@@ -119,7 +119,7 @@ def decide(
     compares = request.measure and model.here and not request.force
     for number in range(MEASURING_ROUNDS if request.measure and model.here else 1):
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
-        best = _best(problems, deadline, beat)
+        best = _best(problems, deadline, cutoff)
         known = model
         if request.measure:
             # What the first winner and its rivals use is timed together: what slows one then slows all.
@@ -137,7 +137,7 @@ def decide(
             break
     else:
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
-        best = _best(problems, deadline, beat)
+        best = _best(problems, deadline, cutoff)
     return Decision(best[0], best[1], whole, request, deadline)
 
 
@@ -145,7 +145,7 @@ def finish(decision: Decision) -> Found:
     """The report of a decision, its cut refined, beside the pure strategies; one of these that is faster
     replaces it."""
     problem, request = decision.problem, decision.request
-    problem.rival = step = problem.refined(decision.step, decision.deadline)
+    problem.incumbent = step = problem.refined(decision.step, decision.deadline)
     asked = request.alternatives and not request.force and not is_over(decision.deadline)
     alternatives = _alternatives(problem, decision.deadline) if asked else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
@@ -256,12 +256,12 @@ def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:
             )
 
 
-def _best(problems: Sequence[MeshProblem], deadline: float | None, beat: float) -> tuple[MeshProblem, Step]:
+def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float) -> tuple[MeshProblem, Step]:
     """Of all meshes; those on which nothing faster than what is found can be are left."""
     found: list[tuple[MeshProblem, Step]] = []
     failures: list[InfeasibleError | SolverError] = []
     for problem in problems:
-        problem.beat = min([beat, *(step.seconds for _, step in found)])
+        problem.cutoff = min([cutoff, *(step.seconds for _, step in found)])
         if found and is_over(deadline):
             failures.append(_too_late(problem))
             continue
@@ -317,7 +317,7 @@ def _rivals(problem: MeshProblem, deadline: float | None) -> list[Step]:
 
 def _alternatives(problem: MeshProblem, deadline: float | None) -> list[tuple[Alternative, Step | None]]:
     """Every pure strategy of the chosen mesh, solved without the cap so that its need is known, and under
-    the plan's schedule alone if none could make it faster than the plan (`rival`); none on one device,
+    the plan's schedule alone if none could make it faster than the plan (`incumbent`); none on one device,
     which has nothing to share."""
     found: list[tuple[Alternative, Step | None]] = []
     if problem.mesh.num_devices == 1:

@@ -24,7 +24,7 @@ from autopar.planning.pipeline_search import ROUGH, Apart, _few, _Screen, decide
 from autopar.planning.request import Request
 from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
 from autopar.results.plan import Alternative
-from autopar.solve.placement.search import BeatenError
+from autopar.solve.placement.search import CutoffError
 from autopar.solve.stages import step
 from autopar.solve.stages.step import Step
 from autopar.trace.export import trace
@@ -163,9 +163,9 @@ def test_a_plan_that_cannot_beat_a_known_one_is_not_sought() -> None:
     for request in (Request(**AUTO), Request(**AUTO, stages=2, micro_batches=4)):
         graph = graph_of(request.micro_batches)
         known = decide(graph, CLUSTER, request).step
-        assert decide(graph, CLUSTER, request, beat=2 * known.seconds).step.seconds == known.seconds
-        with pytest.raises(BeatenError, match="less than"):
-            decide(graph, CLUSTER, request, beat=known.seconds / 2)
+        assert decide(graph, CLUSTER, request, cutoff=2 * known.seconds).step.seconds == known.seconds
+        with pytest.raises(CutoffError, match="less than"):
+            decide(graph, CLUSTER, request, cutoff=known.seconds / 2)
 
 
 def test_of_seconds_that_can_not_be_told_apart_the_pure_strategy_s_win() -> None:

@@ -39,7 +39,7 @@ LEAN_SECONDS = 30.0  # in all, for the least memory that would do
 UNSOLVED = Answer(None, math.inf, -math.inf, "time_limit")
 
 
-class BeatenError(InfeasibleError):
+class CutoffError(InfeasibleError):
     """No plan is faster than one that is known already."""
 
 
@@ -72,14 +72,14 @@ def choose(
     bounded: bool = True,
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
-    beat: float = math.inf,
+    cutoff: float = math.inf,
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
 
     With a `memory_price`, which excludes a cap, the cheapest by seconds and memory together; its bound is
     then none on seconds, -inf. So it is if it need not be `bounded`, which saves time.
 
-    Raises InfeasibleError if no plan that meets the cap is found, BeatenError if none takes less than `beat`
+    Raises InfeasibleError if no plan that meets the cap is found, CutoffError if none takes less than `cutoff`
     seconds by the relaxation, SolverError if the time limit passed without an incumbent. The linear memory
     rows leave out short-lived tensors and know parts that are computed again but roughly, so answers are
     completed and replayed exactly: those of the rows, tightened until one fits, and those in which memory
@@ -89,8 +89,8 @@ def choose(
     deadline = None if time_limit is None else time.monotonic() + time_limit
     search = _Search(graph, prices, space, folding, cap, gap, deadline, recompute, offload)
     if cap is None:
-        return search.once(memory_price=memory_price, bounded=bounded, beat=beat)
-    return search.under_cap(cap, bounded=bounded, beat=beat)
+        return search.once(memory_price=memory_price, bounded=bounded, cutoff=cutoff)
+    return search.under_cap(cap, bounded=bounded, cutoff=cutoff)
 
 
 @dataclass(slots=True)
@@ -107,8 +107,8 @@ class _Search:
     leanest: Solution | None = None  # of all that were found
     branching: float = BRANCHING_SECONDS  # left
 
-    def under_cap(self, cap: int, *, bounded: bool, beat: float) -> Solution:
-        first = self.once(rows=cap, bounded=bounded, beat=beat)
+    def under_cap(self, cap: int, *, bounded: bool, cutoff: float) -> Solution:
+        first = self.once(rows=cap, bounded=bounded, cutoff=cutoff)
         found = self.tightened(first, cap)
         if not found or bounded and found[0].seconds > first.bound * (1 + self.gap):
             with contextlib.suppress(SolverError):
@@ -251,7 +251,7 @@ class _Search:
         rows: int | None = None,
         memory_price: MemoryPrice = FREE,
         bounded: bool = True,
-        beat: float = math.inf,
+        cutoff: float = math.inf,
     ) -> Solution:
         """The best plan by the linear rows, under `rows` bytes of memory."""
         problem = self.problem(rows=rows, memory_price=memory_price)
@@ -262,7 +262,7 @@ class _Search:
             if self.folding.count > 1:
                 free = self.problem(rows=rows, relaxed=True)
                 others = self.bound(free)
-            refuse_beaten(min(bound, others), beat)
+            check_cutoff(min(bound, others), cutoff)
         if answer.values is not None and not is_whole(problem, answer):
             answer = self.branch(problem)
             bound = max(bound, answer.bound)
@@ -366,13 +366,13 @@ def completed(
     return Solution(program, seconds, -math.inf, "gap_limit", peak)
 
 
-def refuse_beaten(bound: float, beat: float) -> None:
-    """Raise BeatenError if no plan can take less than `beat` seconds."""
-    if bound >= beat and math.isfinite(bound):
-        raise BeatenError(
+def check_cutoff(bound: float, cutoff: float) -> None:
+    """Raise CutoffError if no plan can take less than `cutoff` seconds."""
+    if bound >= cutoff and math.isfinite(bound):
+        raise CutoffError(
             where="plans of this mesh",
             found=f"at least {bound:.4g} s",
-            wanted=f"less than {beat:.4g} s, which a plan is known to take",
+            wanted=f"less than {cutoff:.4g} s, which a plan is known to take",
             remedy="take that plan",
         )
 

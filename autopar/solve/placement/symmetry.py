@@ -27,7 +27,7 @@ from autopar.solve.highs import solve
 from autopar.solve.linear_program import Answer
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.problem import FREE, MemoryPrice, Problem, Space
-from autopar.solve.placement.search import Solution, choose, refuse_beaten
+from autopar.solve.placement.search import Solution, check_cutoff, choose
 
 SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen something
 WORTH = 0.01  # a gap for which the whole program is tried after all
@@ -59,7 +59,7 @@ def choose_named(
     bounded: bool = True,
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
-    beat: float = math.inf,
+    cutoff: float = math.inf,
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
 
@@ -80,7 +80,7 @@ def choose_named(
         offload=offload,
     )
     if not alike:
-        return ask(space, bounded=bounded, beat=beat)
+        return ask(space, bounded=bounded, cutoff=cutoff)
     nameless = partial(
         Problem,
         graph,
@@ -103,7 +103,7 @@ def choose_named(
             bound = min(bound, solve(free.lp, relaxed=True, time_limit=time_limit).bound)
     except SolverError:
         return ask(space, bounded=bounded)
-    refuse_beaten(bound, beat)
+    check_cutoff(bound, cutoff)
     if answer.values is None:
         return ask(space, bounded=bounded)
     try:

@@ -111,7 +111,7 @@ def cuts(
         if found and problem.bound >= fastest:
             break
         try:
-            found.append((_Search(problem, known).solve(beat=fastest), problem.schedule))
+            found.append((_Search(problem, known).solve(cutoff=fastest), problem.schedule))
         except InfeasibleError as error:
             failures.append(error)
     if not found:
@@ -171,8 +171,8 @@ class _Search:
     problem: CutProblem
     known: Sequence[int] | None = None
 
-    def solve(self, *, beat: float = math.inf) -> Cut:
-        """The best cut; the search ends where it starts if that is far above `beat` seconds."""
+    def solve(self, *, cutoff: float = math.inf) -> Cut:
+        """The best cut; the search ends where it starts if that is far above `cutoff` seconds."""
         problem = self.problem
         stages, places = problem.schedule.stages, len(problem.table.places) - 1
         if stages > places:
@@ -186,7 +186,7 @@ class _Search:
         if not starts:
             raise _infeasible(problem.levels, problem.schedule, problem.cap or 0)
         best, proven = starts[0], False
-        if best[1] <= beat * HOPELESS:
+        if best[1] <= cutoff * HOPELESS:
             rounds = min(ROUNDS, 1 + MOST_ACTIONS // 10 // self.actions)
             ends = [self.descend(start, problem.seconds, rounds) for start in starts]
             best, proven = self.prove(min(ends, key=lambda each: each[1]))

@@ -28,7 +28,7 @@ from autopar.cost.stages.intervals import Intervals, choose_places, crossing_byt
 from autopar.errors import InfeasibleError
 from autopar.solve.memory.offload import hiding_of_stages, moving_in_stages
 from autopar.solve.memory.recompute import ladder
-from autopar.solve.placement.search import Solution, refuse_beaten
+from autopar.solve.placement.search import Solution, check_cutoff
 from autopar.solve.stages.cut_costs import Mix
 from autopar.solve.stages.cut_search import MOST_PLACES, Cut, Found, best, bound_again, cuts, keep
 from autopar.solve.stages.mixture import Mixture, is_placed_alike
@@ -101,7 +101,7 @@ def staged(
     known: Sequence[int] | None = None,
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
-    beat: float = math.inf,
+    cutoff: float = math.inf,
     limit: float = math.inf,
 ) -> Step:
     """The step with the best cut under the best of `schedules`, or with the cut at `starts`. It lies at some
@@ -110,8 +110,8 @@ def staged(
 
     `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
     was found with memory to spare. Where parts may be computed again so that it fits, or tensors moved,
-    stages choose for themselves. Raises InputError or InfeasibleError as `cut` does, BeatenError if even
-    without a cap neither this placement nor another takes less than `beat` seconds, nor this one than
+    stages choose for themselves. Raises InputError or InfeasibleError as `cut` does, CutoffError if even
+    without a cap neither this placement nor another takes less than `cutoff` seconds, nor this one than
     `limit`: as it is cut here without a cap, or by its bound under the cap.
     """
     if starts is not None:
@@ -131,8 +131,8 @@ def staged(
         uncapped = cuts([table], schedules, cap=None, known=known)
         found, schedule = best(uncapped)
         free = found.seconds
-        refuse_beaten(found.bound * share_of(solution, relaxed), beat)
-        refuse_beaten(free, limit)
+        check_cutoff(found.bound * share_of(solution, relaxed), cutoff)
+        check_cutoff(free, limit)
         if cap is not None and max(found.rank_bytes) > cap:
             lean = _Lean(
                 graph, prices, solution.program, hop, cap, table, uncapped, known, recompute, offload
@@ -176,10 +176,10 @@ class _Lean:
         self, schedules: Sequence[Schedule], *, bound: float, limit: float
     ) -> tuple[Program, Cut, Schedule]:
         """The fastest way's program, and its cut with a bound for all of them, at least `bound`. Raises
-        BeatenError if none takes less than `limit` seconds, the InfeasibleError that asks for least if none
+        CutoffError if none takes less than `limit` seconds, the InfeasibleError that asks for least if none
         meets the cap."""
         waiting = self.ways(schedules)
-        refuse_beaten(max(bound, min(way.bound for way in waiting)), limit)
+        check_cutoff(max(bound, min(way.bound for way in waiting)), limit)
         bounds, failures = list[float](), list[InfeasibleError]()
         fastest: tuple[Program, Cut, Schedule] | None = None
         while waiting:

@@ -10,7 +10,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.program import Program
 from autopar.cost.program.peak_memory import Peak
 from autopar.solve.placement.fold import fold
-from autopar.solve.placement.search import BeatenError, Solution, choose
+from autopar.solve.placement.search import CutoffError, Solution, choose
 from autopar.solve.placement.space import build_space
 from tests.solve.brute_force import blocks, chain, random_prices, small_space, unfolded
 
@@ -40,10 +40,10 @@ def test_a_plan_of_unequal_blocks_that_may_be_faster_keeps_the_search_from_givin
     assert folding.count == 3 and apart.seconds < alike.seconds * 0.999
     assert alike.bound <= apart.seconds * (1 + CLOSE)
     between = (alike.seconds + apart.seconds) / 2
-    found = choose(graph, prices, space, folding, gap=1e-9, beat=between)
+    found = choose(graph, prices, space, folding, gap=1e-9, cutoff=between)
     assert found.seconds == pytest.approx(alike.seconds, rel=CLOSE)
-    with pytest.raises(BeatenError):
-        choose(graph, prices, space, folding, gap=1e-9, beat=alike.bound * (1 - CLOSE))
+    with pytest.raises(CutoffError):
+        choose(graph, prices, space, folding, gap=1e-9, cutoff=alike.bound * (1 - CLOSE))
 
 
 def test_no_plan_is_sought_that_cannot_beat_a_known_one() -> None:
@@ -51,8 +51,8 @@ def test_no_plan_is_sought_that_cannot_beat_a_known_one() -> None:
     prices = random_prices(graph, Mesh((2,)), random)
     space = small_space(graph, prices, random, most=3, layouts=2)
     best = choose(graph, prices, space, unfolded(graph), gap=1e-9)
-    again = choose(graph, prices, space, unfolded(graph), gap=1e-9, beat=best.seconds * (1 + CLOSE))
+    again = choose(graph, prices, space, unfolded(graph), gap=1e-9, cutoff=best.seconds * (1 + CLOSE))
     assert again.seconds == pytest.approx(best.seconds, rel=CLOSE)
-    for beat in (best.bound * (1 - CLOSE), best.bound / 2):
-        with pytest.raises(BeatenError, match=f"wanted less than {beat:.4g} s"):
-            choose(graph, prices, space, unfolded(graph), gap=1e-9, beat=beat)
+    for cutoff in (best.bound * (1 - CLOSE), best.bound / 2):
+        with pytest.raises(CutoffError, match=f"wanted less than {cutoff:.4g} s"):
+            choose(graph, prices, space, unfolded(graph), gap=1e-9, cutoff=cutoff)

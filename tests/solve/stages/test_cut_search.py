@@ -263,7 +263,7 @@ def test_the_bound_holds_where_the_search_is_given_up() -> None:
     for kind, seed in product(ScheduleKind, range(4)):
         schedule, table = schedule_of(kind, 2, 4), random_table(Random(seed), 9)
         best = min(seconds for seconds, _, _ in all_cuts(table, schedule))
-        found = _Search(CutProblem([table], schedule, None)).solve(beat=best / 10)
+        found = _Search(CutProblem([table], schedule, None)).solve(cutoff=best / 10)
         assert found.bound <= best * (1 + CLOSE) <= found.seconds * (1 + 2 * CLOSE)
         slower += found.seconds > best * (1 + CLOSE)
     assert slower
