@@ -63,7 +63,7 @@ def inseparable(graph: Graph) -> dict[int, str]:
     return found
 
 
-def kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[int, ...]:
+def kept_starts(graph: Graph, first_stage_of: Mapping[str, int], stages: int) -> tuple[int, ...]:
     """The cut that leaves every parameter and buffer on its stage: before the first operator that uses
     one of a later stage."""
     targets = {item.name: item.target for item in graph.inputs}
@@ -74,7 +74,7 @@ def kept_starts(graph: Graph, homes: Mapping[str, int], stages: int) -> tuple[in
                 (
                     index
                     for index, item in enumerate(graph.operators)
-                    if any(homes.get(targets.get(name, ""), 0) >= stage for name in item.operands)
+                    if any(first_stage_of.get(targets.get(name, ""), 0) >= stage for name in item.operands)
                 ),
                 len(graph.operators),
             )

@@ -127,9 +127,11 @@ def report(
 
 def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
     if request.relay:
-        assert request.schedule is not None and request.homes is not None
+        assert request.schedule is not None and request.first_stage_of is not None
         stages = request.stages * stages_per_rank(request.schedule)
-        return Pipeline(request.stages, 1, request.schedule, kept_starts(graph, request.homes, stages))
+        return Pipeline(
+            request.stages, 1, request.schedule, kept_starts(graph, request.first_stage_of, stages)
+        )
     if step.cut is None or step.schedule is None:
         return Pipeline(micro_batches=request.micro_batches)
     return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts, step.filling)

@@ -75,7 +75,7 @@ def build_stages(
         stages=stages,
         inputs=_parts(traced, plan, dims, place, {}),
         holders={target: tuple(sorted(set(map(pipeline.rank_of, each)))) for target, each in users.items()},
-        homes={target: each[0] for target, each in users.items()},
+        first_stage_of={target: each[0] for target, each in users.items()},
         groups=tuple(sorted({key for each in stages for key in each.groups})),
         outputs=tuple(graph.specs[name] for name in graph.outputs),
         cutting=traced.cutting,

@@ -262,17 +262,17 @@ class _Replay:
         return self.prices.micro_batches * sum(users)
 
     def footing(self, until: Mapping[int, int]) -> Footing:
-        homes: dict[int, int] = {}
+        calls_of: dict[int, int] = {}
         for call in self.calls:
             for value in (*call.memory.takes, *(item.value for item in call.memory.gives)):
-                homes.setdefault(self.tape.root[value], call.place)
+                calls_of.setdefault(self.tape.root[value], call.place)
         last = len(self.graph.operators)
         return Footing(
             kept=tuple(
                 KeptStorage(
                     self.tape.names[root],
                     self.tape.nbytes[root],
-                    homes[root],
+                    calls_of[root],
                     keepers=tuple(sorted(self.keepers.get(root, ()))),
                     for_weights=tuple(sorted(self.for_weights.get(root, ()))),
                 )
@@ -283,7 +283,7 @@ class _Replay:
                 KeptStorage(
                     self.tape.names[root],
                     self.tape.nbytes[root],
-                    homes[root],
+                    calls_of[root],
                     keepers=tuple(sorted(places)),
                     for_weights=(),
                     until=until[root],

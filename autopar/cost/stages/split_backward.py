@@ -94,12 +94,12 @@ def _since(graph: Graph, values: Values) -> list[int]:
     operator's operands depend on and that learns."""
     found: list[int] = []
     for place, item in enumerate(graph.operators):
-        homes = (
+        makers = (
             values.source(name).home
             for name in item.operands
             if graph.specs[name].requires_grad and name not in values.free
         )
-        found.append(min((found[home] for home in homes if home >= 0), default=place))
+        found.append(min((found[home] for home in makers if home >= 0), default=place))
     return found
 
 

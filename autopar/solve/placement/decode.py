@@ -59,7 +59,7 @@ def read(problem: Problem, answer: Answer) -> Program:
         name: max(choices, key=lambda item: values[choices[item]])
         for name, choices in problem.output_layouts.items()
     }
-    return spelled(problem, Choices(strategies, stored, outputs), values)
+    return decoded(problem, Choices(strategies, stored, outputs), values)
 
 
 def choices_of(problem: Problem, program: Program) -> Choices:
@@ -76,7 +76,7 @@ def choices_of(problem: Problem, program: Program) -> Choices:
     )
 
 
-def spelled(
+def decoded(
     problem: Problem,
     choices: Choices,
     values: tuple[float, ...] | None = None,

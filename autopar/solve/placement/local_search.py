@@ -26,7 +26,7 @@ from autopar.cost.program.step import step_cost
 from autopar.errors import RuleError
 from autopar.solve.memory.offload import spare
 from autopar.solve.memory.recompute import fit
-from autopar.solve.placement.decode import Choices, choices_of, spelled
+from autopar.solve.placement.decode import Choices, choices_of, decoded
 from autopar.solve.placement.problem import Problem
 
 EFFORT = 8_000  # operators that are replayed, from all starts
@@ -137,20 +137,20 @@ class _Descent:
         for choices in near:
             if self.late():
                 break
-            for program in self.spelled(choices):
+            for program in self.decoded(choices):
                 self.left -= len(program.strategies)
                 seconds = self.seconds(program)
                 if self.found.excess(self.cap) or seconds < self.found.seconds * (1 - FASTER):
                     yield program, seconds
 
-    def spelled(self, choices: Choices) -> list[Program]:
+    def decoded(self, choices: Choices) -> list[Program]:
         """The program of these choices, and with conversions that are cheaper but may hold more, if any; none
         if a layout can't be converted."""
         try:
-            direct = spelled(self.problem, choices)
+            direct = decoded(self.problem, choices)
         except RuleError:
             return []
-        around = spelled(self.problem, choices, around=True)
+        around = decoded(self.problem, choices, around=True)
         return [direct] if around.moves == direct.moves else [direct, around]
 
     def replayed(self, program: Program) -> Near:

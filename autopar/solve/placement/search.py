@@ -79,10 +79,10 @@ def choose(
     With a `memory_price`, which excludes a cap, the cheapest by seconds and memory together; its bound is
     then none on seconds, -inf. So it is if it need not be `bounded`, which saves time.
 
-    Raises InfeasibleError if no plan that meets the cap is found, CutoffError if none takes less than `cutoff`
-    seconds by the relaxation, SolverError if the time limit passed without an incumbent. The linear memory
-    rows leave out short-lived tensors and know parts that are computed again but roughly, so answers are
-    completed and replayed exactly: those of the rows, tightened until one fits, and those in which memory
+    Raises InfeasibleError if no plan that meets the cap is found, CutoffError if none takes less than
+    `cutoff` seconds by the relaxation, SolverError if the time limit passed without an incumbent. The linear
+    memory rows leave out short-lived tensors and know parts that are computed again but roughly, so answers
+    are completed and replayed exactly: those of the rows, tightened until one fits, and those in which memory
     has a price. Where branching takes too long, the relaxation is rounded: what is found is replayed all
     the same. Only the first bound, under the cap itself, holds for all plans.
     """

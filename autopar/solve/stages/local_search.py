@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.core.program import Program
 from autopar.errors import InfeasibleError, RuleError
-from autopar.solve.placement.decode import Choices, choices_of, spelled
+from autopar.solve.placement.decode import Choices, choices_of, decoded
 from autopar.solve.placement.local_search import FASTER, changed
 from autopar.solve.placement.problem import Problem
 from autopar.solve.stages.step import Step
@@ -88,7 +88,7 @@ class _Descent:
 
     def takes(self, choices: Choices) -> bool:
         try:
-            program = spelled(self.problem, choices)
+            program = decoded(self.problem, choices)
             self.left -= 1
             step = self.cut(program)
         except RuleError:

@@ -44,17 +44,17 @@ class Mixture:
     prices: Prices
     joins: bool = False
     users: dict[str, list[tuple[int, int]]] = field(init=False)  # of a tensor: operator and position
-    homes: dict[str, tuple[int, int]] = field(init=False)  # operator and result
+    made_by: dict[str, tuple[int, int]] = field(init=False)  # operator and result
 
     def __post_init__(self) -> None:
         users: dict[str, list[tuple[int, int]]] = {name: [] for name in self.graph.specs}
-        homes: dict[str, tuple[int, int]] = {}
+        made_by: dict[str, tuple[int, int]] = {}
         for place, item in enumerate(self.graph.operators):
             for position, name in enumerate(item.operands):
                 users[name].append((place, position))
-            homes |= {name: (place, index) for index, name in enumerate(item.results) if name}
+            made_by |= {name: (place, index) for index, name in enumerate(item.results) if name}
         object.__setattr__(self, "users", users)
-        object.__setattr__(self, "homes", homes)
+        object.__setattr__(self, "made_by", made_by)
 
     def program(self, levels: Levels) -> Program | None:
         """The program in which each operator follows its placement, but for those that are settled; None if
@@ -70,7 +70,7 @@ class Mixture:
             inputs[item.name], moves[item.name], gathering = found
             if gathering is not Gathering.KEEP:
                 gatherings[item.name] = gathering
-        for name in self.homes:
+        for name in self.made_by:
             made = self.made(name, levels)
             if made is None:
                 return None
@@ -130,21 +130,21 @@ class Mixture:
             for name in dict.fromkeys((*operator.operands, *filter(None, operator.results))):
                 if not all(self.holds(name, levels) for levels in mixed):
                     near = {user for user, _ in self.users[name]}
-                    near.update([self.homes[name][0]] if name in self.homes else [])
+                    near.update([self.made_by[name][0]] if name in self.made_by else [])
                     waiting += sorted(near - found)
                     found |= near
         return frozenset(found)
 
     def holds(self, name: str, levels: Levels) -> bool:
         """Whether a tensor is made and taken without contradiction."""
-        return (self.made if name in self.homes else self.given)(name, levels) is not None
+        return (self.made if name in self.made_by else self.given)(name, levels) is not None
 
     def crossing(self, places: Sequence[int]) -> dict[int, list[str]]:
         """For each place the tensors that operators on both sides of it make or take."""
         found: dict[int, list[str]] = {place: [] for place in places}
         for name, uses in self.users.items():
             touched = [place for place, _ in uses]
-            touched += [self.homes[name][0]] if name in self.homes else []
+            touched += [self.made_by[name][0]] if name in self.made_by else []
             touched += [len(self.graph.operators) - 1] if name in self.ends else []
             if touched:
                 low, high = (bisect_right(places, end) for end in (min(touched), max(touched)))
@@ -159,7 +159,7 @@ class Mixture:
 
     def made(self, name: str, levels: Levels) -> tuple[Move, ...] | None:
         """The conversions of what an operator makes."""
-        place, index = self.homes[name]
+        place, index = self.made_by[name]
         level = levels[place]
         options = self.programs[level].strategies[self.graph.operators[place].name]
         source = self.tidy(name, tuple(option.results[index] for option in options))
@@ -196,7 +196,7 @@ class Mixture:
         """A tree of conversions from `source` to all that is needed; None if placements have no such."""
         needs = list(needs)
         found = self.known_moves(name, source, maker, needs)
-        if found is None and self.joins and name in self.homes:
+        if found is None and self.joins and name in self.made_by:
             return self.new_moves(name, source, [need for _, need in needs])
         return found
 
