@@ -151,7 +151,7 @@ class Compiler:
             request = replace(request, mesh=pinned.mesh, stored=pinned.stored, user_layouts=pinned.users)
         if pinned is not None and pinned.pipeline.is_staged:
             request = replace(
-                request, first_stage_of=pinned.first_stage_of, schedule=pinned.pipeline.schedule
+                request, stages_of_uses=pinned.stages_of_uses, schedule=pinned.pipeline.schedule
             )
             return request if step else replace(request, micro_batches=1, relay=True, outputs=Outputs.GLOBAL)
         return request if step else replace(request, micro_batches=1, stages=1)

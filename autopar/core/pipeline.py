@@ -6,10 +6,11 @@ stages        0    |  1   |  2          loop placement, one stage each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, InputKind
 from autopar.core.schedule import ScheduleKind, rank_of_stage
 from autopar.core.timeline import StageCost
 
@@ -63,20 +64,34 @@ def inseparable(graph: Graph) -> dict[int, str]:
     return found
 
 
-def kept_starts(graph: Graph, first_stage_of: Mapping[str, int], stages: int) -> tuple[int, ...]:
-    """The cut that leaves every parameter and buffer on its stage: before the first operator that uses
-    one of a later stage."""
-    targets = {item.name: item.target for item in graph.inputs}
-    starts = [0]
-    for stage in range(1, stages):
-        starts.append(
-            next(
-                (
-                    index
-                    for index, item in enumerate(graph.operators)
-                    if any(first_stage_of.get(targets.get(name, ""), 0) >= stage for name in item.operands)
-                ),
-                len(graph.operators),
-            )
-        )
-    return tuple(starts)
+def stages_of_uses(graph: Graph, starts: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The stage of each use of each parameter and buffer, in the order of the operators."""
+    return {
+        target: tuple(bisect_right(starts, index) - 1 for index in uses)
+        for target, uses in _uses(graph).items()
+    }
+
+
+def kept_starts(graph: Graph, known: Mapping[str, tuple[int, ...]], stages: int) -> tuple[int, ...]:
+    """The cut that leaves every parameter and buffer on its stages, which are `known` for each use: before
+    the first operator that uses one on a later stage. Where a graph uses one more or less often, its first
+    stage alone counts."""
+    least = [0] * len(graph.operators)
+    for target, uses in _uses(graph).items():
+        stages_of = known.get(target, (0,))
+        stages_of = stages_of if len(stages_of) == len(uses) else stages_of[:1] * len(uses)
+        for index, stage in zip(uses, stages_of, strict=True):
+            least[index] = max(least[index], stage)
+    later = ((index for index, stage in enumerate(least) if stage >= wanted) for wanted in range(1, stages))
+    return (0, *(next(indices, len(least)) for indices in later))
+
+
+def _uses(graph: Graph) -> dict[str, list[int]]:
+    """The operators that use each parameter and buffer, by its target; one for each of its operands."""
+    kinds = InputKind.PARAMETER, InputKind.BUFFER
+    uses: dict[str, list[int]] = {item.name: [] for item in graph.inputs if item.kind in kinds}
+    for index, item in enumerate(graph.operators):
+        for name in item.operands:
+            if name in uses:
+                uses[name].append(index)
+    return {item.target: uses[item.name] for item in graph.inputs if item.name in uses}

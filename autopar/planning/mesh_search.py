@@ -299,7 +299,7 @@ class MeshProblem:
             fastest.bound,
             deadline=deadline,
         )
-        fixed = self.request.first_stage_of is not None or self.places is not None
+        fixed = self.request.stages_of_uses is not None or self.places is not None
         few = len(self.graph.operators) <= MOST_OPERATORS  # with a bound of their own
         if few or fixed or self.graph.checkpoints:
             return refinement.refilled(step)
@@ -344,8 +344,8 @@ class MeshProblem:
             and self.even_seconds(solution.seconds) >= self.incumbent.seconds
         ):
             schedules = [self.incumbent.schedule]
-        if self.request.first_stage_of is not None:
-            starts = kept_starts(self.graph, self.request.first_stage_of, self.schedules[0].stages)
+        if self.request.stages_of_uses is not None:
+            starts = kept_starts(self.graph, self.request.stages_of_uses, self.schedules[0].stages)
         return staged(
             self.graph,
             self.prices,

@@ -127,10 +127,10 @@ def report(
 
 def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
     if request.relay:
-        assert request.schedule is not None and request.first_stage_of is not None
+        assert request.schedule is not None and request.stages_of_uses is not None
         stages = request.stages * stages_per_rank(request.schedule)
         return Pipeline(
-            request.stages, 1, request.schedule, kept_starts(graph, request.first_stage_of, stages)
+            request.stages, 1, request.schedule, kept_starts(graph, request.stages_of_uses, stages)
         )
     if step.cut is None or step.schedule is None:
         return Pipeline(micro_batches=request.micro_batches)

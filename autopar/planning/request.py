@@ -67,9 +67,7 @@ class Request:
     recompute: Recompute = Recompute.AUTO
     offload: Offload = Offload.AUTO
     shard_state: ShardState = ShardState.AUTO
-    first_stage_of: Mapping[str, int] | None = (
-        None  # the first stage of each parameter, where they lie already
-    )
+    stages_of_uses: Mapping[str, tuple[int, ...]] | None = None  # of parameters that lie already
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def settled(self, plan: Plan) -> Request:

@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, InputKind
+from autopar.core.pipeline import stages_of_uses
 from autopar.core.program import Program
 from autopar.results.plan import Plan
 from autopar.rewrite.defer_sync import Deferred, defer
@@ -63,19 +64,23 @@ def build_stages(
         _stage(traced, plan, dims, place, whole, cut[index], stage=index)
         for index in pipeline.stages_of(mine)
     )
-    users: dict[str, list[int]] = {
+    users: dict[str, tuple[int, ...]] = {
         item.target: found
         for item in graph.inputs
         if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
-        if (found := [index for index, each in enumerate(cut) if item.name in each.inputs])
+        if (found := tuple(index for index, each in enumerate(cut) if item.name in each.inputs))
     }
+    uses = stages_of_uses(graph, pipeline.starts)
     return StagedExecutable(
         mesh=plan.mesh,
         pipeline=pipeline,
         stages=stages,
         inputs=_parts(traced, plan, dims, place, {}),
         holders={target: tuple(sorted(set(map(pipeline.rank_of, each)))) for target, each in users.items()},
-        first_stage_of={target: each[0] for target, each in users.items()},
+        stages_of_uses={
+            target: uses[target] if set(uses[target]) == set(found) else found[:1]
+            for target, found in users.items()
+        },
         groups=tuple(sorted({key for each in stages for key in each.groups})),
         outputs=tuple(graph.specs[name] for name in graph.outputs),
         cutting=traced.cutting,

@@ -79,8 +79,8 @@ class ForcedCompiler(compiler.Compiler):
         if self.recompute:
             program = replace(program, recompute=((0, len(graph.operators) - 1),))
         starts = self.pipeline.starts
-        if request.first_stage_of is not None:
-            starts = kept_starts(graph, request.first_stage_of, len(starts))
+        if request.stages_of_uses is not None:
+            starts = kept_starts(graph, request.stages_of_uses, len(starts))
         if self.offload:
             prices = Prices(graph, dims, self.cluster.stage(request.stages), ROUGH)
             items = movable(graph, prices, program)[:-1]

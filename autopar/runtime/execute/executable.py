@@ -56,13 +56,13 @@ class Pinned:
     """What a later program must keep to: the mesh, and the layouts that tensors already have.
 
     `stored` are parameters and buffers, by their names in the model, `users` user inputs, by path;
-    `first_stage_of` is the first stage of each parameter and buffer, where `pipeline` has stages.
+    `stages_of_uses` are those of each use of each parameter and buffer, where `pipeline` has stages.
     """
 
     mesh: Mesh
     stored: Mapping[str, Layout]
     users: Mapping[str, Layout]
-    first_stage_of: Mapping[str, int] = field(default_factory=dict)
+    stages_of_uses: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     pipeline: Pipeline = Pipeline()
 
 
@@ -114,7 +114,7 @@ class StagedExecutable:
     """One rank's programs of the stages that it holds.
 
     `inputs` are those of the whole graph; `holders` says which pipeline ranks have each parameter and
-    buffer that is used, by target (several have a tied weight), and `first_stage_of` its first stage.
+    buffer that is used, by target (several have a tied weight), and `stages_of_uses` the stage of each use.
     `outputs` are the last stage's, global on every rank; of a step that is the loss alone, and `cutting` says
     how a batch is cut into micro-batches, whose losses add up. `shorter` are the stages' programs for
     micro-batches that are a sample shorter than the first, empty where all are alike.
@@ -125,7 +125,7 @@ class StagedExecutable:
     stages: tuple[Executable, ...]
     inputs: tuple[InputPart, ...]
     holders: Mapping[str, tuple[int, ...]]
-    first_stage_of: Mapping[str, int]
+    stages_of_uses: Mapping[str, tuple[int, ...]]
     groups: tuple[str, ...]
     outputs: tuple[TensorSpec, ...]
     cutting: Cutting | None

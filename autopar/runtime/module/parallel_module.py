@@ -148,7 +148,7 @@ class Runner:
         self._pinned: dict[str, InputPart] = {}
         self._serial: dict[str, SerialOrder] = {}
         self._holders: Mapping[str, tuple[int, ...]] = {}  # pipeline ranks of each tensor, with stages
-        self._first_stage_of: Mapping[str, int] = {}  # the first stage of each
+        self._stages_of_uses: Mapping[str, tuple[int, ...]] = {}  # with stages
         self._pipeline = Pipeline()
         self._held: Held | None = None  # with stages
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
@@ -529,7 +529,7 @@ class Runner:
         if self._mesh is None:
             return None
         stored = {name: item.layout for name, item in self._pinned.items()}
-        return Pinned(self._mesh[0], stored, self._users, self._first_stage_of, self._pipeline)
+        return Pinned(self._mesh[0], stored, self._users, self._stages_of_uses, self._pipeline)
 
     def _key(self, call: Arguments, *, step: bool, place: int) -> tuple[Any, ...]:
         if self._mesh is None:
@@ -649,7 +649,7 @@ class Runner:
         }
         if isinstance(made, StagedExecutable):
             self._holders = dict.fromkeys(self._pinned, (0,)) | dict(made.holders)
-            self._first_stage_of, self._pipeline = made.first_stage_of, made.pipeline
+            self._stages_of_uses, self._pipeline = made.stages_of_uses, made.pipeline
             self._held, self.nothing = Held(self._device), (nothing(mesh),)
             self.tree.nothing = self.nothing
             refuse_torch_clipping(mesh)

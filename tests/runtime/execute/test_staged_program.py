@@ -212,6 +212,41 @@ def test_training_equals_serial_accumulation(case: str, pools: Pools) -> None:
     on_ranks(pools, case, _train)
 
 
+class TiedHead(nn.Module):
+    """Its last layer, which shares the first one's matrix, is all that learns behind the middle one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(6, 8, bias=False), nn.Linear(8, 6)
+        self.last = nn.Linear(6, 8, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))), y)
+
+
+def _tied_head(case: str) -> None:
+    torch.manual_seed(0)
+    serial = TiedHead().double()
+    ours = parallel(case, copy.deepcopy(serial), (0, 4))  # the last layer and the loss
+    ours.prepare(*batch())
+    assert gap(step(ours, *batch(), seed=0), accumulate(serial, *batch(), seed=0)) < EXACT
+    check_gradients(ours, serial)
+    for model in (serial, ours):
+        model.middle.requires_grad_(False)
+        model.zero_grad()
+    assert gap(step(ours, *batch(), seed=0), accumulate(serial, *batch(), seed=0)) < EXACT
+    check_gradients(ours, serial)
+    with torch.no_grad():
+        assert gap(ours.eval_step(*batch()), serial(*batch())) < EXACT
+        assert gap(ours(*batch(4)), serial(*batch(4))) < EXACT
+
+
+def test_a_stage_may_hold_nothing_but_a_tied_weight(pools: Pools) -> None:
+    """Programs of other kinds of call leave it there."""
+    on_ranks(pools, "1f1b", _tied_head)
+
+
 def _noted(case: str) -> None:
     for start in range(1, 9):
         torch.manual_seed(0)
