@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import pytest
@@ -44,3 +45,8 @@ def test_the_words_of_an_error_about_memory_are_sought_once_and_only_if_they_are
 
 def test_an_interrupted_command_ends_as_shells_count() -> None:
     assert INTERRUPTED == 130
+
+
+def test_the_bytes_that_are_known_to_do_are_the_least_where_there_is_one() -> None:
+    assert InfeasibleError(**WORDS, least=7).would_do == 7
+    assert InfeasibleError(**WORDS).would_do == math.inf

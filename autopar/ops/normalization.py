@@ -133,7 +133,7 @@ class GroupNorm(Rule):
         count = math.prod(shape[1:]) // int(site["num_groups"])
         size = channels // groups * math.prod(space)
         value = site.call(aten.reshape.default, widened(site, site.values[0]), [samples, groups, size])
-        value = normalise(site, value, [2], count=count, axes=axes, eps=float(site["eps"]))
+        value = normalise(site, value, [2], count=count, axes=axes, eps=float(site["eps"]), centred=True)
         value = site.call(aten.reshape.default, value, [samples, channels, *space])
         return (narrowed(site, _by_channel(site, value)),)
 
@@ -184,7 +184,7 @@ class InstanceNorm(Rule):
             return (site.local_call(),)
         value, count = widened(site, site.values[0]), math.prod(site.shape()[2:])
         dims = [2 + index for index in space]
-        value = normalise(site, value, dims, count=count, axes=axes, eps=float(site["eps"]))
+        value = normalise(site, value, dims, count=count, axes=axes, eps=float(site["eps"]), centred=True)
         return (narrowed(site, _by_channel(site, value)),)
 
     def samples(self) -> Iterable[Sample]:

@@ -107,6 +107,7 @@ class Pointwise(Rule):
         yield Sample(aten.mul.Tensor, (x, torch.randn(5)))
         yield Sample(aten.mul.Scalar, (x, 3.0))
         yield Sample(aten.div.Tensor, (x, torch.rand(3, 1, 1) + 1))
+        yield Sample(aten.div.Tensor_mode, (x * 9, torch.rand(3, 1, 1) + 1), {"rounding_mode": "floor"})
         yield Sample(aten.where.self, (x > 0, x, torch.randn(5)))
         yield Sample(aten.masked_fill.Scalar, (x, torch.rand(4, 5) > 0.5, 0))
         yield Sample(aten.masked_fill.Scalar, (x, torch.rand(4, 5) > 0.5, 2.0))

@@ -34,7 +34,7 @@ def normalise(
     count: int,
     axes: Sequence[int],
     eps: float,
-    centred: bool = True,
+    centred: bool,
 ) -> Handle:
     """(x - mean) / sqrt(var + eps) over `dims`; not `centred`, x / sqrt(mean square + eps)."""
     if centred:

@@ -19,7 +19,7 @@ from autopar.core.recompute import Recompute
 from autopar.errors import InfeasibleError, InputError
 from autopar.planning.request import Request
 from autopar.proof import check as check_module
-from autopar.proof import precision, processes
+from autopar.proof import operators, precision, processes
 from autopar.proof import verify as verify_module
 from autopar.proof.check import Report, check
 from autopar.trace.target import Target, load_target
@@ -188,6 +188,15 @@ def test_conjugates_and_negatives_that_are_only_noted_travel_as_values(force: st
 def test_writes_to_complex_tensors(force: str | None) -> None:
     report = checked("filtered", 2, force=force)
     assert report.passed, report
+
+
+def test_what_one_side_lacks_or_shapes_otherwise_differs_without_end() -> None:
+    """Though shapes that broadcast could be compared."""
+    one, three = torch.ones(1), torch.ones(3)
+    for mine, wanted in ((None, one), (one, None), (one, three), (three, one)):
+        assert verify_module.difference(mine, wanted, floor=0.0) == math.inf
+    assert operators._gap(one, three) == math.inf == operators._gap(three, one)
+    assert verify_module.difference(three, three, floor=0.0) == 0.0 == operators._gap(three, three)
 
 
 def test_both_parts_of_a_complex_tensor_are_compared() -> None:

@@ -43,8 +43,8 @@ class Span:
 
     mesh: Mesh
     axes: tuple[int, ...]
-    copies: int = 1
-    nodes: int = 1
+    copies: int
+    nodes: int
 
     @property
     def size(self) -> int:

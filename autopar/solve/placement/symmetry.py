@@ -56,7 +56,7 @@ def choose_named(
     gap: float,
     time_limit: float | None,
     memory_price: MemoryPrice = FREE,
-    bounded: bool = True,
+    bounded: bool,
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
     cutoff: float = math.inf,

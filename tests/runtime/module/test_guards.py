@@ -218,7 +218,7 @@ def _losses() -> None:
 
     def change_closing() -> None:
         nonlocal weight
-        weight = 2.0
+        weight *= 2.0
 
     losses: list[tuple[Any, Callable[[], object]]] = [
         (closing, change_closing),
@@ -226,6 +226,7 @@ def _losses() -> None:
         (focal, lambda: setattr(focal, "gamma", 2.0)),
         (module, lambda: setattr(module, "gamma", 2.0)),
         (part, lambda: part.keywords.update(factor=4.0)),
+        (partial(closing), change_closing),  # what is read by the function of a partial
         (weighted, lambda: weighted.__kwdefaults__.update(factor=5.0)),
     ]
     for loss_fn, change in losses:

@@ -36,6 +36,6 @@ def test_the_bound_without_names_holds_and_the_plan_is_nearly_the_best(
     assert axes_alike(prices) == (((0, 1, 2),) if cluster is ONE_NODE else ((1, 2),))
     space, folding = build_space(graph, prices, unfolded(graph)), unfolded(graph)
     best = choose(graph, prices, space, folding, gap=1e-9)
-    found = choose_named(graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None)
+    found = choose_named(graph, prices, space, folding, cap=None, gap=1e-9, time_limit=None, bounded=True)
     assert found.bound <= best.seconds * (1 + 1e-6)
     assert best.bound * (1 - 1e-6) <= found.seconds <= best.seconds / (1 - WORTH)
