@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,16 @@ def stopped() -> Iterator[RankProcess]:
     yield rank
     process.kill()
     process.wait()
+
+
+def test_a_process_is_stopped_only_where_that_is_known(stopped: RankProcess) -> None:
+    assert is_stopped(stopped)
+    assert not is_stopped(replace(stopped, space="pid:[of another machine]"))
+    os.kill(stopped.pid, signal.SIGCONT)
+    while is_stopped(stopped):
+        time.sleep(0.01)
+    assert not is_stopped(own_process(0))
+    assert not is_stopped(replace(stopped, pid=2**22 + 1)), "which no process has"
 
 
 def streams(peer: RankProcess, timeout: float) -> tuple[Wires, socket.socket]:

@@ -282,6 +282,7 @@ def _clipped(plan: str) -> None:
         assert 0.02 < theirs < 1e3 and gap(mine, theirs) < EXACT and mine.dtype == theirs.dtype
         for a, b in zip(ours.parameters(), serial.parameters(), strict=True):
             assert b.grad is None or gap(a.grad, b.grad) < EXACT
+    ours.clip_grad_norm_(1e9, error_if_nonfinite=True)
     for norm_type in (-math.inf, 0.0):
         theirs = nn.utils.clip_grad_norm_(serial.parameters(), 1e9, norm_type)
         assert gap(ours.clip_grad_norm_(1e9, norm_type), theirs) < EXACT
