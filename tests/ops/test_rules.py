@@ -6,11 +6,14 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 import autopar.ops  # noqa: F401  (registers every family)
 from autopar.core.mesh import Mesh
+from autopar.core.placement import P
 from autopar.core.strategy import Option, Strategy
 from autopar.proof.operators import OneOperator, error, strategies
+from autopar.proof.precision import widest
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import RULES, Rule, Sample
 
@@ -40,6 +43,33 @@ def test_every_strategy_equals_the_unsplit_operator(sample: Sample, meshes: dict
         for one, dims, strategy in [*_even(offered, most), *_on_one_axis(offered)]:
             names = [str(option) for option in strategy]
             assert error(one, dims, strategy) < 1e-9, (str(sample.target), str(mesh), names)
+
+
+@pytest.mark.parametrize("sample", samples())
+def test_operators_that_take_partial_sums_add_up(sample: Sample) -> None:
+    """In the proof above one rank has everything and the others zeros, which is less."""
+    for one, _, (option,) in strategies(sample, Mesh((2,))):
+        (operation,) = one.graph.operators
+        partial = [name for name, lies in zip(operation.operands, option.operands, strict=True) if lies == P]
+        if option.shards or not partial or P not in option.results:
+            continue
+        torch.manual_seed(0)
+        whole = {name: one.tensors[name] for name in partial}
+        if any(tensor.dtype is torch.bool for tensor in whole.values()):
+            continue  # nothing adds up to these
+        shares = {
+            name: (9 * torch.randn_like(widest(tensor))).to(tensor.dtype) for name, tensor in whole.items()
+        }
+        found = []
+        for tensors in (whole, shares, {name: whole[name] - shares[name] for name in partial}):
+            one.tensors |= {name: tensor.detach() for name, tensor in tensors.items()}
+            torch.manual_seed(0)
+            found.append(one.serial()[0])
+        one.tensors |= whole
+        for lies, total, mine, theirs in zip(option.results, *found, strict=False):
+            if lies == P:
+                gap = (total - mine - theirs).abs().max() if total.numel() else torch.zeros(())
+                assert gap < 1e-9 * max(1.0, float(total.abs().max())), (str(sample.target), str(option))
 
 
 @pytest.mark.parametrize("rule", dict.fromkeys(RULES.values()), ids=lambda rule: type(rule).__name__)
