@@ -468,7 +468,9 @@ def test_what_hides_is_offloaded_under_a_cap_that_asks_for_it(
     assert not command(capsys, *words, str(fast), "--memory", "1GB")[1]["offload"]["tensors"]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(each, marks=pytest.mark.long) for each in ("gpipe", "interleaved"))]
+)
 def test_stages_offload_what_hides_and_compute_the_same(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, schedule: str
 ) -> None:

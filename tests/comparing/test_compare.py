@@ -135,6 +135,7 @@ def test_a_short_batch_and_more_stages_than_operators_are_named() -> None:
     assert rows["data"].reason == "no batch factor longer than 2" and rows["data"].device_limit == 2
 
 
+@pytest.mark.long
 def test_under_a_cap_what_a_row_needs_is_shown_beside_what_fits() -> None:
     free = {name: plan_of(row).peak_bytes for name, row in by_name(compared(NET, TWO)).items() if row.plan}
     cap = (free["filter"] + free["data"]) // 2

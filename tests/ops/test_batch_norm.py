@@ -71,7 +71,10 @@ def of_the_norm(factors: tuple[str, ...]) -> Callable[[Graph, Mesh], Forced]:
     return by
 
 
-@pytest.mark.parametrize(("name", "training"), [("merged", True), ("joined", True), ("merged", False)])
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [("joined", True), *(pytest.param("merged", each, marks=pytest.mark.long) for each in (True, False))],
+)
 def test_channels_of_two_atoms_are_split_by_either(name: str, training: bool) -> None:
     """Values, gradients and running buffers are the serial ones, five samples on two ranks."""
     torch.manual_seed(0)

@@ -23,7 +23,7 @@ TWO = ClusterSpec.local(2)
 
 def verified(model: nn.Module, call: tuple[Tensor, ...], loss: Loss | None, **options: Any) -> Report:
     options = {"micro_batches": 3, "stages": 1} | options
-    return api.verify(Target(model, call, {}, loss, ""), TWO, steps=2, **options)
+    return api.verify(Target(model, call, {}, loss, ""), TWO, steps=2, changes=0, **options)
 
 
 def layers(*between: nn.Module) -> nn.Module:

@@ -186,7 +186,7 @@ def on_ranks(pools: Pools, case: str, function: Callable[..., Any], *args: Any) 
 
 
 every_case = pytest.mark.parametrize("case", CASES)
-two_cases = pytest.mark.parametrize("case", ["1f1b", "zbv x filter"])
+two_cases = pytest.mark.parametrize("case", ["1f1b", pytest.param("zbv x filter", marks=pytest.mark.long)])
 
 
 # -- training -----------------------------------------------------------------------------------
@@ -207,7 +207,16 @@ def _train(case: str) -> None:
     assert gap(ours.state_dict(), serial.state_dict()) < EXACT
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "no stages"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        if case in ("gpipe", "zb1p-filled", "four ranks", *BY_BATCH[:6], "zbv x filter", "gpipe, offloaded")
+        else pytest.param(case, marks=pytest.mark.long)
+        for case in CASES
+        if case != "no stages"
+    ],
+)
 def test_training_equals_serial_accumulation(case: str, pools: Pools) -> None:
     on_ranks(pools, case, _train)
 
@@ -261,6 +270,7 @@ def _noted(case: str) -> None:
         check_gradients(ours, serial)
 
 
+@pytest.mark.long
 def test_conjugates_and_negatives_that_are_only_noted_cross_every_cut(pools: Pools) -> None:
     on_ranks(pools, "1f1b", _noted)
 
@@ -496,7 +506,7 @@ def test_a_stage_holds_its_weights_in_the_dtype_that_they_are_given(case: str, p
     assert held[0] | held[-1] == {*Mixed().state_dict()}
 
 
-@pytest.mark.parametrize("case", ["1f1b", "zb1p x batch"])
+@pytest.mark.parametrize("case", ["1f1b", pytest.param("zb1p x batch", marks=pytest.mark.long)])
 def test_a_buffer_of_a_later_stage_is_converted_for_all(case: str, pools: Pools) -> None:
     conversions = [("centre", SINGLE), ("norm.num_batches_tracked", torch.int32), ("centre", DOUBLE)]
     held = on_ranks(pools, case, _converted, [(_of_buffer, *each) for each in conversions])

@@ -143,7 +143,7 @@ def test_ranks_run_a_script_as_python_does(
     assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == (environment, handler)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.long)])
 def test_lines_of_ranks_come_whole(
     write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unbuffered: str
 ) -> None:

@@ -186,6 +186,7 @@ def _back() -> None:
     assert len(ours._autopar._programs) == 16
 
 
+@pytest.mark.long
 def test_programs_of_values_that_come_back_are_kept_and_the_oldest_dropped(pools: Pools) -> None:
     pools(2).run(_back)
 
