@@ -4,8 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# A third worker runs while tests of processes wait.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: run test check test-long bench mutants
 
