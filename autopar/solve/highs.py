@@ -72,8 +72,9 @@ def solve(
 ) -> Answer:
     """Minimise `program`; `relaxed` drops the integrality.
 
-    Of answers of equal cost it is one whose ties cost least, if that is found in time. `gap` is relative,
-    `time_limit` in seconds. Raises SolverError if the solver fails.
+    Of answers of equal cost it is one whose ties cost least, if that is found in time, and if costs that are
+    too small for one objective come to more than the `gap`, which is relative. `time_limit` is in seconds.
+    Raises SolverError if the solver fails.
     """
     _check(program)
     whole = any(program.integer) and not relaxed
@@ -82,6 +83,8 @@ def solve(
     answer = _believed(few, whole=whole, gap=gap, deadline=deadline)
     if answer.values is None or not any(few.ties):
         return answer
+    if not any(program.ties) and few.most_of_ties() <= gap * abs(answer.cost):
+        return replace(answer, cost=program.cost_of(answer.values))
     values = answer.values
     with contextlib.suppress(SolverError):  # there is an answer already
         limited = few.for_ties(answer.cost + SAME * abs(answer.cost))

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import highspy
 import pytest
@@ -115,6 +116,23 @@ def test_digits_that_are_too_small_for_one_objective_decide_among_equals(digits:
         assert answer.values is not None
         assert answer.values[:3] == pytest.approx((0.0, 1.0, 0.0), abs=1e-6)
         assert answer.bound <= answer.cost * (1 + 1e-9) and answer.cost == pytest.approx(1 + 10.0**-digits)
+
+
+@pytest.mark.parametrize(("upper", "solves"), [(1.0, 1), (math.inf, 2)])
+def test_costs_that_come_to_less_than_the_gap_are_not_solved_for_again(
+    monkeypatch: pytest.MonkeyPatch, upper: float, solves: int
+) -> None:
+    """A row that bounds the cost would make a relaxation fractional that was whole."""
+    believed, asked = highs._believed, list[LinearProgram]()
+
+    def counted(program: LinearProgram, **options: Any) -> Answer:
+        asked.append(program)
+        return believed(program, **options)
+
+    monkeypatch.setattr(highs, "_believed", counted)
+    program = mixed(digits=11)
+    program.uppers[3:] = [upper, upper]
+    assert solve(program, relaxed=True).cost == pytest.approx(1.0) and len(asked) == solves
 
 
 def test_ties_are_told_apart_only_among_answers_that_cost_least() -> None:
