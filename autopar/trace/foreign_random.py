@@ -100,10 +100,11 @@ def _living() -> list[_Generator]:
 
 
 def _of_tools() -> set[int]:
-    """Generators that are nobody's but a tool's own: sympy, which counts torch's symbols, draws from one, and
-    `tempfile` names files by another."""
+    """Generators that are nobody's but a tool's own: sympy, which counts torch's symbols, draws from those of
+    a module, and `tempfile` names files by another."""
     symbols, files = sys.modules.get("sympy.core.random"), sys.modules.get("tempfile")
-    owned = (getattr(symbols, "rng", None), getattr(getattr(files, "_name_sequence", None), "_rng", None))
+    owned = [] if symbols is None else list(vars(symbols).values())
+    owned.append(getattr(getattr(files, "_name_sequence", None), "_rng", None))
     return set(map(id, owned))
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sympy.core.random
 import torch
 from numpy.random import uniform
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
+from autopar.trace import foreign_random
 from autopar.trace.export import trace
 
 OWN = random.Random(3)
@@ -66,6 +68,13 @@ def test_a_draw_that_a_program_would_not_repeat_is_refused_with_its_line_and_lea
     assert f"test_foreign_random.py:{number}: " in str(refusal.value)
     assert len(str(refusal.value)) <= 400
     assert states() == before
+
+
+def test_what_a_tool_draws_for_itself_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sympy, which counts torch's symbols, has several generators; none makes the trace look for a line."""
+    own = [item for item in vars(sympy.core.random).values() if isinstance(item, random.Random)]
+    monkeypatch.setattr(foreign_random, "_find_line", lambda *_: pytest.fail("a line is looked for"))
+    assert own and foreign_random.without_draws(lambda: [item.random() for item in own])
 
 
 def test_the_seed_that_is_set_already_is_refused_all_the_same() -> None:
