@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.trace.custom_backward_models import Flip
+
 
 class Wrap(Protocol):
     """The model itself, or `autopar.parallelize` of it for an example batch."""
@@ -338,19 +340,6 @@ def a_counter_in_forward(wrap: Wrap) -> list[Any]:
 # -- backwards of one's own ---------------------------------------------------------------------
 
 
-class Reverse(torch.autograd.Function):
-    """Gradient reversal."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
-        ctx.rate = rate
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return -ctx.rate * gradient, None
-
-
 class Adversarial(nn.Module):
     """Two heads, one of which the body learns to fool; a hook halves what it learns."""
 
@@ -365,7 +354,7 @@ class Adversarial(nn.Module):
         hidden = self.body(x).tanh()
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: 0.5 * gradient)
-        domain = self.domain(Reverse.apply(hidden, self.rate))  # type: ignore[no-untyped-call]
+        domain = self.domain(Flip.apply(hidden, self.rate))  # type: ignore[no-untyped-call]
         return self.task(hidden) + domain.mean(1, keepdim=True) * torch.ones(3, dtype=x.dtype)
 
 

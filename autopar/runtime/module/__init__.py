@@ -1,6 +1,7 @@
 """Gives the user a parallel module: the serial model's names and calls, one rank's part of its work.
 
 parallel_module    the module itself
+runner             its programs, and how its tensors are placed
 serial_model       the user's model, without its memory
 user_tree          its modules, with DTensors in the place of their parameters
 old_parameters     those that were there before, refused where they are used

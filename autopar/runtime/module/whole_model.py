@@ -25,7 +25,8 @@ from autopar.errors import InputError
 from autopar.runtime.collectives.roll_call import collective
 from autopar.runtime.module import old_parameters
 from autopar.runtime.module.agreement import whole_bytes
-from autopar.runtime.module.parallel_module import ParallelModule, Runner
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.runner import Runner
 from autopar.runtime.module.user_tree import UserTree
 from autopar.runtime.parameters.parameters import local
 from autopar.trace.user_source import calling_line
