@@ -63,7 +63,7 @@ def tight() -> Explanation:
 
 
 def cap() -> int:
-    return round(0.75 * plan(force="batch").peak_bytes)
+    return round(0.9 * plan(force="batch").peak_bytes)
 
 
 def test_the_price_of_a_choice_is_that_of_a_plan_in_which_it_is_pinned() -> None:
