@@ -21,6 +21,7 @@ from autopar.core.cutting import Count, Cutting
 from autopar.core.graph import Graph
 from autopar.errors import AutoparError, InputError, cut_text
 from autopar.trace.attribute_reads import reading
+from autopar.trace.autocast import OFF, Autocast, autocast_set, tracing_under
 from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
@@ -131,20 +132,33 @@ def trace(
     *,
     loss_fn: LossFunction | None = None,
     loss_only: bool = True,
+    autocast: Autocast | None = None,
 ) -> Traced:
     """Trace `model(*args, **kwargs)` in its present mode (train or eval).
 
     With `loss_fn` the loss is inside the graph; `loss_only` says whether the model's own output
     leaves the graph beside it. What tensors a loss that is a module holds are constants of the graph.
+    `autocast` is the state around the call, for the kind of device that the program runs on; without it the
+    state that CPUs are in now.
     Raises TraceError naming the user's line, and InputError for a loss that learns and for tensors that are
     sparse or nested.
     """
     check_dense(model)
     known = Known(model)
     _check_loss(model, loss_fn, known)
-    traced = _trace(model, flatten_arguments(args, kwargs or {}), loss_fn, known, loss_only=loss_only)
+    autocast = autocast or Autocast.now("cpu")
+    arguments = flatten_arguments(args, kwargs or {})
+    traced = _trace(model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
     if known.met_in(traced.graph):
-        traced = _trace(model, traced.arguments, loss_fn, known, loss_only=loss_only, by_name=True)
+        traced = _trace(
+            model,
+            traced.arguments,
+            loss_fn,
+            known=known,
+            autocast=autocast,
+            loss_only=loss_only,
+            by_name=True,
+        )
         if (met := known.met_in(traced.graph)) is not None:
             raise stale(*met)
     return traced
@@ -154,8 +168,9 @@ def _trace(
     model: nn.Module,
     arguments: Arguments,
     loss_fn: LossFunction | None,
-    known: Known,
     *,
+    known: Known,
+    autocast: Autocast,
     loss_only: bool,
     by_name: bool = False,
 ) -> Traced:
@@ -171,8 +186,16 @@ def _trace(
         record=seen.append,
         enter=parts.append,
     )
+    device = next((item.device.type for item in (*model.parameters(), *arguments.tensors)), "cpu")
     try:
-        with inlined(), caught(model), traceable(notes), without_torchs_words(), warnings.catch_warnings():
+        with (
+            inlined(),
+            caught(model),
+            traceable(notes),
+            without_torchs_words(),
+            warnings.catch_warnings(),
+            tracing_under(autocast, device),
+        ):
             warnings.filterwarnings(
                 "ignore", "The tensor attribute.* assigned during export"
             )  # see module_state
@@ -185,9 +208,9 @@ def _trace(
         raise refusal(cause, parts[-1]) from cause
     refuse_filled(arguments)
     results, loss_index, cached, left, decided_by = seen[-1]
-    graph = GraphBuilder(model, arguments, exported, known).build(
-        loss_index=loss_index, dropped=results.dropped
-    )
+    builder = GraphBuilder(model, arguments, exported, known=known, autocast=autocast, traced_on=device)
+    with autocast_set(OFF):
+        graph = builder.build(loss_index=loss_index, dropped=results.dropped)
     count = len(graph.outputs) - len(cached)
     if cached:
         check_cached(graph, graph.outputs[count:], cached)
