@@ -152,7 +152,7 @@ def finish(decision: Decision) -> Found:
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [item for item, _ in alternatives]
-    plan = report(problem.graph, problem.prices, step, decision.cluster, rows, problem.cap, request)
+    plan = report(step, decision.cluster, rows, problem.cap, request)
     plan = beside(plan, decision)
     return Found(plan, problem.dims, problem.prices, step.solution, step)
 
