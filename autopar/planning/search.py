@@ -153,7 +153,7 @@ def finish(decision: Decision) -> Found:
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [_with_pins(item, step) if request.pins else item for item, _ in alternatives]
-    plan = report(problem.graph, problem.prices, step, decision.cluster, rows, problem.cap, request)
+    plan = report(step, decision.cluster, rows, problem.cap, request)
     serial = one_device(problem, decision.cluster, decision.deadline) if asked else None
     plan = dataclasses.replace(beside(plan, decision), serial=serial)
     return Found(plan, problem.dims, problem.prices, step.solution, step)

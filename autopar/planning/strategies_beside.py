@@ -79,7 +79,7 @@ def beside(problem: MeshProblem, name: str, step: Step) -> Alternative:
         step.peak_bytes,
         feasible=fits,
         reason="" if fits else f"exceeds the memory cap of {show_bytes(problem.cap or 0)}",
-        parts=step_parts(problem.graph, problem.prices, step, pipeline),
+        parts=step_parts(step, pipeline),
     )
 
 

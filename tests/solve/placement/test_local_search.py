@@ -26,7 +26,7 @@ def scarce(graph: Graph) -> tuple[Problem, Near, int]:
     fastest = choose(graph, prices, space, folding)
     cap = fastest.peak.nbytes - 1
     problem = Problem(graph, prices, space, folding, cap=cap)
-    return problem, Near(fastest.program, fastest.seconds, fastest.peak), cap
+    return problem, Near(fastest.priced, fastest.seconds), cap
 
 
 def test_a_plan_that_needs_less_is_found_nearby() -> None:
