@@ -43,7 +43,7 @@ def _call_compiled(method: Callable[..., Any], self: Any, args: Any, kwargs: Any
     return method(self, *args, **kwargs)
 
 
-_enter_compiled: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
+_enter_compiled: Any = torch.compiler.disable(
     _call_compiled, reason="a parallel module compiles its own programs: leave out fullgraph"
 )
 
