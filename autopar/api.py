@@ -44,6 +44,7 @@ from autopar.planning.options import (
     CompareOptions,
     Options,
     OutputReach,
+    ParallelizeOptions,
     PlanOptions,
     Reach,
     VerifyOptions,
@@ -51,6 +52,7 @@ from autopar.planning.options import (
     is_local,
     read_outputs,
     settle,
+    settle_beside_plan,
 )
 from autopar.planning.request import check_cluster, check_timeout, request_of
 from autopar.proof.changes import MOST
@@ -60,6 +62,7 @@ from autopar.results.comparison import Comparison
 from autopar.results.plan import Plan
 from autopar.rewrite.render import describe
 from autopar.runtime.collectives import random
+from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.launch import worker
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -117,7 +120,7 @@ def parallelize(
     outputs: OutputReach = "auto",
     plan: Plan | str | Path | None = None,
     quiet: bool = False,
-    **options: Unpack[PlanOptions],
+    **options: Unpack[ParallelizeOptions],
 ) -> ParallelModule:
     """The model as a module that runs on the whole cluster; call it on every rank alike.
 
@@ -172,8 +175,10 @@ def parallelize(
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
     given = None if plan is None else agree_on_plan(plan, cluster_spec, beside=options)
-    asked = settle(**options) if given is None else Options(PARALLELIZE, **options)
+    asked = settle(**options) if given is None else settle_beside_plan(**options)
     request, auto = request_of(asked, cluster_spec)
+    if request.compile:
+        check_compiler(cluster_spec.device_type)
     request = replace(request, local_inputs=local_inputs, outputs=leaving)
     compiler = Compiler(
         cluster_spec,
@@ -202,6 +207,8 @@ def parallelize(
         local_outputs=leaving is Outputs.LOCAL,
         quiet=quiet,
     )
+    if request.compile:
+        parallel.compile()
     if planned:
         args, kwargs = call
         parallel.prepare(*args, **kwargs)
