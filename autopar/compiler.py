@@ -38,6 +38,7 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import samples_elsewhere
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
 from autopar.solve.deadline import after, left
+from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
@@ -105,6 +106,7 @@ class Compiler:
             traced = replace(traced, graph=with_masks_by_dims(traced.graph))
         if request.local_inputs:
             check_rows(traced.graph)
+            check_undecided(traced.graph)
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = (self.given(traced) if pinned is None else None) or kept(traced.graph, known)
@@ -183,7 +185,8 @@ class Compiler:
 
     def trace_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of a call as it is."""
-        return trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        autocast = Autocast.now(self.cluster.device_type)
+        return trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only, autocast=autocast)
 
     def parts(
         self,
@@ -427,6 +430,8 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
     """Whether one micro-batch is kept where their number is to be chosen, and what a plan says of it."""
     if micro_batches is not None or parts.is_exact:
         return False, None
+    if parts.whole.decided_by is not None:
+        return True, f"{parts.whole.decided_by}: one micro-batch, as values of the batch decide here"
     kept = exactly or parts.flow is None
     way = "batch_dims says where samples are" if parts.flow is None else "more are asked for"
     return kept, f"{parts.obstacle}: one micro-batch, unless {way}" if kept else None
@@ -443,6 +448,17 @@ def check_rows(graph: Graph) -> None:
             found=f"samples in dim {dim} of {item.target} {list(item.spec.shape)}",
             wanted="samples in dim 0 of the first input, of whose rows each rank loads some",
             remedy='pass samples first (batch_first=True), or every rank the whole batch by inputs="global"',
+        )
+
+
+def check_undecided(graph: Graph) -> None:
+    """Raise InputError where values of a batch decide what is computed: ranks know their own alone."""
+    if graph.decided_by is not None:
+        raise InputError(
+            where=graph.decided_by,
+            found='values of the batch that decide what is computed, with inputs="local"',
+            wanted="a program for all samples, of which each rank passes some",
+            remedy='pass the whole batch on every rank (inputs="global"), or decide before the call',
         )
 
 

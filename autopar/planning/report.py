@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from autopar.cluster import ClusterSpec
 from autopar.convert.moves import effect
 from autopar.core.fingerprint import fingerprint_of
-from autopar.core.force import Force
+from autopar.core.force import Force, Parallelism
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
 from autopar.core.strategy import Option
@@ -19,6 +19,7 @@ from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import moved, wait_seconds
 from autopar.cost.program.values import Values, find_values
 from autopar.planning.request import Request
+from autopar.planning.step_parts import step_parts
 from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
 from autopar.solve.placement.shard_state import gathering_notes, when, whole_notes
@@ -78,6 +79,7 @@ def report(
     estimated = sum(
         prices.operator(item, program.strategies[item.name]).missing_seconds for item in graph.operators
     )
+    pipeline = pipeline_of(graph, step, request)
     return Plan(
         program=program,
         cluster=str(cluster),
@@ -112,7 +114,7 @@ def report(
             *whole_notes(graph, prices.dims, program, request.shard_state),
             *_notes(graph, step, request),
         ),
-        pipeline=_pipeline(graph, step, request),
+        pipeline=pipeline,
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
@@ -122,10 +124,12 @@ def report(
         else request.micro_batches * sum(wait_seconds(graph, prices, program)),
         graph=fingerprint_of(graph),
         devices=cluster.devices,
+        parts=step_parts(graph, prices, step, pipeline),
     )
 
 
-def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
+def pipeline_of(graph: Graph, step: Step, request: Request) -> Pipeline:
+    """The stages and micro-batches of a step."""
     if request.relay:
         assert request.schedule is not None and request.stages_of_uses is not None
         stages = request.stages * stages_per_rank(request.schedule)
@@ -232,13 +236,13 @@ def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Fo
     the axis, and only those count as sharded that are so on as many axes as their factors are long
     enough for.
     """
-    wanted = [kind.value for kind in kind_by_axis(force, kinds.dims.mesh)] if force else []
+    wanted = kind_by_axis(force, kinds.dims.mesh) if force else None
     total = sharded = 0
     for item, layer in zip(graph.operators, layers, strict=True):
         axes = 1 if force is None else kinds.room(item, force)
         done = sum(
-            kind is not None and kind == want
-            for kind, want in zip(layer.kinds, wanted or layer.kinds, strict=True)
+            kind is not None and (wanted is None or wanted[axis].has(Parallelism(kind)))
+            for axis, kind in enumerate(layer.kinds)
         )
         total += layer.flops if axes else 0
         sharded += layer.flops if axes and done >= axes else 0

@@ -21,6 +21,7 @@ from autopar.core.cutting import Count, Cutting
 from autopar.core.graph import Graph
 from autopar.errors import AutoparError, InputError, cut_text
 from autopar.trace.attribute_reads import reading
+from autopar.trace.autocast import OFF, Autocast, autocast_set, tracing_under
 from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
@@ -36,6 +37,7 @@ from autopar.trace.checkpoint_regions import inlined
 from autopar.trace.custom_backwards import caught
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
+from autopar.trace.input_values import InputValues
 from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
 from autopar.trace.numbers import require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
@@ -63,12 +65,13 @@ class Traced:
 
 class _Seen(NamedTuple):
     """What forward shows beside its tensors: which is the loss, the paths of those at the end that it reads
-    and replaces, and what a plan says of that."""
+    and replaces, what a plan says of that, and a line where values of inputs decide."""
 
     results: Results
     loss_index: int | None
     cached: tuple[str, ...]
     notes: tuple[str, ...]
+    decided_by: str | None
 
 
 class _Flat(nn.Module):
@@ -101,11 +104,11 @@ class _Flat(nn.Module):
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
         by_name = ByName(self.known, held_by_name(self.model)) if self.known else nullcontext()
         self.enter(FORWARD)
-        with reading() as reads, by_name:
+        with reading() as reads, by_name, (values := InputValues(tensors, self.arguments.tensors, reads)):
             output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             self.enter(f"the loss {_name(self.loss_fn)}")
-            with reading(self.loss_fn), by_name:
+            with reading(self.loss_fn), by_name, values:
                 loss = self.loss_fn(output, *loss_args, **loss_kwargs)
             _check_loss_result(self.loss_fn, loss)
             output = loss if self.loss_only else {"loss": loss, "output": output}
@@ -115,7 +118,8 @@ class _Flat(nn.Module):
         left = left_in(self.model, attributes, reads)
         reads.left = left.values
         require_none("a number that forward returns or leaves", results.constants, [*left.values.values()])
-        self.record(_Seen(results, place, tuple(path for path, _ in left.cached), left.notes))
+        line = next((item.line for item in reads.decisions), None)
+        self.record(_Seen(results, place, tuple(path for path, _ in left.cached), left.notes, line))
         write_back(buffers)
         return (*leaves, *(tensor for _, tensor in left.cached))
 
@@ -128,20 +132,33 @@ def trace(
     *,
     loss_fn: LossFunction | None = None,
     loss_only: bool = True,
+    autocast: Autocast | None = None,
 ) -> Traced:
     """Trace `model(*args, **kwargs)` in its present mode (train or eval).
 
     With `loss_fn` the loss is inside the graph; `loss_only` says whether the model's own output
     leaves the graph beside it. What tensors a loss that is a module holds are constants of the graph.
+    `autocast` is the state around the call, for the kind of device that the program runs on; without it the
+    state that CPUs are in now.
     Raises TraceError naming the user's line, and InputError for a loss that learns and for tensors that are
     sparse or nested.
     """
     check_dense(model)
     known = Known(model)
     _check_loss(model, loss_fn, known)
-    traced = _trace(model, flatten_arguments(args, kwargs or {}), loss_fn, known, loss_only=loss_only)
+    autocast = autocast or Autocast.now("cpu")
+    arguments = flatten_arguments(args, kwargs or {})
+    traced = _trace(model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
     if known.met_in(traced.graph):
-        traced = _trace(model, traced.arguments, loss_fn, known, loss_only=loss_only, by_name=True)
+        traced = _trace(
+            model,
+            traced.arguments,
+            loss_fn,
+            known=known,
+            autocast=autocast,
+            loss_only=loss_only,
+            by_name=True,
+        )
         if (met := known.met_in(traced.graph)) is not None:
             raise stale(*met)
     return traced
@@ -151,8 +168,9 @@ def _trace(
     model: nn.Module,
     arguments: Arguments,
     loss_fn: LossFunction | None,
-    known: Known,
     *,
+    known: Known,
+    autocast: Autocast,
     loss_only: bool,
     by_name: bool = False,
 ) -> Traced:
@@ -168,8 +186,16 @@ def _trace(
         record=seen.append,
         enter=parts.append,
     )
+    device = next((item.device.type for item in (*model.parameters(), *arguments.tensors)), "cpu")
     try:
-        with inlined(), caught(model), traceable(notes), without_torchs_words(), warnings.catch_warnings():
+        with (
+            inlined(),
+            caught(model),
+            traceable(notes),
+            without_torchs_words(),
+            warnings.catch_warnings(),
+            tracing_under(autocast, device),
+        ):
             warnings.filterwarnings(
                 "ignore", "The tensor attribute.* assigned during export"
             )  # see module_state
@@ -181,15 +207,16 @@ def _trace(
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise refusal(cause, parts[-1]) from cause
     refuse_filled(arguments)
-    results, loss_index, cached, left = seen[-1]
-    graph = GraphBuilder(model, arguments, exported, known).build(
-        loss_index=loss_index, dropped=results.dropped
-    )
+    results, loss_index, cached, left, decided_by = seen[-1]
+    builder = GraphBuilder(model, arguments, exported, known=known, autocast=autocast, traced_on=device)
+    with autocast_set(OFF):
+        graph = builder.build(loss_index=loss_index, dropped=results.dropped)
     count = len(graph.outputs) - len(cached)
     if cached:
         check_cached(graph, graph.outputs[count:], cached)
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
-    return Traced(replace(graph, notes=(*notes, *graph.notes, *left)), arguments, results)
+    notes += [*graph.notes, *left]
+    return Traced(replace(graph, notes=tuple(notes), decided_by=decided_by), arguments, results)
 
 
 def _check_loss(model: nn.Module, loss_fn: LossFunction | None, known: Known) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from autopar.runtime.module.free_numbers import Free
 from autopar.runtime.module.guards import Guard
+from autopar.trace.call_signature import Arguments
 
 STATES = 16  # programs of one kind of call: of other attributes, numbers or flags
 KINDS = 256  # kinds of call: a program takes about 0.5 MB
@@ -30,9 +31,9 @@ class Entry(Generic[P]):
     constants: tuple[Any, ...] = ()
     free: Free | None = None
 
-    def fits(self, constants: tuple[Any, ...]) -> bool:
-        """Whether it is the program of a call with these constants, as things are; from now on it is."""
-        return self.guard.holds() and (self.free is None or self.free.settle(constants))
+    def fits(self, call: Arguments) -> bool:
+        """Whether it is the program of a call, as things are; from now on it is."""
+        return self.guard.holds(call.tensors) and (self.free is None or self.free.settle(call.constants))
 
 
 class ProgramCache(Generic[P]):
@@ -61,17 +62,17 @@ class ProgramCache(Generic[P]):
         """Those of this kind of call and of others that differ in the first part of their key alone."""
         return [entry for kind, entries in self._kinds.items() if kind[1:] == key[1:] for entry in entries]
 
-    def find(self, key: Key, constants: tuple[Any, ...]) -> Entry[P] | None:
+    def find(self, key: Key, call: Arguments) -> Entry[P] | None:
         """The program for this kind of call whose guard holds."""
         for arguments in self._free:
-            if (entry := self._find(_without(key, arguments), constants)) is not None:
+            if (entry := self._find(_without(key, arguments), call)) is not None:
                 return entry
-        return self._find(key, constants)
+        return self._find(key, call)
 
-    def _find(self, key: Key, constants: tuple[Any, ...]) -> Entry[P] | None:
+    def _find(self, key: Key, call: Arguments) -> Entry[P] | None:
         entries = self._kinds.get(key, [])
         for index, entry in enumerate(entries):
-            if entry.fits(constants):
+            if entry.fits(call):
                 if index:
                     entries.insert(0, entries.pop(index))
                 return entry

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Siz
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Protocol, TypedDict, cast
 
 import torch
@@ -66,6 +67,7 @@ from autopar.runtime.parameters.parameters import (
     twin_of,
 )
 from autopar.trace.attribute_reads import Reads, recording
+from autopar.trace.autocast import Autocast, without_autocast
 from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.trace.module_state import Inside
@@ -74,6 +76,8 @@ from autopar.trace.simplify import no_loss
 
 COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
 TRIALS = 3  # to prove that a program is one for all values of its numbers
+_TENSOR_STATE = attrgetter("dtype", "requires_grad")
+_MODE = attrgetter("training")
 TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits for one that has died
 
 
@@ -114,9 +118,9 @@ class Runner:
     """Runs `root` in parallel by the programs that `compile` makes, one for each kind of call.
 
     A kind of call is: shapes, dtypes and constants of the arguments; train or eval mode of every
-    module; which parameters need gradients; dtypes of parameters and buffers; and whatever else of the
-    modules and the loss a trace has read. Outputs and losses are the serial model's, on every rank the
-    whole, or the part that the program leaves there.
+    module; which parameters need gradients; dtypes of parameters and buffers; the state of autocast; and
+    whatever else of the modules and the loss a trace has read. Outputs and losses are the serial model's,
+    on every rank the whole, or the part that the program leaves there.
     """
 
     def __init__(
@@ -173,13 +177,6 @@ class Runner:
 
         With pipeline stages it is without gradients, and backward from it raises: `train_step` trains.
         """
-        if torch.is_autocast_enabled(self._device.type):
-            raise InputError(
-                where="call of the parallel module",
-                found="autocast, which the plan does not know of",
-                wanted="no autocast around it",
-                remedy="convert the model's dtype instead",
-            )
         with collective("forward"):
             return self._forward(args, kwargs)
 
@@ -197,7 +194,8 @@ class Runner:
             program = self._program(self._local.whole(call) if self._local else call)
         assert not isinstance(program, StagedProgram)
         self._current = program
-        output = program(call.tensors)
+        with without_autocast(self._device.type):
+            output = program(call.tensors)
         self.tree.leave(self._left)
         return output
 
@@ -227,7 +225,8 @@ class Runner:
             batch = split_batch(program.executable.cutting, call.tensors, count, find=self._buffer)
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
-                loss = program.train(batch) if learn else program.evaluate(batch)
+                with without_autocast(self._device.type):
+                    loss = program.train(batch) if learn else program.evaluate(batch)
             else:
                 assert isinstance(program, Bound)
                 loss = self._accumulate(call, batch, program, learn=learn)
@@ -312,7 +311,8 @@ class Runner:
         for number, (micro, program) in enumerate(zip(batch, programs, strict=True)):
             if self._exact_random:
                 torch.manual_seed(mask_seed(seed, number))
-            with program.adding_up(last=program not in programs[number + 1 :]):
+            last = program not in programs[number + 1 :]
+            with program.adding_up(last=last), without_autocast(self._device.type):
                 loss = find_loss(program(micro.tensors))
                 if loss is None:
                     raise no_loss()
@@ -362,7 +362,7 @@ class Runner:
         self.tree.check()
         self._update_held()
         key = self._key(call, step=step, place=place)
-        entry = self._programs.find(key, call.constants)
+        entry = self._programs.find(key, call)
         if entry is None:
             method = calling_method(self.tree.root, self.tree.serial_class)
             self._growing.see(call.tensors, method)
@@ -379,7 +379,7 @@ class Runner:
     def _new_entry(
         self, call: Arguments, key: tuple[Hashable, ...], *, step: bool, place: int
     ) -> Entry[Bound | StagedProgram | Relay]:
-        change, itself = self._change(key)
+        change, itself = self._change(key, call)
         if self._mesh is not None:
             go_on("by a new program" + ("" if change is None else f", as {change} has changed"))
             last = next(iter(self._programs.of(key)), None)
@@ -442,12 +442,12 @@ class Runner:
             return Entry(program, guard, reads.left, call.constants, free)
         return None
 
-    def _change(self, key: tuple[Hashable, ...]) -> tuple[str | None, bool]:
+    def _change(self, key: tuple[Hashable, ...], call: Arguments) -> tuple[str | None, bool]:
         """What was read and has changed, None for another kind of call, and whether forward itself does that;
         raises InputError where it always does."""
         alike = self._programs.like(key)
         last = next(iter(self._programs.of(key)), None)
-        change = "an argument without tensors" if last is None else last.guard.change()
+        change = "an argument without tensors" if last is None else last.guard.change(call.tensors)
         owners = {path: type(module).__name__ for path, module in self.tree.root.named_modules()}
         owners[""] = self.tree.serial_class.__name__
         left = last.left if last else ()
@@ -532,10 +532,10 @@ class Runner:
     def _key(self, call: Arguments, *, step: bool, place: int) -> tuple[Any, ...]:
         if self._mesh is None:
             return ()
-        held = itertools.chain.from_iterable(
-            (*item._parameters.values(), *item._buffers.values()) for item in self.tree.modules
-        )
-        mine = tuple((tensor.dtype, tensor.requires_grad) for tensor in held if tensor is not None)
+        held = [tensor for item in self.tree.modules for tensor in item._parameters.values()]
+        held += [tensor for item in self.tree.modules for tensor in item._buffers.values()]
+        with torch._C.DisableTorchFunctionSubclass():  # a property of a DTensor takes thrice as long in it
+            mine = tuple(map(_TENSOR_STATE, (tensor for tensor in held if tensor is not None)))
         structure, constants, shapes = call.key
         return (
             constants,
@@ -546,8 +546,9 @@ class Runner:
             structure,
             shapes,
             tuple(tensor.requires_grad for tensor in call.tensors),
-            tuple(module.training for module in self.tree.modules),
+            tuple(map(_MODE, self.tree.modules)),
             tuple(self._held.states.items()) if self._held else mine,
+            Autocast.now(self._device.type),
         )
 
     def _update_held(self) -> None:
