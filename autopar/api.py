@@ -34,6 +34,7 @@ from autopar.core.outputs import Outputs
 from autopar.core.timeline import Timeline
 from autopar.cost.machine.model import Progress
 from autopar.errors import InputError
+from autopar.integrations import stock
 from autopar.planning.given_plan import agree_on_plan
 from autopar.planning.options import (
     COMPARE,
@@ -209,6 +210,7 @@ def parallelize(
     )
     if request.compile:
         parallel.compile()
+    stock.recognise()
     if planned:
         args, kwargs = call
         parallel.prepare(*args, **kwargs)

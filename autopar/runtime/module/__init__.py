@@ -2,6 +2,7 @@
 
 parallel_module    the module itself
 runner             its programs, and how its tensors are placed
+already_parallel   wrappers of torch, which refuse a parallel module
 serial_model       the user's model, without its memory
 user_tree          its modules, with DTensors in the place of their parameters
 old_parameters     those that were there before, refused where they are used

@@ -587,6 +587,16 @@ class Runner:
     # -- samples --------------------------------------------------------------------------------
 
     @property
+    def has_local_inputs(self) -> bool:
+        """Whether each rank passes samples of its own."""
+        return self._local is not None
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether training goes by `train_step`."""
+        return self._by_steps
+
+    @property
     def samples(self) -> range:
         """The rows of the global batch that this rank passes; of the batch that was planned first."""
         return self._loads(None)[1]
