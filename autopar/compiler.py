@@ -183,7 +183,8 @@ class Compiler:
 
     def trace_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of a call as it is."""
-        return trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        static = self.request.static
+        return trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only, static=static)
 
     def parts(
         self,

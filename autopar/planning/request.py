@@ -63,6 +63,7 @@ class Request:
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
     batch_dims: Mapping[str | int, int | None] | None = None  # that hold samples, where the user says so
+    static: tuple[str, ...] = ()  # arguments and buffers that are structure, where the user says so
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
     recompute: Recompute = Recompute.AUTO
     offload: Offload = Offload.AUTO
@@ -135,6 +136,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         offload=values["offload"],
         shard_state=values["shard_state"],
         batch_dims=values["batch_dims"],
+        static=values["static"],
     )
     ranks, count = _numbers(options, values, cluster)
     if request.offload is Offload.ALL:

@@ -9,17 +9,19 @@ inlined, guards and assertions are dropped (the wrapper checks its inputs itself
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from autopar.core.cutting import Count, Cutting
-from autopar.core.graph import Graph
-from autopar.errors import AutoparError, InputError, cut_text
+from autopar.core.graph import Graph, may_learn
+from autopar.core.structure import Structure
+from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
 from autopar.trace.attribute_reads import reading
 from autopar.trace.call_signature import (
     Arguments,
@@ -33,6 +35,7 @@ from autopar.trace.call_signature import (
     split_for_loss,
 )
 from autopar.trace.checkpoint_regions import inlined
+from autopar.trace.constant_folding import folded
 from autopar.trace.custom_backwards import caught
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
@@ -41,6 +44,15 @@ from autopar.trace.numbers import require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
 from autopar.trace.shared_memory import ByName, Known, held_by_name, stale
 from autopar.trace.simplify import without_dead_code
+from autopar.trace.structure import (
+    Evaluating,
+    argument_name,
+    asked_of,
+    edge_lists,
+    holding,
+    may_be_edges,
+    said_structure,
+)
 from autopar.trace.torch_checks import traceable
 from autopar.trace.uncollected import uncollected
 
@@ -59,6 +71,9 @@ class Traced:
     cutting: Cutting | None = None
     own: Count | None = None
     by_numbers: bool = False
+    structure: Structure = Structure()
+    evaluates: bool = False  # whether integers of constants were evaluated
+    asked: Structure = Structure()  # the part of it on whose values Python numbers or sizes depend
 
 
 class _Seen(NamedTuple):
@@ -84,8 +99,14 @@ class _Flat(nn.Module):
         known: Known | None,
         record: Callable[[_Seen], None],
         enter: Callable[[str], None],
+        structure: Structure,
+        evaluates: bool,
     ) -> None:
         super().__init__()
+        self.constant = structure.users
+        self.values = _values(model, arguments, structure)
+        self.fixed = {name: self.values[name] for name in structure.buffers}
+        self.evaluating = Evaluating(self.values) if evaluates else nullcontext()
         self.model = model
         self.arguments = arguments
         self.loss_fn = loss_fn
@@ -96,7 +117,14 @@ class _Flat(nn.Module):
         self.enter = enter
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        args, kwargs = self.arguments.rebuild(tensors)
+        with holding(self.model, self.fixed), self.evaluating:
+            return self._forward(tensors)
+
+    def _forward(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        traced = iter(tensors)
+        paths = enumerate(self.arguments.paths)
+        whole = (self.values[path] if place in self.constant else next(traced) for place, path in paths)
+        args, kwargs = self.arguments.rebuild(tuple(whole))
         args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
         by_name = ByName(self.known, held_by_name(self.model)) if self.known else nullcontext()
@@ -128,23 +156,54 @@ def trace(
     *,
     loss_fn: LossFunction | None = None,
     loss_only: bool = True,
+    static: Sequence[str] = (),
 ) -> Traced:
     """Trace `model(*args, **kwargs)` in its present mode (train or eval).
 
     With `loss_fn` the loss is inside the graph; `loss_only` says whether the model's own output
-    leaves the graph beside it. What tensors a loss that is a module holds are constants of the graph.
+    leaves the graph beside it. What tensors a loss that is a module holds are constants of the graph, and so
+    is structure: what is named `static`, and edge lists.
     Raises TraceError naming the user's line, and InputError for a loss that learns and for tensors that are
     sparse or nested.
     """
     check_dense(model)
-    known = Known(model)
+    known, arguments = Known(model), flatten_arguments(args, kwargs or {})
     _check_loss(model, loss_fn, known)
-    traced = _trace(model, flatten_arguments(args, kwargs or {}), loss_fn, known, loss_only=loss_only)
+    once = partial(_trace, model, arguments, loss_fn, known, loss_only=loss_only)
+    traced = _with_structure(once, model, arguments, said_structure(static, model, arguments))
     if known.met_in(traced.graph):
-        traced = _trace(model, traced.arguments, loss_fn, known, loss_only=loss_only, by_name=True)
+        traced = once(traced.structure, evaluates=traced.evaluates, by_name=True)
         if (met := known.met_in(traced.graph)) is not None:
             raise stale(*met)
     return traced
+
+
+def _with_structure(
+    once: Callable[..., Traced], model: nn.Module, arguments: Arguments, said: Structure
+) -> Traced:
+    """Trace with what is said to be structure and what is seen to be: edge lists."""
+    try:
+        traced = once(said, evaluates=bool(said))
+    except ValuesAskedError as error:
+        seen = may_be_edges(arguments, model)
+        try:
+            traced = once(said | seen, evaluates=True)
+        except TraceError:
+            _name_way_out(error, model, arguments)
+            raise error from error.__cause__
+        if not seen <= traced.asked | said:
+            traced = once(said | traced.asked, evaluates=True)
+    more = edge_lists(traced.graph, arguments)
+    return traced if more <= traced.structure else once(traced.structure | more, evaluates=True)
+
+
+def _name_way_out(error: ValuesAskedError, model: nn.Module, arguments: Arguments) -> None:
+    """Tell how inputs of integers or flags become structure, if there are any."""
+    paths = zip(arguments.paths, arguments.tensors, strict=True)
+    whole = [path for path, tensor in paths if not may_learn(tensor.dtype) and tensor.dim()]
+    if whole:
+        names = ", ".join(f'"{argument_name(path, model)}"' for path in whole[:2])
+        error.add_remedy(f"say static=({names},) if that is a graph's structure, the same at each call")
 
 
 def _trace(
@@ -152,11 +211,14 @@ def _trace(
     arguments: Arguments,
     loss_fn: LossFunction | None,
     known: Known,
+    structure: Structure,
     *,
     loss_only: bool,
+    evaluates: bool,
     by_name: bool = False,
 ) -> Traced:
-    """Trace once; with `by_name` what is `known` is taken for what the model holds by its name."""
+    """Trace once with this `structure`, if any; where it `evaluates`, so are integers of constants.
+    With `by_name` what is `known` is taken for what the model holds by its name."""
     seen: list[_Seen] = []  # torch.export undoes what forward does to attributes
     parts, notes = [FORWARD], list[str]()
     flat = _Flat(
@@ -167,29 +229,53 @@ def _trace(
         known=known if by_name else None,
         record=seen.append,
         enter=parts.append,
+        structure=structure,
+        evaluates=evaluates,
     )
+    traced = tuple(item for place, item in enumerate(arguments.tensors) if place not in structure.users)
     try:
         with inlined(), caught(model), traceable(notes), without_torchs_words(), warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", "The tensor attribute.* assigned during export"
             )  # see module_state
-            exported = without_draws(
-                lambda: torch.export.export(flat, _distinct(arguments.tensors), strict=False)
-            )
+            exported = without_draws(lambda: torch.export.export(flat, _distinct(traced), strict=False))
     except AutoparError:
         raise
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise refusal(cause, parts[-1]) from cause
     refuse_filled(arguments)
     results, loss_index, cached, left = seen[-1]
-    graph = GraphBuilder(model, arguments, exported, known).build(
+    graph = GraphBuilder(model, arguments, exported, known, structure.users).build(
         loss_index=loss_index, dropped=results.dropped
     )
     count = len(graph.outputs) - len(cached)
     if cached:
         check_cached(graph, graph.outputs[count:], cached)
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
-    return Traced(replace(graph, notes=(*notes, *graph.notes, *left)), arguments, results)
+    asked = asked_of(structure, flat.evaluating, arguments)
+    graph = folded(replace(graph, notes=(*notes, *graph.notes, *left)))
+    return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates)
+
+
+def _values(model: nn.Module, arguments: Arguments, structure: Structure) -> dict[str, torch.Tensor]:
+    """Copies of what is structure, by path or name: a program keeps them, whatever becomes of the tensors."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    users = {arguments.paths[place]: arguments.tensors[place] for place in sorted(structure.users)}
+    named = users | {name: buffers[name] for name in sorted(structure.buffers)}
+    _require_values(named)
+    return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def _require_values(named: Mapping[str, torch.Tensor]) -> None:
+    """Raise InputError for structure on the meta device, or that learns."""
+    bad = [name for name, tensor in named.items() if tensor.is_meta or tensor.requires_grad]
+    if bad:
+        raise InputError(
+            where=f"structure {bad[0]}",
+            found="a tensor that learns" if not named[bad[0]].is_meta else "a tensor without values",
+            wanted="the values of the graph, on which the plan depends",
+            remedy="pass the real tensor, detached",
+        )
 
 
 def _check_loss(model: nn.Module, loss_fn: LossFunction | None, known: Known) -> None:

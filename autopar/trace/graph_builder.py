@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from autopar.core.graph import (
     memory_order,
     refs,
 )
-from autopar.errors import TraceError
+from autopar.errors import TraceError, ValuesAskedError
 from autopar.trace.call_signature import Arguments
 from autopar.trace.checkpoint_regions import region_of
 from autopar.trace.custom_operator import CUSTOM, call_at
@@ -77,9 +77,17 @@ _BEFORE = "compute it before the call and pass it"
 class GraphBuilder:
     """Walks the exported graph once and writes down single-assignment operators."""
 
-    def __init__(self, model: nn.Module, arguments: Arguments, exported: Any, known: Known) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Arguments,
+        exported: Any,
+        known: Known,
+        structure: Collection[int] = (),
+    ) -> None:
         self.exported = exported
         self.arguments = arguments
+        self.traced = [path for place, path in enumerate(arguments.paths) if place not in structure]
         self.known = known
         self.inputs: dict[str, GraphInput] = {}
         self.specs: dict[str, TensorSpec] = {}
@@ -114,7 +122,7 @@ class GraphBuilder:
 
     def read_inputs(self, gm: fx.GraphModule) -> None:
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        users = iter(self.arguments.paths)
+        users = iter(self.traced)
         for node, spec in zip(nodes, self.exported.graph_signature.input_specs, strict=True):
             match spec.kind:
                 case ExportedKind.PARAMETER | ExportedKind.BUFFER if spec.target.startswith("loss_fn."):
@@ -271,12 +279,13 @@ class GraphBuilder:
         values = node.meta.get("val")
         single = isinstance(values, torch.Tensor)
         if not _is_fixed(values):
-            raise self.refuse(
+            refused = self.refuse(
                 node,
                 f"what {target} gives depends on values",
                 "sizes and numbers that don't",
                 f"keep all rows and choose by torch.where(mask, a, b), or {_BEFORE}",
             )
+            raise ValuesAskedError(**refused.as_words())
         results = [values] if single else list(values if values is not None else ())
         differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
