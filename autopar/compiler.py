@@ -105,6 +105,7 @@ class Compiler:
             traced = replace(traced, graph=with_masks_by_dims(traced.graph))
         if request.local_inputs:
             check_rows(traced.graph)
+            check_undecided(traced.graph)
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = (self.given(traced) if pinned is None else None) or kept(traced.graph, known)
@@ -428,6 +429,8 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
     """Whether one micro-batch is kept where their number is to be chosen, and what a plan says of it."""
     if micro_batches is not None or parts.is_exact:
         return False, None
+    if parts.whole.decided_by is not None:
+        return True, f"{parts.whole.decided_by}: one micro-batch, as values of the batch decide here"
     kept = exactly or parts.flow is None
     way = "batch_dims says where samples are" if parts.flow is None else "more are asked for"
     return kept, f"{parts.obstacle}: one micro-batch, unless {way}" if kept else None
@@ -444,6 +447,17 @@ def check_rows(graph: Graph) -> None:
             found=f"samples in dim {dim} of {item.target} {list(item.spec.shape)}",
             wanted="samples in dim 0 of the first input, of whose rows each rank loads some",
             remedy='pass samples first (batch_first=True), or every rank the whole batch by inputs="global"',
+        )
+
+
+def check_undecided(graph: Graph) -> None:
+    """Raise InputError where values of a batch decide what is computed: ranks know their own alone."""
+    if graph.decided_by is not None:
+        raise InputError(
+            where=graph.decided_by,
+            found='values of the batch that decide what is computed, with inputs="local"',
+            wanted="a program for all samples, of which each rank passes some",
+            remedy='pass the whole batch on every rank (inputs="global"), or decide before the call',
         )
 
 

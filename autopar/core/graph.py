@@ -123,6 +123,7 @@ class Graph:
     writes: tuple[tuple[str, str], ...] = ()
     loss: str | None = None
     notes: tuple[str, ...] = field(default=())  # what tracing changed or dropped, for the plan
+    decided_by: str | None = None  # a line of the user's where values of inputs decide what is computed
 
     def consumers(self) -> dict[str, list[tuple[Operator, int]]]:
         """For each tensor its uses: the operator and the position among its operands."""

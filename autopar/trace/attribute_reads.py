@@ -47,6 +47,7 @@ class Reads:
     def __init__(self) -> None:
         self.owners: dict[int, Owner] = {}
         self.functions: dict[int, types.FunctionType] = {}
+        self.decisions: list[Any] = []  # `input_values.Decision`: what forward asked of its inputs
         self.left: Mapping[tuple[str, str], Any] = {}  # what forward leaves in its modules, by path and name
         self._seen: dict[int, Any] = {}
         self._watched: dict[type, Any] = {}

@@ -39,6 +39,7 @@ from autopar.trace.constant_folding import folded
 from autopar.trace.custom_backwards import caught
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
+from autopar.trace.input_values import InputValues
 from autopar.trace.module_state import attributes_of, buffers_of, check_cached, left_in, write_back
 from autopar.trace.numbers import require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
@@ -78,12 +79,13 @@ class Traced:
 
 class _Seen(NamedTuple):
     """What forward shows beside its tensors: which is the loss, the paths of those at the end that it reads
-    and replaces, and what a plan says of that."""
+    and replaces, what a plan says of that, and a line where values of inputs decide."""
 
     results: Results
     loss_index: int | None
     cached: tuple[str, ...]
     notes: tuple[str, ...]
+    decided_by: str | None
 
 
 class _Flat(nn.Module):
@@ -121,19 +123,20 @@ class _Flat(nn.Module):
             return self._forward(tensors)
 
     def _forward(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        traced = iter(tensors)
+        rest = iter(tensors)
         paths = enumerate(self.arguments.paths)
-        whole = (self.values[path] if place in self.constant else next(traced) for place, path in paths)
+        whole = [self.values[path] if place in self.constant else next(rest) for place, path in paths]
         args, kwargs = self.arguments.rebuild(tuple(whole))
+        fakes = {place: fake for place, fake in enumerate(whole) if place not in self.constant}
         args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
         by_name = ByName(self.known, held_by_name(self.model)) if self.known else nullcontext()
         self.enter(FORWARD)
-        with reading() as reads, by_name:
+        with reading() as reads, by_name, (values := InputValues(fakes, self.arguments.tensors, reads)):
             output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             self.enter(f"the loss {_name(self.loss_fn)}")
-            with reading(self.loss_fn), by_name:
+            with reading(self.loss_fn), by_name, values:
                 loss = self.loss_fn(output, *loss_args, **loss_kwargs)
             _check_loss_result(self.loss_fn, loss)
             output = loss if self.loss_only else {"loss": loss, "output": output}
@@ -143,7 +146,8 @@ class _Flat(nn.Module):
         left = left_in(self.model, attributes, reads)
         reads.left = left.values
         require_none("a number that forward returns or leaves", results.constants, [*left.values.values()])
-        self.record(_Seen(results, place, tuple(path for path, _ in left.cached), left.notes))
+        line = next((item.line for item in reads.decisions), None)
+        self.record(_Seen(results, place, tuple(path for path, _ in left.cached), left.notes, line))
         write_back(buffers)
         return (*leaves, *(tensor for _, tensor in left.cached))
 
@@ -244,7 +248,7 @@ def _trace(
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise refusal(cause, parts[-1]) from cause
     refuse_filled(arguments)
-    results, loss_index, cached, left = seen[-1]
+    results, loss_index, cached, left, decided_by = seen[-1]
     graph = GraphBuilder(model, arguments, exported, known, structure.users).build(
         loss_index=loss_index, dropped=results.dropped
     )
@@ -252,8 +256,9 @@ def _trace(
     if cached:
         check_cached(graph, graph.outputs[count:], cached)
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
+    notes += [*graph.notes, *left]
     asked = asked_of(structure, flat.evaluating, arguments)
-    graph = folded(replace(graph, notes=(*notes, *graph.notes, *left)))
+    graph = folded(replace(graph, notes=tuple(notes), decided_by=decided_by))
     return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
-
-from torch import Tensor
 
 from autopar.runtime.module.free_numbers import Free
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.structure_guard import StructureGuard
+from autopar.trace.call_signature import Arguments
 
 STATES = 16  # programs of one kind of call: of other attributes, numbers or flags
 KINDS = 256  # kinds of call: a program takes about 0.5 MB
@@ -34,12 +33,11 @@ class Entry(Generic[P]):
     free: Free | None = None
     structure: StructureGuard | None = None
 
-    def fits(self, constants: tuple[Any, ...], tensors: Sequence[Tensor] = ()) -> bool:
-        """Whether it is the program of a call with these constants and the structure that `tensors` have, as
-        things are; from now on it is."""
-        if not self.guard.holds() or (self.structure is not None and self.structure.change(tensors)):
+    def fits(self, call: Arguments) -> bool:
+        """Whether it is the program of a call, as things are; from now on it is."""
+        if not self.guard.holds(call.tensors) or (self.structure and self.structure.change(call.tensors)):
             return False
-        return self.free is None or self.free.settle(constants)
+        return self.free is None or self.free.settle(call.constants)
 
 
 class ProgramCache(Generic[P]):
@@ -68,17 +66,17 @@ class ProgramCache(Generic[P]):
         """Those of this kind of call and of others that differ in the first part of their key alone."""
         return [entry for kind, entries in self._kinds.items() if kind[1:] == key[1:] for entry in entries]
 
-    def find(self, key: Key, constants: tuple[Any, ...], tensors: Sequence[Tensor] = ()) -> Entry[P] | None:
-        """The program for this kind of call, with such `tensors`, whose guard holds."""
+    def find(self, key: Key, call: Arguments) -> Entry[P] | None:
+        """The program for this kind of call whose guard holds."""
         for arguments in self._free:
-            if (entry := self._find(_without(key, arguments), constants, tensors)) is not None:
+            if (entry := self._find(_without(key, arguments), call)) is not None:
                 return entry
-        return self._find(key, constants, tensors)
+        return self._find(key, call)
 
-    def _find(self, key: Key, constants: tuple[Any, ...], tensors: Sequence[Tensor]) -> Entry[P] | None:
+    def _find(self, key: Key, call: Arguments) -> Entry[P] | None:
         entries = self._kinds.get(key, [])
         for index, entry in enumerate(entries):
-            if entry.fits(constants, tensors):
+            if entry.fits(call):
                 if index:
                     entries.insert(0, entries.pop(index))
                 return entry

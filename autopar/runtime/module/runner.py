@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Siz
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Protocol, TypedDict, cast
 
 import torch
@@ -76,6 +77,8 @@ from autopar.trace.simplify import no_loss
 COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
 GRAPHS = 12  # programs for calls that differ in their graph alone, before another graph is refused
 TRIALS = 3  # to prove that a program is one for all values of its numbers
+_TENSOR_STATE = attrgetter("dtype", "requires_grad")
+_MODE = attrgetter("training")
 TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits for one that has died
 
 
@@ -364,7 +367,7 @@ class Runner:
         self.tree.check()
         self._update_held()
         key = self._key(call, step=step, place=place)
-        entry = self._programs.find(key, call.constants, call.tensors)
+        entry = self._programs.find(key, call)
         if entry is None:
             method = calling_method(self.tree.root, self.tree.serial_class)
             self._growing.see(call.tensors, method)
@@ -459,7 +462,7 @@ class Runner:
         raises InputError where it always does."""
         alike = self._programs.like(key)
         last = next(iter(self._programs.of(key)), None)
-        change = "an argument without tensors" if last is None else last.guard.change()
+        change = "an argument without tensors" if last is None else last.guard.change(call.tensors)
         if change is None and last is not None and last.structure is not None:
             change = last.structure.change(call.tensors)
             self._check_structures(change, key)
@@ -560,10 +563,10 @@ class Runner:
     def _key(self, call: Arguments, *, step: bool, place: int) -> tuple[Any, ...]:
         if self._mesh is None:
             return ()
-        held = itertools.chain.from_iterable(
-            (*item._parameters.values(), *item._buffers.values()) for item in self.tree.modules
-        )
-        mine = tuple((tensor.dtype, tensor.requires_grad) for tensor in held if tensor is not None)
+        held = [tensor for item in self.tree.modules for tensor in item._parameters.values()]
+        held += [tensor for item in self.tree.modules for tensor in item._buffers.values()]
+        with torch._C.DisableTorchFunctionSubclass():  # a property of a DTensor takes thrice as long in it
+            mine = tuple(map(_TENSOR_STATE, (tensor for tensor in held if tensor is not None)))
         structure, constants, shapes = call.key
         return (
             constants,
@@ -574,7 +577,7 @@ class Runner:
             structure,
             shapes,
             tuple(tensor.requires_grad for tensor in call.tensors),
-            tuple(module.training for module in self.tree.modules),
+            tuple(map(_MODE, self.tree.modules)),
             tuple(self._held.states.items()) if self._held else mine,
         )
 
