@@ -327,7 +327,7 @@ class PlacementOptions(TypedDict, total=False):
             types=(Parallelism, tuple, list, Mapping),
             example='"batch"',
             read=_force,
-            help="One pure kind (batch, domain, filter, channel, pipeline), or one for each axis: "
+            help="One kind (batch, domain, filter, channel, model, pipeline), or one for each axis: "
             "batch+filter.",
             more="Pipeline is one device for each stage. In Python also pins of single layers, by name, to "
             "a factor for each axis.",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from autopar.cluster import ClusterSpec
 from autopar.convert.moves import effect
 from autopar.core.fingerprint import fingerprint_of
-from autopar.core.force import Force
+from autopar.core.force import Force, Parallelism
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
 from autopar.core.strategy import Option
@@ -232,13 +232,13 @@ def sharded_share(graph: Graph, kinds: Kinds, layers: Sequence[Layer], force: Fo
     the axis, and only those count as sharded that are so on as many axes as their factors are long
     enough for.
     """
-    wanted = [kind.value for kind in kind_by_axis(force, kinds.dims.mesh)] if force else []
+    wanted = kind_by_axis(force, kinds.dims.mesh) if force else None
     total = sharded = 0
     for item, layer in zip(graph.operators, layers, strict=True):
         axes = 1 if force is None else kinds.room(item, force)
         done = sum(
-            kind is not None and kind == want
-            for kind, want in zip(layer.kinds, wanted or layer.kinds, strict=True)
+            kind is not None and (wanted is None or wanted[axis].has(Parallelism(kind)))
+            for axis, kind in enumerate(layer.kinds)
         )
         total += layer.flops if axes else 0
         sharded += layer.flops if axes and done >= axes else 0

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec
-from autopar.core.force import Parallelism, name_of
+from autopar.core.force import PURE, name_of
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CoRunners, CostModel, Progress
@@ -188,7 +188,7 @@ def measure_operators(
     calls = []
     for mesh in meshes:
         problem = MeshProblem(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
-        for force in (None, *Parallelism):
+        for force in (None, *PURE):
             with contextlib.suppress(InfeasibleError):
                 calls += _calls(problem, problem.solve(force, deadline, cap=None, bounded=False))
     model = model.measure(calls, database, progress, co_runners)
@@ -322,7 +322,7 @@ def _alternatives(problem: MeshProblem, deadline: float | None) -> list[tuple[Al
     found: list[tuple[Alternative, Step | None]] = []
     if problem.mesh.num_devices == 1:
         return found
-    for kind in Parallelism:
+    for kind in PURE:
         try:
             step = problem.plan(kind, deadline, cap=None, bounded=False)
         except (InfeasibleError, SolverError):

@@ -23,6 +23,7 @@ from autopar.core.graph import Graph, may_learn
 from autopar.core.structure import Structure
 from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
 from autopar.trace.attribute_reads import reading
+from autopar.trace.autocast import OFF, Autocast, autocast_set, tracing_under
 from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
@@ -161,22 +162,26 @@ def trace(
     loss_fn: LossFunction | None = None,
     loss_only: bool = True,
     static: Sequence[str] = (),
+    autocast: Autocast | None = None,
 ) -> Traced:
     """Trace `model(*args, **kwargs)` in its present mode (train or eval).
 
     With `loss_fn` the loss is inside the graph; `loss_only` says whether the model's own output
     leaves the graph beside it. What tensors a loss that is a module holds are constants of the graph, and so
     is structure: what is named `static`, and edge lists.
+    `autocast` is the state around the call, for the kind of device that the program runs on; without it the
+    state that CPUs are in now.
     Raises TraceError naming the user's line, and InputError for a loss that learns and for tensors that are
     sparse or nested.
     """
     check_dense(model)
     known, arguments = Known(model), flatten_arguments(args, kwargs or {})
     _check_loss(model, loss_fn, known)
-    once = partial(_trace, model, arguments, loss_fn, known, loss_only=loss_only)
+    autocast = autocast or Autocast.now("cpu")
+    once = partial(_trace, model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
     traced = _with_structure(once, model, arguments, said_structure(static, model, arguments))
     if known.met_in(traced.graph):
-        traced = once(traced.structure, evaluates=traced.evaluates, by_name=True)
+        traced = once(structure=traced.structure, evaluates=traced.evaluates, by_name=True)
         if (met := known.met_in(traced.graph)) is not None:
             raise stale(*met)
     return traced
@@ -187,18 +192,18 @@ def _with_structure(
 ) -> Traced:
     """Trace with what is said to be structure and what is seen to be: edge lists."""
     try:
-        traced = once(said, evaluates=bool(said))
+        traced = once(structure=said, evaluates=bool(said))
     except ValuesAskedError as error:
         seen = may_be_edges(arguments, model)
         try:
-            traced = once(said | seen, evaluates=True)
+            traced = once(structure=said | seen, evaluates=True)
         except TraceError:
             _name_way_out(error, model, arguments)
             raise error from error.__cause__
         if not seen <= traced.asked | said:
-            traced = once(said | traced.asked, evaluates=True)
+            traced = once(structure=said | traced.asked, evaluates=True)
     more = edge_lists(traced.graph, arguments)
-    return traced if more <= traced.structure else once(traced.structure | more, evaluates=True)
+    return traced if more <= traced.structure else once(structure=traced.structure | more, evaluates=True)
 
 
 def _name_way_out(error: ValuesAskedError, model: nn.Module, arguments: Arguments) -> None:
@@ -214,10 +219,11 @@ def _trace(
     model: nn.Module,
     arguments: Arguments,
     loss_fn: LossFunction | None,
-    known: Known,
-    structure: Structure,
     *,
+    known: Known,
+    autocast: Autocast,
     loss_only: bool,
+    structure: Structure,
     evaluates: bool,
     by_name: bool = False,
 ) -> Traced:
@@ -236,9 +242,17 @@ def _trace(
         structure=structure,
         evaluates=evaluates,
     )
+    device = next((item.device.type for item in (*model.parameters(), *arguments.tensors)), "cpu")
     traced = tuple(item for place, item in enumerate(arguments.tensors) if place not in structure.users)
     try:
-        with inlined(), caught(model), traceable(notes), without_torchs_words(), warnings.catch_warnings():
+        with (
+            inlined(),
+            caught(model),
+            traceable(notes),
+            without_torchs_words(),
+            warnings.catch_warnings(),
+            tracing_under(autocast, device),
+        ):
             warnings.filterwarnings(
                 "ignore", "The tensor attribute.* assigned during export"
             )  # see module_state
@@ -249,9 +263,17 @@ def _trace(
         raise refusal(cause, parts[-1]) from cause
     refuse_filled(arguments)
     results, loss_index, cached, left, decided_by = seen[-1]
-    graph = GraphBuilder(model, arguments, exported, known, structure.users).build(
-        loss_index=loss_index, dropped=results.dropped
+    builder = GraphBuilder(
+        model,
+        arguments,
+        exported,
+        known=known,
+        autocast=autocast,
+        traced_on=device,
+        structure=structure.users,
     )
+    with autocast_set(OFF):
+        graph = builder.build(loss_index=loss_index, dropped=results.dropped)
     count = len(graph.outputs) - len(cached)
     if cached:
         check_cached(graph, graph.outputs[count:], cached)

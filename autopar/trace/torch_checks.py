@@ -1,7 +1,7 @@
 """What torch's own Python decides by values, and in-place operators without functional form, made traceable.
 
-    bool((mask == causal).all())        nn.Transformer: is it the causal mask? It is applied as it is, which is
-                                        refused beside keys that torch adds: what it is said to be decides there
+    bool((mask == causal).all())        nn.Transformer: is it the causal mask? It is applied as it is, but
+                                        refused beside keys that torch adds, which it hides if it is
     if torch.any(var < 0): raise        Gaussian NLL, distributions: checks are left out, and that is noted.
     1 / float(num_batches_tracked)      a batch norm's cumulative average: computed by tensors
     x.normal_(), x.fill_diagonal_(v)    by torch.randn and torch.where

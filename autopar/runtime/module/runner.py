@@ -68,6 +68,7 @@ from autopar.runtime.parameters.parameters import (
     twin_of,
 )
 from autopar.trace.attribute_reads import Reads, recording
+from autopar.trace.autocast import Autocast, without_autocast
 from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.trace.module_state import Inside
@@ -119,9 +120,9 @@ class Runner:
     """Runs `root` in parallel by the programs that `compile` makes, one for each kind of call.
 
     A kind of call is: shapes, dtypes and constants of the arguments; train or eval mode of every
-    module; which parameters need gradients; dtypes of parameters and buffers; and whatever else of the
-    modules and the loss a trace has read. Outputs and losses are the serial model's, on every rank the
-    whole, or the part that the program leaves there.
+    module; which parameters need gradients; dtypes of parameters and buffers; the state of autocast; and
+    whatever else of the modules and the loss a trace has read. Outputs and losses are the serial model's,
+    on every rank the whole, or the part that the program leaves there.
     """
 
     def __init__(
@@ -178,13 +179,6 @@ class Runner:
 
         With pipeline stages it is without gradients, and backward from it raises: `train_step` trains.
         """
-        if torch.is_autocast_enabled(self._device.type):
-            raise InputError(
-                where="call of the parallel module",
-                found="autocast, which the plan does not know of",
-                wanted="no autocast around it",
-                remedy="convert the model's dtype instead",
-            )
         with collective("forward"):
             return self._forward(args, kwargs)
 
@@ -202,7 +196,8 @@ class Runner:
             program = self._program(self._local.whole(call) if self._local else call)
         assert not isinstance(program, StagedProgram)
         self._current = program
-        output = program(call.tensors)
+        with without_autocast(self._device.type):
+            output = program(call.tensors)
         self.tree.leave(self._left)
         return output
 
@@ -232,7 +227,8 @@ class Runner:
             batch = split_batch(program.executable.cutting, call.tensors, count, find=self._buffer)
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
-                loss = program.train(batch) if learn else program.evaluate(batch)
+                with without_autocast(self._device.type):
+                    loss = program.train(batch) if learn else program.evaluate(batch)
             else:
                 assert isinstance(program, Bound)
                 loss = self._accumulate(call, batch, program, learn=learn)
@@ -317,7 +313,8 @@ class Runner:
         for number, (micro, program) in enumerate(zip(batch, programs, strict=True)):
             if self._exact_random:
                 torch.manual_seed(mask_seed(seed, number))
-            with program.adding_up(last=program not in programs[number + 1 :]):
+            last = program not in programs[number + 1 :]
+            with program.adding_up(last=last), without_autocast(self._device.type):
                 loss = find_loss(program(micro.tensors))
                 if loss is None:
                     raise no_loss()
@@ -579,6 +576,7 @@ class Runner:
             tuple(tensor.requires_grad for tensor in call.tensors),
             tuple(map(_MODE, self.tree.modules)),
             tuple(self._held.states.items()) if self._held else mine,
+            Autocast.now(self._device.type),
         )
 
     def _update_held(self) -> None:
