@@ -288,7 +288,7 @@ def digest_of(tensor: Tensor) -> str:
     found = hashlib.blake2b(kind.encode(), digest_size=16)
     for part in parts_of(tensor.detach()):
         flat = part.resolve_conj().contiguous().cpu().reshape(-1).view(torch.uint8)
-        found.update(memoryview(flat.numpy()))
+        found.update(flat.numpy().tobytes())
     return found.hexdigest()
 
 
