@@ -246,6 +246,7 @@ def verify(
             processes=processes,
             micro_batches=auto.micro_batches or 1,
             batch_dims=request.batch_dims,
+            static=request.static,
         )
         compiler = Compiler(
             cluster, replace(request, outputs=Outputs.GLOBAL), target.loss_fn, costdb=asked.costdb

@@ -185,8 +185,15 @@ class Compiler:
 
     def trace_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of a call as it is."""
-        autocast = Autocast.now(self.cluster.device_type)
-        return trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only, autocast=autocast)
+        return trace(
+            model,
+            args,
+            kwargs,
+            loss_fn=self.loss_fn,
+            loss_only=self.loss_only,
+            static=self.request.static,
+            autocast=Autocast.now(self.cluster.device_type),
+        )
 
     def parts(
         self,

@@ -153,6 +153,21 @@ def _schedule(value: str) -> ScheduleKind | None:
     return kinds.get(value)
 
 
+def _static(said: Sequence[str] | str | None) -> tuple[str, ...]:
+    """The names of tensors; of a text, `edge_index,batch`."""
+    if isinstance(said, str):
+        said = [name.strip() for name in said.split(",")]
+    names = tuple(said or ())
+    if not all(isinstance(name, str) and name for name in names):
+        raise InputError(
+            where="--static",
+            found=cut_text(repr(said), 80),
+            wanted="names of arguments of forward or of buffers",
+            remedy='write --static edge_index,batch, in Python static=("edge_index", "batch")',
+        )
+    return names
+
+
 def _batch_dims(said: Mapping[str | int, int | None] | str | None) -> Mapping[str | int, int | None] | None:
     """The dims by input; of a text, `input_0=1,labels=none`."""
     if isinstance(said, str):
@@ -349,6 +364,17 @@ class PlacementOptions(TypedDict, total=False):
             help="Dims of inputs that hold samples, where graphs can't tell: input_0=1,labels=none.",
             more="By the input's path or number; None for an input that micro-batches take whole. In Python "
             "also a mapping: batch_dims={0: 1, 'labels': None}.",
+        ),
+    ]
+    static: Annotated[
+        Sequence[str] | str | None,
+        Option(
+            metavar="NAME,...",
+            types=(object,),
+            read=_static,
+            help="Arguments and buffers whose values a program is made for: a graph's structure.",
+            more="Edge lists are seen by themselves. By the argument's name in forward, or the buffer's; in "
+            "Python a tuple: static=('batch',).",
         ),
     ]
     schedule: Annotated[

@@ -63,6 +63,7 @@ class Request:
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
     batch_dims: Mapping[str | int, int | None] | None = None  # that hold samples, where the user says so
+    static: tuple[str, ...] = ()  # arguments and buffers that are structure, where the user says so
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
     recompute: Recompute = Recompute.AUTO
     offload: Offload = Offload.AUTO
@@ -141,6 +142,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         shard_state=values["shard_state"],
         batch_dims=values["batch_dims"],
         compile=values["compile"],
+        static=values["static"],
     )
     if request.compile:
         request = _compiled(request)

@@ -10,6 +10,7 @@ stored             how these lie, and state dicts in serial order
 growing_calls      methods that call the module with ever longer inputs
 guards             what a program's trace has read, compared at every call
 transforms         calls inside torch.compile, tracers and vmap
+structure_guard    whether a call has the graph that its program is made for
 program_cache      programs by kinds of call and by what their traces read
 free_numbers       numbers that a program takes anew at each call
 whole_model        the serial model for a while, with all of its weights

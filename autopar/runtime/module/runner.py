@@ -56,6 +56,7 @@ from autopar.runtime.module.program_cache import STATES, Entry, ProgramCache
 from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
+from autopar.runtime.module.structure_guard import StructureGuard
 from autopar.runtime.module.user_tree import UserTree
 from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.parameters.global_scalars import read_whole_scalars
@@ -76,6 +77,7 @@ from autopar.trace.numbers import NotFreeError
 from autopar.trace.simplify import no_loss
 
 COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
+GRAPHS = 12  # programs for calls that differ in their graph alone, before another graph is refused
 TRIALS = 3  # to prove that a program is one for all values of its numbers
 _TENSOR_STATE = attrgetter("dtype", "requires_grad")
 _MODE = attrgetter("training")
@@ -403,10 +405,10 @@ class Runner:
         groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
         mesh = self._place(made) if self._mesh is None else self._check(made)
         self._update_held()
-        program = self._bind(made, mesh, step=step)
+        program, structure = self._bind(made, mesh, step=step), self._structure(made, call)
         if self.compiles:
             program.compile(tells=self._tells)
-        return Entry(program, Guard(reads), reads.left, call.constants)
+        return Entry(program, Guard(reads), reads.left, call.constants, structure=structure)
 
     def _compiled(
         self, call: Arguments, known: Sequence[Plan], *, step: bool, place: int
@@ -452,8 +454,17 @@ class Runner:
             guard = Guard(reads, free.slots)
             if not free.settle(call.constants):
                 return None
-            return Entry(program, guard, reads.left, call.constants, free)
+            structure = self._structure(made, call)
+            return Entry(program, guard, reads.left, call.constants, free, structure)
         return None
+
+    def _structure(self, made: Executable | StagedExecutable, call: Arguments) -> StructureGuard | None:
+        """The guard of the values that a program is made for."""
+        if not made.structure:
+            return None
+        return StructureGuard(
+            made.structure, call.tensors, call.paths, lambda name: find_in(self.tree.root, name)
+        )
 
     def _change(self, key: tuple[Hashable, ...], call: Arguments) -> tuple[str | None, bool]:
         """What was read and has changed, None for another kind of call, and whether forward itself does that;
@@ -461,6 +472,9 @@ class Runner:
         alike = self._programs.like(key)
         last = next(iter(self._programs.of(key)), None)
         change = "an argument without tensors" if last is None else last.guard.change(call.tensors)
+        if change is None and last is not None and last.structure is not None:
+            change = last.structure.change(call.tensors)
+            self._check_structures(change, key)
         owners = {path: type(module).__name__ for path, module in self.tree.root.named_modules()}
         owners[""] = self.tree.serial_class.__name__
         left = last.left if last else ()
@@ -474,6 +488,19 @@ class Runner:
                 remedy="register_buffer(name, torch.tensor(0)) it, or count outside",
             )
         return (change if alike else None), bool(own)
+
+    def _check_structures(self, change: str | None, key: tuple[Hashable, ...]) -> None:
+        """Raise InputError for a structure that is another one at each call."""
+        if (
+            change is not None
+            and sum(entry.structure is not None for entry in self._programs.of(key)) >= GRAPHS
+        ):
+            raise InputError(
+                where=change,
+                found=f"another graph than in {GRAPHS} programs that were made for calls like this one",
+                wanted="a graph that stays, for which a plan is made",
+                remedy="pass the same one at each call, or cut small graphs into batches by hand",
+            )
 
     def _tell_change(self, change: str | None, *, free: bool) -> None:
         """Say once what a change costs."""
