@@ -62,4 +62,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The API alone: modules and what this file imports are found by those who know of them."""
+    return sorted([*__all__, "__version__"])

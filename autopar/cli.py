@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -40,6 +40,9 @@ from autopar.planning.options import (
     settle,
     write,
 )
+
+if TYPE_CHECKING:
+    from autopar.results.plan import Plan
 
 # Commands import what needs torch when they run: help and bad words are told without it.
 
@@ -154,9 +157,8 @@ def plan(
     """Find the best placement of TARGET on a cluster, and print it."""
     spec = ClusterSpec.parse(cluster)
     from autopar import api
-    from autopar.results.draw_timeline import timeline_text, write_trace
+    from autopar.results.draw_timeline import write_trace
     from autopar.results.progress_bar import ProgressBar
-    from autopar.results.render_plan import render
     from autopar.trace.target import load_target
 
     made, bar = load_target(target), ProgressBar(progress)
@@ -172,12 +174,51 @@ def plan(
         )
     if output:
         found.save(output)
-    drawn = api.timeline(found) if trace or found.pipeline.is_staged else None
-    if drawn is None:
-        return Answer(found.as_dict(), render(found))
     if trace:
-        write_trace(drawn, Path(trace))
-    return Answer(found.as_dict(), Group(render(found), "", timeline_text(drawn)))
+        write_trace(api.timeline(found), Path(trace))
+    return _shown(found)
+
+
+def _shown(found: Plan) -> Answer:
+    """A plan, with the picture of its stages if it has any."""
+    from autopar import api
+    from autopar.results.draw_timeline import timeline_text
+    from autopar.results.render_plan import render
+
+    if not found.pipeline.is_staged:
+        return Answer(found.as_dict(), render(found))
+    return Answer(found.as_dict(), Group(render(found), "", timeline_text(api.timeline(found))))
+
+
+PlanFile = Annotated[
+    str | None, typer.Argument(metavar="PLAN.json", help="A plan that `autopar plan --output` saved.")
+]
+
+
+@app.command()
+def show(
+    plan: PlanFile = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of plan files instead.")
+    ] = False,
+    as_json: AsJson = False,
+) -> Answer:
+    """Print a saved plan."""
+    from autopar.results.plan import Plan
+    from autopar.results.schema import schema_of
+
+    if schema:
+        if not as_json:
+            print(json.dumps(schema_of(Plan), indent=1))  # by print, which breaks no long line
+        return Answer(schema_of(Plan), "")
+    if plan is None:
+        raise InputError(
+            where="autopar show",
+            found="no plan",
+            wanted="PLAN.json, or --schema",
+            remedy="save one by autopar plan TARGET --cluster local:4 --output plan.json",
+        )
+    return _shown(Plan.load(plan))
 
 
 @app.command()

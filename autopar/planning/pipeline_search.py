@@ -202,8 +202,11 @@ class Apart:
         kind = f", {decision.step.schedule.kind.value}" if decision.step.schedule else ""
         less = 1 - decision.step.seconds / best.step.seconds
         name = f"{ranks} stages, " if ranks > 1 else ""
-        name += f"{count} micro-batches{kind} (promise {less:.1%} less)"
-        return Alternative(name, decision.step.seconds, decision.step.peak_bytes, feasible=True)
+        name += f"{count} micro-batches{kind}"
+        reason = f"promises {less:.1%} less, which predictions can't tell from nothing"
+        return Alternative(
+            name, decision.step.seconds, decision.step.peak_bytes, feasible=True, reason=reason
+        )
 
 
 def _seconds(choice: Choice | Decision) -> float:

@@ -18,6 +18,7 @@ from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import moved, wait_seconds
 from autopar.cost.program.values import Values
 from autopar.planning.request import Request
+from autopar.planning.step_parts import step_parts
 from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
 from autopar.solve.placement.shard_state import gathering_notes, when, whole_notes
@@ -75,6 +76,7 @@ def report(
     estimated = sum(
         prices.operator(item, program.strategies[item.name]).missing_seconds for item in graph.operators
     )
+    pipeline = pipeline_of(graph, step, request)
     return Plan(
         program=program,
         cluster=str(cluster),
@@ -109,7 +111,7 @@ def report(
             *whole_notes(graph, prices.dims, program, request.shard_state),
             *_notes(graph, step, request),
         ),
-        pipeline=_pipeline(graph, step, request),
+        pipeline=pipeline,
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
@@ -117,10 +119,12 @@ def report(
         offload_seconds=0.0 if step.cut else request.micro_batches * sum(wait_seconds(priced)),
         graph=fingerprint_of(graph),
         devices=cluster.devices,
+        parts=step_parts(step, pipeline),
     )
 
 
-def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
+def pipeline_of(graph: Graph, step: Step, request: Request) -> Pipeline:
+    """The stages and micro-batches of a step."""
     if request.relay:
         assert request.schedule is not None and request.stages_of_uses is not None
         stages = request.stages * stages_per_rank(request.schedule)
