@@ -31,11 +31,10 @@ Spans = list[tuple[float, float]]  # apart from each other, in order
 def step_parts(step: Step, pipeline: Pipeline) -> StepParts:
     """The parts of a step, which add up to its seconds."""
     priced = step.solution.priced
-    chosen = priced.operator_prices
     repeated = StepParts(
-        compute=sum(price.compute for price in chosen),
+        compute=sum(price.compute for price in priced.operator_prices),
         recompute=again_seconds(priced),
-        ties=sum(price.tie for price in chosen),
+        ties=sum(price.tie for price in priced.operator_prices),
     )
     if step.cut is None:
         copies = sum(wait_seconds(priced))
