@@ -36,6 +36,7 @@ from autopar.cost.machine.model import Progress
 from autopar.errors import InputError
 from autopar.explaining.asked import Asked
 from autopar.explaining.explain import explained
+from autopar.integrations import stock
 from autopar.planning.given_plan import agree_on_plan, plan_to_run
 from autopar.planning.options import (
     COMPARE,
@@ -46,6 +47,7 @@ from autopar.planning.options import (
     CompareOptions,
     Options,
     OutputReach,
+    ParallelizeOptions,
     PlanOptions,
     Reach,
     VerifyOptions,
@@ -53,6 +55,7 @@ from autopar.planning.options import (
     is_local,
     read_outputs,
     settle,
+    settle_beside_plan,
 )
 from autopar.planning.request import check_cluster, check_timeout, request_of
 from autopar.proof.changes import MOST
@@ -63,6 +66,7 @@ from autopar.results.explanation import Explanation
 from autopar.results.plan import Plan
 from autopar.rewrite.render import describe
 from autopar.runtime.collectives import random
+from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.launch import worker
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -143,7 +147,7 @@ def parallelize(
     outputs: OutputReach = "auto",
     plan: Plan | str | Path | None = None,
     quiet: bool = False,
-    **options: Unpack[PlanOptions],
+    **options: Unpack[ParallelizeOptions],
 ) -> ParallelModule:
     """The model as a module that runs on the whole cluster; call it on every rank alike.
 
@@ -201,8 +205,10 @@ def parallelize(
     plan = plan_to_run() if plan is None else plan
     beside = [name for name, word in options.items() if word is not None]
     given = None if plan is None else agree_on_plan(plan, cluster_spec, beside=beside)
-    asked = settle(**options) if given is None else Options(PARALLELIZE, **options)
+    asked = settle(**options) if given is None else settle_beside_plan(**options)
     request, auto = request_of(asked, cluster_spec)
+    if request.compile:
+        check_compiler(cluster_spec.device_type)
     request = replace(request, local_inputs=local_inputs, outputs=leaving)
     compiler = Compiler(
         cluster_spec,
@@ -231,6 +237,9 @@ def parallelize(
         local_outputs=leaving is Outputs.LOCAL,
         quiet=quiet,
     )
+    if request.compile:
+        parallel.compile()
+    stock.recognise()
     if planned:
         args, kwargs = call
         parallel.prepare(*args, **kwargs)
@@ -266,6 +275,7 @@ def verify(
             processes=processes,
             micro_batches=auto.micro_batches or 1,
             batch_dims=request.batch_dims,
+            static=request.static,
         )
         compiler = Compiler(
             cluster, replace(request, outputs=Outputs.GLOBAL), target.loss_fn, costdb=asked.costdb

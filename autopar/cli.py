@@ -109,7 +109,12 @@ def _flag(name: str, default: Any) -> inspect.Parameter:
     """The parameter from which typer makes the flag of an option."""
     option, text = OPTIONS[name], name.replace("_", "-")
     kind: Any
-    if option.words == (bool,):  # is true unless the flag says that it isn't
+    if option.words == (bool,) and not option.without:
+        kind = bool
+        told = typer.Option(
+            default, f"--{text}", metavar=option.metavar, help=option.help, show_default=False
+        )
+    elif option.words == (bool,):  # is true unless the flag says that it isn't
         name, kind = f"no_{name}", bool
         told = typer.Option(False, f"--no-{text}", help=option.without)
     else:

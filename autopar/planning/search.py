@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec
-from autopar.core.force import Parallelism, name_of
+from autopar.core.force import PURE, name_of
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CoRunners, CostModel, Progress
@@ -153,7 +153,7 @@ def finish(decision: Decision) -> Found:
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [_with_pins(item, step) if request.pins else item for item, _ in alternatives]
-    plan = report(problem.graph, problem.prices, step, decision.cluster, rows, problem.cap, request)
+    plan = report(step, decision.cluster, rows, problem.cap, request)
     serial = one_device(problem, decision.cluster, decision.deadline) if asked else None
     plan = dataclasses.replace(beside(plan, decision), serial=serial)
     return Found(plan, problem.dims, problem.prices, step.solution, step)
@@ -190,7 +190,7 @@ def measure_operators(
     calls = []
     for mesh in meshes:
         problem = MeshProblem(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
-        for force in (None, *Parallelism):
+        for force in (None, *PURE):
             with contextlib.suppress(InfeasibleError):
                 calls += _calls(problem, problem.solve(force, deadline, cap=None, bounded=False))
     model = model.measure(calls, database, progress, co_runners)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.cluster import ClusterSpec
-from autopar.core.force import Parallelism
+from autopar.core.force import PURE
 from autopar.core.mesh import Mesh
 from autopar.errors import AutoparError, InfeasibleError, SolverError
 from autopar.planning.mesh_search import MeshProblem
@@ -29,7 +29,7 @@ def strategies_beside(problem: MeshProblem, deadline: float | None) -> list[tupl
     found: list[tuple[Alternative, Step | None]] = []
     if problem.mesh.num_devices == 1:
         return found
-    for kind in Parallelism:
+    for kind in PURE:
         try:
             step = problem.plan(kind, deadline, cap=None, bounded=False)
         except (InfeasibleError, SolverError) as error:
@@ -79,7 +79,7 @@ def beside(problem: MeshProblem, name: str, step: Step) -> Alternative:
         step.peak_bytes,
         feasible=fits,
         reason="" if fits else f"exceeds the memory cap of {show_bytes(problem.cap or 0)}",
-        parts=step_parts(problem.graph, problem.prices, step, pipeline),
+        parts=step_parts(step, pipeline),
     )
 
 
