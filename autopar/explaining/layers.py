@@ -54,10 +54,8 @@ class Alternatives:
         """The plan of a problem under a cap; raises what the search does."""
         deadline = after(problem.request.time_limit or SOLVING)
         step = problem.refined(problem.plan(problem.request.force, deadline, cap=cap), deadline)
-        strategies = step.solution.program.strategies
-        for item in self.graph.operators:
-            self.calls += problem.prices.operator(item, strategies[item.name]).calls
-        return report(self.graph, problem.prices, step, self.cluster, [], cap, problem.request)
+        self.calls += (call for price in step.solution.priced.operator_prices for call in price.calls)
+        return report(step, self.cluster, [], cap, problem.request)
 
     def base(self) -> Plan:
         """The plan with nothing pinned but what was asked."""

@@ -38,11 +38,8 @@ class Blocks(nn.Module):
 
 
 def target(batch: int = 4096) -> Target:
-    """On the meta device: nothing is computed."""
-    with torch.device("meta"):
-        model = Blocks()
-        args = (torch.zeros(batch, 1024), torch.zeros(batch, dtype=torch.long))
-    return Target(model, args, {}, F.cross_entropy, "blocks")
+    args = (torch.zeros(batch, 1024), torch.zeros(batch, dtype=torch.long))
+    return Target(Blocks(), args, {}, F.cross_entropy, "blocks")
 
 
 @cache
