@@ -8,6 +8,8 @@ plan_words          the words of a printed plan, and what they mean
 fold_blocks         equal blocks of a table, printed once
 comparison          strategies side by side, as data
 render_comparison   as text
+scaling             plans on more and more devices, as data
+render_scaling      as text
 draw_timeline       a timeline, as text and for a trace viewer
 announce            what a plan notes, on stderr
 progress_bar        how far a long search is, on stderr
