@@ -42,15 +42,19 @@ def clusters_of(text: str) -> list[ClusterSpec]:
 
 
 def scale(clusters: Sequence[ClusterSpec], plan: Callable[[ClusterSpec], Plan]) -> Scaling:
-    """The best plan on each cluster; a cluster without one says why."""
-    return Scaling(tuple(_scaled(cluster, plan) for cluster in clusters))
-
-
-def _scaled(cluster: ClusterSpec, plan: Callable[[ClusterSpec], Plan]) -> Scaled:
-    try:
-        return Scaled(cluster.num_devices, cluster.devices, plan(cluster))
-    except (InfeasibleError, InputError) as error:
-        return Scaled(cluster.num_devices, cluster.devices, None, reason_of(error))
+    """The best plan on each cluster; one without says why. Raises its error where no cluster has a plan."""
+    rows, errors = [], []
+    for cluster in clusters:
+        found, reason = None, None
+        try:
+            found = plan(cluster)
+        except (InfeasibleError, InputError) as error:
+            reason = reason_of(error)
+            errors.append(error)
+        rows.append(Scaled(cluster.num_devices, cluster.devices, found, reason))
+    if len(errors) == len(rows):
+        raise errors[-1]
+    return Scaling(tuple(rows))
 
 
 def _counts(first: int, last: int) -> Iterator[int]:
