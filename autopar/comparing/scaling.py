@@ -1,7 +1,7 @@
 """How many devices should I use? The best plan on more and more of them, for the same batch.
 
-    local:1-8            1, 2, 4, 8 processes of this machine
-    h100.toml:4-64       4, 8, 16, 32, 64 devices like the file's: parts of a node, then whole nodes
+local:1-8            1, 2, 4, 8 processes of this machine
+h100.toml:4-64       4, 8, 16, 32, 64 devices like the file's: parts of a node, then whole nodes
 """
 
 from __future__ import annotations
