@@ -235,8 +235,10 @@ def _set(states: Mapping[str, torch.dtype | None]) -> None:
 def tracing_under(autocast: Autocast, traced_on: str) -> Iterator[None]:
     """Within, Python that asks for autocast finds this state, whatever the device that is traced on.
 
-    Regions for a device that isn't there, which torch would disable, are those of the traced one.
+    Regions for a device that isn't there, which torch would disable, are those of the traced one, if that
+    knows autocast: the meta device doesn't.
     """
+    traced_on = traced_on if torch.amp.is_autocast_available(traced_on) else "cpu"
     states = {**OFF, autocast.device: autocast.dtype, traced_on: autocast.dtype}
     original = torch.amp.autocast_mode.autocast.__init__
 

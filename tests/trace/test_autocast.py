@@ -99,6 +99,16 @@ def test_a_graph_gives_what_eager_code_gives_under_autocast(
         torch.testing.assert_close(own, other, atol=1e-3, rtol=2e-2)
 
 
+def test_a_model_on_the_meta_device_is_traced_under_autocast_of_the_cpu() -> None:
+    with torch.device("meta"):
+        model, batch = nn.Linear(3, 2), torch.empty(4, 3)
+    plain = trace(model, (batch,)).graph
+    assert [item.target for item in plain.operators] == [aten.linear.default]
+    with torch.autocast("cpu", dtype=BF16):
+        cast = trace(model, (batch,)).graph
+    assert cast.specs[cast.outputs[0]].dtype == BF16
+
+
 def test_equal_casts_of_a_tensor_are_one() -> None:
     graph = trace(Net(plain), (torch.randn(5, 6),), autocast=Autocast("cpu", BF16)).graph
     made = [(*item.operands, item.args[1]) for item in casts(graph)]
