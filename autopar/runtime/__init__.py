@@ -6,5 +6,6 @@ parameters    its parameters, and the sums of their gradients
 execute       programs and pipeline stages, run
 saved         what autograd keeps for backward, or does not
 collectives   moves between placements, and operators that communicate
+sparse_kernel   products of a rank's block of a sparse matrix
 registry      the namespace `torch.ops.autopar`
 """
