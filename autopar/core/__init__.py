@@ -20,6 +20,7 @@ timeline      when everything runs, and what is held
 cutting       where samples lie in a call, and what parts of a batch count
 structure     tensors for whose values a program is made
 samples       which rows of the global batch each rank loads
+slurm         the variables of a task under SLURM, as torchrun's
 version       the version of autopar
 costs         what operators and collectives cost, and the devices and links
 """

@@ -427,6 +427,21 @@ class PlanOptions(VerifyOptions, total=False):
     measure: Annotated[bool | None, _MEASURE]
 
 
+class ParallelizeOptions(PlanOptions, total=False):
+    """Options of `parallelize`: those of `plan`, and of how what is planned runs."""
+
+    compile: Annotated[
+        bool | None,
+        Option(
+            default=False,
+            words=(bool,),
+            help="Compile the programs of ranks and stages, by torch.compile.",
+            more="Each at its first call, which takes long. Plans with compile have no schedule that splits "
+            "backward, and offload nothing. Costs are those of operators that run one by one.",
+        ),
+    ]
+
+
 class CompareOptions(SearchOptions, total=False):
     """Options of `compare`, which takes steps with an optimizer that has a name."""
 
@@ -435,7 +450,7 @@ class CompareOptions(SearchOptions, total=False):
 
 
 OPTIONS: Mapping[str, Option] = {
-    name: annotation.__metadata__[0] for name, annotation in PlanOptions.__annotations__.items()
+    name: annotation.__metadata__[0] for name, annotation in ParallelizeOptions.__annotations__.items()
 }
 
 
@@ -483,7 +498,7 @@ class Door:
 _WHOLE_STEP = {"stages": 1, "micro_batches": 1}  # a loop that calls backward needs both
 _NO_PIPELINE = {**_WHOLE_STEP, "schedule": ScheduleKind.ONE_F_ONE_B.value}
 PLAN = Door("plan", tuple(PlanOptions.__annotations__))
-PARALLELIZE = Door("parallelize", PLAN.options, _WHOLE_STEP)
+PARALLELIZE = Door("parallelize", tuple(ParallelizeOptions.__annotations__), _WHOLE_STEP)
 VERIFY = Door("verify", tuple(VerifyOptions.__annotations__), {"optimizer": "sgd-momentum", "measure": False})
 COMPARE = Door("compare", tuple(CompareOptions.__annotations__), _NO_PIPELINE)
 PROFILE = Door("profile", ("mesh", "costdb"), _NO_PIPELINE)
@@ -557,6 +572,12 @@ def settle(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Optio
     Raises InputError for an environment that holds no options.
     """
     return Options(PARALLELIZE, **(read(environment) | _said(said)))
+
+
+def settle_beside_plan(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Options:
+    """As `settle`, where there is a plan: of the environment what a plan doesn't decide."""
+    found = {name: word for name, word in read(environment).items() if name not in PLAN.options}
+    return Options(PARALLELIZE, **(found | _said(said)))
 
 
 def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

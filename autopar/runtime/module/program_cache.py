@@ -54,6 +54,10 @@ class ProgramCache(Generic[P]):
         """All of them."""
         return (entry.program for entries in self._kinds.values() for entry in entries)
 
+    def fixed(self) -> Iterator[P]:
+        """Those without numbers that are others at each call."""
+        return (entry.program for entries in self._kinds.values() for entry in entries if entry.free is None)
+
     def plans(self) -> Iterator[tuple[Key, P]]:
         """All of them, with their kinds of call."""
         return ((key, entry.program) for key, entries in self._kinds.items() for entry in entries)

@@ -36,6 +36,7 @@ from autopar.results.plan import Plan
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.random import Stream, shared_stream
 from autopar.runtime.collectives.roll_call import collective, go_on
+from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.execute.bound_program import Bound, find_in, gradient_key
 from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.runtime.execute.forward_relay import Relay
@@ -162,6 +163,7 @@ class Runner:
         self._counted, self._has_said = 0, set[bool]()
         self._failed: dict[Hashable, int] = {}  # trials of numbers to be free that have failed
         self._tells = dist.get_rank() == 0 and not quiet
+        self.compiles = False  # programs
         # Plans of the module that this one is a copy of, by their calls.
         self._inherited: list[tuple[tuple[Hashable, ...], Plan]] = []
         self._growing = GrowingCalls()
@@ -235,6 +237,14 @@ class Runner:
                 loss = self._accumulate(call, batch, program, learn=learn)
         self.tree.leave(self._left)
         return loss
+
+    def compile(self) -> None:
+        """From now on programs are compiled, each at its next call."""
+        check_compiler(self._device.type)
+        if not self.compiles:
+            for program in self._programs.fixed():
+                program.compile(tells=self._tells)
+        self.compiles = True
 
     def _buffer(self, name: str) -> Tensor:
         """The whole of a buffer, on every rank; a collective."""
@@ -397,6 +407,8 @@ class Runner:
         mesh = self._place(made) if self._mesh is None else self._check(made)
         self._update_held()
         program, structure = self._bind(made, mesh, step=step), self._structure(made, call)
+        if self.compiles:
+            program.compile(tells=self._tells)
         return Entry(program, Guard(reads), reads.left, call.constants, structure=structure)
 
     def _compiled(
@@ -498,7 +510,7 @@ class Runner:
         self._has_said.add(free)
         if self._tells:
             then = (
-                "from now on it is an input of the program"
+                "from now on it is an input of the program" + ", which isn't compiled" * self.compiles
                 if free
                 else "the model is traced anew for each value, without a search where numbers alone differ; "
                 f"the last {STATES} programs of a kind are kept"
@@ -601,6 +613,16 @@ class Runner:
         return itertools.chain(self.tree.root.named_parameters(), self.tree.root.named_buffers())
 
     # -- samples --------------------------------------------------------------------------------
+
+    @property
+    def has_local_inputs(self) -> bool:
+        """Whether each rank passes samples of its own."""
+        return self._local is not None
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether training goes by `train_step`."""
+        return self._by_steps
 
     @property
     def samples(self) -> range:

@@ -323,13 +323,15 @@ class UserTree:
         """The root as an instance of the user's class, without anything of ours but its parameters."""
         root, parallel_class = self.root, type(self.root)
         self.uninstall()
-        runner = root.__dict__.pop("_autopar")
+        # A framework may have put a forward around ours (autocast): of the class, and of this object alone.
+        names = [name for name in ("_autopar", "forward") if name in root.__dict__]
+        ours: dict[str, Any] = {name: root.__dict__.pop(name) for name in names}
         root.__class__ = self.serial_class
         try:
             yield root
         finally:
             root.__class__ = parallel_class
-            root.__dict__["_autopar"] = runner
+            root.__dict__.update(ours)
             self.install()
 
     def _put_whole(self, states: Mapping[str, tuple[torch.dtype, bool]]) -> None:
