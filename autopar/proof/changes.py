@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from autopar.errors import AutoparError
 from autopar.planning.known_plans import kept, resized
 from autopar.planning.request import Request
 from autopar.planning.search import search
-from autopar.proof.precision import raise_model
+from autopar.proof.precision import copy_model, raise_model
 from autopar.proof.verify import Record, compare, train_eagerly, verify_simulated
 from autopar.results.plan import Plan
 from autopar.runtime.module import serial_model
@@ -204,7 +203,7 @@ def _trace(target: Target, request: Request) -> Traced:
 
 
 def _eagerly(target: Target, arguments: Arguments) -> Record:
-    model = raise_model(deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     return train_eagerly(model, arguments, target.loss_fn, steps=1)
 
 

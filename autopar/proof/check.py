@@ -10,7 +10,6 @@ factor don't use it for nearly all of their flops.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +30,7 @@ from autopar.proof.changes import Changes, try_changes
 from autopar.proof.cutting import cutting_effect, draws, eager_parts
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import (
+    copy_model,
     float64_by_default,
     raise_graph,
     raise_model,
@@ -244,7 +244,7 @@ def _check_pipeline(
     if shorter and (plan.pipeline.is_staged or not processes):
         check_plan(plan.program, traced.graph, shorter.graph)
     graph, casts = raise_graph(traced.graph)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     tensors = tuple(map(raise_tensor, arguments.tensors))
     batch = split_batch(traced.cutting, tensors, count, find=model.get_buffer)
     disagreement: Disagreement = {}
@@ -282,7 +282,7 @@ def _check_pipeline(
 
     random = count > 1 and draws(graph)
     serially = in_parts if random else at_once
-    verdict = judge(ours, copy.deepcopy(model), serially, casts, disagreement)
+    verdict = judge(ours, copy_model(model), serially, casts, disagreement)
     if count == 1 or (verdict.passed and not random):
         return Report(plan, verdict, request.force)
     effect = cutting_effect(model, at_once, in_parts, random=random)
@@ -342,7 +342,7 @@ def _check_micro_batches(target: Target, count: int, said: Said | None, static: 
 
     cutting = parts_of(whole, target.args, target.kwargs, said).cutting()
     batch = split_batch(cutting, arguments.tensors, count, weigh=False)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     causes = (_failure(target, model, arguments, micro.tensors, number) for number, micro in enumerate(batch))
     number, cause = next(((place, each) for place, each in enumerate(causes) if each is not None), (0, None))
     if cause is None or _failure(target, model, arguments, arguments.tensors) is not None:
@@ -387,7 +387,7 @@ def _verify_processes(
     _, casts = raise_graph(traced.graph)
     job = replace(_job(target, traced, plan, cluster, traced.arguments.tensors, steps), static=static)
     ours, disagreement = train_on_processes(job)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     constants = written_constants(traced.graph)
 
     def serially(model: nn.Module) -> Record:

@@ -53,7 +53,9 @@ from autopar.trace.structure import (
     edge_lists,
     holding,
     may_be_edges,
+    refuse_sparse_operators,
     said_structure,
+    sparse_structure,
 )
 from autopar.trace.torch_checks import traceable
 from autopar.trace.uncollected import uncollected
@@ -179,7 +181,8 @@ def trace(
     _check_loss(model, loss_fn, known)
     autocast = autocast or Autocast.now("cpu")
     once = partial(_trace, model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
-    traced = _with_structure(once, model, arguments, said_structure(static, model, arguments))
+    said = said_structure(static, model, arguments) | sparse_structure(model, arguments)
+    traced = _with_structure(once, model, arguments, said)
     if known.met_in(traced.graph):
         traced = once(structure=traced.structure, evaluates=traced.evaluates, by_name=True)
         if (met := known.met_in(traced.graph)) is not None:
@@ -203,7 +206,11 @@ def _with_structure(
         if not seen <= traced.asked | said:
             traced = once(structure=said | traced.asked, evaluates=True)
     more = edge_lists(traced.graph, arguments)
-    return traced if more <= traced.structure else once(structure=traced.structure | more, evaluates=True)
+    has_sparse = any(spec.layout is not torch.strided for spec in traced.graph.specs.values())
+    if not more <= traced.structure or (has_sparse and not traced.evaluates):
+        traced = once(structure=traced.structure | more, evaluates=True)
+    refuse_sparse_operators(traced.graph)
+    return traced
 
 
 def _name_way_out(error: ValuesAskedError, model: nn.Module, arguments: Arguments) -> None:

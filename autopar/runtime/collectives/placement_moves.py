@@ -39,13 +39,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime import registry
+from autopar.runtime import registry, sparse_kernel
 from autopar.runtime.collectives import batch_norm, convolution, groups, transport
 from autopar.runtime.collectives.memory_format import memory_format
 from autopar.runtime.collectives.row_ranges import Rows, expect, overlap
 from autopar.runtime.saved import regather
 
-__all__ = ["batch_norm", "convolution"]  # so that importing this module registers every operator
+__all__ = [
+    "batch_norm",
+    "convolution",
+    "sparse_kernel",
+]  # so that importing this module registers every operator
 
 Arguments: TypeAlias = tuple[Any, ...]  # of an operator, after its tensor
 

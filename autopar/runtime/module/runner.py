@@ -75,6 +75,7 @@ from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.trace.module_state import Inside
 from autopar.trace.numbers import NotFreeError
 from autopar.trace.simplify import no_loss
+from autopar.trace.structure import parts_of
 
 COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
 GRAPHS = 12  # programs for calls that differ in their graph alone, before another graph is refused
@@ -781,6 +782,8 @@ class Runner:
         if holders and dist.get_rank() // devices not in holders:
             return None, stored
         mine = part.part.take(values).to(self._device)
+        if mine.layout is not torch.strided:
+            return mine, stored
         mine = mine.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
         if isinstance(full, nn.Parameter):
             outer = distribute(part, mine, self._mesh[1])
@@ -792,10 +795,12 @@ class Runner:
         if full.is_meta:
             values = torch.zeros(full.shape, dtype=full.dtype)
             return values.fill_(float("nan")) if may_learn(full.dtype) else values
-        values = full.detach().clone(memory_format=torch.contiguous_format)
+        dense = {"memory_format": torch.contiguous_format} if full.layout is torch.strided else {}
+        values = full.detach().clone(**dense)
         if self._broadcast:
             values = values.to(self._device)
-            dist.broadcast(values, src=0)
+            for part in parts_of(values):
+                dist.broadcast(part, src=0)
         return values
 
     def _check(self, made: Executable | StagedExecutable) -> DeviceMesh:
