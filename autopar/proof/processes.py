@@ -40,6 +40,7 @@ from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import find_loss, flatten_arguments, flatten_results
 from autopar.trace.export import Traced, trace
 from autopar.trace.simplify import only_loss
@@ -59,6 +60,7 @@ class Job:
     state: Mapping[str, Tensor]
     steps: int
     batch_dims: Said | None = None
+    autocast: Autocast = Autocast()  # around the calls that are traced
 
     @property
     def by_steps(self) -> bool:
@@ -115,12 +117,14 @@ def _copy_state(state: Mapping[str, Tensor], model: nn.Module) -> None:
             tensor.copy_(state[name])
 
 
-def trace_lengths(target: Target, count: int, said: Said | None) -> tuple[Traced, Traced | None]:
+def trace_lengths(
+    target: Target, count: int, said: Said | None, autocast: Autocast
+) -> tuple[Traced, Traced | None]:
     """The graph of the first of `count` micro-batches, with its loss alone, and that of shorter ones; `said`
     are the dims of samples that the user says."""
 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        return trace(target.model, args, kwargs, loss_fn=target.loss_fn)
+        return trace(target.model, args, kwargs, loss_fn=target.loss_fn, autocast=autocast)
 
     if count == 1:
         traced = whole(target.args, target.kwargs)
@@ -133,10 +137,20 @@ def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
     """The target's graphs in float64, traced as the parent did: from the model as it is."""
     if job.by_steps:
         count = job.plan.pipeline.micro_batches
-        traced, shorter = trace_lengths(target, count, job.batch_dims)
+        traced, shorter = trace_lengths(target, count, job.batch_dims, job.autocast)
     else:
         args, kwargs = flatten_arguments(target.args, target.kwargs).rebuild(job.tensors)
-        traced, shorter = trace(target.model, args, kwargs, loss_fn=target.loss_fn, loss_only=False), None
+        traced, shorter = (
+            trace(
+                target.model,
+                args,
+                kwargs,
+                loss_fn=target.loss_fn,
+                loss_only=False,
+                autocast=job.autocast,
+            ),
+            None,
+        )
     difference = fingerprint_of(traced.graph).difference(job.plan.graph)
     if difference is not None:
         raise CheckError(

@@ -21,7 +21,7 @@ from autopar.core.cutting import Count, Cutting
 from autopar.core.graph import Graph
 from autopar.errors import AutoparError, InputError, cut_text
 from autopar.trace.attribute_reads import reading
-from autopar.trace.autocast import OFF, Autocast, autocast_set, tracing_under
+from autopar.trace.autocast import KERNELS, OFF, Autocast, autocast_set, tracing_under
 from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
@@ -187,6 +187,7 @@ def _trace(
         enter=parts.append,
     )
     device = next((item.device.type for item in (*model.parameters(), *arguments.tensors)), "cpu")
+    device = device if device in KERNELS else "cpu"  # on whose behalf meta tensors are traced
     try:
         with (
             inlined(),
