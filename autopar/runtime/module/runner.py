@@ -14,7 +14,7 @@ import copy
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from operator import attrgetter
@@ -49,6 +49,7 @@ from autopar.runtime.module.free_numbers import bind, check_alike, trial
 from autopar.runtime.module.growing_calls import GrowingCalls, calling_method, inside
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.local_inputs import LocalInputs
+from autopar.runtime.module.loss_scaling import factor_of, share_infinities
 from autopar.runtime.module.named_states import speak_by_names
 from autopar.runtime.module.optimizer_states import speak_serial_order
 from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast, take_over
@@ -171,6 +172,7 @@ class Runner:
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
         self._local_outputs = local_outputs
         self._agreement = Agreement(device, local_inputs=local_inputs)
+        self._scaler: torch.amp.GradScaler | None = None  # of the losses of steps
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
         self._stream: Stream | None = None  # where ranks draw masks; None: from the default generator
         self._batch: int | None = None  # samples of the first global batch
@@ -215,6 +217,16 @@ class Runner:
         with collective("train_step"):
             return self._step(args, kwargs, learn=True)
 
+    @contextmanager
+    def scaled_by(self, scaler: torch.amp.GradScaler) -> Iterator[None]:
+        """Within, backward of each step starts from the loss times the scaler's factor; the loss that
+        `train_step` returns is the loss itself."""
+        before, self._scaler = self._scaler, scaler
+        try:
+            yield
+        finally:
+            self._scaler = before
+
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
         with collective("eval_step"):
@@ -223,6 +235,7 @@ class Runner:
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, learn: bool) -> Tensor:
         call = flatten_arguments(args, kwargs)
         self._require_global("train_step")
+        scale = factor_of(self._scaler, self._device) if self._scaler and learn else None
         with torch.set_grad_enabled(learn):
             self._agree(call)
             program = self._current = self._program(call, step=self._by_steps)
@@ -231,10 +244,10 @@ class Runner:
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
                 with without_autocast(self._device.type):
-                    loss = program.train(batch) if learn else program.evaluate(batch)
+                    loss = program.train(batch, scale) if learn else program.evaluate(batch)
             else:
                 assert isinstance(program, Bound)
-                loss = self._accumulate(call, batch, program, learn=learn)
+                loss = self._accumulate(call, batch, program, scale, learn=learn)
         self.tree.leave(self._left)
         return loss
 
@@ -311,7 +324,13 @@ class Runner:
         return self._holders[name][0] == dist.get_rank() // self._mesh[0].num_devices
 
     def _accumulate(
-        self, call: Arguments, batch: Sequence[MicroBatch], first: Bound, *, learn: bool
+        self,
+        call: Arguments,
+        batch: Sequence[MicroBatch],
+        first: Bound,
+        scale: Tensor | None,
+        *,
+        learn: bool,
     ) -> Tensor:
         """One micro-batch after the other; a longer one's program may not fit the shorter. With exact
         masks each is drawn from the step's seed and its number, as in stages."""
@@ -331,7 +350,7 @@ class Runner:
                     raise no_loss()
                 loss = loss * micro.weight
                 if learn:
-                    loss.backward()
+                    (loss if scale is None else loss * scale).backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum(0)
 
@@ -703,6 +722,7 @@ class Runner:
             self._held, self.nothing = Held(self._device), (nothing(mesh),)
             self.tree.nothing = self.nothing
             refuse_torch_clipping(mesh)
+            share_infinities(mesh)
         if dist.get_world_size() > 1 and not self._exact_random:
             self._stream = shared_stream()
         serial_model.check_plain(self.tree.root)
