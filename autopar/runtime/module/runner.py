@@ -52,13 +52,14 @@ from autopar.runtime.module.local_inputs import LocalInputs
 from autopar.runtime.module.loss_scaling import factor_of, share_infinities
 from autopar.runtime.module.named_states import speak_by_names
 from autopar.runtime.module.optimizer_states import speak_serial_order
-from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast, take_over
+from autopar.runtime.module.optimizers import refuse_together, step_fast, take_over
 from autopar.runtime.module.program_cache import STATES, Entry, ProgramCache
 from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
 from autopar.runtime.module.structure_guard import StructureGuard
 from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.module.whole_steps import step_whole
 from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.parameters.global_scalars import read_whole_scalars
 from autopar.runtime.parameters.parameters import (
@@ -733,11 +734,17 @@ class Runner:
         numbers = any(not item.spec.shape for item in self._pinned.values())
         read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
         take_plain_tensors(self, mesh, self._obstacle())
-        refuse_whole_tensor(self, mesh)
-        step_fast(self, mesh)
+        self._look_at_steps(mesh)
         speak_serial_order()
         speak_by_names()
         return mesh
+
+    def _look_at_steps(self, mesh: DeviceMesh) -> None:
+        """Let optimizers step these parameters in the way that is right and fast, or be refused."""
+        if self._pipeline.is_staged:
+            refuse_together(self, mesh)
+        step_whole(self, mesh, staged=self._pipeline.is_staged)
+        step_fast(self, mesh)
 
     def _obstacle(self) -> str:
         """Why plain tensors outside the program don't lie as parameters do; empty where they do."""
@@ -770,8 +777,7 @@ class Runner:
             runner._held = Held(self._device)
         if self._mesh is not None:
             take_plain_tensors(runner, self._mesh[1], self._obstacle())
-            refuse_whole_tensor(runner, self._mesh[1])
-            step_fast(runner, self._mesh[1])
+            runner._look_at_steps(self._mesh[1])
         return twin
 
     def _plans(self, key: tuple[Hashable, ...]) -> list[Plan]:
