@@ -6,6 +6,7 @@ search            the passes, from a traced graph to the best plan over all mesh
 mesh_search       the best step on one mesh
 pipeline_search   how many stages and micro-batches
 micro_batch_graphs   the graphs of a batch's parts, whose losses add up
+apart             which plans predictions can't tell apart; of those the simplest stands
 estimates         what other numbers of stages and micro-batches would take
 optimizer_state   what an optimizer keeps beside each weight
 agree             one plan for all ranks

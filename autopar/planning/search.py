@@ -22,6 +22,7 @@ from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CoRunners, CostModel, Progress
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.planning.apart import margin, promise
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
 from autopar.planning.report import report
 from autopar.planning.request import Request
@@ -35,7 +36,6 @@ from costdb.database import Database
 
 MEASURING_ROUNDS = 6
 RIVALS = 2  # pure strategies whose operators are measured beside the winner's
-TOLD_APART = 0.03  # of measured seconds: less is noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,9 @@ def finish(decision: Decision) -> Found:
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [item for item, _ in alternatives]
+    if step.seconds > problem.incumbent.seconds:
+        mixed = problem.incumbent
+        rows.append(promise("mixed", mixed.seconds, mixed.peak_bytes, step.seconds))
     plan = report(problem.graph, problem.prices, step, decision.cluster, rows, problem.cap, request)
     plan = beside(plan, decision)
     return Found(plan, problem.dims, problem.prices, step.solution, step)
@@ -337,12 +340,18 @@ def _prefer_simpler(
     best: tuple[MeshProblem, Step], alternatives: Sequence[tuple[Alternative, Step | None]]
 ) -> tuple[MeshProblem, Step]:
     """Never a plan that is predicted slower than a pure strategy: an incumbent in time may be. Between
-    measured seconds that can't be told apart the pure strategy wins, which has less that could go wrong."""
+    plans that can't be told apart the pure strategy wins, which has less that could go wrong."""
     problem, step = best
-    limit = step.seconds * (1 + (TOLD_APART if problem.request.measure and problem.model.here else 0.0))
-    faster = [item for row, item in alternatives if item and row.feasible and item.seconds < limit]
-    if not faster:
+    pure = [item for row, item in alternatives if item and row.feasible and item.seconds < _limit(best, item)]
+    if not pure:
         return best
-    winner = min(faster, key=lambda item: item.seconds)
+    winner = min(pure, key=lambda item: item.seconds)
     solution = dataclasses.replace(winner.solution, status=step.solution.status)
     return problem, dataclasses.replace(winner, bound=min(step.bound, winner.seconds), solution=solution)
+
+
+def _limit(best: tuple[MeshProblem, Step], pure: Step) -> float:
+    """The seconds below which a pure strategy stands."""
+    problem, step = best
+    programs = step.solution.program, pure.solution.program
+    return step.seconds * (1 + margin(problem.graph, problem.prices, *programs))

@@ -98,9 +98,10 @@ def _pipeline(plan: Plan) -> list[str]:
 
 def _totals(plan: Plan) -> list[str]:
     cap = f" of {show_bytes(plan.memory_cap)}" if plan.memory_cap is not None else ""
+    error = f" ± {plan.error:.0%}" if plan.error else ""
     return [
         "",
-        f"step      {show_seconds(plan.step_seconds)} predicted: {show_seconds(plan.compute_seconds)} "
+        f"step      {show_seconds(plan.step_seconds)}{error} predicted: {show_seconds(plan.compute_seconds)} "
         f"compute, {show_seconds(plan.communication_seconds)} communication; "
         f"{plan.measured_share:.0%} of compute is measured",
         *_pipeline(plan),

@@ -20,8 +20,9 @@ NARROW = 0.9  # of the cap: a plan that takes more may have been made slower by 
 class Answer:
     """What a row came to. `wall` and `cpu` are seconds of planning, tracing included; `step` of a step.
 
-    `binds` is whether memory may have made the plan slower; `failure` is empty for a plan, and for a refusal
-    that names the least memory that would do, which `plan` then says.
+    `less` is what the best more complicated plan promises to spare, which the simpler one stands for: the
+    gap contains it. `binds` is whether memory may have made the plan slower; `failure` is empty for a plan,
+    and for a refusal that names the least memory that would do, which `plan` then says.
     """
 
     name: str
@@ -31,10 +32,16 @@ class Answer:
     cpu: float
     plan: str = ""
     gap: float | None = None
+    less: float = 0.0
     step: float | None = None
     peak_bytes: int | None = None
     binds: bool = False
     failure: str = ""
+
+    @property
+    def distance(self) -> float:
+        """How far the best plan that was found is from the bound."""
+        return max(0.0, 1.0 - (1.0 - (self.gap or 0.0)) / (1.0 - self.less))
 
     @property
     def is_late(self) -> bool:
@@ -67,10 +74,20 @@ def told(known: Answer, found: Plan | AutoparError) -> Answer:
         known,
         plan=words(found),
         gap=found.gap,
+        less=passed(found),
         step=found.step_seconds,
         peak_bytes=found.peak_bytes,
         binds=binds(found),
     )
+
+
+def passed(plan: Plan) -> float:
+    """What the best plan that was passed over for a simpler one promises to spare, relatively."""
+    least = min(
+        (item.step_seconds or plan.step_seconds for item in plan.alternatives if "promise" in item.name),
+        default=plan.step_seconds,
+    )
+    return max(0.0, 1.0 - least / plan.step_seconds)
 
 
 def words(plan: Plan) -> str:

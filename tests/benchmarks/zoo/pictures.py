@@ -161,7 +161,9 @@ def dit_xl(batch: int) -> Made:
 
 def unet_2d(batch: int) -> Made:
     with meta(F32):
-        model = nets.BasicUNet(spatial_dims=2, in_channels=3, out_channels=4, features=(64, 64, 128, 256, 512, 64))
+        model = nets.BasicUNet(
+            spatial_dims=2, in_channels=3, out_channels=4, features=(64, 64, 128, 256, 512, 64)
+        )
         images = torch.zeros(batch, 3, 512, 512)
     return model, (images, torch.zeros(batch, 512, 512, dtype=torch.long, device="meta")), F.cross_entropy
 

@@ -36,9 +36,7 @@ def h100s(nodes: int, seconds: float) -> Machines:
 NODE, RACK, HALL = h100s(1, 45), h100s(8, 75), h100s(32, 120)
 OLD = Machines(
     "32 v100",
-    ClusterSpec(
-        nodes=4, devices_per_node=8, device="v100", memory="32GB", intra=NVLINK_2, inter=ETHERNET
-    ),
+    ClusterSpec(nodes=4, devices_per_node=8, device="v100", memory="32GB", intra=NVLINK_2, inter=ETHERNET),
     75,
 )
 

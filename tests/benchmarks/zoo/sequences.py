@@ -149,7 +149,14 @@ def bert_large(batch: int) -> Made:
 
 def t5_large(batch: int) -> Made:
     config = hf.T5Config(
-        d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_decoder_layers=24, num_heads=16, use_cache=False
+        d_model=1024,
+        d_kv=64,
+        d_ff=4096,
+        num_layers=24,
+        num_decoder_layers=24,
+        num_heads=16,
+        decoder_start_token_id=0,
+        use_cache=False,
     )
     with meta(torch.bfloat16):
         model = hf.T5ForConditionalGeneration(config)
