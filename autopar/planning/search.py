@@ -342,16 +342,16 @@ def _prefer_simpler(
     """Never a plan that is predicted slower than a pure strategy: an incumbent in time may be. Between
     plans that can't be told apart the pure strategy wins, which has less that could go wrong."""
     problem, step = best
-    pure = [item for row, item in alternatives if item and row.feasible and item.seconds < _limit(best, item)]
-    if not pure:
+    pure = [item for row, item in alternatives if item and row.feasible]
+    winner = min(pure, key=lambda item: item.seconds, default=step)
+    if winner is step or winner.seconds > _limit(best, winner):
         return best
-    winner = min(pure, key=lambda item: item.seconds)
     solution = dataclasses.replace(winner.solution, status=step.solution.status)
     return problem, dataclasses.replace(winner, bound=min(step.bound, winner.seconds), solution=solution)
 
 
 def _limit(best: tuple[MeshProblem, Step], pure: Step) -> float:
-    """The seconds below which a pure strategy stands."""
+    """The seconds up to which a pure strategy stands."""
     problem, step = best
     programs = step.solution.program, pure.solution.program
     return step.seconds * (1 + margin(problem.graph, problem.prices, *programs))

@@ -188,6 +188,15 @@ def test_a_pure_strategy_stands_beside_a_mixed_plan_that_estimates_cannot_tell_f
     assert chosen(other).bound == best.bound  # on all plans, whichever is taken
 
 
+def test_of_pure_strategies_the_fastest_stands_also_where_it_is_the_plan_itself() -> None:
+    decision = decide(graph_of(1), ClusterSpec(devices_per_node=2, device="h100"), Request(**AUTO))
+    problem, best = decision.problem, decision.step
+    other = problem.plan(Parallelism.CHANNEL, None, cap=None).solution
+    steps = [best, replace(best, seconds=1.01 * best.seconds, solution=other)]
+    rows = [(Alternative("", each.seconds, each.peak_bytes, feasible=True), each) for each in steps]
+    assert _prefer_simpler((problem, best), rows)[1].seconds == best.seconds
+
+
 def test_what_is_measured_is_told_apart_sooner() -> None:
     assert (error_of(0.0), error_of(1.0)) == (0.1, 0.03)
     assert error_of(0.5) == pytest.approx(0.065)
