@@ -81,12 +81,14 @@ def decide_all(
     deadline: float | None = None,
     outputs: int = 0,
     least: int = 1,
+    at_once: Graph | None = None,
 ) -> Decision:
     """The best step for a global batch of `batch` samples; `stages` (pipeline ranks), `micro_batches` and
     `request.schedule` are chosen where they are None. `request.stages` and its micro-batches don't count.
 
     `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at, of
-    `least` or more. Only a batch that is computed at once, by one stage, has `outputs` bytes beside its loss.
+    `least` or more. Only a batch that is computed at once, by one stage, has `outputs` bytes beside its loss;
+    `at_once` is its graph with them, if it is to be planned with them.
     Raises InputError if nothing that is asked for can be run, InfeasibleError, with the least memory that
     would do, if no plan was found that meets the cap, SolverError if none was found in time.
     """
@@ -111,7 +113,8 @@ def decide_all(
         if asked.mesh is None:
             asked = replace(asked, mesh=choice.mesh)
         try:
-            graph = graph_of(choice.micro_batches)
+            is_plain = choice.ranks == choice.micro_batches == 1
+            graph = at_once if at_once and is_plain else graph_of(choice.micro_batches)
             found.append(
                 decide(
                     graph,

@@ -22,7 +22,7 @@ from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CoRunners, CostModel, Progress
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
-from autopar.planning.apart import margin, promise
+from autopar.planning.apart import MEASURED, margin, measured_share, promise
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
 from autopar.planning.report import report
 from autopar.planning.request import Request
@@ -342,16 +342,20 @@ def _prefer_simpler(
     """Never a plan that is predicted slower than a pure strategy: an incumbent in time may be. Between
     plans that can't be told apart the pure strategy wins, which has less that could go wrong."""
     problem, step = best
-    pure = [item for row, item in alternatives if item and row.feasible]
-    winner = min(pure, key=lambda item: item.seconds, default=step)
-    if winner is step or winner.seconds > _limit(best, winner):
+    pure = [(row, item) for row, item in alternatives if item and row.feasible]
+    alike = [item for row, item in pure if item.seconds <= _limit(best, item, row.name)]
+    if not alike:
         return best
+    winner = min(alike, key=lambda item: item.seconds)
     solution = dataclasses.replace(winner.solution, status=step.solution.status)
     return problem, dataclasses.replace(winner, bound=min(step.bound, winner.seconds), solution=solution)
 
 
-def _limit(best: tuple[MeshProblem, Step], pure: Step) -> float:
-    """The seconds up to which a pure strategy stands."""
+def _limit(best: tuple[MeshProblem, Step], pure: Step, kind: str) -> float:
+    """The seconds up to which a pure strategy stands: by estimates only data parallelism is simpler than a
+    mixed plan, for an expert mixes the kinds of model parallelism."""
     problem, step = best
-    programs = step.solution.program, pure.solution.program
-    return step.seconds * (1 + margin(problem.graph, problem.prices, *programs))
+    graph, prices, program = problem.graph, problem.prices, step.solution.program
+    if kind == Parallelism.BATCH.value:
+        return step.seconds * (1 + margin(graph, prices, program, pure.solution.program))
+    return step.seconds * (1 + measured_share(graph, prices, program) * MEASURED)

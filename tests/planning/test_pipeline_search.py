@@ -177,14 +177,15 @@ def test_a_pure_strategy_stands_beside_a_mixed_plan_that_estimates_cannot_tell_f
     other = problem.plan(Parallelism.CHANNEL, None, cap=None).solution  # does all but views otherwise
     apart = unlike(problem.graph, problem.prices, best.solution.program, other.program)
 
-    def chosen(solution: Solution) -> Step:
+    def chosen(solution: Solution, kind: str = "batch") -> Step:
         pure = replace(best, seconds=slower * best.seconds, solution=solution)
-        row = Alternative("channel", pure.seconds, pure.peak_bytes, feasible=True)
+        row = Alternative(kind, pure.seconds, pure.peak_bytes, feasible=True)
         return _prefer_simpler((problem, best), [(row, pure)])[1]
 
     assert 0.5 < apart < 1
     assert chosen(best.solution) == best  # what does the same is wrong alike: it would be slower
     assert (chosen(other) == best) == (slower >= 1 + 0.1 * apart)
+    assert chosen(other, "channel") == best  # model parallelism is mixed by experts, too
     assert chosen(other).bound == best.bound  # on all plans, whichever is taken
 
 
@@ -193,7 +194,7 @@ def test_of_pure_strategies_the_fastest_stands_also_where_it_is_the_plan_itself(
     problem, best = decision.problem, decision.step
     other = problem.plan(Parallelism.CHANNEL, None, cap=None).solution
     steps = [best, replace(best, seconds=1.01 * best.seconds, solution=other)]
-    rows = [(Alternative("", each.seconds, each.peak_bytes, feasible=True), each) for each in steps]
+    rows = [(Alternative("batch", each.seconds, each.peak_bytes, feasible=True), each) for each in steps]
     assert _prefer_simpler((problem, best), rows)[1].seconds == best.seconds
 
 
