@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.cluster import ClusterSpec
 from autopar.convert.network import Network
 from autopar.core.mesh import Mesh
+from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ _KNOWN: dict[Any, Known] = {}
 
 
 def known_prices(cluster: ClusterSpec, mesh: Mesh, model: CostModel, *, training: bool) -> Known:
-    """What is known for such a mesh; nothing where this machine may measure, which changes prices."""
-    if model.here or model.measured or model.corrections:
+    """What is known for such a mesh; nothing where something is measured, or may be, which changes prices."""
+    if model.here or model.measured or model.corrections or model.collectives != CollectiveTable({}):
         return Known()
     key = cluster, mesh, model.device, model.contention, training
     found = _KNOWN.pop(key, None) or Known()
