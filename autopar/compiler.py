@@ -22,7 +22,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.outputs import Outputs
 from autopar.core.program import Program
 from autopar.cost.machine.model import CoRunners, Progress
-from autopar.errors import CheckError, InfeasibleError, InputError, SolverError, TraceError
+from autopar.errors import CheckError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.known_plans import kept, resized
 from autopar.planning.micro_batch_graphs import Parts, parts_of
@@ -38,6 +38,7 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import samples_elsewhere
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
 from autopar.solve.deadline import after, left
+from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
@@ -105,6 +106,7 @@ class Compiler:
             traced = replace(traced, graph=with_masks_by_dims(traced.graph))
         if request.local_inputs:
             check_rows(traced.graph)
+            check_undecided(traced.graph)
         if not training:
             traced = replace(traced, graph=without_gradients(traced.graph))
         plan = (self.given(traced) if pinned is None else None) or kept(traced.graph, known)
@@ -183,7 +185,15 @@ class Compiler:
 
     def trace_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of a call as it is."""
-        return trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only)
+        return trace(
+            model,
+            args,
+            kwargs,
+            loss_fn=self.loss_fn,
+            loss_only=self.loss_only,
+            static=self.request.static,
+            autocast=Autocast.now(self.cluster.device_type),
+        )
 
     def parts(
         self,
@@ -227,6 +237,17 @@ class Compiler:
             if parts.size % count:
                 shorter = parts.traced(count, -1)
                 check_plan(plan.program, parts.traced(count).graph, shorter.graph)
+
+    def find_plan(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], auto: Auto | None
+    ) -> Plan:
+        """The best plan of a call, whose stages and micro-batches are the request's, or to be chosen."""
+        if auto:
+            found = self.find_pipeline(model, args, kwargs, auto)
+        else:
+            found = self.find(self.trace_step(model, args, kwargs).graph, self.request)
+        self.check_lengths(model, args, kwargs, found)
+        return found
 
     @uncollected()
     def find_pipeline(
@@ -406,7 +427,9 @@ class Compiler:
                     co_runners=co_runners,
                 ).plan
             except InfeasibleError as error:
-                if error.least is not None and request.training and not request.local_inputs:
+                # What an OverCapError says is sought when it is read, which takes time: it is about memory.
+                short = isinstance(error, OverCapError) or error.least is not None
+                if short and request.training and not request.local_inputs:
                     error.add_remedy(_more_micro_batches(graph, request))
                 raise
 
@@ -437,6 +460,8 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
     """Whether one micro-batch is kept where their number is to be chosen, and what a plan says of it."""
     if micro_batches is not None or parts.is_exact:
         return False, None
+    if parts.whole.decided_by is not None:
+        return True, f"{parts.whole.decided_by}: one micro-batch, as values of the batch decide here"
     kept = exactly or parts.flow is None
     way = "batch_dims says where samples are" if parts.flow is None else "more are asked for"
     return kept, f"{parts.obstacle}: one micro-batch, unless {way}" if kept else None
@@ -453,6 +478,17 @@ def check_rows(graph: Graph) -> None:
             found=f"samples in dim {dim} of {item.target} {list(item.spec.shape)}",
             wanted="samples in dim 0 of the first input, of whose rows each rank loads some",
             remedy='pass samples first (batch_first=True), or every rank the whole batch by inputs="global"',
+        )
+
+
+def check_undecided(graph: Graph) -> None:
+    """Raise InputError where values of a batch decide what is computed: ranks know their own alone."""
+    if graph.decided_by is not None:
+        raise InputError(
+            where=graph.decided_by,
+            found='values of the batch that decide what is computed, with inputs="local"',
+            wanted="a program for all samples, of which each rank passes some",
+            remedy='pass the whole batch on every rank (inputs="global"), or decide before the call',
         )
 
 

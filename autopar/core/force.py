@@ -8,13 +8,22 @@ from typing import TypeAlias
 
 
 class Parallelism(Enum):
-    """The kinds of parallelism inside a stage, by what is sharded."""
+    """The kinds of parallelism inside a stage, by what is sharded; model is filter or channel, as is best."""
 
     BATCH = "batch"
     DOMAIN = "domain"
     FILTER = "filter"
     CHANNEL = "channel"
+    MODEL = "model"
 
+    def has(self, kind: Parallelism | None) -> bool:
+        """Whether an option of that kind is one of this kind."""
+        return kind is self or (
+            self is Parallelism.MODEL and kind in (Parallelism.FILTER, Parallelism.CHANNEL)
+        )
+
+
+PURE = tuple(kind for kind in Parallelism if kind is not Parallelism.MODEL)  # each shards one kind of factor
 
 Force: TypeAlias = Parallelism | tuple[Parallelism, ...]  # the kind on all axes, or one for each axis
 # A layer's or an operator's name -> a factor, or None, for each axis.

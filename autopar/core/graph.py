@@ -79,6 +79,7 @@ class GraphInput:
     aliases: tuple[str, ...] = ()  # further names of a tied parameter
     mutated: bool = False  # written in place by an operator (running statistics)
     value: torch.Tensor | None = field(default=None, compare=False)  # of a constant
+    exact: torch.Tensor | None = field(default=None, compare=False)  # in more digits, where that is rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ class Graph:
     writes: tuple[tuple[str, str], ...] = ()
     loss: str | None = None
     notes: tuple[str, ...] = field(default=())  # what tracing changed or dropped, for the plan
+    decided_by: str | None = None  # a line of the user's where values of inputs decide what is computed
 
     def consumers(self) -> dict[str, list[tuple[Operator, int]]]:
         """For each tensor its uses: the operator and the position among its operands."""

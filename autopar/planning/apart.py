@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.core.strategy import Strategy
-from autopar.cost.operators.prices import Prices
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.planning.estimates import Choice
 from autopar.results.plan import Alternative
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 MEASURED = 0.03  # of measured seconds: less is noise
 ESTIMATED = 0.1  # of estimated ones: rooflines know no kernels, and no host that can't keep up
 
+IN_VAIN = "which predictions can't tell from nothing"  # why a plan is passed over that promises more
+
 
 def error_of(measured_share: float) -> float:
     """By how much predicted seconds must differ to be told apart, relatively, if so much of them is
@@ -33,28 +34,27 @@ def error_of(measured_share: float) -> float:
     return measured_share * MEASURED + (1.0 - measured_share) * ESTIMATED
 
 
-def measured_share(graph: Graph, prices: Prices, program: Program) -> float:
+def measured_share(priced: PricedProgram) -> float:
     """The part of predicted operator time that rests on measurements."""
-    found = [prices.operator(item, program.strategies[item.name]) for item in graph.operators]
+    found = priced.operator_prices
     compute = sum(each.compute for each in found)
     return 1.0 - sum(each.missing_seconds for each in found) / compute if compute else 1.0
 
 
-def margin(graph: Graph, prices: Prices, program: Program, other: Program) -> float:
-    """By how much slower than `program` a simpler `other` may be predicted and stand, relatively; `prices`
-    are of the program's mesh, the other's may have fewer axes."""
-    share = measured_share(graph, prices, program)
-    return share * MEASURED + (1.0 - share) * ESTIMATED * unlike(graph, prices, program, other)
+def margin(priced: PricedProgram, other: Program) -> float:
+    """By how much slower a simpler `other` may be predicted and stand, relatively; it may be of a mesh of
+    fewer axes."""
+    share = measured_share(priced)
+    return share * MEASURED + (1.0 - share) * ESTIMATED * unlike(priced, other)
 
 
-def unlike(graph: Graph, prices: Prices, program: Program, other: Program) -> float:
+def unlike(priced: PricedProgram, other: Program) -> float:
     """The part of a program's operator time that is spent otherwise than in another."""
     total = alike = 0.0
-    for item in graph.operators:
-        seconds = prices.operator(item, program.strategies[item.name]).seconds
-        total += seconds
-        if _factors(program.strategies[item.name]) == _factors(other.strategies[item.name]):
-            alike += seconds
+    for item, price in zip(priced.graph.operators, priced.operator_prices, strict=True):
+        total += price.seconds
+        if _factors(priced.program.strategies[item.name]) == _factors(other.strategies[item.name]):
+            alike += price.seconds
     return 1.0 - alike / total if total else 0.0
 
 
@@ -95,7 +95,8 @@ class Apart:
 
 def promise(name: str, seconds: float, nbytes: int, taken: float) -> Alternative:
     """A plan that is passed over, although it promises less than the seconds of the one that is `taken`."""
-    return Alternative(f"{name} (promise {1 - seconds / taken:.1%} less)", seconds, nbytes, feasible=True)
+    reason = f"promises {1 - seconds / taken:.1%} less, {IN_VAIN}"
+    return Alternative(name, seconds, nbytes, feasible=True, reason=reason)
 
 
 def seconds_of(choice: Choice | Decision) -> float:

@@ -67,10 +67,17 @@ class Parts:
     @property
     def is_exact(self) -> bool:
         """Whether cutting changes no number, as far as the graph of the whole batch tells."""
-        return self.flow is not None and self.obstacle is None
+        return self.flow is not None and self.obstacle is None and self.whole.decided_by is None
 
     def cutting(self) -> Cutting:
         """How the call is cut; raises InputError where it can't be told which dims hold its samples."""
+        if self.whole.decided_by is not None:
+            raise InputError(
+                where=self.whole.decided_by,
+                found="values of the batch that decide what is computed, and micro-batches of it",
+                wanted="one decision for the batch",
+                remedy="choose 1 micro-batch, or decide before the call and pass a flag",
+            )
         if self.flow is None:
             raise untold(self.obstacle, self.call)
         loss, depth = self.flow.loss, self.flow.depth

@@ -2,9 +2,13 @@
 
 export               nn.Module -> Graph, by torch.export
 graph_builder        writes the exported graph down as operators
+structure            evaluates what follows from a graph's edges alone
+constant_folding     folds what follows from constants
+autocast             what torch.autocast does to operators
 simplify             leaves out what nobody needs
 call_signature       nested arguments and results, flat and back
 attribute_reads      which attributes a forward reads
+input_values         what forward decides by values of its inputs
 module_state         what a forward changes in its modules
 shared_memory        parameters and buffers that are reached past the model
 torch_checks         what torch's own Python decides by values

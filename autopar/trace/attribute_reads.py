@@ -28,6 +28,10 @@ ALL = "*"  # in the place of names: every attribute
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes that Python code has made
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _NOT_WATCHED = (torch.Tensor, nn.Module, type, Enum, types.ModuleType)
+_STATELESS = {
+    *("torch", "builtins", "typing", "math", "functools", "itertools", "einops", "numpy"),
+    *("logging", "warnings"),
+}
 _PROXIES = "torch.fx.experimental.proxy_tensor"  # whose classes stand for modules while torch traces
 
 
@@ -47,6 +51,7 @@ class Reads:
     def __init__(self) -> None:
         self.owners: dict[int, Owner] = {}
         self.functions: dict[int, types.FunctionType] = {}
+        self.decisions: list[Any] = []  # `input_values.Decision`: what forward asked of its inputs
         self.left: Mapping[tuple[str, str], Any] = {}  # what forward leaves in its modules, by path and name
         self._seen: dict[int, Any] = {}
         self._watched: dict[type, Any] = {}
@@ -174,9 +179,10 @@ def _is_settings(kind: type) -> bool:
 
 
 def is_torch(module: str | None) -> bool:
-    """Whether a module is torch's or a part of Python that holds no state of the user's."""
+    """Whether a module is torch's or a part of Python that holds no state of the user's: what a logger has
+    told, and to whom, is none of the graph."""
     first = (module or "").partition(".")[0]
-    return first in ("torch", "builtins", "typing", "math", "functools", "itertools", "einops", "numpy")
+    return first in _STATELESS
 
 
 def filled_cells(function: types.FunctionType) -> list[types.CellType]:

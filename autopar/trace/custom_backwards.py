@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.core.graph import Place, TensorSpec
 from autopar.errors import TraceError
 from autopar.trace import custom_calls, custom_operator, stand_ins
+from autopar.trace.autocast import Autocast, autocast_set
 from autopar.trace.custom_calls import Answered, FunctionCall, HookCall
 from autopar.trace.custom_operator import CUSTOM, CustomCall, CustomGradientError, place_of
 from autopar.trace.numbers import marked, require_none, watched
@@ -159,12 +161,13 @@ class _Tracer:
         """What is done with a call on such operands."""
         specs = tuple(TensorSpec(tuple(item.shape), item.dtype, item.requires_grad) for item in operands)
         numbers = watched(numbers)
-        key = call.identity, specs, tuple(map(float.__float__, numbers))
+        autocast = Autocast.now(operands[0].device.type if operands else "cpu")
+        key = call.identity, specs, tuple(map(float.__float__, numbers)), autocast
         if key not in self.known:
             self.busy = True
             try:
                 with stand_ins.outside_of_trace():
-                    self.known[key] = _judge(call, specs, numbers)
+                    self.known[key] = _judge(call, specs, numbers, autocast.dtype)
             finally:
                 self.busy = False
         return self.known[key]
@@ -177,7 +180,10 @@ def _written(place: Place, operands: Sequence[Tensor], numbers: Sequence[float])
 
 
 def _judge(
-    call: FunctionCall | HookCall, operands: tuple[TensorSpec, ...], numbers: Sequence[float]
+    call: FunctionCall | HookCall,
+    operands: tuple[TensorSpec, ...],
+    numbers: Sequence[float],
+    autocast: torch.dtype | None,
 ) -> _Judgement:
     behavior, pattern = _observed(call, operands, numbers)
     tried = None if behavior.reads_values else behavior.operands
@@ -188,14 +194,22 @@ def _judge(
         split = stand_ins.cuts(call.run, tried, numbers)
     known = CustomCall(
         title=call.title,
-        digest=custom_calls.digest(call.code, behavior.results, split),
-        identity=call.identity,
-        run=call.run,
+        digest=custom_calls.digest(call.code, behavior.results, split, autocast),
+        identity=(call.identity, autocast),
+        run=call.run if autocast is None else partial(_run_under, autocast, call.run),
         results=behavior.results,
         split=split,
         is_hook=isinstance(call, HookCall),
     )
     return _Judgement(call, place_of(known), pattern)
+
+
+def _run_under(
+    dtype: torch.dtype, run: custom_operator.Run, operands: Sequence[Tensor], numbers: Sequence[float]
+) -> tuple[Tensor, ...]:
+    """The user's code under the autocast that it was traced under; the program around it has none."""
+    with autocast_set({operands[0].device.type: dtype}):
+        return run(operands, numbers)
 
 
 def _is_derivative(call: FunctionCall, operands: Sequence[TensorSpec], numbers: Sequence[float]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from autopar.core.graph import (
     memory_order,
     refs,
 )
-from autopar.errors import TraceError
+from autopar.errors import TraceError, ValuesAskedError, cut_text
+from autopar.trace.autocast import Autocast, Casting, UncastError, casted
 from autopar.trace.call_signature import Arguments
 from autopar.trace.checkpoint_regions import region_of
 from autopar.trace.custom_operator import CUSTOM, call_at
@@ -77,10 +78,26 @@ _BEFORE = "compute it before the call and pass it"
 class GraphBuilder:
     """Walks the exported graph once and writes down single-assignment operators."""
 
-    def __init__(self, model: nn.Module, arguments: Arguments, exported: Any, known: Known) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Arguments,
+        exported: Any,
+        *,
+        known: Known,
+        autocast: Autocast,
+        traced_on: str,
+        structure: Collection[int] = (),
+    ) -> None:
         self.exported = exported
         self.arguments = arguments
+        self.traced = [path for place, path in enumerate(arguments.paths) if place not in structure]
         self.known = known
+        self.dtype = autocast.dtype  # what is cast to here, None where nothing is
+        self.devices = {autocast.device, traced_on}  # whose autocast this is
+        self.casting = Casting(autocast.device)
+        self.casts: dict[tuple[str, torch.dtype, int], str] = {}  # tensor, dtype, checkpoint -> its cast
+        self.retyped: set[str] = set()  # tensors whose dtype is another than the exported one
         self.inputs: dict[str, GraphInput] = {}
         self.specs: dict[str, TensorSpec] = {}
         self.operators: list[Operator] = []
@@ -114,7 +131,7 @@ class GraphBuilder:
 
     def read_inputs(self, gm: fx.GraphModule) -> None:
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        users = iter(self.arguments.paths)
+        users = iter(self.traced)
         for node, spec in zip(nodes, self.exported.graph_signature.input_specs, strict=True):
             match spec.kind:
                 case ExportedKind.PARAMETER | ExportedKind.BUFFER if spec.target.startswith("loss_fn."):
@@ -216,8 +233,10 @@ class GraphBuilder:
             self.add_operator(node, target, grad=grad)
 
     def inline(self, gm: fx.GraphModule, node: fx.Node, *, grad: bool) -> None:
-        """Regions under set_grad_enabled are inlined; what comes into one without gradients is detached."""
-        name = str(node.target)
+        """Regions under set_grad_enabled and autocast are inlined; what comes into one without gradients is
+        detached."""
+        name, dtype = str(node.target), self.dtype
+        cast: Any
         if name == "wrap_with_set_grad_enabled":
             mode, body, *operands = node.args
             if mode and not grad:
@@ -228,14 +247,16 @@ class GraphBuilder:
                     "end torch.no_grad() before torch.enable_grad() begins",
                 )
             grad = bool(mode)
-        elif name == "wrap_with_autocast" and node.args[2] is False:
-            body, *operands = node.args[4:]
+        elif name == "wrap_with_autocast":
+            device, cast, enabled, _, body, *operands = node.args
+            if device in self.devices:
+                dtype = cast if enabled else None
         else:
             raise self.refuse(
                 node,
                 f"a region of kind {name}",
-                "a forward without autocast or control flow",
-                "convert the model's dtype instead, or choose by torch.where(condition, a, b)",
+                "a forward without control flow",
+                "choose by torch.where(condition, a, b)",
             )
         inner = self.env.get(body) if isinstance(body, fx.Node) else body
         assert isinstance(inner, fx.GraphModule)
@@ -243,7 +264,9 @@ class GraphBuilder:
         for place, operand in zip(places, operands, strict=True):
             value = self.value(operand)
             self.env[place] = value if grad else self.detached(node, value)
+        around, self.dtype = self.dtype, dtype
         self.env[node] = self.read_nodes(inner, grad=grad)
+        self.dtype = around
 
     def detached(self, node: fx.Node, value: Any) -> Any:
         """`value` without gradient, which a region runs on: its own operators are like any others."""
@@ -267,24 +290,32 @@ class GraphBuilder:
         if target is CUSTOM:
             args = (*args[:4], Place(args[4]))
         args, kwargs = _device_by_name(target, args, kwargs)
-        target, args, kwargs = _without_example(target, args, kwargs, node.meta.get("val"))
         values = node.meta.get("val")
+        if target is not CUSTOM and _is_fixed(values):
+            args, kwargs, values = self.under_autocast(node, target, args, kwargs, values, written=written)
+        target, args, kwargs = _without_example(target, args, kwargs, values)
         single = isinstance(values, torch.Tensor)
         if not _is_fixed(values):
-            raise self.refuse(
+            refused = self.refuse(
                 node,
                 f"what {target} gives depends on values",
                 "sizes and numbers that don't",
                 f"keep all rows and choose by torch.where(mask, a, b), or {_BEFORE}",
             )
+            raise ValuesAskedError(**refused.as_words())
         results = [values] if single else list(values if values is not None else ())
         differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
         unusable = [None] * len(results[USABLE_RESULTS.get(target, len(results)) :])
         results = results[: len(results) - len(unusable)]
         title, names = self.names_for(node.name, None if single else len(results))
-        for name, value in zip(names, results, strict=True):
+        exported = [
+            item for item in pytree.tree_leaves(node.meta.get("val")) if isinstance(item, torch.Tensor)
+        ]
+        for name, value, before in zip(names, results, exported, strict=False):
             assert isinstance(value, torch.Tensor)
+            if value.dtype != before.dtype:
+                self.retyped.add(name)
             learns = (
                 differentiable and may_learn(value.dtype) and _may_learn_of(target, args, names.index(name))
             )
@@ -302,11 +333,71 @@ class GraphBuilder:
         )
         self.operators.append(operation)
         self.note_aliases(operation, fresh=written is not None)
+        if written is not None:
+            names = (self.cast(node, names[0], self.specs[written].dtype),)
+            self.retyped |= {names[0]} if written in self.retyped else set()
         self.env[node] = Ref(names[0]) if single else [*map(Ref, names), *unusable]
         if _is_hook(operation):
             self.hook(node, operation)
         if written is not None:
             self.replace(node, written, names[0], grad=grad)
+
+    # -- dtypes -----------------------------------------------------------------------------------
+
+    def under_autocast(
+        self,
+        node: fx.Node,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: Any,
+        *,
+        written: str | None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The call as autocast makes it, its operands cast, and what it gives; operators that write are never
+        cast, and give what a cast to the dtype of the written tensor follows."""
+        names = [ref.name for ref in refs((args, kwargs))]
+        floats = {self.specs[name].dtype for name in names if self.specs[name].dtype.is_floating_point}
+        dtype = self.dtype if written is None else None
+        again = dtype is not None or not self.retyped.isdisjoint(names) or (written and len(floats) > 1)
+        if not floats or not again:
+            return args, kwargs, values
+        try:
+            cast = self.casting.find(target, args, kwargs, self.specs, dtype)
+        except UncastError as error:
+            raise self.refuse(
+                node,
+                f"{target} on {', '.join(sorted(map(str, floats)))} under autocast, which casts inside of it",
+                "operators whose operands are cast",
+                "cast its operands in a region with torch.autocast(device_type, enabled=False)",
+            ) from error
+        except RuntimeError as error:
+            raise self.refuse(
+                node,
+                f"{target} under autocast: {cut_text(str(error).splitlines()[0], 120)}",
+                "operators that run under it",
+                "cast its operands in a region with torch.autocast(device_type, enabled=False)",
+            ) from error
+        if cast.dtype is not None:
+            to = cast.dtype
+            args, kwargs = map_refs(
+                (args, kwargs),
+                lambda ref: Ref(self.cast(node, ref.name, casted(self.specs[ref.name], to).dtype)),
+            )
+        return args, {**kwargs, **cast.keywords}, _as_dtypes(values, cast.results)
+
+    def cast(self, node: fx.Node, name: str, dtype: torch.dtype) -> str:
+        """The tensor in this dtype; equal casts are one, but for regions that are computed again."""
+        spec = self.specs[name]
+        if spec.dtype == dtype:
+            return name
+        key = name, dtype, region_of(node)
+        if key not in self.casts:
+            learns = spec.requires_grad and may_learn(dtype)
+            self.casts[key] = self.add(
+                node, aten.to.dtype, (Ref(name), dtype), replace(spec, dtype=dtype, requires_grad=learns)
+            )
+        return self.casts[key]
 
     def hook(self, node: fx.Node, operation: Operator) -> None:
         """Let all that uses a tensor use what the hook's `operation` gives instead, also before it.
@@ -412,7 +503,8 @@ class GraphBuilder:
             )
         result = node.meta["val"]
         spec = self.specs[value.name]
-        if (tuple(result.shape), result.dtype) != (spec.shape, spec.dtype):
+        same = result.dtype == spec.dtype or value.name in self.retyped
+        if tuple(result.shape) != spec.shape or not same:
             raise self.refuse(
                 node,
                 f"{target} into {spec.dtype}{list(spec.shape)}",
@@ -558,6 +650,12 @@ def _itself(node: fx.Node) -> fx.Node:
             break
         node = before
     return node
+
+
+def _as_dtypes(values: Any, dtypes: Sequence[torch.dtype]) -> Any:
+    """The exported values in the dtypes that they have here."""
+    found = iter(dtypes)
+    return pytree.tree_map_only(torch.Tensor, lambda value: value.to(next(found)), values)
 
 
 def _is_hook(item: Operator) -> bool:

@@ -1,6 +1,7 @@
 """What torch's own Python decides by values, and in-place operators without functional form, made traceable.
 
-    bool((mask == causal).all())        nn.Transformer: is it the causal mask? It is applied as it is.
+    bool((mask == causal).all())        nn.Transformer: is it the causal mask? It is applied as it is, but
+                                        refused beside keys that torch adds, which it hides if it is
     if torch.any(var < 0): raise        Gaussian NLL, distributions: checks are left out, and that is noted.
     1 / float(num_batches_tracked)      a batch norm's cumulative average: computed by tensors
     x.normal_(), x.fill_diagonal_(v)    by torch.randn and torch.where
@@ -37,18 +38,34 @@ class ForwardError(RuntimeError):
 @contextmanager
 def traceable(notes: list[str]) -> Iterator[None]:
     """Within, they are; what the program leaves out is added to `notes`."""
+    masks = _Masks()
     with (
-        patch.object(transformer, "_detect_is_causal_mask", _as_it_is),
+        patch.object(transformer, "_detect_is_causal_mask", masks.is_causal),
         patch.object(batchnorm._BatchNorm, "forward", _batch_norm(batchnorm._BatchNorm.forward)),
         _unchecked_distributions(notes),
-        _Rewriting(notes),
+        _Rewriting(notes, masks),
     ):
         yield
 
 
-def _as_it_is(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """A mask is applied as it is unless the caller says that it is the causal one."""
-    return is_causal is True
+class _Masks:
+    """What nn.Transformer asks of masks: one is applied as it is unless the caller says that it is causal."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def is_causal(self, mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        self.asked |= mask is not None and is_causal is None
+        return is_causal is True
+
+    def check(self, bias_k: Tensor | None, add_zero_attn: bool) -> None:
+        """Raise ForwardError for keys that torch adds, and hides where it takes the mask for causal."""
+        if self.asked and (bias_k is not None or add_zero_attn):
+            raise ForwardError(
+                f"{'add_zero_attn' if add_zero_attn else 'add_bias_kv'} beside a mask that may be causal",
+                "to be told: torch hides the added key where it takes a mask for causal",
+                "pass is_causal=False or True beside the mask",
+            )
 
 
 # -- checks of values -----------------------------------------------------------------------------------
@@ -132,15 +149,17 @@ class _Rewriting(TorchFunctionMode):
     """Reads of `tensor.data` are traced as `tensor.detach()`, and `tensor.data = x` is refused: torch.export
     knows neither, and leaves out the latter without a word."""
 
-    def __init__(self, notes: list[str]) -> None:
+    def __init__(self, notes: list[str], masks: _Masks) -> None:
         super().__init__()
-        self.notes = notes
+        self.notes, self.masks = notes, masks
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         _refuse(function, args, kwargs)
         if function == _DATA.__get__:
             return args[0].detach()
+        if function is F.multi_head_attention_forward:
+            self.masks.check(args[7], args[9])
         if function is F.gaussian_nll_loss:
             _note(self.notes, "gaussian_nll_loss")
             with patch.object(torch, "any", lambda *_: False):  # of `var < 0`

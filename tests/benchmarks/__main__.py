@@ -3,12 +3,14 @@
 python -m tests.benchmarks                      all of them, some 30 minutes
 python -m tests.benchmarks data-parallel        those whose name starts so
 python -m tests.benchmarks --json --rounds 50
+python -m tests.benchmarks published FILE.csv   predictions beside published runs
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from rich.table import Table
 from autopar.runtime.launch.launch import run_function
 from tests.benchmarks.cases import BENCHMARKS, Benchmark, run
 from tests.benchmarks.contest import Timed
+from tests.benchmarks.published.__main__ import app as published
 from tests.benchmarks.statistics import Ratio, ratio
 
 ROUNDS = 20
@@ -155,4 +158,6 @@ def _as_dict(row: Row) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["published"]:
+        published(sys.argv[2:])
     typer.run(main)

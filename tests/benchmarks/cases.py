@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.core.force import Parallelism
+from autopar.core.force import PURE as KINDS
 from autopar.runtime.collectives.memory_format import dense
 from autopar.runtime.launch import worker
 from examples import characters, digits, photographs
@@ -24,7 +24,7 @@ SEED = 0
 RATE = 1e-3  # small: the numbers stay finite whatever the net
 MOMENTUM = 0.9
 BUDGET = 40.0  # seconds: more rounds than asked for while they take no longer
-PURE = tuple(kind.value for kind in Parallelism)
+PURE = tuple(kind.value for kind in KINDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -416,3 +416,49 @@ def time_comes_before_samples(wrap: Wrap) -> list[Any]:
 @equal
 def a_table_is_as_long_as_the_batch(wrap: Wrap) -> list[Any]:
     return stepped(wrap, Anchored(), X[:4], torch.eye(4, 2, dtype=torch.float64))
+
+
+class Deciding(nn.Module):
+    """Branches, sizes and loops that follow from values of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 8).double(), nn.Linear(8, 3).double()
+
+    def forward(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        h = self.body(x)
+        if mask.any():
+            h = h.masked_fill(mask[:, None], 0.0)
+        for length in lengths.sort().values.tolist():
+            h = h + h[:, :length].sum(1, keepdim=True)
+        return self.head(h).square().mean()  # type: ignore[no-any-return]
+
+
+NONE, SOME = torch.zeros(8, dtype=torch.bool), torch.arange(8) > 5
+
+
+@equal
+def values_of_inputs_decide(wrap: Wrap) -> list[Any]:
+    model = wrap(Deciding(), X, NONE, torch.tensor([1, 2]))
+    found: list[Any] = []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for mask, lengths in ((NONE, [1, 2]), (SOME, [1, 2]), (NONE, [2, 1]), (SOME, [3, 3]), (~SOME, [1, 2])):
+        optimizer.zero_grad()
+        loss = model(X, mask, torch.tensor(lengths))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return [*found, seen(model)]
+
+
+@refused("values of the batch that decide what is computed, and micro-batches.*choose 1 micro-batch")
+def values_of_a_batch_decide_for_its_parts(wrap: Wrap) -> list[Any]:
+    return stepped(wrap, Deciding(), X, SOME, torch.tensor([1, 2]))
+
+
+@refused('with inputs="local".*decide before the call')
+def values_of_a_part_decide(wrap: Wrap) -> list[Any]:
+    model = Deciding()
+    ours = wrap(model, X, SOME, torch.tensor([1, 2]), inputs="local")
+    return [ours(X, SOME, torch.tensor([1, 2])).detach()]

@@ -126,3 +126,27 @@ def test_a_generator_that_a_draw_is_given_is_refused_with_the_line() -> None:
     own = torch.Generator()
     with pytest.raises(TraceError, match=r"test_torch_checks\.py:\d+: .*torch\.Generator.*generator="):
         trace(Net(lambda h, x: h + torch.randn(x.shape, generator=own)), (X,))
+
+
+class WithZeros(nn.Module):
+    """Attention to an added key of zeros; torch's code hides that one where it takes the mask for causal."""
+
+    def __init__(self, is_causal: bool | None) -> None:
+        super().__init__()
+        self.encoder, self.is_causal = Encoder("passed").layers, is_causal
+        for layer in self.encoder.layers:
+            layer.self_attn.add_zero_attn = True
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.encoder(x, mask=mask, is_causal=self.is_causal).square().mean()
+
+
+def test_a_key_that_torch_adds_beside_a_mask_that_may_be_causal_is_refused() -> None:
+    with pytest.raises(TraceError, match="add_zero_attn beside a mask.*pass is_causal=False or True"):
+        trace(WithZeros(None), (SEQUENCE, CAUSAL))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_key_that_torch_adds_is_seen_as_the_call_says(is_causal: bool) -> None:
+    target = Target(WithZeros(is_causal), (SEQUENCE, CAUSAL), {}, None, "")
+    assert verify(target, TWO, steps=2, force="batch", changes=0).passed

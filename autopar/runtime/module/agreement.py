@@ -20,7 +20,9 @@ from torch import Tensor
 
 from autopar.errors import InputError
 from autopar.runtime.collectives import transport
+from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import Arguments
+from autopar.trace.structure import parts_of
 from autopar.trace.user_source import calling_line
 
 FIRST = 3  # calls of each shape that compare everything
@@ -58,7 +60,8 @@ class Agreement:
 
         Raises InputError on every rank where they differ.
         """
-        kind = (torch.is_grad_enabled(), *(tensor.shape for tensor in call.tensors))
+        autocast = Autocast.now(self._device.type)
+        kind = (torch.is_grad_enabled(), autocast, *(tensor.shape for tensor in call.tensors))
         self._calls[kind] += 1
         self._count += 1
         whole = self._calls[kind] <= FIRST
@@ -89,6 +92,7 @@ class Agreement:
         yield from _signature(call, shapes=not self._local)
         yield "train or eval mode of the modules", _CALL, bytes(modes)
         yield "torch.is_grad_enabled()", _CALL, bytes([torch.is_grad_enabled()])
+        yield "autocast", _CALL, str(Autocast.now(self._device.type)).encode()
         if not self._local:
             for path, tensor in zip(call.paths, call.tensors, strict=True):
                 yield f"input {path}", _BATCH, _bytes(tensor, whole=whole)
@@ -111,6 +115,8 @@ def whole_bytes(tensor: Tensor) -> bytes:
 
 
 def _bytes(tensor: Tensor, *, whole: bool) -> bytes:
+    if tensor.layout is not torch.strided:
+        return b"".join(_bytes(part, whole=whole) for part in parts_of(tensor))
     flat = tensor.detach().reshape(-1)
     if not whole:
         flat = flat[:: max(1, len(flat) // SAMPLED)]

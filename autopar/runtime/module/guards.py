@@ -14,17 +14,18 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.runtime.module.old_parameters import OldParameter
 from autopar.trace.attribute_reads import ALL, Owner, Reads, filled_cells, global_names, is_torch
+from autopar.trace.input_values import changed
 from autopar.trace.numbers import is_number
 
 _MISSING = object()
@@ -70,7 +71,7 @@ class Guard:
     """Holds as long as everything that was `read` is what it is now."""
 
     def __init__(self, reads: Reads, free: Collection[Slot] = ()) -> None:
-        self._reads = reads
+        self._reads, self._decisions = reads, tuple(reads.decisions)
         self._slots: list[Slot | None] = []  # of every object that is expected
         self._getters: list[Callable[[Any], Any]] = []
         self._places: list[Any] = []
@@ -91,12 +92,18 @@ class Guard:
             index for index, slot in enumerate(self._slots) if slot is not None and slot.name in names
         }
 
-    def holds(self) -> bool:
-        """Whether nothing that was read has changed since."""
-        return self.change() is None
+    def holds(self, tensors: Sequence[Tensor] | None = None) -> bool:
+        """Whether nothing that was read has changed since, nor what a call's `tensors` decide."""
+        return self.change(tensors) is None
 
-    def change(self) -> str | None:
+    def change(self, tensors: Sequence[Tensor] | None = None) -> str | None:
         """The name of something that has changed, None if nothing has."""
+        if (name := self._changed()) is not None or tensors is None:
+            return name
+        decision = changed(self._decisions, tensors)
+        return None if decision is None else f"what inputs decide ({decision.line})"
+
+    def _changed(self) -> str | None:
         try:
             now = list(chain.from_iterable(map(operator.call, self._getters, self._places)))
         except (KeyError, IndexError, AttributeError, ValueError):

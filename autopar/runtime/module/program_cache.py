@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from autopar.runtime.module.free_numbers import Free
 from autopar.runtime.module.guards import Guard
+from autopar.runtime.module.structure_guard import StructureGuard
+from autopar.trace.call_signature import Arguments
 
 STATES = 16  # programs of one kind of call: of other attributes, numbers or flags
 KINDS = 256  # kinds of call: a program takes about 0.5 MB
@@ -29,10 +31,13 @@ class Entry(Generic[P]):
     left: Mapping[tuple[str, str], Any]
     constants: tuple[Any, ...] = ()
     free: Free | None = None
+    structure: StructureGuard | None = None
 
-    def fits(self, constants: tuple[Any, ...]) -> bool:
-        """Whether it is the program of a call with these constants, as things are; from now on it is."""
-        return self.guard.holds() and (self.free is None or self.free.settle(constants))
+    def fits(self, call: Arguments) -> bool:
+        """Whether it is the program of a call, as things are; from now on it is."""
+        if not self.guard.holds(call.tensors) or (self.structure and self.structure.change(call.tensors)):
+            return False
+        return self.free is None or self.free.settle(call.constants)
 
 
 class ProgramCache(Generic[P]):
@@ -49,6 +54,10 @@ class ProgramCache(Generic[P]):
         """All of them."""
         return (entry.program for entries in self._kinds.values() for entry in entries)
 
+    def fixed(self) -> Iterator[P]:
+        """Those without numbers that are others at each call."""
+        return (entry.program for entries in self._kinds.values() for entry in entries if entry.free is None)
+
     def plans(self) -> Iterator[tuple[Key, P]]:
         """All of them, with their kinds of call."""
         return ((key, entry.program) for key, entries in self._kinds.items() for entry in entries)
@@ -61,17 +70,17 @@ class ProgramCache(Generic[P]):
         """Those of this kind of call and of others that differ in the first part of their key alone."""
         return [entry for kind, entries in self._kinds.items() if kind[1:] == key[1:] for entry in entries]
 
-    def find(self, key: Key, constants: tuple[Any, ...]) -> Entry[P] | None:
+    def find(self, key: Key, call: Arguments) -> Entry[P] | None:
         """The program for this kind of call whose guard holds."""
         for arguments in self._free:
-            if (entry := self._find(_without(key, arguments), constants)) is not None:
+            if (entry := self._find(_without(key, arguments), call)) is not None:
                 return entry
-        return self._find(key, constants)
+        return self._find(key, call)
 
-    def _find(self, key: Key, constants: tuple[Any, ...]) -> Entry[P] | None:
+    def _find(self, key: Key, call: Arguments) -> Entry[P] | None:
         entries = self._kinds.get(key, [])
         for index, entry in enumerate(entries):
-            if entry.fits(constants):
+            if entry.fits(call):
                 if index:
                     entries.insert(0, entries.pop(index))
                 return entry

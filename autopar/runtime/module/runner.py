@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Siz
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Protocol, TypedDict, cast
 
 import torch
@@ -35,6 +36,7 @@ from autopar.results.plan import Plan
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.random import Stream, shared_stream
 from autopar.runtime.collectives.roll_call import collective, go_on
+from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.execute.bound_program import Bound, find_in, gradient_key
 from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.runtime.execute.forward_relay import Relay
@@ -54,6 +56,7 @@ from autopar.runtime.module.program_cache import STATES, Entry, ProgramCache
 from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
+from autopar.runtime.module.structure_guard import StructureGuard
 from autopar.runtime.module.user_tree import UserTree
 from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.parameters.global_scalars import read_whole_scalars
@@ -66,6 +69,7 @@ from autopar.runtime.parameters.parameters import (
     twin_of,
 )
 from autopar.trace.attribute_reads import Reads, recording
+from autopar.trace.autocast import Autocast, without_autocast
 from autopar.trace.call_signature import Arguments, find_loss, flatten_arguments
 from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.trace.module_state import Inside
@@ -73,7 +77,10 @@ from autopar.trace.numbers import NotFreeError
 from autopar.trace.simplify import no_loss
 
 COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
+GRAPHS = 12  # programs for calls that differ in their graph alone, before another graph is refused
 TRIALS = 3  # to prove that a program is one for all values of its numbers
+_TENSOR_STATE = attrgetter("dtype", "requires_grad")
+_MODE = attrgetter("training")
 TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL: how long a rank waits for one that has died
 
 
@@ -114,9 +121,9 @@ class Runner:
     """Runs `root` in parallel by the programs that `compile` makes, one for each kind of call.
 
     A kind of call is: shapes, dtypes and constants of the arguments; train or eval mode of every
-    module; which parameters need gradients; dtypes of parameters and buffers; and whatever else of the
-    modules and the loss a trace has read. Outputs and losses are the serial model's, on every rank the
-    whole, or the part that the program leaves there.
+    module; which parameters need gradients; dtypes of parameters and buffers; the state of autocast; and
+    whatever else of the modules and the loss a trace has read. Outputs and losses are the serial model's,
+    on every rank the whole, or the part that the program leaves there.
     """
 
     def __init__(
@@ -155,6 +162,7 @@ class Runner:
         self._counted, self._has_said = 0, set[bool]()
         self._failed: dict[Hashable, int] = {}  # trials of numbers to be free that have failed
         self._tells = dist.get_rank() == 0 and not quiet
+        self.compiles = False  # programs
         # Plans of the module that this one is a copy of, by their calls.
         self._inherited: list[tuple[tuple[Hashable, ...], Plan]] = []
         self._growing = GrowingCalls()
@@ -173,13 +181,6 @@ class Runner:
 
         With pipeline stages it is without gradients, and backward from it raises: `train_step` trains.
         """
-        if torch.is_autocast_enabled(self._device.type):
-            raise InputError(
-                where="call of the parallel module",
-                found="autocast, which the plan does not know of",
-                wanted="no autocast around it",
-                remedy="convert the model's dtype instead",
-            )
         with collective("forward"):
             return self._forward(args, kwargs)
 
@@ -197,7 +198,8 @@ class Runner:
             program = self._program(self._local.whole(call) if self._local else call)
         assert not isinstance(program, StagedProgram)
         self._current = program
-        output = program(call.tensors)
+        with without_autocast(self._device.type):
+            output = program(call.tensors)
         self.tree.leave(self._left)
         return output
 
@@ -227,12 +229,21 @@ class Runner:
             batch = split_batch(program.executable.cutting, call.tensors, count, find=self._buffer)
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
-                loss = program.train(batch) if learn else program.evaluate(batch)
+                with without_autocast(self._device.type):
+                    loss = program.train(batch) if learn else program.evaluate(batch)
             else:
                 assert isinstance(program, Bound)
                 loss = self._accumulate(call, batch, program, learn=learn)
         self.tree.leave(self._left)
         return loss
+
+    def compile(self) -> None:
+        """From now on programs are compiled, each at its next call."""
+        check_compiler(self._device.type)
+        if not self.compiles:
+            for program in self._programs.fixed():
+                program.compile(tells=self._tells)
+        self.compiles = True
 
     def _buffer(self, name: str) -> Tensor:
         """The whole of a buffer, on every rank; a collective."""
@@ -312,7 +323,8 @@ class Runner:
         for number, (micro, program) in enumerate(zip(batch, programs, strict=True)):
             if self._exact_random:
                 torch.manual_seed(mask_seed(seed, number))
-            with program.adding_up(last=program not in programs[number + 1 :]):
+            last = program not in programs[number + 1 :]
+            with program.adding_up(last=last), without_autocast(self._device.type):
                 loss = find_loss(program(micro.tensors))
                 if loss is None:
                     raise no_loss()
@@ -362,7 +374,7 @@ class Runner:
         self.tree.check()
         self._update_held()
         key = self._key(call, step=step, place=place)
-        entry = self._programs.find(key, call.constants)
+        entry = self._programs.find(key, call)
         if entry is None:
             method = calling_method(self.tree.root, self.tree.serial_class)
             self._growing.see(call.tensors, method)
@@ -379,7 +391,7 @@ class Runner:
     def _new_entry(
         self, call: Arguments, key: tuple[Hashable, ...], *, step: bool, place: int
     ) -> Entry[Bound | StagedProgram | Relay]:
-        change, itself = self._change(key)
+        change, itself = self._change(key, call)
         if self._mesh is not None:
             go_on("by a new program" + ("" if change is None else f", as {change} has changed"))
             last = next(iter(self._programs.of(key)), None)
@@ -393,7 +405,10 @@ class Runner:
         groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
         mesh = self._place(made) if self._mesh is None else self._check(made)
         self._update_held()
-        return Entry(self._bind(made, mesh, step=step), Guard(reads), reads.left, call.constants)
+        program, structure = self._bind(made, mesh, step=step), self._structure(made, call)
+        if self.compiles:
+            program.compile(tells=self._tells)
+        return Entry(program, Guard(reads), reads.left, call.constants, structure=structure)
 
     def _compiled(
         self, call: Arguments, known: Sequence[Plan], *, step: bool, place: int
@@ -439,15 +454,27 @@ class Runner:
             guard = Guard(reads, free.slots)
             if not free.settle(call.constants):
                 return None
-            return Entry(program, guard, reads.left, call.constants, free)
+            structure = self._structure(made, call)
+            return Entry(program, guard, reads.left, call.constants, free, structure)
         return None
 
-    def _change(self, key: tuple[Hashable, ...]) -> tuple[str | None, bool]:
+    def _structure(self, made: Executable | StagedExecutable, call: Arguments) -> StructureGuard | None:
+        """The guard of the values that a program is made for."""
+        if not made.structure:
+            return None
+        return StructureGuard(
+            made.structure, call.tensors, call.paths, lambda name: find_in(self.tree.root, name)
+        )
+
+    def _change(self, key: tuple[Hashable, ...], call: Arguments) -> tuple[str | None, bool]:
         """What was read and has changed, None for another kind of call, and whether forward itself does that;
         raises InputError where it always does."""
         alike = self._programs.like(key)
         last = next(iter(self._programs.of(key)), None)
-        change = "an argument without tensors" if last is None else last.guard.change()
+        change = "an argument without tensors" if last is None else last.guard.change(call.tensors)
+        if change is None and last is not None and last.structure is not None:
+            change = last.structure.change(call.tensors)
+            self._check_structures(change, key)
         owners = {path: type(module).__name__ for path, module in self.tree.root.named_modules()}
         owners[""] = self.tree.serial_class.__name__
         left = last.left if last else ()
@@ -462,6 +489,19 @@ class Runner:
             )
         return (change if alike else None), bool(own)
 
+    def _check_structures(self, change: str | None, key: tuple[Hashable, ...]) -> None:
+        """Raise InputError for a structure that is another one at each call."""
+        if (
+            change is not None
+            and sum(entry.structure is not None for entry in self._programs.of(key)) >= GRAPHS
+        ):
+            raise InputError(
+                where=change,
+                found=f"another graph than in {GRAPHS} programs that were made for calls like this one",
+                wanted="a graph that stays, for which a plan is made",
+                remedy="pass the same one at each call, or cut small graphs into batches by hand",
+            )
+
     def _tell_change(self, change: str | None, *, free: bool) -> None:
         """Say once what a change costs."""
         if change is None or free in self._has_said:
@@ -469,7 +509,7 @@ class Runner:
         self._has_said.add(free)
         if self._tells:
             then = (
-                "from now on it is an input of the program"
+                "from now on it is an input of the program" + ", which isn't compiled" * self.compiles
                 if free
                 else "the model is traced anew for each value, without a search where numbers alone differ; "
                 f"the last {STATES} programs of a kind are kept"
@@ -532,10 +572,10 @@ class Runner:
     def _key(self, call: Arguments, *, step: bool, place: int) -> tuple[Any, ...]:
         if self._mesh is None:
             return ()
-        held = itertools.chain.from_iterable(
-            (*item._parameters.values(), *item._buffers.values()) for item in self.tree.modules
-        )
-        mine = tuple((tensor.dtype, tensor.requires_grad) for tensor in held if tensor is not None)
+        held = [tensor for item in self.tree.modules for tensor in item._parameters.values()]
+        held += [tensor for item in self.tree.modules for tensor in item._buffers.values()]
+        with torch._C.DisableTorchFunctionSubclass():  # a property of a DTensor takes thrice as long in it
+            mine = tuple(map(_TENSOR_STATE, (tensor for tensor in held if tensor is not None)))
         structure, constants, shapes = call.key
         return (
             constants,
@@ -546,8 +586,9 @@ class Runner:
             structure,
             shapes,
             tuple(tensor.requires_grad for tensor in call.tensors),
-            tuple(module.training for module in self.tree.modules),
+            tuple(map(_MODE, self.tree.modules)),
             tuple(self._held.states.items()) if self._held else mine,
+            Autocast.now(self._device.type),
         )
 
     def _update_held(self) -> None:
@@ -571,6 +612,16 @@ class Runner:
         return itertools.chain(self.tree.root.named_parameters(), self.tree.root.named_buffers())
 
     # -- samples --------------------------------------------------------------------------------
+
+    @property
+    def has_local_inputs(self) -> bool:
+        """Whether each rank passes samples of its own."""
+        return self._local is not None
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether training goes by `train_step`."""
+        return self._by_steps
 
     @property
     def samples(self) -> range:

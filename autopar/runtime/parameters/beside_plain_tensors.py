@@ -46,8 +46,10 @@ def _torch_function(
 ) -> Any:
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
+        if function.__name__ in ("__get__", "__set__"):  # a property such as dtype
+            return function(*args, **kwargs)
         plain = [item for item in _tensors((args, kwargs)) if _is_plain(item)]
-        if not plain or function.__name__ in ("__get__", "__set__"):
+        if not plain:
             return function(*args, **kwargs)
         sharded = (item for item in _tensors((args, kwargs)) if isinstance(item, DTensor))
         mesh = next((item.device_mesh for item in sharded), None)

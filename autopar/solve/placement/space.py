@@ -126,7 +126,7 @@ class Kinds:
         return {
             option.factor: self._length(operation, option)
             for option in options_of(operation, self.dims)
-            if self.of(operation, option) is wanted
+            if wanted.has(self.of(operation, option))
         }
 
     def _length(self, operation: Operator, option: Option) -> int:
@@ -309,7 +309,7 @@ def forced(
             strategy
             for strategy in strategies
             if all(
-                kinds.of(operation, option) in (None, kind)
+                not option.shards or kind.has(kinds.of(operation, option))
                 for option, kind in zip(strategy, wanted, strict=True)
             )
         ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import autopar
 from autopar.core.gathering import Gathering
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.planning.apart import IN_VAIN
 from autopar.results.plan import Plan
 from tests.benchmarks.zoo.rows import Row
 
@@ -84,7 +85,7 @@ def told(known: Answer, found: Plan | AutoparError) -> Answer:
 def passed(plan: Plan) -> float:
     """What the best plan that was passed over for a simpler one promises to spare, relatively."""
     least = min(
-        (item.step_seconds or plan.step_seconds for item in plan.alternatives if "promise" in item.name),
+        (item.step_seconds or plan.step_seconds for item in plan.alternatives if IN_VAIN in item.reason),
         default=plan.step_seconds,
     )
     return max(0.0, 1.0 - least / plan.step_seconds)

@@ -525,13 +525,42 @@ def test_a_whole_tensor_optimizer_is_refused_on_shards(pools: Pools) -> None:
 
 
 def _autocast(plan: str) -> None:
+    serial, ours = make_net().float(), parallel(make_net().float(), plan)
+    x, y = (item.float() for item in batch())
+    exact = ours(x, y), serial(x, y)
+    assert gap(*exact) < 1e-6
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (serial, ours)]
+    for dtype in (torch.bfloat16, torch.bfloat16, None, torch.float16):
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            losses = serial(x, y), ours(x, y)
+        assert losses[0].dtype == losses[1].dtype
+        assert gap(*losses) < 1e-2
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert gap(ours.state_dict(), serial.state_dict()) < 1e-2
+    assert exact[0] != losses[1] and len(ours._autopar._programs) == 3
+
+
+@pytest.mark.parametrize(
+    "plan", ["batch x filter", *(pytest.param(each, marks=pytest.mark.long) for each in PLANS)]
+)
+def test_each_state_of_autocast_around_the_call_is_a_program_of_its_own(pools: Pools, plan: str) -> None:
+    on_ranks(pools, plan, _autocast)
+
+
+def _unlike_autocast(plan: str) -> None:
     _, ours = prepared(plan)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="autocast"):
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 0),
+        pytest.raises(InputError, match="found autocast on rank 1 unlike that on rank 0"),
+    ):
         ours(*batch())
 
 
-def test_autocast_around_the_module_is_refused(pools: Pools) -> None:
-    on_ranks(pools, "batch", _autocast)
+def test_another_state_of_autocast_on_one_rank_is_refused(pools: Pools) -> None:
+    on_ranks(pools, "batch", _unlike_autocast)
 
 
 def _unplanned(plan: str) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import pytest
+from torch import Tensor
 
 from autopar.runtime.module import program_cache
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.program_cache import Entry, ProgramCache
+from autopar.trace.call_signature import flatten_arguments
+
+NO_ARGUMENTS = flatten_arguments((), {})
 
 
 @dataclass
@@ -18,7 +23,7 @@ class Flag:
 
     up: bool = True
 
-    def holds(self) -> bool:
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
         return self.up
 
 
@@ -47,12 +52,12 @@ def test_the_program_whose_guard_holds_is_found_and_comes_to_the_front() -> None
     for up, wanted in (((1, 1, 1), "2"), ((1, 1, 0), "1"), ((1, 1, 1), "1"), ((1, 0, 0), "0")):
         for flag, now in zip(flags, up, strict=True):
             flag.up = bool(now)
-        found = cache.find(("x",), ())
+        found = cache.find(("x",), NO_ARGUMENTS)
         assert found is not None and found.program == wanted
         assert cache.of(("x",))[0] is found
     for flag in flags:
         flag.up = False
-    assert cache.find(("x",), ()) is None and cache.find(("y",), ()) is None
+    assert cache.find(("x",), NO_ARGUMENTS) is None and cache.find(("y",), NO_ARGUMENTS) is None
 
 
 def test_kinds_of_call_that_differ_in_the_first_part_of_their_key_are_alike() -> None:

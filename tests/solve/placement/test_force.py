@@ -40,6 +40,15 @@ def test_each_axis_has_its_own_kind_and_layers_that_compute_use_both() -> None:
     assert plan.sharded_flops_share == 1
 
 
+def test_model_is_filter_or_channel_as_is_best() -> None:
+    pure = [planned(force, mesh="4", name="mlp") for force in ("filter", "channel")]
+    plan = planned("model", mesh="4", name="mlp")
+    kinds = {layer.kinds[0] for layer in plan.layers if layer.flops}
+    assert kinds == {"filter", "channel"}  # what one gives in parts the next one takes so
+    assert plan.step_seconds < min(each.step_seconds for each in pure)
+    assert all(each.name != "model" for each in planned("batch", mesh="4").alternatives)
+
+
 def test_the_order_of_kinds_is_that_of_the_axes() -> None:
     plan = planned((FILTER, BATCH))
     assert next(layer.kinds for layer in plan.layers if layer.module == "conv") == ("filter", "batch")
@@ -58,7 +67,8 @@ def test_a_dim_in_parts_is_sharded_by_those_of_them_that_give_every_axis_one() -
 
 
 @pytest.mark.parametrize(
-    "force", ["batch+filter", "batch+domain", pytest.param("domain+channel", marks=pytest.mark.long)]
+    "force",
+    ["batch+filter", "batch+domain", "batch+model", pytest.param("domain+channel", marks=pytest.mark.long)],
 )
 def test_the_forced_program_computes_what_the_serial_one_does(force: str) -> None:
     report = api.verify(target(), FOUR, force=force, steps=2, changes=0)

@@ -1,0 +1,255 @@
+"""What torch.autocast does to an operator, as casts that the graph shows.
+
+    linear(x, w, b)    ->  linear(to(x, bfloat16), to(w, bfloat16), to(b, bfloat16))
+    layer_norm(x)      ->  layer_norm(to(x, float32))           on CUDA; on CPUs as it is
+    softmax(x, 1)      ->  softmax(x, 1, dtype=float32)         on CUDA
+    cat([x, y])        ->  cat([to(x, float32), y])             where y is float32
+
+torch itself is asked: the operator runs under autocast on tensors without values, of the kind of device that
+the plan is for, which need not be there. The kernels that this reaches, and the dtypes of all operands of
+theirs, must be those of the call with its casts, without autocast. So the casts are exact, also in what torch
+composes of other operators, and a later torch brings its own lists.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.core.graph import Call, TensorSpec, map_refs
+
+aten = torch.ops.aten
+
+KERNELS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+OFF: Mapping[str, torch.dtype | None] = dict.fromkeys(KERNELS)
+# What only moves or renames numbers: it may come before a cast or after it.
+_INDIFFERENT = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.constant_pad_nd.default}
+# What can't run without a device that isn't there, and what CUDA's kernels make of it.
+_LEFT_ALONE = {aten.batch_norm.default, aten.instance_norm.default}
+_LOWERED = {aten.gru.input, aten.gru.data, aten.gru_cell.default}
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The state of autocast for one kind of device: the dtype of what is cast, None where nothing is."""
+
+    device: str = "cpu"
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def now(cls, device: str) -> Autocast:
+        """The state that the caller is in."""
+        enabled = torch.is_autocast_enabled(device)
+        return cls(device, torch.get_autocast_dtype(device) if enabled else None)
+
+    def __str__(self) -> str:
+        return "none" if self.dtype is None else f"autocast {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """How a call is written without autocast: its operands of floats but for doubles as `dtype`, `keywords`
+    beside its own, and the dtypes of its results."""
+
+    dtype: torch.dtype | None
+    keywords: Mapping[str, Any]
+    results: tuple[torch.dtype, ...]
+
+
+class UncastError(Exception):
+    """Autocast does to an operator what no cast of its operands does."""
+
+
+class Casting:
+    """What autocast does to operators on one kind of device; equal calls are tried once."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[tuple[str, torch.dtype | None], Cast] = {}
+
+    def find(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        specs: Mapping[str, TensorSpec],
+        dtype: torch.dtype | None,
+    ) -> Cast:
+        """How the call is written that torch makes of `target(*args, **kwargs)` where `dtype` is autocast's.
+
+        Raises UncastError where no casts of operands do the same, and what torch raises.
+        """
+        args, kwargs = map_refs((args, kwargs), lambda ref: replace(specs[ref.name], requires_grad=False))
+        key = Call(target, args, kwargs).key(), dtype
+        if key not in self._known:
+            self._known[key] = self._find(target, args, kwargs, dtype)
+        return self._known[key]
+
+    def _find(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
+    ) -> Cast:
+        if dtype is None or not may_cast(target, self._device):
+            return self._written(target, args, kwargs, None)
+        if target in _LEFT_ALONE | _LOWERED and self._device == "cuda" and not torch.cuda.is_available():
+            return self._written(target, args, kwargs, dtype if target in _LOWERED else None)
+        wanted = self._run(target, args, kwargs, dtype)
+        for cast, keywords in _ways(target, args, dtype):
+            given = map_specs((args, kwargs | keywords), partial(casted, dtype=cast))
+            try:
+                found = self._run(target, *given)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError):
+                continue  # as of operands of dtypes that don't go together
+            if found == wanted or (cast is torch.float32 and found.widens(wanted)):
+                return Cast(cast, keywords, found.results)
+        raise UncastError
+
+    def _written(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cast: torch.dtype | None
+    ) -> Cast:
+        """The call with operands as `cast`; what dtypes it gives is the same on all devices."""
+        args, kwargs = map_specs((args, kwargs), partial(casted, dtype=cast))
+        return Cast(cast, {}, self._run(target, args, kwargs, device="cpu").results)
+
+    def _run(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dtype: torch.dtype | None = None,
+        device: str = "",
+    ) -> _Ran:
+        empty = partial(_empty, device=device or self._device)
+        with self._mode, torch.no_grad(), autocast_set({**OFF, self._device: dtype}):
+            args, kwargs = map_specs((args, kwargs), empty)
+            with _Log() as log:
+                results = target(*args, **kwargs)
+        tensors = [item for item in pytree.tree_leaves(results) if isinstance(item, torch.Tensor)]
+        return _Ran(tuple(item.dtype for item in tensors), Counter(log.calls))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What a call gave, and the kernels that it reached."""
+
+    results: tuple[torch.dtype, ...]
+    kernels: Counter[tuple[Any, ...]]
+
+    def widens(self, other: _Ran) -> bool:
+        """Whether it reached the same kernels, on wider numbers at most: where a composed operator rounds
+        between its parts, as the cross entropy does on CUDA, or casts some of them, as cells of a GRU."""
+        ours, theirs = (Counter(call[0] for call in each.kernels.elements()) for each in (self, other))
+        return self.results == other.results and ours == theirs
+
+
+class _Log(TorchDispatchMode):
+    """Notes what runs, and on which dtypes; inside a kernel nothing is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        disabled: Any = torch._C._DisableAutocast  # ships without types
+        with disabled():
+            result = func(*args, **(kwargs or {}))
+        views = any(item.alias_info for item in func._schema.returns)
+        if func not in _INDIFFERENT and not views and (dtypes := _dtypes(result)):
+            self.calls.append((func, _dtypes((args, kwargs)), dtypes))
+        return result
+
+
+def may_cast(target: Any, device: str) -> bool:
+    """Whether autocast may change what an operator, or what it is composed of, computes in."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    has: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(target.name(), KERNELS[device]) or has(target.name(), "CompositeImplicitAutograd")
+
+
+def casted(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
+    """The tensor as autocast casts it to `dtype`: doubles and whole numbers it leaves alone."""
+    if dtype is None or not spec.dtype.is_floating_point or spec.dtype is torch.float64:
+        return spec
+    return replace(spec, dtype=dtype)
+
+
+def map_specs(tree: Any, change: Callable[[TensorSpec], Any]) -> Any:
+    """The tree of arguments with each TensorSpec changed."""
+    return pytree.tree_map_only(TensorSpec, change, tree)
+
+
+def _ways(
+    target: Any, args: tuple[Any, ...], dtype: torch.dtype
+) -> Iterator[tuple[torch.dtype | None, dict[str, Any]]]:
+    """The casts and keywords that autocast knows."""
+    yield None, {}
+    names = [item.name for item in target._schema.arguments]
+    if "dtype" in names and names.index("dtype") >= len(args):
+        yield None, {"dtype": torch.float32}
+    yield dtype, {}
+    yield torch.float32, {}
+
+
+@contextmanager
+def autocast_set(states: Mapping[str, torch.dtype | None]) -> Iterator[None]:
+    """Within, autocast has these states, also for devices that aren't there; without its cache."""
+    before = {device: Autocast.now(device).dtype for device in states}
+    cached, kept = torch.is_autocast_cache_enabled(), {key: torch.get_autocast_dtype(key) for key in states}
+    try:
+        torch.set_autocast_cache_enabled(False)
+        _set(states)
+        yield
+    finally:
+        _set(before)
+        for device, dtype in kept.items():
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cached)
+
+
+def without_autocast(device: str) -> AbstractContextManager[None]:
+    """Within, nothing is cast on this kind of device: the casts of a program are operators of its own."""
+    return autocast_set({device: None}) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _set(states: Mapping[str, torch.dtype | None]) -> None:
+    for device, dtype in states.items():
+        torch.set_autocast_enabled(device, dtype is not None)
+        if dtype is not None:
+            torch.set_autocast_dtype(device, dtype)
+
+
+@contextmanager
+def tracing_under(autocast: Autocast, traced_on: str) -> Iterator[None]:
+    """Within, Python that asks for autocast finds this state, whatever the device that is traced on.
+
+    Regions for a device that isn't there, which torch would disable, are those of the traced one.
+    """
+    states = {**OFF, autocast.device: autocast.dtype, traced_on: autocast.dtype}
+    original = torch.amp.autocast_mode.autocast.__init__
+
+    def on_traced(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, traced_on if device_type == autocast.device else device_type, *args, **kwargs)
+
+    with patch.object(torch.amp.autocast_mode.autocast, "__init__", on_traced), autocast_set(states):
+        yield
+
+
+def _empty(spec: TensorSpec, device: str) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+
+
+def _dtypes(tree: Any) -> tuple[torch.dtype, ...]:
+    return tuple(item.dtype for item in pytree.tree_leaves(tree) if isinstance(item, torch.Tensor))

@@ -1,0 +1,14 @@
+"""Predictions beside published training runs: `python -m tests.benchmarks.published FILE.csv`.
+
+Each run's own split is priced by the project's cost model and simulated by its schedules; nothing is run.
+What was published is how a stack of its own ran, with its own habits (`stack`): those are constants of that
+stack and not of autopar.
+
+runs         the file: splits, shapes, seconds, what ran out of memory
+llama        a Llama of a row's shape, on the meta device
+pieces       its embedding, a block and its head, priced once for each size of micro-batch and split
+stack        how the published stack runs them: cuts into stages, memory, sums of gradients, hosts
+prediction   seconds and bytes of a run
+baselines    an alpha-beta model without a fit, and one with eleven fitted parameters
+score        rank correlation, regret, errors, out-of-memory
+"""

@@ -1,0 +1,100 @@
+"""The pieces of a Llama, as autopar prices and places them: its embedding, a block, its head, and the loss.
+
+    places    0        1             n        m        end
+              | embed  |   a block   |  head  |  loss  |
+
+A stage of k blocks takes k times what one takes. A piece depends on the shape, the samples of a micro-batch
+on one device and the group that shares its layers, not on the other degrees: it is priced once for all runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TypeAlias
+
+from autopar.cluster import ClusterSpec, Link
+from autopar.compiler import Compiler
+from autopar.core.costs import OptimizerState
+from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
+from autopar.cost.machine.model import CostModel
+from autopar.cost.stages.intervals import Intervals, intervals
+from autopar.errors import InputError
+from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.request import Request
+from autopar.sharding.strategies import find_atoms
+from tests.benchmarks.published.llama import BLOCK, HEAD, llama, pins
+from tests.benchmarks.published.runs import Shape
+
+ONCE = OptimizerState(0.0)  # so that state is a weight and a gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Seconds of one micro-batch and bytes on one device; `weights` counts those on one device,
+    `leaving` bytes go on to the next piece."""
+
+    forward: float
+    backward: float
+    kept: float
+    working: float
+    weights: float
+    leaving: float
+
+
+Pieces: TypeAlias = tuple[Piece, Piece, Piece, Piece]  # embedding, block, head, loss
+
+
+@cache
+def traced(shape: Shape, samples: int) -> Graph:
+    """The graph of one micro-batch of a model with one block."""
+    model, inputs = llama(shape, samples)
+    request = Request(measure=False, alternatives=False)
+    return (
+        Compiler(ClusterSpec(devices_per_node=1, device="h100"), request, None)
+        .trace_step(model, inputs, {})
+        .graph
+    )
+
+
+def price(shape: Shape, samples: int, cluster: ClusterSpec) -> Pieces:
+    """The pieces where all devices of `cluster` share every layer, placed as Megatron does; where its pins
+    don't fit the shape, as the solver finds best."""
+    graph = traced(shape, samples)
+    try:
+        table = _table(graph, cluster, pins(cluster.num_devices))
+    except InputError:
+        table = _table(graph, cluster, {})
+    embed, block, head, loss = (_piece(table, place) for place in range(4))
+    return replace(embed, leaving=block.leaving), block, head, loss  # summed before it is sent
+
+
+def _table(graph: Graph, cluster: ClusterSpec, pinned: dict[str, tuple[str]]) -> Intervals:
+    mesh, model = Mesh((cluster.num_devices,)), CostModel.of(cluster, None)
+    request = Request(mesh=mesh, pins=pinned or None, measure=False, alternatives=False, optimizer=ONCE)
+    problem = MeshProblem(graph, find_atoms(graph), mesh, cluster, model, request, None, cluster.intra)
+    priced = problem.solve(None, None, cap=None).priced
+    return intervals(priced, Link(0.0, 1.0), places=_places(graph))
+
+
+def _places(graph: Graph) -> Sequence[int]:
+    """Where the pieces begin, and the end."""
+    modules = [item.module for item in graph.operators]
+    block = next(place for place, name in enumerate(modules) if name.startswith(BLOCK))
+    head = next(place for place, name in enumerate(modules) if name in HEAD)
+    loss = max(place for place, name in enumerate(modules) if name in HEAD) + 1
+    return 0, block, head, loss, len(modules)
+
+
+def _piece(table: Intervals, place: int) -> Piece:
+    at = place, place + 1
+    return Piece(
+        forward=float(table.forward[at]),
+        backward=float(table.input_gradient[at] + table.weight_gradient[at]),
+        kept=float(table.kept[at]),
+        working=float(table.working[at]),
+        weights=float(table.gradients[at]) / 2,  # in bfloat16
+        leaving=float(table.received[place + 1]),
+    )
