@@ -713,3 +713,22 @@ def test_without_arguments_the_words_are_those_of_the_process(
     assert main() == main(["plan", "--gap", "wrong"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first == second and "--gap" in first
+
+
+def test_a_range_of_devices_is_a_table_of_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "h100.toml"
+    file.write_text(
+        '[cluster]\ndevices_per_node = 8\ndevice = "h100"\n'
+        '[links.intra]\nbandwidth = "450GB/s"\nlatency = "2us"\n',
+        encoding="utf-8",
+    )
+    words = ("plan", f"{TARGETS}:mlp", "--cluster", f"{file}:1-4")
+    code, found = command(capsys, *words)
+    rows = found["rows"]
+    assert code == 0
+    assert [row["devices"] for row in rows] == [1, 2, 4] and rows[0]["efficiency"] == 1
+    assert rows[1]["speed_up"] == pytest.approx(rows[0]["step_seconds"] / rows[1]["step_seconds"])
+    assert main([*words]) == 0
+    assert "efficiency" in capsys.readouterr().out
+    code, found = command(capsys, *words, "--output", str(tmp_path / "plan.json"))
+    assert code == 2 and "a range of devices" in found["error"]["found"]
