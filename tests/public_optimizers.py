@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 class LARS(Optimizer):
-    """Layer-wise rates: that of a matrix is in proportion to its norm over its gradient's (You et al., 2017)."""
+    """Layer-wise rates: a matrix's is in proportion to its norm over its gradient's (You et al., 2017)."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class LARS(Optimizer):
         super().__init__(params, given)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for item in group["params"]:
@@ -66,7 +66,7 @@ class LAMB(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for item in group["params"]:
@@ -104,7 +104,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             first, second = group["betas"]

@@ -7,6 +7,7 @@ ask               what is asked of the search on one mesh, and how long it may g
 mesh_search       the best step on one mesh
 pipeline_search   how many stages and micro-batches
 micro_batch_graphs   the graphs of a batch's parts, whose losses add up
+apart             which plans predictions can't tell apart; of those the simplest stands
 estimates         what other numbers of stages and micro-batches would take
 optimizer_state   what an optimizer keeps beside each weight
 agree             one plan for all ranks

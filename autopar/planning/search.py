@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec
-from autopar.core.force import PURE, name_of
+from autopar.core.force import PURE, Parallelism, name_of
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CoRunners, CostModel, Progress
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.planning.apart import MEASURED, margin, measured_share, promise
 from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
 from autopar.planning.report import report
@@ -37,7 +38,6 @@ from costdb.database import Database
 
 MEASURING_ROUNDS = 6
 RIVALS = 2  # pure strategies whose operators are measured beside the winner's
-TOLD_APART = 0.03  # of measured seconds: less is noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +152,12 @@ def finish(decision: Decision) -> Found:
     asked = request.alternatives and not request.force and not is_over(decision.deadline)
     alternatives = strategies_beside(problem, Limits(decision.deadline, incumbent=step)) if asked else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
+    mixed = step
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [_with_pins(item, step) if request.pins else item for item, _ in alternatives]
+    if step.seconds > mixed.seconds:
+        rows.append(promise("mixed", mixed.seconds, mixed.peak_bytes, step.seconds))
     plan = report(step, decision.cluster, rows, problem.cap, request)
     serial = one_device(problem, decision.cluster, decision.deadline) if asked else None
     plan = dataclasses.replace(beside(plan, decision), serial=serial)
@@ -339,12 +342,22 @@ def _prefer_simpler(
     best: tuple[MeshProblem, Step], alternatives: Sequence[tuple[Alternative, Step | None]]
 ) -> tuple[MeshProblem, Step]:
     """Never a plan that is predicted slower than a pure strategy: an incumbent in time may be. Between
-    measured seconds that can't be told apart the pure strategy wins, which has less that could go wrong."""
+    plans that can't be told apart the pure strategy wins, which has less that could go wrong."""
     problem, step = best
-    limit = step.seconds * (1 + (TOLD_APART if problem.request.measure and problem.model.here else 0.0))
-    faster = [item for row, item in alternatives if item and row.feasible and item.seconds < limit]
-    if not faster:
+    pure = [(row, item) for row, item in alternatives if item and row.feasible]
+    alike = [item for row, item in pure if item.seconds <= _limit(best, item, row.name)]
+    if not alike:
         return best
-    winner = min(faster, key=lambda item: item.seconds)
+    winner = min(alike, key=lambda item: item.seconds)
     solution = dataclasses.replace(winner.solution, status=step.solution.status)
     return problem, dataclasses.replace(winner, bound=min(step.bound, winner.seconds), solution=solution)
+
+
+def _limit(best: tuple[MeshProblem, Step], pure: Step, kind: str) -> float:
+    """The seconds up to which a pure strategy stands: by estimates only data parallelism is simpler than a
+    mixed plan, for an expert mixes the kinds of model parallelism."""
+    _, step = best
+    priced = step.solution.priced
+    if kind == Parallelism.BATCH.value:
+        return step.seconds * (1 + margin(priced, pure.solution.program))
+    return step.seconds * (1 + measured_share(priced) * MEASURED)

@@ -245,6 +245,8 @@ def tracing_under(autocast: Autocast, traced_on: str) -> Iterator[None]:
     Regions for a device that isn't there, which torch would disable, are those of the traced one, which casts
     nothing by itself where it is the meta device.
     """
+    if not torch.amp.is_autocast_available(traced_on):  # of the meta device; its tensors are cast by nobody
+        traced_on = autocast.device
     states = {**OFF, autocast.device: autocast.dtype, traced_on: autocast.dtype}
     original = torch.amp.autocast_mode.autocast.__init__
 

@@ -38,8 +38,8 @@ _TOGETHER = {"LBFGS": "takes one step along all parameters"}
 
 
 def refuse_together(owner: object, mesh: DeviceMesh) -> None:
-    """From now on, while `owner` lives, such an optimizer's step of one stage's parameters, which are on `mesh`,
-    raises InputError."""
+    """From now on, while `owner` lives, such an optimizer's step of one stage's parameters on `mesh` raises
+    InputError."""
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _TOGETHER]
