@@ -316,10 +316,10 @@ class GraphBuilder:
             assert isinstance(value, torch.Tensor)
             if value.dtype != before.dtype:
                 self.retyped.add(name)
-            learns = (
+            requires_grad = (
                 differentiable and may_learn(value.dtype) and _may_learn_of(target, args, names.index(name))
             )
-            self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, learns)
+            self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, requires_grad)
         operation = Operator(
             title,
             target,
@@ -393,9 +393,12 @@ class GraphBuilder:
             return name
         key = name, dtype, region_of(node)
         if key not in self.casts:
-            learns = spec.requires_grad and may_learn(dtype)
+            requires_grad = spec.requires_grad and may_learn(dtype)
             self.casts[key] = self.add(
-                node, aten.to.dtype, (Ref(name), dtype), replace(spec, dtype=dtype, requires_grad=learns)
+                node,
+                aten.to.dtype,
+                (Ref(name), dtype),
+                replace(spec, dtype=dtype, requires_grad=requires_grad),
             )
         return self.casts[key]
 
@@ -566,8 +569,8 @@ class GraphBuilder:
     def scatter(self, node: fx.Node, view: Operator, base: str, name: str) -> str:
         """`base` with the tensor `name` where `view` looks; of complex tensors both parts, as torch has
         derivatives of such writes for real ones alone."""
-        learns = self.specs[base].requires_grad or self.specs[name].requires_grad
-        spec, rest = replace(self.specs[base], requires_grad=learns), view.args[1:]
+        requires_grad = self.specs[base].requires_grad or self.specs[name].requires_grad
+        spec, rest = replace(self.specs[base], requires_grad=requires_grad), view.args[1:]
         if not spec.dtype.is_complex:
             return self.add(node, _SCATTERS[view.target], (Ref(base), Ref(name), *rest), spec)
         parts = [Ref(self.both_parts(node, each)) for each in (base, name)]
