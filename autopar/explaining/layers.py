@@ -55,9 +55,7 @@ class Alternatives:
         limits = Limits(after(problem.request.time_limit or SOLVING))
         step = problem.plan(problem.ask(problem.request.force, cap=cap), limits)
         step = problem.refined(step, limits.deadline)
-        strategies = step.solution.program.strategies
-        for item in self.graph.operators:
-            self.calls += problem.prices.operator(item, strategies[item.name]).calls
+        self.calls += (call for price in step.solution.priced.operator_prices for call in price.calls)
         return report(step, self.cluster, [], cap, problem.request)
 
     def base(self) -> Plan:

@@ -150,6 +150,18 @@ def test_a_region_for_cuda_is_found_where_there_is_none() -> None:
     assert {item.args[1] for item in casts(graph)} == {FP16}
 
 
+def test_a_model_without_memory_is_cast_alike() -> None:
+    with torch.device("meta"):
+        ghost, x = Net(repeated), torch.randn(5, 6)
+    for device in ("cpu", "cuda"):
+        autocast = Autocast(device, BF16)
+        graphs = [
+            trace(net, (each,), autocast=autocast).graph
+            for net, each in ((ghost, x), (Net(repeated), torch.randn(5, 6)))
+        ]
+        assert graphs[0].specs == graphs[1].specs
+
+
 def test_doubles_are_left_alone() -> None:
     net, x = Net(plain).double(), torch.randn(5, 6, dtype=torch.float64)
     assert not casts(trace(net, (x,), autocast=Autocast("cpu", BF16)).graph)
