@@ -72,6 +72,7 @@ _NO_GRADIENT = {
 }
 
 
+_SPARSE_GRADIENTS = {aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx}
 _BEFORE = "compute it before the call and pass it"
 
 
@@ -171,7 +172,7 @@ class GraphBuilder:
         user_grad = kind is InputKind.USER and bool(
             self.arguments.tensors[self.arguments.paths.index(target)].requires_grad
         )
-        self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, (not frozen) or user_grad)
+        self.specs[name] = _spec(value, learns=(not frozen) or user_grad)
         held = {**self.exported.state_dict, **self.exported.constants}
         constant = held[target].detach() if kind is InputKind.CONSTANT else None
         self.inputs[name] = GraphInput(
@@ -212,7 +213,7 @@ class GraphBuilder:
         if not isinstance(value, torch.Tensor):
             return value
         name = _input_name(InputKind.CONSTANT, str(node.target), taken=self.specs)
-        self.specs[name] = TensorSpec(tuple(value.shape), value.dtype)
+        self.specs[name] = _spec(value)
         self.inputs[name] = GraphInput(
             name, InputKind.CONSTANT, str(node.target), self.specs[name], value=value.detach()
         )
@@ -319,7 +320,7 @@ class GraphBuilder:
             learns = (
                 differentiable and may_learn(value.dtype) and _may_learn_of(target, args, names.index(name))
             )
-            self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, learns)
+            self.specs[name] = _spec(value, learns=learns)
         operation = Operator(
             title,
             target,
@@ -443,7 +444,8 @@ class GraphBuilder:
         """Raise TraceError for an embedding that learns by sparse gradients, which buckets don't take."""
         names = [item.name for item in target._schema.arguments]
         if (
-            "sparse" not in names
+            target not in _SPARSE_GRADIENTS
+            or "sparse" not in names
             or not isinstance(args[0], Ref)
             or not self.specs[args[0].name].requires_grad
         ):
@@ -636,6 +638,12 @@ class GraphBuilder:
     def refuse(self, node: fx.Node, found: str, wanted: str, remedy: str) -> TraceError:
         where = source_of(node) or f"module {module_of(node) or 'of the whole model'}"
         return TraceError(where=where, found=found, wanted=wanted, remedy=remedy)
+
+
+def _spec(value: torch.Tensor, *, learns: bool = False) -> TensorSpec:
+    """What a tensor is; a sparse one, of which a program takes no part, without a shape."""
+    shape = tuple(value.shape) if value.layout is torch.strided else ()
+    return TensorSpec(shape, value.dtype, learns, value.layout)
 
 
 def _itself(node: fx.Node) -> fx.Node:

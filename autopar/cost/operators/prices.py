@@ -107,6 +107,7 @@ class Prices:
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
     _parameters: frozenset[str] = frozenset()
+    _cast_weights: frozenset[str] = frozenset()
     _weights: frozenset[str] = frozenset()  # the parameters and what is made of them alone
 
     def __post_init__(self) -> None:
@@ -117,6 +118,7 @@ class Prices:
             if item.operands and weights.issuperset(item.operands):
                 weights.update(name for name in item.results if name)
         self._weights = frozenset(weights)
+        self._cast_weights = self.graph.cast_weights
 
     @property
     def device(self) -> DeviceModel:
@@ -320,16 +322,25 @@ class Prices:
         """Seconds of a conversion in the forward and in the backward pass."""
         nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
         change, weight = Change(move.axis, *move.placements), name in self._parameters
-        return self._change(change, nbytes, learns=self._learns(name), weight=weight)
+        return self._change(change, nbytes, learns=self._learns(name), weight=weight, wide=self._wide(name))
 
-    def _change(self, change: Change, nbytes: int, *, learns: bool, weight: bool) -> tuple[float, float]:
-        """Seconds of a change of placement of a tensor whose larger part, before or after, has `nbytes`."""
+    def _wide(self, name: str) -> float:
+        """How many times the bytes of a tensor its gradient has where it is summed over ranks."""
+        return 4 / self.graph.specs[name].dtype.itemsize if name in self._cast_weights else 1.0
+
+    def _change(
+        self, change: Change, nbytes: int, *, learns: bool, weight: bool, wide: float
+    ) -> tuple[float, float]:
+        """Seconds of a change of placement of a tensor whose larger part, before or after, has `nbytes`; sums
+        of its gradient have `wide` times as many."""
         what = change.effect
-        key = what.name, change.axis, nbytes, learns, weight
+        wide = wide if what.name in ("r_to_b", "s_to_b") else 1.0
+        key = what.name, change.axis, nbytes, learns, weight, wide
         if key not in self._moves:
             full = nbytes * (self.dims.mesh.shape[change.axis] if what.name == "s_to_s" else 1)
             fresh = self._fresh(full) if weight and what.forward is Action.ALL_GATHER else 0.0
-            back = fresh + self._action(what.backward, full, change.axis) if learns else 0.0
+            back = fresh + self._action(what.backward, round(wide * full), change.axis) if learns else 0.0
+            back += 2 * self._copy(full) if learns and wide > 1 else 0.0  # to float32 and back
             self._moves[key] = fresh + self._action(what.forward, full, change.axis), back
         return self._moves[key]
 
@@ -359,7 +370,7 @@ class Prices:
             for dim, lengths in enumerate(atoms.of[name])
             for atom in range(len(lengths))
         )
-        return spec, atoms.of[name], cuts, name in self._parameters
+        return spec, atoms.of[name], cuts, name in self._parameters, name in self._cast_weights
 
     def _changes(self, name: str, layouts: Sequence[Layout]) -> PriceOfChange:
         """Seconds of changes between numbers of `layouts`."""
@@ -368,7 +379,7 @@ class Prices:
 
         def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
             different, back = np.unique(np.maximum(sizes[source], sizes[target]), return_inverse=True)
-            price = partial(self._change, change, learns=learns, weight=weight)
+            price = partial(self._change, change, learns=learns, weight=weight, wide=self._wide(name))
             parts = [price(nbytes) for nbytes in different.tolist()]
             whole = [sum(each) for each in parts]
             if weight and change.effect.name == "r_to_b":
