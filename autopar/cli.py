@@ -252,6 +252,77 @@ def show(
 
 
 @app.command()
+@taking(PLAN, shown=False)
+def report(
+    source: Annotated[
+        str, typer.Argument(metavar="TARGET|PLAN.json", help="What to plan, or a plan that is saved.")
+    ],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="local:N|FILE.toml", help="The devices to plan for.")
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="Where to write the page.")
+    ] = "report.html",
+    as_json: AsJson = False,
+    progress: ShowProgress = False,
+    **options: Any,
+) -> Answer:
+    """Write a plan as one page of HTML, which needs no network."""
+    from autopar import api
+    from autopar.results.report.page import write_page
+    from autopar.units import show_bytes
+
+    said = {name: value for name, value in options.items() if value is not None}
+    found = _plan_of(source, cluster, progress, said)
+    timeline = api.timeline(found) if found.pipeline.is_staged else None
+    size = write_page(found, Path(output), timeline)
+    return Answer({"report": output, "bytes": size}, f"{output}: {show_bytes(size)}")
+
+
+def _plan_of(source: str, cluster: str | None, progress: bool, said: dict[str, Any]) -> Plan:
+    """The plan of a file, or of a target; raises InputError for options beside a file, or no cluster."""
+    from autopar import api
+    from autopar.results.plan import Plan
+    from autopar.results.progress_bar import ProgressBar
+    from autopar.trace.target import load_target
+
+    if source.endswith(".json"):
+        _refuse_beside(cluster=cluster, **said)
+        return Plan.load(source)
+    if cluster is None:
+        raise InputError(
+            where="autopar report",
+            found="a target without a cluster",
+            wanted="the devices to plan for, or a plan that is saved as PLAN.json",
+            remedy=f"autopar report {source} --cluster local:4",
+        )
+    spec, made, bar = ClusterSpec.parse(cluster), load_target(source), ProgressBar(progress)
+    with bar.shown():
+        return api.plan(
+            made.model,
+            spec,
+            made.args,
+            example_kwargs=made.kwargs,
+            loss_fn=made.loss_fn,
+            progress=bar,
+            **said,
+        )
+
+
+def _refuse_beside(**said: Any) -> None:
+    """Raise InputError for options of a search beside a plan that is saved."""
+    if names := [name for name, value in said.items() if value is not None]:
+        name = names[0]
+        flag = f"no-{name}" if name in OPTIONS and OPTIONS[name].without else name
+        raise InputError(
+            where=f"--{flag.replace('_', '-')}",
+            found="a saved plan, for which nothing is planned",
+            wanted="the plan alone",
+            remedy="leave the option out, or name the target",
+        )
+
+
+@app.command()
 def diff(
     before: Annotated[str, typer.Argument(metavar="A.json", help="A saved plan.")],
     after: Annotated[str, typer.Argument(metavar="B.json", help="Another one.")],

@@ -15,6 +15,7 @@ render_difference   as text
 explanation         why a plan is as it is, as data
 render_explanation   as text
 draw_timeline       a timeline, as text and for a trace viewer
+report              a plan as one page of HTML
 announce            what a plan notes, on stderr
 progress_bar        how far a long search is, on stderr
 codec               plans as files of JSON, and back
@@ -24,5 +25,6 @@ text                results print by the renderer of their type
 """
 
 from autopar.results import render_comparison, render_difference, render_explanation, render_plan
+from autopar.results.report import notebook
 
-__all__ = ["render_comparison", "render_difference", "render_explanation", "render_plan"]
+__all__ = ["notebook", "render_comparison", "render_difference", "render_explanation", "render_plan"]

@@ -14,7 +14,7 @@ from autopar.core.program import Program
 from autopar.core.timeline import StageCost
 from autopar.results import codec
 from autopar.results.step_parts import StepParts
-from autopar.results.text import text_of
+from autopar.results.text import html_of, text_of
 
 ONE_DEVICE = "one device"  # the name of the strategy that leaves all others idle
 
@@ -212,3 +212,7 @@ class Plan:
 
     def __str__(self) -> str:
         return text_of(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the key figures."""
+        return html_of(self)

@@ -32,7 +32,12 @@ def plan_text(plan: Plan, *, width: int = WIDTH) -> str:
 def render(plan: Plan) -> RenderableType:
     """The plan for a terminal."""
     return Group(
-        *_layers(plan), *_stages(plan), *_totals(plan), *_advice(plan), *_alternatives(plan), *_remarks(plan)
+        *_layers(plan),
+        *_stages(plan),
+        *_totals(plan),
+        *(f"advice    {line}" for line in advice(plan)),
+        *_alternatives(plan),
+        *_remarks(plan),
     )
 
 
@@ -50,8 +55,7 @@ def _layers(plan: Plan) -> Iterator[RenderableType]:
         table.add_column(axis_heading(plan.mesh.name(axis), plan.mesh.shape[axis]))
     for heading in ("compute", "communication", "saved"):
         table.add_column(heading, justify="right")
-    limit = LIGHT * plan.step_seconds
-    heavy = [layer for layer in plan.layers if layer.flops or layer.compute + layer.communication > limit]
+    heavy = heavy_layers(plan)
     light = [layer for layer in plan.layers if layer not in heavy]
     blocks = fold_rows([_row(layer) for layer in heavy])
     for cells in _cells(blocks):
@@ -62,6 +66,12 @@ def _layers(plan: Plan) -> Iterator[RenderableType]:
         table.add_row(f"{len(light)} small {noun}", "", *empty, *_sums(light), style="dim")
     yield table
     yield _legend(heavy, any(isinstance(each, Block) for each in blocks), bool(light))
+
+
+def heavy_layers(plan: Plan) -> list[Layer]:
+    """The layers that have a line of their own."""
+    limit = LIGHT * plan.step_seconds
+    return [layer for layer in plan.layers if layer.flops or layer.compute + layer.communication > limit]
 
 
 def _row(layer: Layer) -> Row:
@@ -174,11 +184,12 @@ def _offload(plan: Plan) -> list[str]:
 # -- what is beside it ----------------------------------------------------------------------------------
 
 
-def _advice(plan: Plan) -> Iterator[str]:
+def advice(plan: Plan) -> Iterator[str]:
+    """What to do instead, if one device is as fast."""
     alone = plan.alone
     if alone is not None and alone.step_seconds is not None:
         yield (
-            f"advice    use one device: it is predicted to take {show_seconds(alone.step_seconds)} a step, "
+            f"use one device: it is predicted to take {show_seconds(alone.step_seconds)} a step, "
             f"no more than all {len(plan.parameter_bytes)} together"
         )
 
@@ -198,12 +209,20 @@ def _alternatives(plan: Plan) -> list[RenderableType]:
 
 def _alternative(item: Alternative, plan: Plan) -> list[str]:
     if item.step_seconds is None or item.peak_bytes is None:
-        return [item.name, "", "", "", "no plan" + (f": {item.reason}" if item.reason else "")]
+        return [item.name, "", "", "", reason_of(item, plan)]
     more = item.step_seconds / plan.step_seconds - 1 if plan.step_seconds else 0.0
+    costs = show_seconds(item.step_seconds), f"{more:+.1%}", show_bytes(item.peak_bytes)
+    return [item.name, *costs, reason_of(item, plan)]
+
+
+def reason_of(item: Alternative, plan: Plan) -> str:
+    """Why a strategy has no plan, doesn't fit, or isn't taken."""
+    if item.step_seconds is None or item.peak_bytes is None:
+        return "no plan" + (f": {item.reason}" if item.reason else "")
     reason = item.reason or ("" if item.feasible else "exceeds the memory cap")
-    if not reason and item.name == ONE_DEVICE and more <= 0:
-        reason = "the plan is for all devices, as asked"
-    return [item.name, show_seconds(item.step_seconds), f"{more:+.1%}", show_bytes(item.peak_bytes), reason]
+    if not reason and item.name == ONE_DEVICE and item.step_seconds <= plan.step_seconds:
+        return "the plan is for all devices, as asked"
+    return reason
 
 
 def _remarks(plan: Plan) -> list[str]:

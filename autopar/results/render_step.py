@@ -51,7 +51,7 @@ def step_lines(plan: Plan) -> Iterator[str]:
 
 
 def _parts(plan: Plan) -> Iterator[tuple[float, str]]:
-    parts = plan.parts if plan.parts != StepParts() else _coarse(plan)
+    parts = parts_of(plan)
     yield parts.compute, f"operators, of which {plan.measured_share:.0%} are measured"
     yield parts.recompute, "operators that run again in backward, to save memory"
     yield parts.communication, "communication that forward and backward wait for"
@@ -63,8 +63,10 @@ def _parts(plan: Plan) -> Iterator[tuple[float, str]]:
     yield parts.ties, "what the search adds for memory, to choose between equal plans"
 
 
-def _coarse(plan: Plan) -> StepParts:
-    """What is known of a plan that was saved before its parts were."""
+def parts_of(plan: Plan) -> StepParts:
+    """The parts of the step; of a plan that was saved before its parts were, what is known of them."""
+    if plan.parts != StepParts():
+        return plan.parts
     rest = plan.step_seconds - plan.compute_seconds - plan.communication_seconds
     return StepParts(
         compute=plan.compute_seconds, communication=plan.communication_seconds, waits=max(0.0, rest)

@@ -20,6 +20,12 @@ def text_of(result: object) -> str:
     raise NotImplementedError(f"no renderer is registered for {type(result).__name__}")
 
 
+@singledispatch
+def html_of(result: object) -> str:
+    """What a notebook shows of a result."""
+    raise NotImplementedError(f"no renderer is registered for {type(result).__name__}")
+
+
 def as_text(shown: RenderableType, *, width: int = WIDTH) -> str:
     """What a terminal would show, as plain text."""
     stream = io.StringIO()
