@@ -98,4 +98,5 @@ def _grouped(graph: fx.Graph, gathers: Collection[fx.Node]) -> list[list[fx.Node
 
 
 def _bytes(group: Sequence[fx.Node], nbytes: Mapping[str, int]) -> int:
-    return sum(nbytes[str(node.args[0].target)] for node in group)  # type: ignore[union-attr]
+    sources: list[Any] = [node.args[0] for node in group]
+    return sum(nbytes[str(source.target)] for source in sources)

@@ -117,14 +117,14 @@ def cluster_of(link: Link) -> ClusterSpec:
     return ClusterSpec(nodes=HOSTS, devices_per_node=1, cores=share, inter=link)
 
 
-def make_model() -> characters.GPT:
+def make_model(sequence: int = SEQUENCE) -> characters.GPT:
     torch.manual_seed(SEED)
     vocabulary = len(set(characters.text()))
-    return characters.gpt(BLOCKS, HIDDEN, HEADS, vocabulary, SEQUENCE, dropout=0.0)
+    return characters.gpt(BLOCKS, HIDDEN, HEADS, vocabulary, sequence, dropout=0.0)
 
 
-def make_batch() -> tuple[Tensor, Tensor]:
-    return next(characters.batches(BATCH, SEQUENCE))
+def make_batch(count: int = BATCH, sequence: int = SEQUENCE) -> tuple[Tensor, Tensor]:
+    return next(characters.batches(count, sequence))
 
 
 def _contender(name: str, cluster: ClusterSpec, costdb: str) -> tuple[Callable[[], Tensor], Plan | None]:
@@ -176,11 +176,11 @@ def trained(model: torch.nn.Module, learn: Callable[[], Tensor]) -> Callable[[],
     return step
 
 
-def serial_losses() -> list[float]:
+def serial_losses(count: int = BATCH, sequence: int = SEQUENCE) -> list[float]:
     """Those of the model in one process: rank 0 trains it, all know them."""
     losses = torch.zeros(STEPS, dtype=torch.float64)
     if dist.get_rank() == 0:
-        model, batch = make_model(), make_batch()
+        model, batch = make_model(sequence), make_batch(count, sequence)
 
         def learn() -> Tensor:
             loss: Tensor = model(*batch)

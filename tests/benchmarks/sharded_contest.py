@@ -17,6 +17,7 @@ from tests.benchmarks.contest import Contestant, Timed, compete
 
 OURS = "shards, overlap"
 NAMES = (OURS, "shards", "fsdp2")
+COUNT, SEQUENCE = 4, 32  # few tokens beside 25 MB of weights: at 1 Gbit/s most of a step is communication
 LINK = Link(latency=200e-6, bandwidth=125e6)
 
 
@@ -24,7 +25,7 @@ def contest(rounds: int, costdb: str) -> Timed:
     """The contenders on this rank; the same on every rank."""
     torch.set_num_threads(1)
     worker.init()
-    serial, contenders = host_contest.serial_losses(), {}
+    serial, contenders = host_contest.serial_losses(COUNT, SEQUENCE), {}
     for name in NAMES:
         host_contest.say(name)
         step = _fsdp() if name == "fsdp2" else _planned(costdb, overlap=name == OURS)
@@ -35,10 +36,10 @@ def contest(rounds: int, costdb: str) -> Timed:
 
 
 def _planned(costdb: str, *, overlap: bool) -> Callable[[], Tensor]:
-    batch = host_contest.make_batch()
+    batch = host_contest.make_batch(COUNT, SEQUENCE)
     cluster = host_contest.cluster_of(LINK)
     parallel = autopar.parallelize(
-        host_contest.make_model(),
+        host_contest.make_model(SEQUENCE),
         cluster,
         batch,
         force="batch",
@@ -51,7 +52,7 @@ def _planned(costdb: str, *, overlap: bool) -> Callable[[], Tensor]:
 
     def learn() -> Tensor:
         loss: Tensor = parallel(*batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     return host_contest.trained(parallel, learn)
@@ -59,16 +60,16 @@ def _planned(costdb: str, *, overlap: bool) -> Callable[[], Tensor]:
 
 def _fsdp() -> Callable[[], Tensor]:
     """FSDP2, block by block, on this rank's samples."""
-    model = host_contest.make_model()
+    model = host_contest.make_model(SEQUENCE)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     rank, size = dist.get_rank(), dist.get_world_size()
-    share = [item.chunk(size)[rank].contiguous() for item in host_contest.make_batch()]
+    share = [item.chunk(size)[rank].contiguous() for item in host_contest.make_batch(COUNT, SEQUENCE)]
 
     def learn() -> Tensor:
         loss: Tensor = model(*share)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total = loss.detach()
         dist.all_reduce(total)
         return total / size
