@@ -45,6 +45,7 @@ def simulate(target: Any, calls: Sequence[Call]) -> list[Tensor]:
 TRANSPOSED = {
     "p_to_r": "r_to_b",
     "r_to_b": "p_to_r",
+    "r_to_b_wide": "p_to_r",
     "s_to_r": "r_to_s",
     "s_to_r_again": "r_to_s",
     "r_to_s": "s_to_r",
@@ -238,11 +239,13 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "p_to_r": _sum_everywhere,
     "p_to_b": _sum_everywhere,
     "r_to_b": _unchanged,
+    "r_to_b_wide": _unchanged,
     "b_to_r": _unchanged,
     "r_to_p": _first_only,
     "b_to_p": _first_only,
     "s_to_r": _gather,
     "s_to_b": _gather,
+    "s_to_b_wide": _gather,
     "s_to_r_again": _gather,
     "s_to_b_again": _gather,
     "start_s_to_r": _gather,  # of a move in two halves the first does all

@@ -3,8 +3,9 @@
 python -m tests.benchmarks.sharded                     as root; links of 1 Gbit/s
 python -m tests.benchmarks.sharded --rate 500mbit --rounds 20
 
-The character GPT of `tests.benchmarks.host_contest` on few tokens, in network namespaces. Each contender first
-trains a few steps, and the run fails unless the loss of each is the serial model's; then all are timed in turn.
+The character GPT of `tests.benchmarks.host_contest` on few tokens, in network namespaces. Each contender
+first trains a few steps, and the run fails unless the loss of each is the serial model's; then all are timed
+in turn.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ What it does with them is its runner's (runner.py).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
 from typing import Any, Unpack, cast
@@ -18,6 +20,7 @@ from autopar.errors import InputError
 from autopar.results.plan import Plan
 from autopar.runtime.execute.executable import Executable, StagedExecutable
 from autopar.runtime.module import serial_model
+from autopar.runtime.module.already_parallel import refuse_wrappers
 from autopar.runtime.module.runner import TIMEOUT, Compile, Runner, SamplerOptions
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.transforms import entered
@@ -48,6 +51,7 @@ class ParallelModule(nn.Module):
         if cls is not ParallelModule:  # a slice of an nn.Sequential makes one of its own class
             return _serial_class(cls)(model, *args, **kwargs)
         serial_model.check(model)
+        refuse_wrappers(lambda module: isinstance(module, ParallelModule))
         if isinstance(model, ParallelModule):  # without a plan yet: another try
             model.__class__ = _serial_class(type(model))
         kind: Any = type(model)
@@ -106,6 +110,18 @@ class ParallelModule(nn.Module):
         global batch.
         """
         return self._autopar.train_step(*args, **kwargs)
+
+    def scaled_by(self, scaler: torch.amp.GradScaler) -> AbstractContextManager[None]:
+        """Within, backward of each `train_step` starts from the loss times the scaler's factor.
+
+            with parallel.scaled_by(scaler):
+                loss = parallel.train_step(*batch)
+            scaler.step(optimizer)
+            scaler.update()
+
+        The loss that it returns is the loss itself.
+        """
+        return self._autopar.scaled_by(scaler)
 
     @entered
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -224,8 +240,20 @@ def _parallel_class(kind: type) -> type:
     """A class of the same names below ParallelModule and `kind`: libraries write them into files."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     names["_serial_class"] = kind
+    names["forward"] = _forward_like(kind)
     made: type = type(kind)(kind.__name__, (ParallelModule, kind), names)
     return made
+
+
+def _forward_like(kind: Any) -> Callable[..., Any]:
+    """Our forward with the signature of the user's, by which frameworks choose the columns of a batch."""
+
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return self._autopar.forward(*args, **kwargs)
+
+    forward.__doc__ = kind.forward.__doc__
+    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return forward
 
 
 def _serial_class(kind: type) -> type:
