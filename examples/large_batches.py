@@ -1,8 +1,8 @@
-"""What a large batch costs on handwritten digits, and what the linear scaling rule, warm-up and LARS give back.
+"""What a large batch costs on handwritten digits, and what scaled rates, warm-up and LARS give back.
 
-Every recipe sees the same number of samples, so a batch of 1,024 takes a 32nd of the steps. The rate is scaled by
-the batch (Goyal et al., 2017), grows to it over the first steps, and LARS scales it once more for each matrix by the
-norm of its weights over that of its gradient (You et al., 2017).
+Every recipe sees the same number of samples, so a batch of 1,024 takes a 32nd of the steps. The rate is
+scaled by the batch (Goyal et al., 2017), grows to it over the first steps, and LARS scales it once more for
+each matrix by the norm of its weights over that of its gradient (You et al., 2017).
 
     python examples/large_batches.py
     autopar run examples/large_batches.py --cluster local:2
@@ -47,7 +47,7 @@ class LARS(Optimizer):
         super().__init__(params, given)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for item in group["params"]:

@@ -13,11 +13,13 @@ program       how inputs lie, how operators run, what is converted
 gathering     when weights in shards are gathered
 recompute     what is computed again in backward
 outputs       how outputs leave a program
+precision     the dtypes of mixed precision
 offload       what waits for backward in the host's memory
 pipeline      how a step is cut into micro-batches and stages
 schedule      which rank computes what, in which order
 timeline      when everything runs, and what is held
 cutting       where samples lie in a call, and what parts of a batch count
+structure     tensors for whose values a program is made
 samples       which rows of the global batch each rank loads
 slurm         the variables of a task under SLURM, as torchrun's
 version       the version of autopar

@@ -16,10 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.core.graph import Graph
 from autopar.core.pipeline import Pipeline
 from autopar.core.timeline import Beside, Event, Timeline
-from autopar.cost.operators.prices import Prices
 from autopar.cost.program.offload import wait_seconds
 from autopar.cost.program.recompute import again_seconds
 from autopar.results.step_parts import StepParts
@@ -30,17 +28,16 @@ from autopar.solve.stages.step import Step
 Spans = list[tuple[float, float]]  # apart from each other, in order
 
 
-def step_parts(graph: Graph, prices: Prices, step: Step, pipeline: Pipeline) -> StepParts:
+def step_parts(step: Step, pipeline: Pipeline) -> StepParts:
     """The parts of a step, which add up to its seconds."""
-    program = step.solution.program
-    chosen = [prices.operator(item, program.strategies[item.name]) for item in graph.operators]
+    priced = step.solution.priced
     repeated = StepParts(
-        compute=sum(price.compute for price in chosen),
-        recompute=again_seconds(graph, prices, program),
-        ties=sum(price.tie for price in chosen),
+        compute=sum(price.compute for price in priced.operator_prices),
+        recompute=again_seconds(priced),
+        ties=sum(price.tie for price in priced.operator_prices),
     )
     if step.cut is None:
-        copies = sum(wait_seconds(graph, prices, program))
+        copies = sum(wait_seconds(priced))
         rest = step.cost.micro_batch - repeated.total - copies
         each = replace(repeated, communication=max(0.0, rest), copies=copies)
         return replace(scaled(each, pipeline.micro_batches), sums=step.cost.sync, optimizer=step.cost.update)

@@ -7,7 +7,7 @@ leave rank 0 untouched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import find_loss, flatten_arguments, flatten_results
 from autopar.trace.export import Traced, trace
 from autopar.trace.simplify import only_loss
@@ -59,6 +60,8 @@ class Job:
     state: Mapping[str, Tensor]
     steps: int
     batch_dims: Said | None = None
+    static: tuple[str, ...] = ()
+    autocast: Autocast = Autocast()  # around the calls that are traced
 
     @property
     def by_steps(self) -> bool:
@@ -115,12 +118,14 @@ def _copy_state(state: Mapping[str, Tensor], model: nn.Module) -> None:
             tensor.copy_(state[name])
 
 
-def trace_lengths(target: Target, count: int, said: Said | None) -> tuple[Traced, Traced | None]:
+def trace_lengths(
+    target: Target, count: int, said: Said | None, autocast: Autocast, static: Sequence[str] = ()
+) -> tuple[Traced, Traced | None]:
     """The graph of the first of `count` micro-batches, with its loss alone, and that of shorter ones; `said`
     are the dims of samples that the user says."""
 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        return trace(target.model, args, kwargs, loss_fn=target.loss_fn)
+        return trace(target.model, args, kwargs, loss_fn=target.loss_fn, static=static, autocast=autocast)
 
     if count == 1:
         traced = whole(target.args, target.kwargs)
@@ -133,10 +138,10 @@ def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
     """The target's graphs in float64, traced as the parent did: from the model as it is."""
     if job.by_steps:
         count = job.plan.pipeline.micro_batches
-        traced, shorter = trace_lengths(target, count, job.batch_dims)
+        traced, shorter = trace_lengths(target, count, job.batch_dims, job.autocast, job.static)
     else:
         args, kwargs = flatten_arguments(target.args, target.kwargs).rebuild(job.tensors)
-        traced, shorter = trace(target.model, args, kwargs, loss_fn=target.loss_fn, loss_only=False), None
+        traced, shorter = _whole(target, args, kwargs, job), None
     difference = fingerprint_of(traced.graph).difference(job.plan.graph)
     if difference is not None:
         raise CheckError(
@@ -146,6 +151,18 @@ def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
             remedy="let the function of the target build the same model at each call",
         )
     return _raise(traced), _raise(shorter) if shorter else None
+
+
+def _whole(target: Target, args: Any, kwargs: Any, job: Job) -> Traced:
+    return trace(
+        target.model,
+        args,
+        kwargs,
+        loss_fn=target.loss_fn,
+        loss_only=False,
+        static=job.static,
+        autocast=job.autocast,
+    )
 
 
 def _raise(traced: Traced) -> Traced:

@@ -10,13 +10,38 @@ from autopar.units import show_seconds
 
 SHOWN = 5e-4  # of the step: parts below that don't change its three digits
 # The least and the most that measured steps took of what was predicted, of all pairs in docs/figures.md.
-LEAST, MOST = 0.66, 1.55
+LEAST, MOST = 0.66, 1.63
+
+
+NAMES = {
+    "compute": "computing",
+    "recompute": "computing again",
+    "communication": "communication",
+    "copies": "copies to the host",
+    "sums": "sums of gradients",
+    "optimizer": "optimizer",
+    "hops": "messages between stages",
+    "waits": "waiting for stages",
+}
+
+
+def signed(seconds: float) -> str:
+    """Seconds more or less than something else takes."""
+    return f"{'-' if seconds < 0 else '+'}{show_seconds(abs(seconds))}"
+
+
+def told_parts(difference: StepParts, *, least: float) -> list[str]:
+    """What makes the difference of two steps, in parts of more than `least` seconds, the largest first."""
+    parts = difference.as_dict()
+    names = sorted((name for name in NAMES if abs(parts[name]) > least), key=lambda name: -abs(parts[name]))
+    return [f"{signed(parts[name])} {NAMES[name]}" for name in names]
 
 
 def step_lines(plan: Plan) -> Iterator[str]:
     """The step, and the parts that add up to it."""
     whose = "on an average device" if plan.pipeline.is_staged else "on each device"
-    yield f"step      {show_seconds(plan.step_seconds)} predicted, {whose} the sum of"
+    error = f" ± {plan.error:.0%}" if plan.error else ""
+    yield f"step      {show_seconds(plan.step_seconds)}{error} predicted, {whose} the sum of"
     parts = [(seconds, what) for seconds, what in _parts(plan) if seconds > SHOWN * plan.step_seconds]
     for seconds, what in parts:
         share = seconds / plan.step_seconds if plan.step_seconds else 0.0

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from autopar.cli import app
 from autopar.convert.moves import Action, effect_of
 from autopar.core.placement import B, P, Placement, R, Shard
-from autopar.planning.options import OPTIONS, PLAN, Options
+from autopar.planning.options import OPTIONS, PARALLELIZE, PLAN, Options
 from autopar.results.render_step import LEAST, MOST
 from tests.docs.recipes import BLOCK, ROOT
 from tests.test_architecture import FLOORS
@@ -214,13 +214,14 @@ def test_each_option_has_a_row_that_autopar_reads() -> None:
     rows = re.findall(r"^\| `(--[^`]+)` \|", text_of("docs/plans.md"), re.MULTILINE)
     said = {}
     for row in rows:
-        words = ["plan", "nets.py:net", "--cluster", "local:2", *shlex.split(row)]
-        context = command_of(words).make_context("plan", words[1:])
         name = shlex.split(row)[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        command = "plan" if name in PLAN.options else "run"
+        words = [command, "nets.py", "--cluster", "local:2", *shlex.split(row)]
+        context = command_of(words).make_context(command, words[1:])
         said[name] = False if "--no-" in row else context.params[name]
     assert said.keys() == OPTIONS.keys()
     assert all(said[name] != OPTIONS[name].default for name in said)
-    Options(PLAN, **said).read()
+    Options(PARALLELIZE, **said).read()
 
 
 def test_how_far_timed_steps_were_off_is_what_the_figures_say() -> None:

@@ -109,7 +109,7 @@ memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and op
 solver    optimal, gap 1.20%: by these predictions no plan is faster by more (of those that a note names)
           100.0% of the flops are split among devices
 trust     100% of operator time is estimated, not measured
-          timed steps took 0.66 to 1.55 times what measured operators had promised;
+          timed steps took 0.66 to 1.63 times what measured operators had promised;
           of estimates that isn't known: autopar compare --measure times strategies here""",
     )
 
@@ -135,7 +135,7 @@ memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and op
 solver    optimal, gap 1.20%: by these predictions no plan is faster by more
           100.0% of the flops are split among devices
 trust     100% of operator time is estimated, not measured; nothing is taken to overlap
-          timed steps took 0.66 to 1.55 times what measured operators had promised;
+          timed steps took 0.66 to 1.63 times what measured operators had promised;
           of estimates that isn't known: autopar compare --measure times strategies here""",
     )
 
@@ -240,7 +240,7 @@ memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and op
 solver    optimal, gap 1.20%: by these predictions no plan is faster by more
           100.0% of the flops are split among devices
 trust     100% of operator time is estimated, not measured; nothing is taken to overlap
-          timed steps took 0.66 to 1.55 times what measured operators had promised;
+          timed steps took 0.66 to 1.63 times what measured operators had promised;
           of estimates that isn't known: autopar compare --measure times strategies here
 advice    use one device: it is predicted to take 18 ms a step, no more than all 4 together
 

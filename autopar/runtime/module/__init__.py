@@ -9,6 +9,8 @@ old_parameters     those that were there before, refused where they are used
 stored             how these lie, and state dicts in serial order
 growing_calls      methods that call the module with ever longer inputs
 guards             what a program's trace has read, compared at every call
+transforms         calls inside torch.compile, tracers and vmap
+structure_guard    whether a call has the graph that its program is made for
 program_cache      programs by kinds of call and by what their traces read
 free_numbers       numbers that a program takes anew at each call
 whole_model        the serial model for a while, with all of its weights
@@ -19,6 +21,7 @@ optimizer_values   one value of an optimizer's state, between how it lies and se
 optimizer_states   state dicts of optimizers in serial order
 named_states       torch's state dicts by names, full or in shards
 clipping           gradient clipping over stages
+loss_scaling       loss scaling for float16 over stages
 sampler            which samples each rank loads
 agreement          what ranks must have in common
 local_inputs       calls where every rank passes its own samples

@@ -38,8 +38,8 @@ _TOGETHER = {"LBFGS": "takes one step along all parameters"}
 
 
 def refuse_together(owner: object, mesh: DeviceMesh, *, staged: bool) -> None:
-    """From now on, while `owner` lives, such an optimizer's step of parameters on `mesh` raises InputError, where
-    these are of one stage or lie in unequal shards."""
+    """From now on, while `owner` lives, such an optimizer's step of parameters on `mesh` raises InputError,
+    where these are of one stage or lie in unequal shards."""
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _TOGETHER]

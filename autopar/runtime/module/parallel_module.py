@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
 from typing import Any, Unpack, cast
@@ -22,6 +23,7 @@ from autopar.runtime.module import serial_model
 from autopar.runtime.module.already_parallel import refuse_wrappers
 from autopar.runtime.module.runner import TIMEOUT, Compile, Runner, SamplerOptions
 from autopar.runtime.module.sampler import BatchSampler
+from autopar.runtime.module.transforms import entered
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
 
 
@@ -90,6 +92,7 @@ class ParallelModule(nn.Module):
 
     # -- calls ----------------------------------------------------------------------------------
 
+    @entered
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The serial model's output; every rank passes the global batch, or its samples of it.
 
@@ -97,6 +100,7 @@ class ParallelModule(nn.Module):
         """
         return self._autopar.forward(*args, **kwargs)
 
+    @entered
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch, micro-batch by micro-batch; returns its loss.
 
@@ -107,6 +111,19 @@ class ParallelModule(nn.Module):
         """
         return self._autopar.train_step(*args, **kwargs)
 
+    def scaled_by(self, scaler: torch.amp.GradScaler) -> AbstractContextManager[None]:
+        """Within, backward of each `train_step` starts from the loss times the scaler's factor.
+
+            with parallel.scaled_by(scaler):
+                loss = parallel.train_step(*batch)
+            scaler.step(optimizer)
+            scaler.update()
+
+        The loss that it returns is the loss itself.
+        """
+        return self._autopar.scaled_by(scaler)
+
+    @entered
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
         return self._autopar.eval_step(*args, **kwargs)
@@ -115,6 +132,18 @@ class ParallelModule(nn.Module):
         """Plan and compile for a call with such a global batch, without running it; the first time,
         place the parameters. With local inputs, calls are known by the batches that were prepared."""
         self._autopar.prepare(*args, **kwargs)
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile the programs of this rank from now on, each at its next call, as `torch.compile(parallel)`
+        does. Takes no options of torch.compile: a program is compiled whole, for its shapes alone."""
+        if args or options:
+            raise InputError(
+                where="compile of the parallel module",
+                found=f"options of torch.compile: {', '.join((*map(repr, args), *options))}",
+                wanted="none: programs are compiled whole, by Inductor, for their own shapes",
+                remedy="call parallel.compile()",
+            )
+        self._autopar.compile()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -1,4 +1,4 @@
-"""Steps of optimizers that DTensors can't take: on whole parameters, or on this rank's parts as plain tensors.
+"""Steps of optimizers that DTensors can't take: on whole parameters, or on this rank's parts.
 
 Muon, Adafactor        one parameter after the other: gathered, stepped, cut to this rank's part again
 Rprop, fused Adagrad   element by element: on this rank's part
@@ -40,8 +40,8 @@ class Owner(Protocol):
 
 
 def step_whole(owner: Owner, mesh: DeviceMesh, *, staged: bool) -> None:
-    """While `owner` lives, let such optimizers step its parameters on `mesh`; collective where they are shared
-    unless `staged`, since then not all ranks have parameters."""
+    """While `owner` lives, let such optimizers step its parameters on `mesh`; collective unless `staged`,
+    since then not all ranks have parameters."""
     hidden: list[tuple[DTensor, Any]] = []
     running: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""Every optimizer as it is shipped steps a parallel module as it steps the serial one, or is refused by name."""
+"""Every optimizer as it is shipped takes the serial steps of a parallel module, or is refused by name."""
 
 from __future__ import annotations
 
