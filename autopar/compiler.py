@@ -22,7 +22,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.outputs import Outputs
 from autopar.core.program import Program
 from autopar.cost.machine.model import CoRunners, Progress
-from autopar.errors import CheckError, InfeasibleError, InputError, SolverError, TraceError
+from autopar.errors import CheckError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.known_plans import kept, resized
 from autopar.planning.micro_batch_graphs import Parts, parts_of
@@ -184,8 +184,15 @@ class Compiler:
 
     def trace_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of a call as it is."""
-        autocast = self.request.autocast(self.cluster)
-        return trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only, autocast=autocast)
+        return trace(
+            model,
+            args,
+            kwargs,
+            loss_fn=self.loss_fn,
+            loss_only=self.loss_only,
+            static=self.request.static,
+            autocast=self.request.autocast(self.cluster),
+        )
 
     def parts(
         self,
@@ -230,6 +237,17 @@ class Compiler:
                 shorter = parts.traced(count, -1)
                 check_plan(plan.program, parts.traced(count).graph, shorter.graph)
 
+    def find_plan(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], auto: Auto | None
+    ) -> Plan:
+        """The best plan of a call, whose stages and micro-batches are the request's, or to be chosen."""
+        if auto:
+            found = self.find_pipeline(model, args, kwargs, auto)
+        else:
+            found = self.find(self.trace_step(model, args, kwargs).graph, self.request)
+        self.check_lengths(model, args, kwargs, found)
+        return found
+
     @uncollected()
     def find_pipeline(
         self,
@@ -267,7 +285,10 @@ class Compiler:
                 )
             return traced.graph
 
-        def decide_from(least: int) -> Decision:
+        only_a_loss = whole.outputs == (whole.loss,)
+        at_once = whole if only_a_loss or plain.leaves_parts(whole) else None
+
+        def decide_from(least: int, at_once: Graph | None = None) -> Decision:
             with Database.open(self.costdb) as database:
                 return decide_all(
                     graph_of,
@@ -282,15 +303,22 @@ class Compiler:
                     deadline=deadline,
                     outputs=_bytes_beside_the_loss(whole),
                     least=least,
+                    at_once=at_once,
                 )
 
         try:
-            decision = decide_from(1)
+            try:
+                decision = decide_from(1, at_once)
+            except InfeasibleError:
+                if at_once is None or only_a_loss:
+                    raise
+                decision = decide_from(1)  # the outputs beside the loss may be what doesn't fit
         except InfeasibleError as error:
             if kept:
                 error.add_remedy(_more_parts(parts))
             raise
-        if decision.request.stages == decision.request.micro_batches == 1:
+        is_plain = decision.request.stages == decision.request.micro_batches == 1
+        if is_plain and decision.problem.graph is not at_once:
             fixed = kept or micro_batches is not None or parts.size == 1
             otherwise = None if fixed else partial(decide_from, 2)
             plan = self.find_again(whole, decision, plain, co_runners, otherwise=otherwise)
@@ -398,7 +426,9 @@ class Compiler:
                     co_runners=co_runners,
                 ).plan
             except InfeasibleError as error:
-                if error.least is not None and request.training and not request.local_inputs:
+                # What an OverCapError says is sought when it is read, which takes time: it is about memory.
+                short = isinstance(error, OverCapError) or error.least is not None
+                if short and request.training and not request.local_inputs:
                     error.add_remedy(_more_micro_batches(graph, request))
                 raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -56,7 +57,68 @@ def started(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-# plan
+# plan, show
+
+
+def test_a_saved_plan_is_shown_as_it_was_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    words = ["plan", f"{TARGETS}:net", *LOCAL, "--no-measure", *STAGED, "--output", path]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert main(["show", path]) == 0
+    assert capsys.readouterr().out == printed
+    code, found = command(capsys, "show", path)
+    assert code == 0 and found == command(capsys, *words)[1]
+
+
+def test_saved_plans_are_held_against_each_other(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for path, force in zip(paths, ("batch", "filter"), strict=True):
+        words = ["plan", f"{TARGETS}:mlp", *LOCAL, "--no-measure", "--force", force, "--output", path]
+        assert main(words) == 0
+    code, found = command(capsys, "diff", *paths)
+    assert code == 0 and found["names"] == ["a.json", "b.json"] and found["layers"]
+    first, second = (json.loads(Path(path).read_text())["result"]["step_seconds"] for path in paths)
+    assert math.isclose(found["seconds"], second - first)
+    assert main(["diff", paths[0], paths[0]]) == 0
+    assert "The plans are the same." in capsys.readouterr().out
+
+
+def test_a_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("explain", f"{TARGETS}:mlp", *LOCAL, "--no-measure", "--stages", "1", "--micro-batches", "1")
+    code, found = command(capsys, *words, "--what-if", "devices=4", "--what-if", "memory=1GB")
+    assert code == 0 and found["layers"] and found["plan"]["mesh"] == found["base"]["mesh"]
+    assert [each["what"] for each in found["what_if"]] == ["devices=4", "memory=1GB"]
+
+
+def test_a_script_runs_the_plan_that_run_says(tmp_path: Path) -> None:
+    path, script = tmp_path / "plan.json", tmp_path / "train.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import autopar, torch\n"
+        "from tests.targets import net\n"
+        "torch.manual_seed(0)\n"
+        "model, inputs, loss_fn = net()\n"
+        "parallel = autopar.parallelize(model, autopar.ClusterSpec.local(2), inputs, loss_fn=loss_fn)\n"
+        "parallel(*inputs).backward()\n"
+        "print('mesh', parallel.plan.mesh, 'n', [layer.kinds for layer in parallel.plan.layers][:1])\n"
+    )
+    words = ("--no-measure", "--force", "filter")
+    assert main(["plan", f"{TARGETS}:net", *LOCAL, *words, "--output", str(path)]) == 0
+    ran = started("run", str(script), *LOCAL, "--plan", str(path))
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("filter") == 2
+    refused = started("run", str(script), *LOCAL, "--plan", str(path), "--force", "batch")
+    assert refused.returncode == 2 and "plan and force" in refused.stderr
+
+
+def test_show_tells_the_schema_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--schema"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["properties"]["kind"] == {"const": "Plan"} and "StepParts" in told["$defs"]
+    assert command(capsys, "show", "--schema") == (0, told)
+    code, found = command(capsys, "show")
+    assert code == 2 and "PLAN.json" in found["error"]["wanted"]
 
 
 def test_plan_prints_every_key_that_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,11 +129,14 @@ def test_plan_prints_every_key_that_is_promised(capsys: pytest.CaptureFixture[st
     assert {"status", "gap", "step_seconds", "peak_bytes", "measured_share"} <= found.keys()
     assert {"sharded_flops_share", "gathered_ops", "layers", "alternatives"} <= found.keys()
     assert found["status"] == "optimal" and found["measured_share"] == 0
+    assert math.isclose(sum(found["parts"].values()), found["step_seconds"])
+    assert found["serial"]["name"] == "one device" and found["serial"]["step_seconds"] > 0
     conv = next(layer for layer in found["layers"] if layer["name"] == "conv2d")
     assert conv["op"] == "aten.conv2d.default" and conv["strategy"].keys() == {"a", "b"}
     assert [item["name"] for item in found["alternatives"]] == ["batch", "domain", "filter", "channel"]
     assert all(
-        item.keys() == {"name", "step_seconds", "peak_bytes", "feasible"} for item in found["alternatives"]
+        item.keys() == {"name", "step_seconds", "peak_bytes", "feasible", "reason"}
+        for item in found["alternatives"]
     )
 
 
@@ -89,6 +154,7 @@ def test_a_kind_that_a_model_lacks_is_an_alternative_without_numbers(
 ) -> None:
     _, found = command(capsys, "plan", f"{TARGETS}:mlp", *LOCAL, "--no-measure")
     domain = next(item for item in found["alternatives"] if item["name"] == "domain")
+    assert "no domain factor" in domain.pop("reason")
     assert domain == {"name": "domain", "step_seconds": None, "peak_bytes": None, "feasible": False}
 
 
@@ -98,7 +164,7 @@ def test_the_table_goes_to_stdout_and_measuring_fills_the_database(
     path = tmp_path / "costs.sqlite"
     assert main(["plan", f"{TARGETS}:mlp", *LOCAL, "--costdb", str(path), "--force", "batch"]) == 0
     out, err = capsys.readouterr()
-    assert "mesh 2" in out and "batch d0" in out and "100% of compute is measured" in out
+    assert "mesh 2" in out and "batch dim 0" in out and "all operator time is measured" in out
     assert not err
     with sqlite3.connect(path) as database:
         assert database.execute("SELECT count(*) FROM operators").fetchone()[0] > 0
@@ -688,3 +754,22 @@ def test_without_arguments_the_words_are_those_of_the_process(
     assert main() == main(["plan", "--gap", "wrong"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first == second and "--gap" in first
+
+
+def test_a_range_of_devices_is_a_table_of_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "h100.toml"
+    file.write_text(
+        '[cluster]\ndevices_per_node = 8\ndevice = "h100"\n'
+        '[links.intra]\nbandwidth = "450GB/s"\nlatency = "2us"\n',
+        encoding="utf-8",
+    )
+    words = ("plan", f"{TARGETS}:mlp", "--cluster", f"{file}:1-4")
+    code, found = command(capsys, *words)
+    rows = found["rows"]
+    assert code == 0
+    assert [row["devices"] for row in rows] == [1, 2, 4] and rows[0]["efficiency"] == 1
+    assert rows[1]["speed_up"] == pytest.approx(rows[0]["step_seconds"] / rows[1]["step_seconds"])
+    assert main([*words]) == 0
+    assert "efficiency" in capsys.readouterr().out
+    code, found = command(capsys, *words, "--output", str(tmp_path / "plan.json"))
+    assert code == 2 and "a range of devices" in found["error"]["found"]

@@ -29,11 +29,13 @@ def may_learn(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape (elements), dtype and whether a gradient flows through the tensor."""
+    """Shape (elements), dtype and whether a gradient flows through the tensor; sparse ones have no shape that
+    could be split."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    layout: torch.layout = torch.strided
 
     @property
     def numel(self) -> int:
@@ -45,7 +47,8 @@ class TensorSpec:
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name}[{','.join(map(str, self.shape))}]" + ("*" if self.requires_grad else "")
+        sparse = "" if self.layout is torch.strided else f"{str(self.layout).removeprefix('torch.')} "
+        return f"{sparse}{name}[{','.join(map(str, self.shape))}]" + ("*" if self.requires_grad else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class GraphInput:
     aliases: tuple[str, ...] = ()  # further names of a tied parameter
     mutated: bool = False  # written in place by an operator (running statistics)
     value: torch.Tensor | None = field(default=None, compare=False)  # of a constant
+    exact: torch.Tensor | None = field(default=None, compare=False)  # in more digits, where that is rounded
 
 
 @dataclass(frozen=True, slots=True)

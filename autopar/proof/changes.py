@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from autopar.errors import AutoparError
 from autopar.planning.known_plans import kept, resized
 from autopar.planning.request import Request
 from autopar.planning.search import search
-from autopar.proof.precision import raise_model
+from autopar.proof.precision import copy_model, raise_model
 from autopar.proof.verify import Record, compare, train_eagerly, verify_simulated
 from autopar.results.plan import Plan
 from autopar.runtime.module import serial_model
@@ -115,7 +114,7 @@ class _Trial:
     @classmethod
     def of(cls, target: Target, plan: Plan, cluster: ClusterSpec, request: Request) -> _Trial:
         with recording() as reads:
-            traced = _trace(target, request.autocast(cluster))
+            traced = _trace(target, request, request.autocast(cluster))
         return cls(
             target, plan, cluster, request, Guard(reads), traced.arguments, _eagerly(target, traced.arguments)
         )
@@ -166,7 +165,7 @@ class _Trial:
 
     def trace(self) -> Traced:
         """The target's graph as things are."""
-        return _trace(self.target, self.request.autocast(self.cluster))
+        return _trace(self.target, self.request, self.request.autocast(self.cluster))
 
     def follows(self, traced: Traced) -> bool:
         """Whether a program for the changed model trains like the model."""
@@ -191,7 +190,7 @@ class _Trial:
         return True
 
 
-def _trace(target: Target, autocast: Autocast) -> Traced:
+def _trace(target: Target, request: Request, autocast: Autocast) -> Traced:
     """The target's graph; torch.export leaves copies of lists in modules, which are taken back."""
     states = [(vars(module), dict(vars(module))) for module in target.model.modules()]
     try:
@@ -201,6 +200,7 @@ def _trace(target: Target, autocast: Autocast) -> Traced:
             target.kwargs,
             loss_fn=target.loss_fn,
             loss_only=False,
+            static=request.static,
             autocast=autocast,
         )
     finally:
@@ -209,7 +209,7 @@ def _trace(target: Target, autocast: Autocast) -> Traced:
 
 
 def _eagerly(target: Target, arguments: Arguments) -> Record:
-    model = raise_model(deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     return train_eagerly(model, arguments, target.loss_fn, steps=1)
 
 

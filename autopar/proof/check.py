@@ -10,7 +10,6 @@ factor don't use it for nearly all of their flops.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +31,7 @@ from autopar.proof.cutting import cutting_effect, draws, eager_parts
 from autopar.proof.low_precision import LowPrecision, compare_low_precision
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import (
+    copy_model,
     float64_by_default,
     raise_graph,
     raise_model,
@@ -204,6 +204,7 @@ def check(
         processes=processes,
         micro_batches=request.micro_batches,
         batch_dims=request.batch_dims,
+        static=request.static,
     )
     request = replace(request, outputs=Outputs.GLOBAL)  # ranks are compared in all outputs
     if request.stages > 1 or request.micro_batches > 1:
@@ -224,12 +225,15 @@ def check(
         target.kwargs,
         loss_fn=target.loss_fn,
         loss_only=False,
+        static=request.static,
         autocast=autocast,
     )
     _check_loss(target, traced)
     plan = _plan(traced.graph, cluster, request, database, plan)
     if processes:
-        verdict = _verify_processes(target, traced, plan, cluster, steps, autocast=autocast)
+        verdict = _verify_processes(
+            target, traced, plan, cluster, steps, static=request.static, autocast=autocast
+        )
     else:
         verdict = verify_simulated(target.model, traced, plan.program, loss_fn=target.loss_fn, steps=steps)
     tried = try_changes(target, plan, cluster, request, most=changes) if changes and verdict.passed else None
@@ -254,12 +258,12 @@ def _check_pipeline(
     arguments = flatten_arguments(target.args, target.kwargs)
     count = request.micro_batches
     autocast = request.autocast(cluster)
-    traced, shorter = trace_lengths(target, count, request.batch_dims, autocast)
+    traced, shorter = trace_lengths(target, count, request.batch_dims, autocast, request.static)
     plan = _plan(traced.graph, cluster, request, database, plan)
     if shorter and (plan.pipeline.is_staged or not processes):
         check_plan(plan.program, traced.graph, shorter.graph)
     graph, casts = raise_graph(traced.graph)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     tensors = tuple(map(raise_tensor, arguments.tensors))
     batch = split_batch(traced.cutting, tensors, count, find=model.get_buffer)
     disagreement: Disagreement = {}
@@ -267,6 +271,7 @@ def _check_pipeline(
         job = replace(
             _job(target, traced, plan, cluster, arguments.tensors, steps),
             batch_dims=request.batch_dims,
+            static=request.static,
             autocast=autocast,
         )
         ours, disagreement = train_on_processes(job)
@@ -297,7 +302,7 @@ def _check_pipeline(
 
     random = count > 1 and draws(graph)
     serially = in_parts if random else at_once
-    verdict = judge(ours, copy.deepcopy(model), serially, casts, disagreement)
+    verdict = judge(ours, copy_model(model), serially, casts, disagreement)
     whole = trace_lengths(target, 1, None, autocast)[0]
     low = compare_low_precision(
         target.model,
@@ -337,6 +342,7 @@ def check_input(
     processes: bool,
     micro_batches: int,
     batch_dims: Said | None = None,
+    static: Sequence[str] = (),
 ) -> None:
     """Raise InputError for what can't be proved, whatever its plan."""
     if steps < 1:
@@ -353,20 +359,20 @@ def check_input(
     if processes:
         cluster.check_local()
     if micro_batches > 1:
-        _check_micro_batches(target, micro_batches, batch_dims)
+        _check_micro_batches(target, micro_batches, batch_dims, static)
 
 
-def _check_micro_batches(target: Target, count: int, said: Said | None) -> None:
+def _check_micro_batches(target: Target, count: int, said: Said | None, static: Sequence[str]) -> None:
     """Raise InputError for a micro-batch that the eager model, or its loss, can't run although it runs the
     whole batch; what is wrong with both is told where the model is traced and trained."""
     arguments = flatten_arguments(target.args, target.kwargs)
 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        return trace(target.model, args, kwargs, loss_fn=target.loss_fn)
+        return trace(target.model, args, kwargs, loss_fn=target.loss_fn, static=static)
 
     cutting = parts_of(whole, target.args, target.kwargs, said).cutting()
     batch = split_batch(cutting, arguments.tensors, count, weigh=False)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     causes = (_failure(target, model, arguments, micro.tensors, number) for number, micro in enumerate(batch))
     number, cause = next(((place, each) for place, each in enumerate(causes) if each is not None), (0, None))
     if cause is None or _failure(target, model, arguments, arguments.tensors) is not None:
@@ -412,12 +418,14 @@ def _verify_processes(
     cluster: ClusterSpec,
     steps: int,
     *,
+    static: tuple[str, ...],
     autocast: Autocast,
 ) -> Verdict:
     _, casts = raise_graph(traced.graph)
-    job = replace(_job(target, traced, plan, cluster, traced.arguments.tensors, steps), autocast=autocast)
+    job = _job(target, traced, plan, cluster, traced.arguments.tensors, steps)
+    job = replace(job, static=static, autocast=autocast)
     ours, disagreement = train_on_processes(job)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     constants = written_constants(traced.graph)
 
     def serially(model: nn.Module) -> Record:

@@ -9,7 +9,6 @@ that can be asked for there.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar.core.graph import Graph, InputKind, eager_target, map_refs
 from autopar.core.program import Program
+from autopar.proof.precision import copy_model
 from autopar.proof.verify import MOMENTUM, RATE, backward, seed, simulate_training
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
@@ -89,7 +89,7 @@ def compare_low_precision(
     count = sum(ours.values())
     if program is None or traced.graph.loss is None:
         return LowPrecision(dtype, count, different)
-    serial = _serial_losses(copy.deepcopy(model), traced, loss_fn, autocast, steps)
+    serial = _serial_losses(copy_model(model), traced, loss_fn, autocast, steps)
     reruns = [
         _serial_losses(_rounded(model, number, autocast.dtype), traced, loss_fn, autocast, steps)
         for number in range(RERUNS)
@@ -124,13 +124,13 @@ def _eager_kernels(
     model: nn.Module, traced: Traced, loss_fn: LossFunction | None, autocast: Autocast
 ) -> Counter[tuple[str, Any]]:
     with torch.no_grad(), KernelLog(real=True) as log:
-        _call(copy.deepcopy(model), traced, loss_fn, autocast)
+        _call(copy_model(model), traced, loss_fn, autocast)
     return _kernels(log)
 
 
 def _graph_kernels(model: nn.Module, traced: Traced) -> Counter[tuple[str, Any]]:
     with torch.no_grad(), KernelLog() as log:
-        _interpret(copy.deepcopy(model), traced)
+        _interpret(copy_model(model), traced)
     return _kernels(log)
 
 
@@ -194,14 +194,14 @@ def _parallel_losses(model: nn.Module, traced: Traced, program: Program, steps: 
     graph: Graph = with_masks_by_dims(traced.graph)
     dims = Dims(graph, find_atoms(graph), program.mesh)
     record = simulate_training(
-        copy.deepcopy(model), traced.arguments, graph, program, dims, steps=steps, lift=_fresh
+        copy_model(model), traced.arguments, graph, program, dims, steps=steps, lift=_fresh
     )
     return torch.stack([loss.detach().double() for loss in record.loss.values()])
 
 
 def _rounded(model: nn.Module, number: int, dtype: torch.dtype) -> nn.Module:
     """A copy whose weights are moved by half of what `dtype` tells apart, up or down at random."""
-    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(number)
+    model, generator = copy_model(model), torch.Generator().manual_seed(number)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

@@ -12,6 +12,7 @@ order of memory, which for an operand that is a transposed view is another one, 
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,13 @@ def raise_model(model: nn.Module) -> nn.Module:
     return model
 
 
+def copy_model(model: nn.Module) -> nn.Module:
+    """A deep copy, also of a model that holds compressed sparse matrices, which torch doesn't copy so."""
+    held = [*model.buffers(), *(value for module in model.modules() for value in vars(module).values())]
+    sparse = (item for item in held if isinstance(item, Tensor) and item.layout is not torch.strided)
+    return copy.deepcopy(model, {id(item): item.detach().clone() for item in sparse})
+
+
 def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
     """The graph in float64, and the operators whose own cast was raised."""
 
@@ -72,8 +80,9 @@ def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
         for name, spec in graph.specs.items()
     }
     inputs = tuple(
-        replace(item, spec=specs[item.name], value=None if item.value is None else raise_tensor(item.value))
+        replace(item, spec=specs[item.name], value=None if value is None else raise_tensor(value))
         for item in graph.inputs
+        for value in (item.value if item.exact is None else item.exact,)
     )
     lifted = replace(graph, inputs=inputs, operators=tuple(operators), specs=specs)
     return with_masks_by_dims(lifted), tuple(casts)

@@ -7,7 +7,7 @@ leave rank 0 untouched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,7 @@ class Job:
     state: Mapping[str, Tensor]
     steps: int
     batch_dims: Said | None = None
+    static: tuple[str, ...] = ()
     autocast: Autocast = Autocast()  # around the calls that are traced
 
     @property
@@ -118,13 +119,13 @@ def _copy_state(state: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def trace_lengths(
-    target: Target, count: int, said: Said | None, autocast: Autocast
+    target: Target, count: int, said: Said | None, autocast: Autocast, static: Sequence[str] = ()
 ) -> tuple[Traced, Traced | None]:
     """The graph of the first of `count` micro-batches, with its loss alone, and that of shorter ones; `said`
     are the dims of samples that the user says."""
 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        return trace(target.model, args, kwargs, loss_fn=target.loss_fn, autocast=autocast)
+        return trace(target.model, args, kwargs, loss_fn=target.loss_fn, static=static, autocast=autocast)
 
     if count == 1:
         traced = whole(target.args, target.kwargs)
@@ -137,20 +138,10 @@ def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
     """The target's graphs in float64, traced as the parent did: from the model as it is."""
     if job.by_steps:
         count = job.plan.pipeline.micro_batches
-        traced, shorter = trace_lengths(target, count, job.batch_dims, job.autocast)
+        traced, shorter = trace_lengths(target, count, job.batch_dims, job.autocast, job.static)
     else:
         args, kwargs = flatten_arguments(target.args, target.kwargs).rebuild(job.tensors)
-        traced, shorter = (
-            trace(
-                target.model,
-                args,
-                kwargs,
-                loss_fn=target.loss_fn,
-                loss_only=False,
-                autocast=job.autocast,
-            ),
-            None,
-        )
+        traced, shorter = _whole(target, args, kwargs, job), None
     difference = fingerprint_of(traced.graph).difference(job.plan.graph)
     if difference is not None:
         raise CheckError(
@@ -160,6 +151,18 @@ def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
             remedy="let the function of the target build the same model at each call",
         )
     return _raise(traced), _raise(shorter) if shorter else None
+
+
+def _whole(target: Target, args: Any, kwargs: Any, job: Job) -> Traced:
+    return trace(
+        target.model,
+        args,
+        kwargs,
+        loss_fn=target.loss_fn,
+        loss_only=False,
+        static=job.static,
+        autocast=job.autocast,
+    )
 
 
 def _raise(traced: Traced) -> Traced:

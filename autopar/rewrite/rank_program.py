@@ -41,6 +41,12 @@ class RankProgram:
     layers: dict[str, str]
     steps: dict[str, int]
 
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """What this rank's program takes beside the graph's inputs, by placeholder: parts made for it."""
+        used = {str(node.target) for node in self.graph.nodes if node.op == "placeholder" and node.users}
+        return {name: value for name, value in self.emitter.constants.items() if name in used}
+
     def module(self) -> fx.GraphModule:
         return fx.GraphModule(torch.nn.Module(), self.graph, class_name="ParallelProgram")
 

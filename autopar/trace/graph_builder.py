@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from autopar.core.graph import (
     memory_order,
     refs,
 )
-from autopar.errors import TraceError, cut_text
+from autopar.errors import TraceError, ValuesAskedError, cut_text
 from autopar.trace.autocast import Autocast, Casting, UncastError, casted
 from autopar.trace.call_signature import Arguments
 from autopar.trace.checkpoint_regions import region_of
@@ -72,6 +72,7 @@ _NO_GRADIENT = {
 }
 
 
+_SPARSE_GRADIENTS = {aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx}
 _BEFORE = "compute it before the call and pass it"
 
 
@@ -87,9 +88,11 @@ class GraphBuilder:
         known: Known,
         autocast: Autocast,
         traced_on: str,
+        structure: Collection[int] = (),
     ) -> None:
         self.exported = exported
         self.arguments = arguments
+        self.traced = [path for place, path in enumerate(arguments.paths) if place not in structure]
         self.known = known
         self.dtype = autocast.dtype  # what is cast to here, None where nothing is
         self.devices = {autocast.device, traced_on}  # whose autocast this is
@@ -129,7 +132,7 @@ class GraphBuilder:
 
     def read_inputs(self, gm: fx.GraphModule) -> None:
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        users = iter(self.arguments.paths)
+        users = iter(self.traced)
         for node, spec in zip(nodes, self.exported.graph_signature.input_specs, strict=True):
             match spec.kind:
                 case ExportedKind.PARAMETER | ExportedKind.BUFFER if spec.target.startswith("loss_fn."):
@@ -169,7 +172,7 @@ class GraphBuilder:
         user_grad = kind is InputKind.USER and bool(
             self.arguments.tensors[self.arguments.paths.index(target)].requires_grad
         )
-        self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, (not frozen) or user_grad)
+        self.specs[name] = _spec(value, learns=(not frozen) or user_grad)
         held = {**self.exported.state_dict, **self.exported.constants}
         constant = held[target].detach() if kind is InputKind.CONSTANT else None
         self.inputs[name] = GraphInput(
@@ -210,7 +213,7 @@ class GraphBuilder:
         if not isinstance(value, torch.Tensor):
             return value
         name = _input_name(InputKind.CONSTANT, str(node.target), taken=self.specs)
-        self.specs[name] = TensorSpec(tuple(value.shape), value.dtype)
+        self.specs[name] = _spec(value)
         self.inputs[name] = GraphInput(
             name, InputKind.CONSTANT, str(node.target), self.specs[name], value=value.detach()
         )
@@ -294,12 +297,13 @@ class GraphBuilder:
         target, args, kwargs = _without_example(target, args, kwargs, values)
         single = isinstance(values, torch.Tensor)
         if not _is_fixed(values):
-            raise self.refuse(
+            refused = self.refuse(
                 node,
                 f"what {target} gives depends on values",
                 "sizes and numbers that don't",
                 f"keep all rows and choose by torch.where(mask, a, b), or {_BEFORE}",
             )
+            raise ValuesAskedError(**refused.as_words())
         results = [values] if single else list(values if values is not None else ())
         differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
@@ -316,7 +320,7 @@ class GraphBuilder:
             learns = (
                 differentiable and may_learn(value.dtype) and _may_learn_of(target, args, names.index(name))
             )
-            self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, learns)
+            self.specs[name] = _spec(value, learns=learns)
         operation = Operator(
             title,
             target,
@@ -440,7 +444,8 @@ class GraphBuilder:
         """Raise TraceError for an embedding that learns by sparse gradients, which buckets don't take."""
         names = [item.name for item in target._schema.arguments]
         if (
-            "sparse" not in names
+            target not in _SPARSE_GRADIENTS
+            or "sparse" not in names
             or not isinstance(args[0], Ref)
             or not self.specs[args[0].name].requires_grad
         ):
@@ -633,6 +638,12 @@ class GraphBuilder:
     def refuse(self, node: fx.Node, found: str, wanted: str, remedy: str) -> TraceError:
         where = source_of(node) or f"module {module_of(node) or 'of the whole model'}"
         return TraceError(where=where, found=found, wanted=wanted, remedy=remedy)
+
+
+def _spec(value: torch.Tensor, *, learns: bool = False) -> TensorSpec:
+    """What a tensor is; a sparse one, of which a program takes no part, without a shape."""
+    shape = tuple(value.shape) if value.layout is torch.strided else ()
+    return TensorSpec(shape, value.dtype, learns, value.layout)
 
 
 def _itself(node: fx.Node) -> fx.Node:

@@ -15,8 +15,7 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R
-from autopar.cost.program.peak_memory import peak_memory
-from autopar.cost.program.step import step_cost
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError, SolverError
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.strategies import options_of
@@ -92,13 +91,13 @@ def test_under_a_cap_the_plan_fits_and_the_gap_to_the_best_that_fits_is_true(
     peaks = sorted({peak for _, peak in plans})
     leanest = least(graph, prices, space, unfolded(graph))
     assert leanest is not None
-    assert leanest.peak == peak_memory(graph, prices, leanest.program)
+    assert leanest.peak == PricedProgram(prices, leanest.program).peak
     for cap in (leanest.peak.nbytes, *peaks[:: max(1, len(peaks) // 5)], peaks[-1]):
         if cap < leanest.peak.nbytes:
             continue
         best = min((seconds for seconds, peak in plans if peak <= cap), default=math.inf)
         found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9)
-        assert found.peak.nbytes <= cap and found.peak == peak_memory(graph, prices, found.program)
+        assert found.peak.nbytes <= cap and found.peak == PricedProgram(prices, found.program).peak
         assert found.seconds >= every.seconds(found.program.strategies) * (1 - CLOSE)
         assert found.seconds * (1 - found.gap) <= best * (1 + CLOSE)
         if found.status == "optimal":
@@ -171,7 +170,7 @@ def test_what_is_done_once_a_step_counts_less_than_what_every_micro_batch_does(
     found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
     assert found.bound <= best * (1 + CLOSE)
     assert found.seconds == pytest.approx(best, rel=CLOSE)
-    assert found.seconds == pytest.approx(step_cost(graph, prices, found.program).weighted(0.1))
+    assert found.seconds == pytest.approx(PricedProgram(prices, found.program).cost.weighted(0.1))
 
 
 def test_folding_finds_the_optimum_and_bounds_it_from_below() -> None:
@@ -184,6 +183,32 @@ def test_folding_finds_the_optimum_and_bounds_it_from_below() -> None:
         folded = choose(graph, prices, build_space(graph, prices, folding), folding, gap=1e-9)
         assert folded.seconds == pytest.approx(free.seconds, rel=CLOSE)
         assert folded.bound <= free.seconds * (1 + CLOSE)
+
+
+def towers() -> Graph:
+    """Four blocks of one kind, four of another that all read what the first gave."""
+    s = Script()
+    x = s.call(aten.tanh.default, Ref(s.user(8, 6, grad=True)))
+    for _ in range(4):
+        h = s.call(aten.linear.default, Ref(x), Ref(s.weight(6, 6)))
+        x = s.call(aten.add.Tensor, Ref(s.call(aten.gelu.default, Ref(h))), Ref(x))
+    y = memory = s.call(aten.exp.default, Ref(x))
+    for _ in range(4):
+        h = s.call(aten.mul.Tensor, Ref(s.linear(y, 6)), Ref(memory))
+        y = s.call(aten.sub.Tensor, Ref(h), Ref(memory))
+    return s.graph(s.call(aten.sum.default, Ref(y)))
+
+
+def test_folding_two_runs_of_which_one_reads_the_other_bounds_all_plans_from_below() -> None:
+    graph = towers()
+    for seed in range(3):
+        prices = random_prices(graph, Mesh((2,)), Random(seed))
+        folding = fold(graph, prices.dims)
+        assert folding.count == 8
+        free = choose(graph, prices, build_space(graph, prices, unfolded(graph)), unfolded(graph), gap=1e-9)
+        folded = choose(graph, prices, build_space(graph, prices, folding), folding, gap=1e-9)
+        assert folded.bound <= free.seconds * (1 + CLOSE)
+        assert free.seconds * (1 - CLOSE) <= folded.seconds <= 1.1 * free.seconds
 
 
 def test_the_status_is_true_however_short_the_time() -> None:

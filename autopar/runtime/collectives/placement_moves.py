@@ -42,13 +42,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime import registry
+from autopar.runtime import registry, sparse_kernel
 from autopar.runtime.collectives import batch_norm, convolution, groups, transport
 from autopar.runtime.collectives.memory_format import memory_format
 from autopar.runtime.collectives.row_ranges import Rows, expect, overlap
 from autopar.runtime.saved import regather
 
-__all__ = ["batch_norm", "convolution"]  # so that importing this module registers every operator
+__all__ = [
+    "batch_norm",
+    "convolution",
+    "sparse_kernel",
+]  # so that importing this module registers every operator
 
 Arguments: TypeAlias = tuple[Any, ...]  # of an operator, after its tensor
 
@@ -317,6 +321,8 @@ def _move(
     shape: Callable[..., Tensor],
     transposed: str | Callable[..., Tensor],
     turned: Callable[[Arguments], Arguments] = lambda arguments: arguments,
+    *,
+    is_local: bool = False,
 ) -> None:
     """Register a move; `turned` gives the transposed move's arguments from this one's."""
 
@@ -327,7 +333,7 @@ def _move(
         back = _called(transposed)(gradient, *turned(ctx.arguments))
         return (back, *(None for _ in ctx.arguments))
 
-    registry.functional(name, schema, kernel, shape=shape, setup=setup, backward=backward)
+    registry.functional(name, schema, kernel, shape=shape, setup=setup, backward=backward, is_local=is_local)
 
 
 def _called(move: str | Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -365,8 +371,8 @@ def _wide(name: str) -> Callable[..., Tensor]:
 
 _move("p_to_r", WHOLE, _all_reduce, _same, "r_to_b")
 _move("p_to_b", WHOLE, _all_reduce, _same, "p_to_b")
-_move("r_to_p", WHOLE, _keep_on_first, _same, "b_to_r")
-_move("b_to_p", WHOLE, _keep_on_first, _same, "b_to_p")
+_move("r_to_p", WHOLE, _keep_on_first, _same, "b_to_r", is_local=True)
+_move("b_to_p", WHOLE, _keep_on_first, _same, "b_to_p", is_local=True)
 _alias("r_to_b", "p_to_r")
 _alias("b_to_r", "r_to_p")
 _alias("r_to_b_wide", _wide("p_to_r"))
@@ -377,9 +383,9 @@ _move("s_to_b_wide", SPLIT, _all_gather, _full, _wide("p_to_s"))
 _move("s_to_r_again", SPLIT, _gather_again("s_to_r"), _full, "r_to_s")
 _move("s_to_b_again", SPLIT, _gather_again("s_to_b"), _full, "p_to_s")
 _move("p_to_s", SPLIT, _reduce_scatter, _local, "s_to_b")
-_move("r_to_s", SPLIT, _slice, _sliced, "s_to_r")
-_move("b_to_s", SPLIT, _slice, _sliced, "s_to_p")
-_move("s_to_p", SPLIT, _zero_pad, _full, "b_to_s")
+_move("r_to_s", SPLIT, _slice, _sliced, "s_to_r", is_local=True)
+_move("b_to_s", SPLIT, _slice, _sliced, "s_to_p", is_local=True)
+_move("s_to_p", SPLIT, _zero_pad, _full, "b_to_s", is_local=True)
 
 _move("s_to_s", RESPLIT, _resplit, _resplit_shape, "s_to_s", lambda a: (a[0], *a[4:], *a[1:4]))
 _move("exchange", FILLED, _exchange, _exchange_shape, "exchange_add", lambda a: a[:-1])

@@ -1,0 +1,116 @@
+"""Nets on graphs train as the serial model does, however their vertices, edges and features are split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from torch import Tensor, nn
+
+from autopar.api import verify
+from autopar.cluster import ClusterSpec
+from tests.trace.graph_nets import (
+    HIDDEN,
+    HeldLayer,
+    SparseLayer,
+    SumOfNeighbours,
+    WeightedLayer,
+    adjacency,
+    target,
+)
+
+Layer = Callable[[int, int], nn.Module]
+
+
+def layers() -> dict[str, Layer]:
+    """Unedited layers of PyTorch Geometric."""
+    nets = pytest.importorskip("torch_geometric.nn")
+
+    def gin(features: int, out: int) -> nn.Module:
+        inner = nn.Sequential(nn.Linear(features, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, out))
+        made: nn.Module = nets.GINConv(inner, train_eps=True)
+        return made
+
+    return {
+        "gcn": nets.GCNConv,
+        "sage": nets.SAGEConv,
+        "sage_max": lambda features, out: nets.SAGEConv(features, out, aggr="max"),
+        "gat": lambda features, out: nets.GATConv(features, out, heads=2, concat=False, dropout=0.2),
+        "gin": gin,
+        "gatv2": lambda features, out: nets.GATv2Conv(features, out, heads=2, concat=False),
+        "transformer": lambda features, out: nets.TransformerConv(features, out, heads=2, concat=False),
+    }
+
+
+def prove(
+    layer: Layer,
+    devices: int,
+    force: str | Mapping[str, Sequence[str]] | None,
+    *,
+    structure: Tensor | None = None,
+    mesh: str | None = None,
+) -> None:
+    report = verify(
+        target(layer, structure=structure),
+        ClusterSpec.local(devices),
+        steps=2,
+        changes=0,
+        stages=1,
+        micro_batches=1,
+        force=force,
+        mesh=mesh,
+    )
+    assert report.verdict.passed, report.verdict
+
+
+@pytest.mark.parametrize("force", ["batch", "filter"])
+def test_sums_over_edges_are_those_of_the_serial_model(force: str) -> None:
+    prove(SumOfNeighbours, 2, force)
+
+
+@pytest.mark.parametrize("name", ["gcn", "gat"])
+def test_unedited_layers_train_as_alone(name: str) -> None:
+    prove(layers()[name], 2, "batch")
+
+
+VARIANTS = [
+    *(("2", (factor,)) for factor in "ijf"),
+    *(("2x2", factors) for factors in (("i", "j"), ("j", "i"), ("i", "f"), ("i", "i"))),
+    *(("2x3", factors) for factors in (("j", "f"), ("f", "i"))),
+]
+QUICK = [("2x2", ("i", "j")), ("2", ("j",))]
+SPARSE: dict[str, tuple[Layer, Tensor | None]] = {
+    "coo": (SparseLayer, adjacency("coo")),
+    "csr": (SparseLayer, adjacency("csr")),
+    "held": (HeldLayer, None),
+    "weighted": (WeightedLayer, None),
+}
+
+
+def prove_variant(name: str, mesh: str, factors: Sequence[str]) -> None:
+    """Every product of the net is split by these factors, one for each axis."""
+    layer, structure = SPARSE[name]
+    names = ["product", "product_1"] if name != "held" else [f"product_{n}" for n in range(1, 4)]
+    devices = math.prod(map(int, mesh.split("x")))
+    prove(layer, devices, dict.fromkeys(names, factors), structure=structure, mesh=mesh)
+
+
+@pytest.mark.parametrize(("name", "variant"), [("csr", QUICK[0]), ("weighted", QUICK[1])])
+def test_sparse_products_stay_where_they_are_in_blocks(name: str, variant: tuple[str, Sequence[str]]) -> None:
+    prove_variant(name, *variant)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", SPARSE)
+def test_every_variant_of_sparse_products_is_right(name: str, variant: tuple[str, Sequence[str]]) -> None:
+    prove_variant(name, *variant)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [2, 3, 4, 6])
+@pytest.mark.parametrize("force", [None, "batch", "filter", "channel"])
+@pytest.mark.parametrize("name", ["gcn", "sage", "sage_max", "gat", "gin", "gatv2", "transformer"])
+def test_every_layer_trains_as_alone_however_it_is_split(name: str, force: str | None, devices: int) -> None:
+    prove(layers()[name], devices, force)
