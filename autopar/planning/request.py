@@ -76,6 +76,7 @@ class Request:
     dtype: Precision = Precision.FP32  # what calls compute in that aren't under autocast themselves
     stages_of_uses: Mapping[str, tuple[int, ...]] | None = None  # of parameters that lie already
     compile: bool = False  # programs
+    overlap: bool = False  # gathers of weights and compute
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def autocast(self, cluster: ClusterSpec) -> Autocast:
@@ -155,6 +156,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         dtype=values["dtype"],
         batch_dims=values["batch_dims"],
         compile=values["compile"],
+        overlap=values["overlap"],
         static=values["static"],
     )
     if request.compile:
@@ -172,12 +174,25 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
     return replace(request, stages=ranks, micro_batches=count), None
 
 
+def check_overlap(request: Request) -> None:
+    """Raise InputError where gathers are to start early in stages."""
+    if request.overlap and request.stages > 1:
+        raise InputError(
+            where="--overlap",
+            found=f"a plan with {request.stages} stages",
+            wanted="one without, in which gathers of weights start early",
+            remedy="leave out --overlap, or write --stages 1",
+        )
+
+
 def _compiled(request: Request) -> Request:
     """The request where programs are compiled: nothing is offloaded unless it is asked for, which is refused,
     as are schedules that split backward."""
     found = []
     if request.offload is Offload.ALL:
         found.append(("--offload all", "none or auto", "leave out --offload"))
+    if request.overlap:
+        found.append(("--overlap", "no gathers that start early", "leave out --overlap"))
     if request.schedule in SPLIT_BACKWARD:
         kinds = ", ".join(kind.value for kind in request.runnable())
         found.append((f"--schedule {request.schedule.value}", kinds, "leave out --schedule"))
@@ -186,7 +201,7 @@ def _compiled(request: Request) -> Request:
         raise InputError(
             where="--compile",
             found=" and ".join(names),
-            wanted=", ".join(wanted) + ": a compiled backward is one piece, which keeps its tensors",
+            wanted=", ".join(wanted) + ": a compiled backward is one piece",
             remedy=" and ".join(remedies) + ", or --compile",
         )
     return replace(request, offload=Offload.NONE)
