@@ -38,7 +38,6 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import samples_elsewhere
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
 from autopar.solve.deadline import after, left
-from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
@@ -192,7 +191,7 @@ class Compiler:
             loss_fn=self.loss_fn,
             loss_only=self.loss_only,
             static=self.request.static,
-            autocast=Autocast.now(self.cluster.device_type),
+            autocast=self.request.autocast(self.cluster),
         )
 
     def parts(
@@ -286,7 +285,10 @@ class Compiler:
                 )
             return traced.graph
 
-        def decide_from(least: int) -> Decision:
+        only_a_loss = whole.outputs == (whole.loss,)
+        at_once = whole if only_a_loss or plain.leaves_parts(whole) else None
+
+        def decide_from(least: int, at_once: Graph | None = None) -> Decision:
             with Database.open(self.costdb) as database:
                 return decide_all(
                     graph_of,
@@ -301,15 +303,22 @@ class Compiler:
                     deadline=deadline,
                     outputs=_bytes_beside_the_loss(whole),
                     least=least,
+                    at_once=at_once,
                 )
 
         try:
-            decision = decide_from(1)
+            try:
+                decision = decide_from(1, at_once)
+            except InfeasibleError:
+                if at_once is None or only_a_loss:
+                    raise
+                decision = decide_from(1)  # the outputs beside the loss may be what doesn't fit
         except InfeasibleError as error:
             if kept:
                 error.add_remedy(_more_parts(parts))
             raise
-        if decision.request.stages == decision.request.micro_batches == 1:
+        is_plain = decision.request.stages == decision.request.micro_batches == 1
+        if is_plain and decision.problem.graph is not at_once:
             fixed = kept or micro_batches is not None or parts.size == 1
             otherwise = None if fixed else partial(decide_from, 2)
             plan = self.find_again(whole, decision, plain, co_runners, otherwise=otherwise)

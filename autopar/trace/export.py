@@ -23,7 +23,7 @@ from autopar.core.graph import Graph, may_learn
 from autopar.core.structure import Structure
 from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
 from autopar.trace.attribute_reads import reading
-from autopar.trace.autocast import OFF, Autocast, autocast_set, tracing_under
+from autopar.trace.autocast import KERNELS, OFF, Autocast, autocast_set, tracing_under
 from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
@@ -251,6 +251,7 @@ def _trace(
     )
     device = next((item.device.type for item in (*model.parameters(), *arguments.tensors)), "cpu")
     traced = tuple(item for place, item in enumerate(arguments.tensors) if place not in structure.users)
+    device = device if device in KERNELS else "cpu"  # on whose behalf meta tensors are traced
     try:
         with (
             inlined(),

@@ -38,11 +38,8 @@ class Blocks(nn.Module):
 
 
 def target(batch: int = 4096) -> Target:
-    """On the meta device: nothing is computed."""
-    with torch.device("meta"):
-        model = Blocks()
-        args = (torch.zeros(batch, 1024), torch.zeros(batch, dtype=torch.long))
-    return Target(model, args, {}, F.cross_entropy, "blocks")
+    args = (torch.zeros(batch, 1024), torch.zeros(batch, dtype=torch.long))
+    return Target(Blocks(), args, {}, F.cross_entropy, "blocks")
 
 
 @cache
@@ -63,7 +60,7 @@ def tight() -> Explanation:
 
 
 def cap() -> int:
-    return round(0.75 * plan(force="batch").peak_bytes)
+    return round(0.9 * plan(force="batch").peak_bytes)
 
 
 def test_the_price_of_a_choice_is_that_of_a_plan_in_which_it_is_pinned() -> None:

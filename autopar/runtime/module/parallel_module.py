@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
 from typing import Any, Unpack, cast
@@ -109,6 +110,18 @@ class ParallelModule(nn.Module):
         global batch.
         """
         return self._autopar.train_step(*args, **kwargs)
+
+    def scaled_by(self, scaler: torch.amp.GradScaler) -> AbstractContextManager[None]:
+        """Within, backward of each `train_step` starts from the loss times the scaler's factor.
+
+            with parallel.scaled_by(scaler):
+                loss = parallel.train_step(*batch)
+            scaler.step(optimizer)
+            scaler.update()
+
+        The loss that it returns is the loss itself.
+        """
+        return self._autopar.scaled_by(scaler)
 
     @entered
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
