@@ -99,10 +99,12 @@ class GraphEmitter:
     def collective(self, target: Any, args: Sequence[Any], shape: Sequence[int]) -> fx.Node:
         node = self.graph.call_function(target, tuple(args))
         operand = self.meta[args[0]]
-        learns = any(self.meta[item].requires_grad for item in node.all_input_nodes)
-        spec = TensorSpec(tuple(operand.shape), operand.dtype, learns)
+        requires_grad = any(self.meta[item].requires_grad for item in node.all_input_nodes)
+        spec = TensorSpec(tuple(operand.shape), operand.dtype, requires_grad)
         self.collectives.append((str(target), tuple(args[1:]), spec))
-        self.meta[node] = torch.empty(tuple(shape), dtype=operand.dtype, device=_META, requires_grad=learns)
+        self.meta[node] = torch.empty(
+            tuple(shape), dtype=operand.dtype, device=_META, requires_grad=requires_grad
+        )
         return node
 
     def shape(self, value: fx.Node) -> tuple[int, ...]:

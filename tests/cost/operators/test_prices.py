@@ -54,12 +54,12 @@ def priced(
 def of_tensors(
     *shape: int,
     dtype: torch.dtype = torch.float32,
-    learns: bool = True,
+    requires_grad: bool = True,
     device: DeviceModel = GPU,
     ranks: tuple[int, ...] = (2,),
 ) -> Prices:
     """Of a user's tensor `x` and a weight `w` that are alike, with no operator."""
-    spec = TensorSpec(shape, dtype, learns)
+    spec = TensorSpec(shape, dtype, requires_grad)
     inputs = (GraphInput("x", InputKind.USER, "x", spec), GraphInput("w", InputKind.PARAMETER, "w", spec))
     graph = Graph(inputs, (), ("x",), {"x": spec, "w": spec})
     return priced(graph, Atoms(graph, [], []), device=device, ranks=ranks)
@@ -121,7 +121,7 @@ def test_a_cpu_packs_and_unpacks_besides(source: object, target: object, more: t
 def test_what_does_not_learn_has_no_way_back(
     source: object, target: object, wanted: tuple[float, float]
 ) -> None:
-    frozen, used = of_tensors(4, 6, learns=False), of_tensors(4, 6)
+    frozen, used = of_tensors(4, 6, requires_grad=False), of_tensors(4, 6)
     used.training = False
     for prices in (frozen, used):
         assert parts(prices, source, target) == (wanted[0], 0)
@@ -142,7 +142,7 @@ def test_what_does_not_learn_has_no_way_back(
     ids=str,
 )
 def test_bytes_are_those_of_the_dtype(dtype: torch.dtype, size: int) -> None:
-    prices = of_tensors(4, 6, dtype=dtype, learns=False)
+    prices = of_tensors(4, 6, dtype=dtype, requires_grad=False)
     assert prices.local_bytes("x", (R,)) == 24 * size
     assert prices.local_bytes("x", (S,)) == 12 * size
     assert parts(prices, S, R) == (1 + 12 * size, 0)
@@ -175,7 +175,7 @@ def test_a_cpu_gathers_a_weight_into_fresh_memory_in_both_passes() -> None:
         ahead = GATHER + 4 * 96
         assert parts(of_tensors(4, 6, device=CPU), S, target, "x") == (ahead, back)
         assert parts(of_tensors(4, 6, device=CPU), S, target, "w") == (COPY + ahead, COPY + back)
-        frozen = of_tensors(4, 6, device=CPU, learns=False)
+        frozen = of_tensors(4, 6, device=CPU, requires_grad=False)
         assert parts(frozen, S, target, "w") == (COPY + ahead, 0)
         assert parts(of_tensors(4, 6), S, target, "w") == parts(of_tensors(4, 6), S, target, "x")
 
@@ -232,7 +232,7 @@ def test_the_update_reads_and_writes_a_weight_its_gradient_and_the_optimizers_st
 
 
 def test_what_does_not_learn_has_no_update() -> None:
-    frozen, used = of_tensors(4, 6, learns=False), of_tensors(4, 6)
+    frozen, used = of_tensors(4, 6, requires_grad=False), of_tensors(4, 6)
     used.training = False
     for prices in (frozen, used):
         assert prices.state_bytes("w", (R,)) == 96
