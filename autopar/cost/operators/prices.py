@@ -202,7 +202,7 @@ class Prices:
 
     def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
         """What the operator's rule writes for the rank that is priced, its operands and results."""
-        emitter, place = GraphEmitter(), self._place(operation, strategy)
+        emitter, place = GraphEmitter(runs=False), self._place(operation, strategy)
         values = []
         for index, name in enumerate(operation.operands):
             layout = tuple(option.operands[index] for option in strategy)
