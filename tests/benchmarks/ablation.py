@@ -46,7 +46,6 @@ from examples.characters import gpt
 from examples.photographs import unet
 from tests.benchmarks.hierarchical import Way, cuts, decide_after
 from tests.benchmarks.joint import gpus
-from tests.benchmarks.joint_nets import vgg
 from tests.benchmarks.wide_resnet import Bottleneck
 
 Target: TypeAlias = tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor] | None]
@@ -98,11 +97,6 @@ def tail() -> Target:
     return nn.Sequential(net, nn.Linear(2048, 1024)), _labelled(64, 112), F.cross_entropy
 
 
-def plain() -> Target:
-    """Convolutions whose channels four devices can't share evenly, as they can the samples."""
-    return vgg([[18] * 2, [34] * 2, [66] * 2], side=128, hidden=66), _labelled(256, 128), F.cross_entropy
-
-
 def _labelled(batch: int, side: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(batch, 3, side, side), torch.zeros(batch, dtype=torch.long)
 
@@ -113,7 +107,7 @@ CASES = (
     Case("skips of a U-Net", skips),
     Case("tail of a wide residual net", tail),
     Case("vocabulary of 131,072", partial(transformer, 2, 1024, 131072, 32)),
-    Case("plain", plain),
+    Case("plain", partial(transformer, 16, 1024, 256, 128)),
 )
 
 
