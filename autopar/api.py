@@ -331,13 +331,14 @@ def profile(
     target: Target | None = None,
     *,
     mesh: Mesh | str | None = None,
+    dtype: str | None = None,
     costdb: str | None = None,
     bar: Bar,
 ) -> Profile:
     """Measure the collectives of `cluster`, which must be local, and the operator calls of `target`."""
     if target is not None:
         check_target("profile", target)
-    request, _ = request_of(Options(PROFILE, mesh=mesh), cluster)
+    request, _ = request_of(Options(PROFILE, mesh=mesh, dtype=dtype), cluster)
     with Database.open(costdb) as database:
         return measure_profile(cluster, database, target=target, request=request, bar=bar)
 

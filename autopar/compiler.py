@@ -38,7 +38,6 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import samples_elsewhere
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
 from autopar.solve.deadline import after, left
-from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
@@ -192,7 +191,7 @@ class Compiler:
             loss_fn=self.loss_fn,
             loss_only=self.loss_only,
             static=self.request.static,
-            autocast=Autocast.now(self.cluster.device_type),
+            autocast=self.request.autocast(self.cluster),
         )
 
     def parts(

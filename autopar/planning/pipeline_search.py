@@ -35,6 +35,7 @@ from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.apart import MEASURED as NOISE
 from autopar.planning.apart import Apart, complexity, margin
+from autopar.planning.ask import Limits
 from autopar.planning.estimates import Choice, Screened, bottleneck
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
@@ -208,14 +209,16 @@ class _Screen:
     samples: dict[int, _Sample] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     model: CostModel = field(init=False)
-    cap: float = math.inf
+    cap: float = field(init=False)  # bytes per device, inf without a cap
+
+    def __post_init__(self) -> None:
+        self.model = CostModel.of(self.cluster, self.database)
+        cap = self.request.memory if self.request.memory is not None else self.cluster.memory
+        self.cap = math.inf if cap is None else cap
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
         self.near()
-        self.model = CostModel.of(self.cluster, self.database)
-        cap = self.request.memory if self.request.memory is not None else self.cluster.memory
-        self.cap = math.inf if cap is None else cap
         found = [choice for each in self.climb(ranks) for choice in self.rated(each)]
         if not found:
             raise InputError(
@@ -373,11 +376,10 @@ class _Screen:
     def placed(self, problem: MeshProblem, memory_price: MemoryPrice) -> Solution:
         """A placement of about the least seconds; what can't be had in time is waited for, up to the
         deadline."""
-        force = self.request.force
+        ask = replace(problem.ask(self.request.force, bounded=False), memory_price=memory_price)
         with contextlib.suppress(SolverError):
-            soon = sooner(self.deadline, SCREEN_SECONDS)
-            return problem.solve(force, soon, cap=None, memory_price=memory_price, bounded=False)
-        return problem.solve(force, self.deadline, cap=None, memory_price=memory_price, bounded=False)
+            return problem.solve(ask, Limits(sooner(self.deadline, SCREEN_SECONDS)))
+        return problem.solve(ask, Limits(self.deadline))
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""

@@ -17,12 +17,14 @@ from autopar.core.offload import Offload
 from autopar.core.outputs import Outputs
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.placement import Layout
+from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
 from autopar.errors import InputError, cut_text
 from autopar.planning.optimizer_state import state_of
 from autopar.planning.options import DEFAULT_GAP, PIPELINE, Options
 from autopar.results.plan import Plan
+from autopar.trace.autocast import Autocast
 
 MOST_ACTIONS = 20_000  # of a schedule that nobody asked for by name: timing them all takes seconds
 
@@ -68,9 +70,15 @@ class Request:
     recompute: Recompute = Recompute.AUTO
     offload: Offload = Offload.AUTO
     shard_state: ShardState = ShardState.AUTO
+    dtype: Precision = Precision.FP32  # what calls compute in that aren't under autocast themselves
     stages_of_uses: Mapping[str, tuple[int, ...]] | None = None  # of parameters that lie already
     compile: bool = False  # programs
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
+
+    def autocast(self, cluster: ClusterSpec) -> Autocast:
+        """The state of autocast around calls: the caller's where that casts."""
+        now = Autocast.now(cluster.device_type)
+        return now if now.dtype is not None else Autocast.of(cluster.device_type, self.dtype)
 
     def settled(self, plan: Plan) -> Request:
         """The request with the pipeline and the mesh that `plan` has."""
@@ -140,6 +148,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         recompute=values["recompute"],
         offload=values["offload"],
         shard_state=values["shard_state"],
+        dtype=values["dtype"],
         batch_dims=values["batch_dims"],
         compile=values["compile"],
         static=values["static"],

@@ -23,6 +23,7 @@ from autopar.cost.machine.model import CoRunners, CostModel, Progress
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.apart import MEASURED, margin, measured_share, promise
+from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
 from autopar.planning.report import report
 from autopar.planning.request import Request
@@ -59,6 +60,7 @@ class Decision:
     cluster: ClusterSpec
     request: Request
     deadline: float | None
+    others: float = math.inf  # seconds that no step on another mesh takes less than
     notes: tuple[str, ...] = ()
     passed: tuple[Alternative, ...] = ()  # more complicated plans that promise hardly less
 
@@ -66,7 +68,7 @@ class Decision:
     def unhindered(self) -> bool:
         """Whether memory made nothing slower: the fastest placement fits as it is, or by what hides."""
         problem, cap = self.problem, self.problem.cap
-        fastest = problem.solve(self.request.force, self.deadline, cap=None)
+        fastest = problem.solve(problem.ask(self.request.force), Limits(self.deadline))
         fits = cap is None or fastest.peak.nbytes <= cap
         return fits or self.step.solution.seconds <= fastest.seconds * (1 + SAME)
 
@@ -124,37 +126,37 @@ def decide(
         known = model
         if request.measure:
             # What the first winner and its rivals use is timed together: what slows one then slows all.
-            rivals = _rivals(best[0], deadline) if compares and number == 0 else []
+            rivals = _rivals(best.problem, deadline) if compares and number == 0 else []
             model = model.measure(
-                _calls(best[0], *(each.solution for each in (best[1], *rivals))),
+                _calls(best.problem, *(each.solution for each in (best.step, *rivals))),
                 database,
                 progress,
                 co_runners,
             )
         if model is known and compares:
-            calls = _calls(best[0], *(each.solution for each in _rivals(best[0], deadline)))
+            calls = _calls(best.problem, *(each.solution for each in _rivals(best.problem, deadline)))
             model = model.measure(calls, database, progress, co_runners)
         if model is known:
             break
     else:
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         best = _best(problems, deadline, cutoff)
-    return Decision(best[0], best[1], whole, request, deadline)
+    return Decision(best.problem, best.step, whole, request, deadline, best.others)
 
 
 def finish(decision: Decision) -> Found:
     """The report of a decision, its cut refined, beside the pure strategies; one of these that is faster
     replaces it."""
     problem, request = decision.problem, decision.request
-    problem.incumbent = step = problem.refined(decision.step, decision.deadline)
+    step = problem.refined(decision.step, decision.deadline, decision.others)
     asked = request.alternatives and not request.force and not is_over(decision.deadline)
-    alternatives = strategies_beside(problem, decision.deadline) if asked else []
+    alternatives = strategies_beside(problem, Limits(decision.deadline, incumbent=step)) if asked else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
+    mixed = step
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [_with_pins(item, step) if request.pins else item for item, _ in alternatives]
-    if step.seconds > problem.incumbent.seconds:
-        mixed = problem.incumbent
+    if step.seconds > mixed.seconds:
         rows.append(promise("mixed", mixed.seconds, mixed.peak_bytes, step.seconds))
     plan = report(step, decision.cluster, rows, problem.cap, request)
     serial = one_device(problem, decision.cluster, decision.deadline) if asked else None
@@ -195,7 +197,7 @@ def measure_operators(
         problem = MeshProblem(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
         for force in (None, *PURE):
             with contextlib.suppress(InfeasibleError):
-                calls += _calls(problem, problem.solve(force, deadline, cap=None, bounded=False))
+                calls += _calls(problem, problem.solve(problem.ask(force, bounded=False), Limits(deadline)))
     model = model.measure(calls, database, progress, co_runners)
     return len({call.key() for call in calls} & model.measured.keys())
 
@@ -261,17 +263,27 @@ def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:
             )
 
 
-def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float) -> tuple[MeshProblem, Step]:
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """The best step, its mesh, and `others`: seconds that no step on another mesh takes less than."""
+
+    problem: MeshProblem
+    step: Step
+    others: float
+
+
+def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float) -> _Best:
     """Of all meshes; those on which nothing faster than what is found can be are left."""
     found: list[tuple[MeshProblem, Step]] = []
     failures: list[InfeasibleError | SolverError] = []
     for problem in problems:
-        problem.cutoff = min([cutoff, *(step.seconds for _, step in found)])
+        limits = Limits(deadline, min([cutoff, *(step.seconds for _, step in found)]))
         if found and is_over(deadline):
             failures.append(_too_late(problem))
             continue
         try:
-            found.append((problem, problem.plan(problem.request.force, deadline, cap=problem.cap)))
+            ask = problem.ask(problem.request.force, cap=problem.cap)
+            found.append((problem, problem.plan(ask, limits)))
         except (InfeasibleError, SolverError) as error:
             failures.append(error)
     if not found:
@@ -281,8 +293,8 @@ def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float
     others = [each.bound for other, each in found if other is not problem]
     if any(isinstance(error, SolverError) for error in failures):
         others.append(0.0)  # a mesh not solved in time leaves the gap open
-    problem.others = min(others, default=math.inf)
-    return problem, dataclasses.replace(step, bound=min(step.bound, problem.others))
+    least = min(others, default=math.inf)
+    return _Best(problem, dataclasses.replace(step, bound=min(step.bound, least)), least)
 
 
 def _too_late(problem: MeshProblem) -> SolverError:
@@ -316,7 +328,7 @@ def _calls(problem: MeshProblem, *solutions: Solution) -> list[Call]:
 
 def _rivals(problem: MeshProblem, deadline: float | None) -> list[Step]:
     """The `RIVALS` pure strategies that are predicted fastest."""
-    found = [step for _, step in strategies_beside(problem, deadline) if step]
+    found = [step for _, step in strategies_beside(problem, Limits(deadline)) if step]
     return sorted(found, key=lambda each: each.seconds)[:RIVALS]
 
 

@@ -10,7 +10,6 @@ factor don't use it for nearly all of their flops.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +30,7 @@ from autopar.proof.changes import Changes, try_changes
 from autopar.proof.cutting import cutting_effect, draws, eager_parts
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import (
+    copy_model,
     float64_by_default,
     raise_graph,
     raise_model,
@@ -55,6 +55,7 @@ from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.runtime.module import serial_model
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced, check_dense, trace
 from autopar.trace.micro_batches import MicroBatch, split_batch
@@ -62,6 +63,7 @@ from autopar.trace.target import Target
 from autopar.trace.user_source import user_line
 from costdb.database import Database
 
+CASTS = 8  # that are named of those that were raised
 FORCED_SHARE = 0.9  # of the flops of operators that have the forced factor
 
 
@@ -145,7 +147,9 @@ class Report:
         if self.plan.gathered_ops:
             lines.append("gathered    " + ", ".join(self.plan.gathered_ops))
         if self.verdict.raised_casts:
-            lines.append("raised to float64: " + ", ".join(self.verdict.raised_casts))
+            shown, rest = self.verdict.raised_casts[:CASTS], self.verdict.raised_casts[CASTS:]
+            more = f" and {len(rest)} more" if rest else ""
+            lines.append(f"raised to float64: {', '.join(shown)}{more}")
         verdict = "equals" if self.verdict.passed else "DIFFERS from"
         alike = " that is cut alike" if self.changes else ""
         lines.append(
@@ -207,6 +211,7 @@ def check(
             plan=plan,
             asked=asked,
         )
+    autocast = request.autocast(cluster)
     traced = trace(
         target.model,
         target.args,
@@ -214,11 +219,14 @@ def check(
         loss_fn=target.loss_fn,
         loss_only=False,
         static=request.static,
+        autocast=autocast,
     )
     _check_loss(target, traced)
     plan = _plan(traced.graph, cluster, request, database, plan)
     if processes:
-        verdict = _verify_processes(target, traced, plan, cluster, steps, static=request.static)
+        verdict = _verify_processes(
+            target, traced, plan, cluster, steps, static=request.static, autocast=autocast
+        )
     else:
         verdict = verify_simulated(target.model, traced, plan.program, loss_fn=target.loss_fn, steps=steps)
     tried = try_changes(target, plan, cluster, request, most=changes) if changes and verdict.passed else None
@@ -239,12 +247,13 @@ def _check_pipeline(
     """The same for stages and micro-batches, against the serial model that takes the batch at once."""
     arguments = flatten_arguments(target.args, target.kwargs)
     count = request.micro_batches
-    traced, shorter = trace_lengths(target, count, request.batch_dims, request.static)
+    autocast = request.autocast(cluster)
+    traced, shorter = trace_lengths(target, count, request.batch_dims, autocast, request.static)
     plan = _plan(traced.graph, cluster, request, database, plan)
     if shorter and (plan.pipeline.is_staged or not processes):
         check_plan(plan.program, traced.graph, shorter.graph)
     graph, casts = raise_graph(traced.graph)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     tensors = tuple(map(raise_tensor, arguments.tensors))
     batch = split_batch(traced.cutting, tensors, count, find=model.get_buffer)
     disagreement: Disagreement = {}
@@ -253,6 +262,7 @@ def _check_pipeline(
             _job(target, traced, plan, cluster, arguments.tensors, steps),
             batch_dims=request.batch_dims,
             static=request.static,
+            autocast=autocast,
         )
         ours, disagreement = train_on_processes(job)
     else:
@@ -282,7 +292,7 @@ def _check_pipeline(
 
     random = count > 1 and draws(graph)
     serially = in_parts if random else at_once
-    verdict = judge(ours, copy.deepcopy(model), serially, casts, disagreement)
+    verdict = judge(ours, copy_model(model), serially, casts, disagreement)
     if count == 1 or (verdict.passed and not random):
         return Report(plan, verdict, request.force)
     effect = cutting_effect(model, at_once, in_parts, random=random)
@@ -342,7 +352,7 @@ def _check_micro_batches(target: Target, count: int, said: Said | None, static: 
 
     cutting = parts_of(whole, target.args, target.kwargs, said).cutting()
     batch = split_batch(cutting, arguments.tensors, count, weigh=False)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     causes = (_failure(target, model, arguments, micro.tensors, number) for number, micro in enumerate(batch))
     number, cause = next(((place, each) for place, each in enumerate(causes) if each is not None), (0, None))
     if cause is None or _failure(target, model, arguments, arguments.tensors) is not None:
@@ -382,12 +392,20 @@ def _check_loss(target: Target, traced: Traced) -> None:
 
 
 def _verify_processes(
-    target: Target, traced: Traced, plan: Plan, cluster: ClusterSpec, steps: int, *, static: tuple[str, ...]
+    target: Target,
+    traced: Traced,
+    plan: Plan,
+    cluster: ClusterSpec,
+    steps: int,
+    *,
+    static: tuple[str, ...],
+    autocast: Autocast,
 ) -> Verdict:
     _, casts = raise_graph(traced.graph)
-    job = replace(_job(target, traced, plan, cluster, traced.arguments.tensors, steps), static=static)
+    job = _job(target, traced, plan, cluster, traced.arguments.tensors, steps)
+    job = replace(job, static=static, autocast=autocast)
     ours, disagreement = train_on_processes(job)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     constants = written_constants(traced.graph)
 
     def serially(model: nn.Module) -> Record:

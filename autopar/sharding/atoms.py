@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import networkx as nx
 
@@ -180,6 +181,7 @@ class Dims:
         self.options: dict[int, tuple[Option, ...]] = {}
         self.strategies: dict[int, tuple[tuple[Option, ...], ...]] = {}
         self.sign_of: dict[str, int] = {}
+        self.memo: dict[object, Any] = {}  # what rules have cut for ranks, by what it depends on
         self._anchors: dict[Atom, tuple[Atom, Fraction, int]] = {}
         self._anchor()
 

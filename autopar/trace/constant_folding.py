@@ -31,6 +31,7 @@ from autopar.core.graph import (
 )
 from autopar.errors import TraceError
 from autopar.trace.simplify import without_dead_code
+from autopar.trace.sparse_products import PRODUCT
 from autopar.trace.structure import digest_of
 
 aten = torch.ops.aten
@@ -43,6 +44,7 @@ _INDEXED = {
     aten.index_put.default,
     aten.scatter_add.default,
     aten.scatter_reduce.two,
+    PRODUCT,
 }
 _RAISED = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 
@@ -175,6 +177,9 @@ class _Folding:
                 found = self.placed(item, str(item.args[4]), include_self=include)
             case aten.index.Tensor:
                 found = self.picked(item)
+            case _ if item.target is PRODUCT:
+                self.check_entries(item)
+                return [item]
             case _:
                 found = None
         result = item if found is None else found
@@ -239,6 +244,14 @@ class _Folding:
         if rows.numel() and int(rows.min()) < 0:
             name = self.known(rows + length * (rows < 0), index.name)
         return replace(item, target=aten.index_select.default, args=(source, dim, Ref(name)), kwargs={})
+
+    def check_entries(self, item: Operator) -> None:
+        """Raise TraceError for a sparse matrix with rows or columns that aren't there."""
+        lengths = int(item.args[4]), self.specs[item.args[3].name].shape[0]
+        for index, length in zip(item.args[:2], lengths, strict=True):
+            rows = self.value(index.name)
+            if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < length:
+                raise _out_of_range(item, f"rows {int(rows.min())} to {int(rows.max())} of {length}")
 
     def check_rows(self, item: Operator) -> None:
         """Raise TraceError for constant rows that a tensor hasn't."""

@@ -13,6 +13,7 @@ Source: hierarchical searches are common; Zheng et al., Alpa, 2022, section 2, n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
@@ -22,6 +23,7 @@ from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CoRunners
 from autopar.errors import InfeasibleError
+from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.planning.search import MEASURING_ROUNDS, Decision, Found, decide, finish
@@ -78,7 +80,7 @@ def cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
         None,
         joint.hop,
     )
-    cut = serial.plan(None, None, cap=None).cut
+    cut = serial.plan(serial.ask()).cut
     assert cut is not None
     return {
         Way.CUT_FIRST: cut.starts,
@@ -101,8 +103,8 @@ def decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
         places=(*starts, len(same.graph.operators)),
     )
     try:
-        step = problem.plan(same.request.force, joint.deadline, cap=same.cap)
-        return finish(replace(joint, problem=problem, step=step))
+        step = problem.plan(problem.ask(same.request.force, cap=same.cap), Limits(joint.deadline))
+        return finish(replace(joint, problem=problem, step=step, others=math.inf))
     except InfeasibleError as error:
         return error
 

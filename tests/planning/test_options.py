@@ -16,6 +16,7 @@ from autopar.core.costs import OPTIMIZERS, OptimizerState
 from autopar.core.force import Parallelism
 from autopar.core.gathering import ShardState
 from autopar.core.offload import Offload
+from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
@@ -43,6 +44,7 @@ NAMES = {  # of the options that are one of some names
     "offload": [choice.value for choice in Offload],
     "shard_state": [level.value for level in ShardState],
     "optimizer": [*OPTIMIZERS],
+    "dtype": [kind.value for kind in Precision],
 }
 
 

@@ -138,7 +138,6 @@ def test_models_that_fit_on_one_device_of_a_node_with_fast_links_have_no_stages(
 ) -> None:
     """Its weights and their state take 0.81 GB: at 1 GB there is no room beside them."""
     screen = _Screen(graph_of, [1, 2, 4, 8, 16], BATCH, cluster, OPEN, None)
-    screen.model, screen.cap = CostModel.of(cluster, None), cluster.memory or math.inf
     assert screen.is_simple() == simple
 
 

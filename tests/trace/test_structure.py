@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.core.graph import InputKind
+from autopar.core.graph import InputKind, Operator, map_refs
 from autopar.errors import InputError, TraceError, ValuesAskedError
 from autopar.trace.export import Traced, trace
-from tests.trace.graph_nets import FEATURES, VERTICES, SumOfNeighbours, edges
+from autopar.trace.sparse_products import PRODUCT
+from tests.trace.graph_nets import FEATURES, VERTICES, SumOfNeighbours, WeightedLayer, adjacency, edges
 
 aten = torch.ops.aten
 
@@ -116,3 +117,45 @@ def test_edges_out_of_range_are_refused_with_the_line() -> None:
     pairs[0, 7] = VERTICES
     with pytest.raises(TraceError, match=rf"graph_nets.*rows 0 to {VERTICES} of {VERTICES}"):
         trace(SumOfNeighbours(FEATURES, 3), (torch.randn(VERTICES, FEATURES), pairs))
+
+
+# Sparse matrices
+
+
+def products(found: Traced) -> list[Operator]:
+    return [item for item in found.graph.operators if item.target is PRODUCT]
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_products_with_a_sparse_matrix_are_one_operator_however_they_are_written(layout: str) -> None:
+    def everything(x: Tensor, matrix: Tensor) -> Tensor:
+        y = matrix @ x + torch.sparse.mm(matrix, x) + torch.addmm(x, matrix, x, beta=0.5, alpha=2)
+        y = y + matrix.t() @ x + (x.t() @ matrix).t() + torch.mv(matrix, x[:, 0])[:, None]
+        return y + torch.sparse.addmm(x, matrix, x)
+
+    x, matrix = torch.randn(VERTICES, FEATURES), adjacency(layout)
+    found = traced(everything, x, matrix)
+    assert users(found) == ["input_0"] and found.structure.users == {1}
+    assert len(products(found)) == 7
+    values = {item.name: item.value for item in found.graph.inputs}
+    values["input_0"] = x
+    for item in found.graph.operators:
+        args, kwargs = map_refs((item.args, item.kwargs), lambda ref: values[ref.name])
+        (values[item.results[0] or ""],) = (item.target(*args, **kwargs),)
+    wanted = everything(x, matrix)
+    assert torch.allclose(values[found.graph.outputs[0]], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_values_of_a_matrix_that_is_made_in_forward_may_learn() -> None:
+    found = trace(WeightedLayer(FEATURES, 3), (torch.randn(VERTICES, FEATURES), edges()))
+    (product,) = products(found)
+    assert found.graph.specs[product.operands[2]].requires_grad and found.structure.users == {1}
+
+
+def test_other_operators_on_sparse_matrices_are_refused_with_the_line() -> None:
+    def scaled(x: Tensor, matrix: Tensor) -> Tensor:
+        return (matrix * x) @ x
+
+    square = torch.randn(VERTICES, VERTICES)
+    with pytest.raises(TraceError, match=r"test_structure\.py:\d+.*on a sparse tensor.*torch\.sparse\.mm"):
+        traced(scaled, square, adjacency())

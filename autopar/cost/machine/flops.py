@@ -5,6 +5,7 @@ Closed forms for the operators that models are made of, in the words of their sh
     mm, bmm, matmul, linear   2 |y| k              k the contracted size
     convolution               2 |y| |w|/o          o filters, so |w|/o multiply-adds an output
     transposed convolution    2 |x| |w|/i          i input channels
+    sparse @ dense            2 nnz |y|/rows       each stored entry times a row
     attention                 2 b h s t (e + d)    s queries, t keys of size e, values of size d
     lstm, gru, rnn            2 b s |w|            s steps; w all matrices of all layers, both ways
 
@@ -92,6 +93,13 @@ def _attention(call: Call) -> Flops:
     return Flops(scores * (e + d), scores * (3 * e + 2 * d) if trained else 0)
 
 
+def _sparse_product(call: Call) -> Flops:
+    """spmm(crow, column, values, x, ...): one multiply-add for each entry and column of x."""
+    given = operands.specs(call)
+    values, x = given[2], given[3]
+    return _gradients_alike(2 * values.numel * x.shape[1], values, x)
+
+
 def _recurrent(call: Call) -> Flops:
     """x, the states and the weights of each layer and direction: of the input, then of the state."""
     given = operands.specs(call)
@@ -122,6 +130,7 @@ def _result(call: Call) -> TensorSpec:
 
 
 _FORMS: dict[Any, Form] = {
+    torch.ops.autopar_graphs.spmm: _sparse_product,
     ATEN.mm: _product(0, 1),
     ATEN.bmm: _product(0, 1),
     ATEN.matmul: _product(0, 1),

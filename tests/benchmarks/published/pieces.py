@@ -75,7 +75,7 @@ def _table(graph: Graph, cluster: ClusterSpec, pinned: dict[str, tuple[str]]) ->
     mesh, model = Mesh((cluster.num_devices,)), CostModel.of(cluster, None)
     request = Request(mesh=mesh, pins=pinned or None, measure=False, alternatives=False, optimizer=ONCE)
     problem = MeshProblem(graph, find_atoms(graph), mesh, cluster, model, request, None, cluster.intra)
-    priced = problem.solve(None, None, cap=None).priced
+    priced = problem.solve(problem.ask()).priced
     return intervals(priced, Link(0.0, 1.0), places=_places(graph))
 
 

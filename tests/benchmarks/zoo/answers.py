@@ -60,9 +60,8 @@ def answer(row: Row) -> Answer:
     except AutoparError as error:
         found = error
         str(error)  # what seeks the least memory that would do
-    spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-    known = Answer(row.name, row.batch, row.machines.seconds, **spent)
-    return told(known, found)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return told(Answer(row.name, row.batch, row.machines.seconds, wall, cpu), found)
 
 
 def told(known: Answer, found: Plan | AutoparError) -> Answer:

@@ -203,6 +203,8 @@ def nnunet_3d(batch: int) -> Made:
 class Recommender(nn.Module):
     """Like DLRM: embeddings of categories and a net for numbers, their products, and a net on these."""
 
+    pairs: Tensor
+
     def __init__(self, rows: int, tables: int, width: int) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))

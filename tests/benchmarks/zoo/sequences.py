@@ -14,7 +14,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 Inputs: TypeAlias = dict[str, Tensor]
-Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
+Loss: TypeAlias = Callable[..., Tensor]
 Made: TypeAlias = tuple[nn.Module, Inputs | tuple[Tensor, ...], Loss | None]
 
 
