@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
+
 from autopar.cluster import ClusterSpec
 from autopar.core.costs import ADAM, OptimizerState
 from autopar.core.force import Force, Pins
@@ -20,6 +22,7 @@ from autopar.core.placement import Layout
 from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
+from autopar.cost.machine.devices import GPUS
 from autopar.errors import InputError, cut_text
 from autopar.planning.optimizer_state import state_of
 from autopar.planning.options import DEFAULT_GAP, PIPELINE, Options
@@ -135,6 +138,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
     """
     check_cluster(cluster)
     values = options.read()
+    _check_dtype(values["dtype"], cluster)
     force = values["force"]
     request = Request(
         mesh=values["mesh"],
@@ -211,6 +215,22 @@ def check_cluster(cluster: object) -> None:
             found=f"{cut_text(repr(cluster), 80)}, a {type(cluster).__name__}",
             wanted="a ClusterSpec",
             remedy="write ClusterSpec.local(2), or ClusterSpec.from_toml(file)",
+        )
+
+
+def _check_dtype(dtype: Precision, cluster: ClusterSpec) -> None:
+    """Raise InputError for bfloat16 on GPUs that only emulate it, slower than they compute in float32."""
+    known, wanted = GPUS.get(cluster.device.lower()), Autocast.of(cluster.device_type, dtype).dtype
+    rates = dict(known.flops) if known is not None else {}
+    lacks = wanted in rates and rates[wanted] <= rates[torch.float32]
+    if wanted is torch.bfloat16 and cluster.device == "cuda" and torch.cuda.is_available():
+        lacks = not torch.cuda.is_bf16_supported(including_emulation=False)
+    if lacks:
+        raise InputError(
+            where="--dtype",
+            found=f"{dtype.value} on {cluster.device}, whose tensor cores lack it",
+            wanted="a dtype that the devices compute in",
+            remedy="write --dtype fp16 and train with torch.amp.GradScaler, or --dtype fp32",
         )
 
 

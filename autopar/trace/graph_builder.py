@@ -172,7 +172,7 @@ class GraphBuilder:
         user_grad = kind is InputKind.USER and bool(
             self.arguments.tensors[self.arguments.paths.index(target)].requires_grad
         )
-        self.specs[name] = _spec(value, learns=(not frozen) or user_grad)
+        self.specs[name] = _spec(value, requires_grad=(not frozen) or user_grad)
         held = {**self.exported.state_dict, **self.exported.constants}
         constant = held[target].detach() if kind is InputKind.CONSTANT else None
         self.inputs[name] = GraphInput(
@@ -317,10 +317,10 @@ class GraphBuilder:
             assert isinstance(value, torch.Tensor)
             if value.dtype != before.dtype:
                 self.retyped.add(name)
-            learns = (
+            requires_grad = (
                 differentiable and may_learn(value.dtype) and _may_learn_of(target, args, names.index(name))
             )
-            self.specs[name] = _spec(value, learns=learns)
+            self.specs[name] = _spec(value, requires_grad=requires_grad)
         operation = Operator(
             title,
             target,
@@ -394,9 +394,12 @@ class GraphBuilder:
             return name
         key = name, dtype, region_of(node)
         if key not in self.casts:
-            learns = spec.requires_grad and may_learn(dtype)
+            requires_grad = spec.requires_grad and may_learn(dtype)
             self.casts[key] = self.add(
-                node, aten.to.dtype, (Ref(name), dtype), replace(spec, dtype=dtype, requires_grad=learns)
+                node,
+                aten.to.dtype,
+                (Ref(name), dtype),
+                replace(spec, dtype=dtype, requires_grad=requires_grad),
             )
         return self.casts[key]
 
@@ -568,8 +571,8 @@ class GraphBuilder:
     def scatter(self, node: fx.Node, view: Operator, base: str, name: str) -> str:
         """`base` with the tensor `name` where `view` looks; of complex tensors both parts, as torch has
         derivatives of such writes for real ones alone."""
-        learns = self.specs[base].requires_grad or self.specs[name].requires_grad
-        spec, rest = replace(self.specs[base], requires_grad=learns), view.args[1:]
+        requires_grad = self.specs[base].requires_grad or self.specs[name].requires_grad
+        spec, rest = replace(self.specs[base], requires_grad=requires_grad), view.args[1:]
         if not spec.dtype.is_complex:
             return self.add(node, _SCATTERS[view.target], (Ref(base), Ref(name), *rest), spec)
         parts = [Ref(self.both_parts(node, each)) for each in (base, name)]
@@ -640,10 +643,10 @@ class GraphBuilder:
         return TraceError(where=where, found=found, wanted=wanted, remedy=remedy)
 
 
-def _spec(value: torch.Tensor, *, learns: bool = False) -> TensorSpec:
+def _spec(value: torch.Tensor, *, requires_grad: bool = False) -> TensorSpec:
     """What a tensor is; a sparse one, of which a program takes no part, without a shape."""
     shape = tuple(value.shape) if value.layout is torch.strided else ()
-    return TensorSpec(shape, value.dtype, learns, value.layout)
+    return TensorSpec(shape, value.dtype, requires_grad, value.layout)
 
 
 def _itself(node: fx.Node) -> fx.Node:

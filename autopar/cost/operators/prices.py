@@ -103,7 +103,7 @@ class Prices:
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    _known: Known = field(init=False)
+    _known: Known | None = None
     _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
@@ -123,11 +123,17 @@ class Prices:
                 weights.update(name for name in item.results if name)
         self._weights = frozenset(weights)
         self._cast_weights = self.graph.cast_weights
-        self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
 
     @property
     def device(self) -> DeviceModel:
         return self.model.device
+
+    @property
+    def known(self) -> Known:
+        """What equal operators and tensors of other graphs cost on this mesh."""
+        if self._known is None:
+            self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
+        return self._known
 
     # -- operators ----------------------------------------------------------------------------------
 
@@ -140,14 +146,14 @@ class Prices:
         sign = self._sign(operation, strategy)
         # Not Python that reads what it likes, nor what depends on constants' values.
         is_general = operation.target is not CUSTOM and self._constants.isdisjoint(operation.operands)
-        found = self._known.operators.get(sign) if is_general else None
+        found = self.known.operators.get(sign) if is_general else None
         if found is None:
             key = self._key(operation, strategy)
             if key not in self._operators:
                 self._operators[key] = self._price(operation, strategy)
             found = self._operators[key]
             if is_general:
-                self._known.operators[sign] = found
+                self.known.operators[sign] = found
         self._priced[same] = strategy, found
         return found
 
@@ -202,7 +208,7 @@ class Prices:
 
     def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
         """What the operator's rule writes for the rank that is priced, its operands and results."""
-        emitter, place = GraphEmitter(), self._place(operation, strategy)
+        emitter, place = GraphEmitter(runs=False), self._place(operation, strategy)
         values = []
         for index, name in enumerate(operation.operands):
             layout = tuple(option.operands[index] for option in strategy)
@@ -341,29 +347,33 @@ class Prices:
         """Seconds of a conversion in the forward and in the backward pass."""
         nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
         change, weight = Change(move.axis, *move.placements), name in self._parameters
-        return self._change(change, nbytes, learns=self._learns(name), weight=weight, wide=self._wide(name))
+        return self._change(
+            change, nbytes, requires_grad=self._requires_grad(name), weight=weight, wide=self._wide(name)
+        )
 
     def _wide(self, name: str) -> float:
         """How many times the bytes of a tensor its gradient has where it is summed over ranks."""
         return 4 / self.graph.specs[name].dtype.itemsize if name in self._cast_weights else 1.0
 
     def _change(
-        self, change: Change, nbytes: int, *, learns: bool, weight: bool, wide: float
+        self, change: Change, nbytes: int, *, requires_grad: bool, weight: bool, wide: float
     ) -> tuple[float, float]:
         """Seconds of a change of placement of a tensor whose larger part, before or after, has `nbytes`; sums
         of its gradient have `wide` times as many."""
         what = change.effect
         wide = wide if what.name in ("r_to_b", "s_to_b") else 1.0
-        key = what.name, change.axis, nbytes, learns, weight, wide
+        key = what.name, change.axis, nbytes, requires_grad, weight, wide
         if key not in self._moves:
             full = nbytes * (self.dims.mesh.shape[change.axis] if what.name == "s_to_s" else 1)
             fresh = self._fresh(full) if weight and what.forward is Action.ALL_GATHER else 0.0
-            back = fresh + self._action(what.backward, round(wide * full), change.axis) if learns else 0.0
-            back += 2 * self._copy(full) if learns and wide > 1 else 0.0  # to float32 and back
+            back = (
+                fresh + self._action(what.backward, round(wide * full), change.axis) if requires_grad else 0.0
+            )
+            back += 2 * self._copy(full) if requires_grad and wide > 1 else 0.0  # to float32 and back
             self._moves[key] = fresh + self._action(what.forward, full, change.axis), back
         return self._moves[key]
 
-    def _learns(self, name: str) -> bool:
+    def _requires_grad(self, name: str) -> bool:
         return self.training and self.graph.specs[name].requires_grad
 
     def network(
@@ -372,14 +382,14 @@ class Prices:
         """The tensor's moves between all layouts of `placements` that are legal, or `fixed`, with seconds;
         a weight's as of every micro-batch. Made once for all tensors that are cut alike."""
         key = self.kind(name), placements, alike, fixed
-        if key not in self._known.networks:
-            self._known.networks[key] = network(
+        if key not in self.known.networks:
+            self.known.networks[key] = network(
                 placements,
                 legal=lambda layout: layout in fixed or self.dims.legal(name, layout),
                 price=lambda layouts: self._changes(name, layouts),
                 alike=alike,
             )
-        return self._known.networks[key]
+        return self.known.networks[key]
 
     def kind(self, name: str) -> Any:
         """Equal for tensors whose layouts have the same parts and whose moves cost the same."""
@@ -394,11 +404,13 @@ class Prices:
     def _changes(self, name: str, layouts: Sequence[Layout]) -> PriceOfChange:
         """Seconds of changes between numbers of `layouts`."""
         sizes = np.array([self.local_bytes(name, layout) for layout in layouts])
-        learns, weight = self._learns(name), name in self._parameters
+        requires_grad, weight = self._requires_grad(name), name in self._parameters
 
         def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
             different, back = np.unique(np.maximum(sizes[source], sizes[target]), return_inverse=True)
-            price = partial(self._change, change, learns=learns, weight=weight, wide=self._wide(name))
+            price = partial(
+                self._change, change, requires_grad=requires_grad, weight=weight, wide=self._wide(name)
+            )
             parts = [price(nbytes) for nbytes in different.tolist()]
             whole = [sum(each) for each in parts]
             if weight and change.effect.name == "r_to_b":
@@ -481,13 +493,13 @@ class Prices:
     def state_bytes(self, name: str, layout: Layout) -> int:
         """A parameter with its gradient and optimizer state; frozen ones have neither."""
         nbytes = self.local_bytes(name, layout)
-        if not self._learns(name):
+        if not self._requires_grad(name):
             return nbytes
         return round(nbytes * (2 + self.optimizer.ratio)) + self.optimizer.fixed
 
     def update(self, name: str, layout: Layout) -> float:
         """Seconds of the optimizer's step on a parameter: each of its tensors is read and written."""
-        if not self._learns(name):
+        if not self._requires_grad(name):
             return 0.0
         return 2 * self.state_bytes(name, layout) / self.device.bandwidth
 

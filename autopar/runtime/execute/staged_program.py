@@ -218,12 +218,12 @@ def pipeline_group(made: StagedExecutable, timeout: timedelta) -> dist.ProcessGr
 def _tied_groups(made: StagedExecutable, timeout: timedelta) -> dict[str, dist.ProcessGroup | None]:
     """For each weight on several pipeline ranks the group of its copies, None on other ranks; collective."""
     devices = made.mesh.num_devices
-    learns = {item.target: item.spec.requires_grad for item in made.inputs}
+    requires_grad = {item.target: item.spec.requires_grad for item in made.inputs}
     found: dict[str, dist.ProcessGroup | None] = {}
     known: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for target in sorted(made.holders):
         holders = made.holders[target]
-        if len(holders) < 2 or not learns[target]:
+        if len(holders) < 2 or not requires_grad[target]:
             continue
         if holders not in known:
             known[holders] = None

@@ -187,11 +187,11 @@ class ParallelModule(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of this rank. On a pipeline rank where none learns one more comes, without a name and without
         elements: no optimizer takes an empty list."""
-        learns = False
+        requires_grad = False
         for item in super().parameters(recurse):
-            learns = learns or item.requires_grad
+            requires_grad = requires_grad or item.requires_grad
             yield item
-        for item in () if learns else self._autopar.nothing:
+        for item in () if requires_grad else self._autopar.nothing:
             item.requires_grad_()  # again, where all were frozen before
             yield item
 

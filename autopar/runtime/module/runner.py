@@ -305,7 +305,7 @@ class Runner:
         held = {name: item for name, item in self.tree.root.named_parameters() if item.grad is not None}
         mine = [item.grad for name, item in held.items() if item.grad is not None and self._counts(name)]
         group = None if isinstance(self._current, Bound | None) else self._current.group
-        dtype = norm_dtype(dtype for dtype, learns in self._states().values() if learns)
+        dtype = norm_dtype(dtype for dtype, requires_grad in self._states().values() if requires_grad)
         with collective("clip_grad_norm_"):
             norm = total_norm(mine, float(norm_type), dtype=dtype, group=group, device=self._device)
         if error_if_nonfinite and not norm.isfinite():
@@ -741,8 +741,7 @@ class Runner:
 
     def _look_at_steps(self, mesh: DeviceMesh) -> None:
         """Let optimizers step these parameters in the way that is right and fast, or be refused."""
-        if self._pipeline.is_staged:
-            refuse_together(self, mesh)
+        refuse_together(self, mesh, staged=self._pipeline.is_staged)
         step_whole(self, mesh, staged=self._pipeline.is_staged)
         step_fast(self, mesh)
 

@@ -343,10 +343,10 @@ class UserTree:
                     if whole is None or _keeps_values(tensor):
                         continue
                     if _join(path, name) in states:
-                        dtype, learns = states[_join(path, name)]
+                        dtype, requires_grad = states[_join(path, name)]
                         if whole.dtype != dtype:
                             whole.data = without_memory(whole.detach(), dtype)
-                        whole.requires_grad_(learns)
+                        whole.requires_grad_(requires_grad)
                     held[name] = whole
                     if tensor is not None:
                         places[id(tensor)] = whole
