@@ -46,7 +46,8 @@ def edges() -> Tensor:
     here = torch.arange(len(pixels)).repeat_interleave(NEIGHBOURS)
     there = nearest.reshape(-1)
     both = torch.stack((torch.cat((here, there)), torch.cat((there, here))))
-    return both.unique(dim=1)
+    found: Tensor = both.unique(dim=1)
+    return found
 
 
 def normalised() -> Tensor:
@@ -78,7 +79,8 @@ class GraphNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(torch.sparse.mm(self.adjacency, self.first(x)))
-        return torch.sparse.mm(self.adjacency, self.last(x))
+        out: Tensor = torch.sparse.mm(self.adjacency, self.last(x))
+        return out
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
