@@ -46,8 +46,7 @@ def edges() -> Tensor:
     here = torch.arange(len(pixels)).repeat_interleave(NEIGHBOURS)
     there = nearest.reshape(-1)
     both = torch.stack((torch.cat((here, there)), torch.cat((there, here))))
-    found: Tensor = both.unique(dim=1)
-    return found
+    return both.unique(dim=1)  # type: ignore[no-any-return]
 
 
 def normalised() -> Tensor:
@@ -79,8 +78,7 @@ class GraphNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(torch.sparse.mm(self.adjacency, self.first(x)))
-        out: Tensor = torch.sparse.mm(self.adjacency, self.last(x))
-        return out
+        return torch.sparse.mm(self.adjacency, self.last(x))  # type: ignore[no-any-return]
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:

@@ -103,7 +103,7 @@ class Prices:
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    _known: Known = field(init=False)
+    _known: Known | None = None
     _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
@@ -123,11 +123,17 @@ class Prices:
                 weights.update(name for name in item.results if name)
         self._weights = frozenset(weights)
         self._cast_weights = self.graph.cast_weights
-        self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
 
     @property
     def device(self) -> DeviceModel:
         return self.model.device
+
+    @property
+    def known(self) -> Known:
+        """What equal operators and tensors of other graphs cost on this mesh."""
+        if self._known is None:
+            self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
+        return self._known
 
     # -- operators ----------------------------------------------------------------------------------
 
@@ -140,14 +146,14 @@ class Prices:
         sign = self._sign(operation, strategy)
         # Not Python that reads what it likes, nor what depends on constants' values.
         is_general = operation.target is not CUSTOM and self._constants.isdisjoint(operation.operands)
-        found = self._known.operators.get(sign) if is_general else None
+        found = self.known.operators.get(sign) if is_general else None
         if found is None:
             key = self._key(operation, strategy)
             if key not in self._operators:
                 self._operators[key] = self._price(operation, strategy)
             found = self._operators[key]
             if is_general:
-                self._known.operators[sign] = found
+                self.known.operators[sign] = found
         self._priced[same] = strategy, found
         return found
 
@@ -376,14 +382,14 @@ class Prices:
         """The tensor's moves between all layouts of `placements` that are legal, or `fixed`, with seconds;
         a weight's as of every micro-batch. Made once for all tensors that are cut alike."""
         key = self.kind(name), placements, alike, fixed
-        if key not in self._known.networks:
-            self._known.networks[key] = network(
+        if key not in self.known.networks:
+            self.known.networks[key] = network(
                 placements,
                 legal=lambda layout: layout in fixed or self.dims.legal(name, layout),
                 price=lambda layouts: self._changes(name, layouts),
                 alike=alike,
             )
-        return self._known.networks[key]
+        return self.known.networks[key]
 
     def kind(self, name: str) -> Any:
         """Equal for tensors whose layouts have the same parts and whose moves cost the same."""
