@@ -102,6 +102,15 @@ def test_values_that_are_no_structure_decide_nothing() -> None:
         traced(chosen, torch.randn(VERTICES, FEATURES), edges())
 
 
+def test_random_numbers_like_edges_are_drawn_at_each_call() -> None:
+    def noisy(x: Tensor, edge_index: Tensor) -> Tensor:
+        source, target = edge_index
+        return x.index_add(0, target, x[source]) + torch.randint_like(edge_index, 9).sum()
+
+    found = traced(noisy, torch.randn(VERTICES, FEATURES), edges())
+    assert any("randint" in str(item.target) for item in found.graph.operators)
+
+
 def test_static_says_what_cannot_be_seen() -> None:
     def pooled(x: Tensor, batch: Tensor) -> Tensor:
         graphs, place = torch.unique(batch, return_inverse=True)
