@@ -156,7 +156,7 @@ def fresh(joint: Decision) -> MeshProblem:
 def relaxation(joint: Decision) -> float:
     """The bound on all placements and cuts; nothing is rounded or cut for it."""
     problem = fresh(joint)
-    problem.solve(None, None, cap=None)
+    problem.solve(problem.ask())
     return joint.step.bound
 
 
@@ -165,7 +165,7 @@ def greedy(joint: Decision) -> float:
     problem = fresh(joint)
     problem.spaces[None] = Greedy(problem, joint.problem.spaces[None]).space()
     try:
-        step: Step = problem.plan(None, None, cap=problem.cap)
+        step: Step = problem.plan(problem.ask(cap=problem.cap))
     except InfeasibleError:
         return math.inf
     return step.seconds
