@@ -15,10 +15,12 @@ from functools import cache, partial
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.force import Force, name_of
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
+from autopar.core.move import Move
 from autopar.core.offload import Offload
 from autopar.core.pipeline import kept_starts, stages_per_rank
+from autopar.core.placement import B, R
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind
@@ -52,11 +54,12 @@ KNOWN_STEPS = 2  # the same, where a plan that fits is known
 BOUNDED = (0.5, 0.8, 1.0, 1.2, 1.6)  # times what a byte has cost: prices for a bound
 SAME = 1e-9  # of seconds: less is rounding
 NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
+MULTIPLIERS = 5  # tried of what hides: 1, 0, and between
 MIXED = 3  # placements, beside a step's own, that its operators may follow
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 
 Asked = tuple[
-    Force | None, int | None, MemoryPrice, bool, Recompute
+    Force | None, int | None, MemoryPrice, bool, Recompute, float | None
 ]  # of a placement: see `MeshProblem.solve`
 
 
@@ -80,17 +83,7 @@ class MeshProblem:
             for kind in stageable(self.graph, request)
         ]
         self.dims = Dims(self.graph, self.atoms, self.mesh)
-        self.prices = Prices(
-            self.graph,
-            self.dims,
-            self.cluster,
-            self.model,
-            training=self.request.training,
-            optimizer=self.request.optimizer,
-            once=once(self.request.stages, self.request.micro_batches),
-            micro_batches=self.request.micro_batches,
-            accumulates=self.request.training and self.request.micro_batches > 1,
-        )
+        self.prices = self.priced_with(shown=1.0, credit=0.0)
         self.folding = fold(self.graph, self.dims, self.request.pins)
 
     dims: Dims = dataclasses.field(init=False)
@@ -103,6 +96,23 @@ class MeshProblem:
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Asked, Solution] = dataclasses.field(default_factory=dict)
+
+    def priced_with(self, *, shown: float, credit: float) -> Prices:
+        """The prices, of sums of gradients the part that is `shown`, and that `credit` for what they hide
+        behind."""
+        return Prices(
+            self.graph,
+            self.dims,
+            self.cluster,
+            self.model,
+            training=self.request.training,
+            optimizer=self.request.optimizer,
+            once=once(self.request.stages, self.request.micro_batches),
+            micro_batches=self.request.micro_batches,
+            accumulates=self.request.training and self.request.micro_batches > 1,
+            shown=shown,
+            credit=credit,
+        )
 
     def plan(
         self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
@@ -134,8 +144,7 @@ class MeshProblem:
         if self.request.relay:
             return unstaged(self.graph, self.prices, self.solve(force, deadline, cap=None), 1)
         if self.request.stages == 1:
-            solution = self.solve(force, deadline, cap=cap, bounded=bounded)
-            return unstaged(self.graph, self.prices, solution, self.request.micro_batches)
+            return self.whole(force, deadline, cap=cap, bounded=bounded)
         fastest = self.solve(force, deadline, cap=None, bounded=bounded)
         try:
             found = self.cut(fastest, force, deadline, cap, bounded=bounded)
@@ -148,6 +157,41 @@ class MeshProblem:
                 raise
             return near
         return (self.near(fastest, found, force, deadline, cap) if bounded else None) or found
+
+    def whole(
+        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
+    ) -> Step:
+        """The best step without stages.
+
+        Sums S of gradients hide behind backward B: E >= S - theta B and E >= 0. With a multiplier on that
+        row, in [0, 1], a solve is one of other costs, and bounds all plans: 1 is right where sums show, 0
+        where they hide, and between the two it is bisected by whether they hide in the answer.
+        """
+        graph, count = self.graph, self.request.micro_batches
+        if not self.prices.overlap:
+            solution = self.solve(force, deadline, cap=cap, bounded=bounded)
+            return unstaged(graph, self.prices, solution, count)
+        found = list[Step]()
+        low, high, multiplier = 0.0, 1.0, 1.0
+        for _ in range(MULTIPLIERS):
+            try:
+                solution = self.solve(force, deadline, cap=cap, bounded=bounded, multiplier=multiplier)
+            except (CutoffError, SolverError):
+                if not found:
+                    raise
+                break
+            seconds = step_cost(graph, self.prices, solution.program).weighted(self.prices.once)
+            found.append(unstaged(graph, self.prices, dataclasses.replace(solution, seconds=seconds), count))
+            best = min(found, key=lambda step: step.seconds)
+            bound = max(step.bound for step in found)
+            if best.seconds - bound <= max(self.request.gap, SAME) * best.seconds:
+                break
+            if found[-1].cost.exposed_sums:
+                low = multiplier
+            else:
+                high = multiplier
+            multiplier = 0.0 if len(found) == 1 else (low + high) / 2
+        return dataclasses.replace(best, bound=min(bound, best.seconds))
 
     def cut(
         self,
@@ -377,14 +421,18 @@ class MeshProblem:
         memory_price: MemoryPrice = FREE,
         bounded: bool = True,
         recompute: Recompute | None = None,
+        multiplier: float | None = None,
     ) -> Solution:
-        """The best placement of the whole graph, with `recompute` instead of the request's; see `choose`."""
+        """The best placement of the whole graph, with `recompute` instead of the request's; see `choose`.
+
+        With a `multiplier` of what hides it is best, and bounded, by other costs, and its bound holds for
+        exposed seconds (see `whole`); without one nothing hides, but for the bound."""
         recompute = self.request.recompute if recompute is None else recompute
         for proven in (True, False)[: 1 if bounded else 2]:
-            if (force, cap, memory_price, proven, recompute) in self.solved:
-                return self.solved[force, cap, memory_price, proven, recompute]
+            if (force, cap, memory_price, proven, recompute, multiplier) in self.solved:
+                return self.solved[force, cap, memory_price, proven, recompute, multiplier]
         if cap is not None:
-            fastest = self.solve(force, deadline, cap=None, bounded=bounded)
+            fastest = self.solve(force, deadline, cap=None, bounded=bounded, multiplier=multiplier)
             if fastest.peak.nbytes <= cap:
                 return fastest
         if force not in self.spaces:
@@ -402,9 +450,13 @@ class MeshProblem:
                 local_outputs=self.request.leaves_parts(self.graph),
                 shard_state=self.request.shard_state,
             )
+        prices = self.prices
+        if multiplier is not None:
+            part = multiplier * prices.overlap * prices.once
+            prices = self.priced_with(shown=multiplier, credit=part)
         found = choose_named(
             self.graph,
-            self.prices,
+            prices,
             self.spaces[force],
             self.folding,
             cap=cap,
@@ -418,8 +470,26 @@ class MeshProblem:
             if bounded and self.request.stages == 1
             else math.inf,
         )
-        self.solved[force, cap, memory_price, bounded, recompute] = found
+        if multiplier is None:
+            found = dataclasses.replace(found, bound=found.bound - self.most_hidden(found.bound))
+        self.solved[force, cap, memory_price, bounded, recompute, multiplier] = found
         return found
+
+    def most_hidden(self, bound: float) -> float:
+        """Of the seconds that placements are compared by what sums of gradients may hide, at most: those of
+        all weights that learn over all axes, or the overlap's part of the least that a placement takes."""
+        prices, mesh = self.prices, self.mesh
+        if not prices.overlap:
+            return 0.0
+        whole = (R,) * len(mesh.shape)
+        sums = sum(
+            prices.gradient_sync(item.name, Move(axis, whole, (*whole[:axis], B, *whole[axis + 1 :])))
+            for item in self.graph.inputs
+            if item.kind is InputKind.PARAMETER and item.spec.requires_grad
+            for axis in mesh.axes
+            if mesh.shape[axis] > 1
+        )
+        return prices.once * min(sums, prices.overlap * bound)
 
 
 def stageable(graph: Graph, request: Request) -> list[ScheduleKind]:
