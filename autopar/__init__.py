@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.core.version import VERSION
 
 if TYPE_CHECKING:
-    from autopar.api import compare, parallelize, plan, timeline
+    from autopar.api import compare, explain, parallelize, plan, timeline
     from autopar.cluster import ClusterSpec, Link
     from autopar.core.mesh import Mesh
     from autopar.errors import AutoparError
@@ -29,6 +29,7 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "compare",
+    "explain",
     "full",
     "parallelize",
     "plan",
@@ -44,6 +45,7 @@ _HOMES = {
     "Plan": "autopar.results.plan",
     "PlanOptions": "autopar.planning.options",
     "compare": "autopar.api",
+    "explain": "autopar.api",
     "full": "autopar.runtime.module.whole_model",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
@@ -62,4 +64,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The API alone: modules and what this file imports are found by those who know of them."""
+    return sorted([*__all__, "__version__"])

@@ -11,7 +11,7 @@ Their options are declared in planning/options.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -34,7 +34,10 @@ from autopar.core.outputs import Outputs
 from autopar.core.timeline import Timeline
 from autopar.cost.machine.model import Progress
 from autopar.errors import InputError
-from autopar.planning.given_plan import agree_on_plan
+from autopar.explaining.asked import Asked
+from autopar.explaining.explain import explained
+from autopar.integrations import stock
+from autopar.planning.given_plan import agree_on_plan, plan_to_run
 from autopar.planning.options import (
     COMPARE,
     PARALLELIZE,
@@ -44,6 +47,7 @@ from autopar.planning.options import (
     CompareOptions,
     Options,
     OutputReach,
+    ParallelizeOptions,
     PlanOptions,
     Reach,
     VerifyOptions,
@@ -51,15 +55,18 @@ from autopar.planning.options import (
     is_local,
     read_outputs,
     settle,
+    settle_beside_plan,
 )
 from autopar.planning.request import check_cluster, check_timeout, request_of
 from autopar.proof.changes import MOST
 from autopar.proof.check import Report, check, check_input
 from autopar.results.announce import Announcer
 from autopar.results.comparison import Comparison
+from autopar.results.explanation import Explanation
 from autopar.results.plan import Plan
 from autopar.rewrite.render import describe
 from autopar.runtime.collectives import random
+from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.launch import worker
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -95,12 +102,35 @@ def plan(
     request, auto = request_of(asked, cluster)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     compiler = Compiler(cluster, request, loss_fn, costdb=asked.costdb, progress=progress)
-    if auto:
-        found = compiler.find_pipeline(model, args, kwargs, auto)
-    else:
-        found = compiler.find(compiler.trace_step(model, args, kwargs).graph, request)
-    compiler.check_lengths(model, args, kwargs, found)
-    return found
+    return compiler.find_plan(model, args, kwargs, auto)
+
+
+@documented(PLAN)
+def explain(
+    target: Target | str,
+    cluster: ClusterSpec,
+    layer: str | None = None,
+    *,
+    what_if: str | Sequence[str] = (),
+    progress: Progress | None = None,
+    **options: Unpack[PlanOptions],
+) -> Explanation:
+    """Why the plan of `target` is as it is: what other ways would cost, and what binds.
+
+    `target` is "file.py:function", as on the command line, or a model with example inputs. Every other way to
+    split `layer` (a layer's or an operator's name), or else the dearest ones, is pinned and solved again.
+    `what_if` are other circumstances, such as "memory=40GB", "devices=8" or "batch=64,devices=8". Where no
+    plan meets the memory cap the explanation says what to change, each change planned.
+
+    Raises what `plan` raises otherwise.
+    """
+    PLAN.check(options)
+    check_cluster(cluster)
+    made = load_target(target) if isinstance(target, str) else check_target("explain", target)
+    serial_model.check(made.model)
+    said = {name: value for name, value in options.items() if value is not None}
+    asked = Asked(made, cluster, said, progress)
+    return explained(asked, layer, [what_if] if isinstance(what_if, str) else what_if)
 
 
 @documented(PARALLELIZE)
@@ -117,7 +147,7 @@ def parallelize(
     outputs: OutputReach = "auto",
     plan: Plan | str | Path | None = None,
     quiet: bool = False,
-    **options: Unpack[PlanOptions],
+    **options: Unpack[ParallelizeOptions],
 ) -> ParallelModule:
     """The model as a module that runs on the whole cluster; call it on every rank alike.
 
@@ -128,7 +158,8 @@ def parallelize(
     prints once to stderr, unless `quiet`.
 
     With `plan`, a Plan or the file of one (`Plan.save`, `autopar plan --output`), nothing is searched: the
-    first call must be the one that was planned, with gradients and the same shapes, on as many devices.
+    first call must be the one that was planned, with gradients and the same shapes, on as many devices. Where
+    a script gives none, it is the one of `autopar run --plan`.
 
     An option that the script leaves open (None) is what `autopar run` was told, as in
     `autopar run SCRIPT --cluster local:4 --stages 2`, by the environment variable AUTOPAR_OPTIONS, which
@@ -171,9 +202,13 @@ def parallelize(
     worker.require_launcher()
     worker.init(cluster_spec.device_type, timeout.total_seconds())
     cluster_spec.check_world(dist.get_world_size())
-    given = None if plan is None else agree_on_plan(plan, cluster_spec, beside=options)
-    asked = settle(**options) if given is None else Options(PARALLELIZE, **options)
+    plan = plan_to_run() if plan is None else plan
+    beside = [name for name, word in options.items() if word is not None]
+    given = None if plan is None else agree_on_plan(plan, cluster_spec, beside=beside)
+    asked = settle(**options) if given is None else settle_beside_plan(**options)
     request, auto = request_of(asked, cluster_spec)
+    if request.compile:
+        check_compiler(cluster_spec.device_type)
     request = replace(request, local_inputs=local_inputs, outputs=leaving)
     compiler = Compiler(
         cluster_spec,
@@ -202,6 +237,9 @@ def parallelize(
         local_outputs=leaving is Outputs.LOCAL,
         quiet=quiet,
     )
+    if request.compile:
+        parallel.compile()
+    stock.recognise()
     if planned:
         args, kwargs = call
         parallel.prepare(*args, **kwargs)
@@ -237,6 +275,7 @@ def verify(
             processes=processes,
             micro_batches=auto.micro_batches or 1,
             batch_dims=request.batch_dims,
+            static=request.static,
         )
         compiler = Compiler(
             cluster, replace(request, outputs=Outputs.GLOBAL), target.loss_fn, costdb=asked.costdb

@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console, Group, RenderableType
 
 from autopar import __version__
 from autopar.cluster import ClusterSpec
-from autopar.errors import INTERRUPTED, AutoparError, InputError, WorkerError
+from autopar.errors import INTERRUPTED, AutoparError, InfeasibleError, InputError, WorkerError
 from autopar.planning.options import (
     COMPARE,
     OPTIONS,
@@ -40,6 +40,9 @@ from autopar.planning.options import (
     settle,
     write,
 )
+
+if TYPE_CHECKING:
+    from autopar.results.plan import Plan
 
 # Commands import what needs torch when they run: help and bad words are told without it.
 
@@ -106,7 +109,12 @@ def _flag(name: str, default: Any) -> inspect.Parameter:
     """The parameter from which typer makes the flag of an option."""
     option, text = OPTIONS[name], name.replace("_", "-")
     kind: Any
-    if option.words == (bool,):  # is true unless the flag says that it isn't
+    if option.words == (bool,) and not option.without:
+        kind = bool
+        told = typer.Option(
+            default, f"--{text}", metavar=option.metavar, help=option.help, show_default=False
+        )
+    elif option.words == (bool,):  # is true unless the flag says that it isn't
         name, kind = f"no_{name}", bool
         told = typer.Option(False, f"--no-{text}", help=option.without)
     else:
@@ -154,9 +162,8 @@ def plan(
     """Find the best placement of TARGET on a cluster, and print it."""
     spec = ClusterSpec.parse(cluster)
     from autopar import api
-    from autopar.results.draw_timeline import timeline_text, write_trace
+    from autopar.results.draw_timeline import write_trace
     from autopar.results.progress_bar import ProgressBar
-    from autopar.results.render_plan import render
     from autopar.trace.target import load_target
 
     made, bar = load_target(target), ProgressBar(progress)
@@ -172,12 +179,102 @@ def plan(
         )
     if output:
         found.save(output)
-    drawn = api.timeline(found) if trace or found.pipeline.is_staged else None
-    if drawn is None:
-        return Answer(found.as_dict(), render(found))
     if trace:
-        write_trace(drawn, Path(trace))
-    return Answer(found.as_dict(), Group(render(found), "", timeline_text(drawn)))
+        write_trace(api.timeline(found), Path(trace))
+    return _shown(found)
+
+
+def _shown(found: Plan) -> Answer:
+    """A plan, with the picture of its stages if it has any."""
+    from autopar import api
+    from autopar.results.draw_timeline import timeline_text
+    from autopar.results.render_plan import render
+
+    if not found.pipeline.is_staged:
+        return Answer(found.as_dict(), render(found))
+    return Answer(found.as_dict(), Group(render(found), "", timeline_text(api.timeline(found))))
+
+
+PlanFile = Annotated[
+    str | None, typer.Argument(metavar="PLAN.json", help="A plan that `autopar plan --output` saved.")
+]
+
+
+@app.command()
+def show(
+    plan: PlanFile = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of plan files instead.")
+    ] = False,
+    as_json: AsJson = False,
+) -> Answer:
+    """Print a saved plan."""
+    from autopar.results.plan import Plan
+    from autopar.results.schema import schema_of
+
+    if schema:
+        if not as_json:
+            print(json.dumps(schema_of(Plan), indent=1))  # by print, which breaks no long line
+        return Answer(schema_of(Plan), "")
+    if plan is None:
+        raise InputError(
+            where="autopar show",
+            found="no plan",
+            wanted="PLAN.json, or --schema",
+            remedy="save one by autopar plan TARGET --cluster local:4 --output plan.json",
+        )
+    return _shown(Plan.load(plan))
+
+
+@app.command()
+def diff(
+    before: Annotated[str, typer.Argument(metavar="A.json", help="A saved plan.")],
+    after: Annotated[str, typer.Argument(metavar="B.json", help="Another one.")],
+    as_json: AsJson = False,
+) -> Answer:
+    """Print what differs between two saved plans."""
+    from autopar.results.difference import difference
+    from autopar.results.plan import Plan
+    from autopar.results.render_difference import render_difference
+
+    names = Path(before).name, Path(after).name
+    found = difference(
+        Plan.load(before), Plan.load(after), names=names if names[0] != names[1] else (before, after)
+    )
+    return Answer(found.as_dict(), render_difference(found))
+
+
+@app.command()
+@taking(PLAN)
+def explain(
+    target: TargetName,
+    cluster: Cluster,
+    layer: Annotated[
+        str | None,
+        typer.Argument(metavar="[LAYER]", help="A layer of the plan; the dearest ones by default."),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if", metavar="memory=40GB|devices=8|batch=64", help="Plan under other circumstances, too."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    progress: ShowProgress = False,
+    **options: Any,
+) -> Answer:
+    """Explain the plan of TARGET: what each other way would cost, and what binds."""
+    spec = ClusterSpec.parse(cluster)
+    from autopar import api
+    from autopar.results.progress_bar import ProgressBar
+    from autopar.results.render_explanation import render_explanation
+    from autopar.trace.target import load_target
+
+    made, bar = load_target(target), ProgressBar(progress)
+    with bar.shown():
+        found = api.explain(made, spec, layer, what_if=what_if or (), progress=bar, **options)
+    exit_code = 0 if found.plan else InfeasibleError.exit_code
+    return Answer(found.as_dict(), render_explanation(found), exit_code)
 
 
 @app.command()
@@ -252,6 +349,10 @@ def run(
             metavar="[ARGS]...", help="The script's own; after -- also those that are named here."
         ),
     ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option("--plan", metavar="PLAN.json", help="Run this plan, without a search."),
+    ] = None,
     timeout: Annotated[
         float | None,
         typer.Option(metavar="S", help="Seconds after which all ranks are ended, with exit code 4."),
@@ -268,13 +369,18 @@ def run(
     if options["costdb"] is not None:
         options["costdb"] = str(Path(options["costdb"]).absolute())
     asked, spec = settle(**options), ClusterSpec.parse(cluster)
+    from autopar.planning.given_plan import write_plan_to_run
     from autopar.planning.request import request_of
     from autopar.runtime.launch.launch import start_script
 
     spec.check_local()
     _check_seconds("--timeout", timeout)
     request_of(asked, spec)  # what makes no sense is told here, not by every rank
-    start_script(script, spec.num_devices, arguments or (), timeout=timeout, variables=write(options))
+    variables = write(options)
+    if plan is not None:
+        said = [name for name, word in options.items() if word is not None]
+        variables |= write_plan_to_run(plan, spec, said)
+    start_script(script, spec.num_devices, arguments or (), timeout=timeout, variables=variables)
     return Answer({"script": script, "processes": spec.num_devices, "exit_code": 0}, "")
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from autopar.core.mesh import AXIS_NAMES, Mesh
+from autopar.core.slurm import torchrun_variables
 from autopar.errors import InputError
 from autopar.units import parse_bytes, parse_rate, parse_seconds, show_bytes, show_rate, show_seconds
 
@@ -137,7 +138,8 @@ class ClusterSpec:
 
     @staticmethod
     def detect(environment: Mapping[str, str] = os.environ) -> ClusterSpec:
-        """The cluster that torchrun started this process on, its links estimated."""
+        """The cluster that torchrun or SLURM started this process on, its links estimated."""
+        environment = {**environment, **torchrun_variables(environment)}
         names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         texts = [environment.get(name, "") for name in names]
         world, per_node = (int(text) if text.isdecimal() else 0 for text in texts)

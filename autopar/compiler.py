@@ -22,7 +22,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.outputs import Outputs
 from autopar.core.program import Program
 from autopar.cost.machine.model import CoRunners, Progress
-from autopar.errors import CheckError, InfeasibleError, InputError, SolverError, TraceError
+from autopar.errors import CheckError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.known_plans import kept, resized
 from autopar.planning.micro_batch_graphs import Parts, parts_of
@@ -185,8 +185,15 @@ class Compiler:
 
     def trace_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of a call as it is."""
-        autocast = Autocast.now(self.cluster.device_type)
-        return trace(model, args, kwargs, loss_fn=self.loss_fn, loss_only=self.loss_only, autocast=autocast)
+        return trace(
+            model,
+            args,
+            kwargs,
+            loss_fn=self.loss_fn,
+            loss_only=self.loss_only,
+            static=self.request.static,
+            autocast=Autocast.now(self.cluster.device_type),
+        )
 
     def parts(
         self,
@@ -230,6 +237,17 @@ class Compiler:
             if parts.size % count:
                 shorter = parts.traced(count, -1)
                 check_plan(plan.program, parts.traced(count).graph, shorter.graph)
+
+    def find_plan(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], auto: Auto | None
+    ) -> Plan:
+        """The best plan of a call, whose stages and micro-batches are the request's, or to be chosen."""
+        if auto:
+            found = self.find_pipeline(model, args, kwargs, auto)
+        else:
+            found = self.find(self.trace_step(model, args, kwargs).graph, self.request)
+        self.check_lengths(model, args, kwargs, found)
+        return found
 
     @uncollected()
     def find_pipeline(
@@ -399,7 +417,9 @@ class Compiler:
                     co_runners=co_runners,
                 ).plan
             except InfeasibleError as error:
-                if error.least is not None and request.training and not request.local_inputs:
+                # What an OverCapError says is sought when it is read, which takes time: it is about memory.
+                short = isinstance(error, OverCapError) or error.least is not None
+                if short and request.training and not request.local_inputs:
                     error.add_remedy(_more_micro_batches(graph, request))
                 raise
 

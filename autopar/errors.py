@@ -39,15 +39,13 @@ class AutoparError(Exception):
         remedy = f"{self.remedy}; or {remedy}"
         AutoparError.__init__(self, where=self.where, found=self.found, wanted=self.wanted, remedy=remedy)
 
+    def as_words(self) -> dict[str, str]:
+        """What another error of the tree is made of."""
+        return {"where": self.where, "found": self.found, "wanted": self.wanted, "remedy": self.remedy}
+
     def as_dict(self) -> dict[str, str]:
         """The error as the command line's JSON shows it."""
-        return {
-            "kind": type(self).__name__,
-            "where": self.where,
-            "found": self.found,
-            "wanted": self.wanted,
-            "remedy": self.remedy,
-        }
+        return {"kind": type(self).__name__, **self.as_words()}
 
 
 class InputError(AutoparError):
@@ -56,6 +54,10 @@ class InputError(AutoparError):
 
 class TraceError(InputError):
     """The model cannot be traced; `where` is the user's own source line if it is known."""
+
+
+class ValuesAskedError(TraceError):
+    """A number or size in forward depends on values of tensors."""
 
 
 class RuleError(AutoparError):
@@ -106,6 +108,10 @@ class OverCapError(InfeasibleError):
             self.told.add_remedy(remedy)
         else:
             self._remedies.append(remedy)
+
+    def as_words(self) -> dict[str, str]:
+        """What another error of the tree is made of."""
+        return {"where": self.where, "found": self.found, "wanted": self.wanted, "remedy": self.remedy}
 
     def as_dict(self) -> dict[str, str]:
         return self.told.as_dict()

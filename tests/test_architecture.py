@@ -1,7 +1,8 @@
 """Dependencies point one way: a room imports those to its right, and nothing to its left.
 
-    api, cli - proof, comparing - compiler - planning - solve - cost - rewrite, costdb - runtime, ops
-        - trace, sharding, convert, schedules, results, cluster - core - units, errors
+    api, cli - proof, comparing, explaining, integrations - compiler - planning - solve - cost
+        - rewrite, costdb - runtime, ops - trace, sharding, convert, schedules, results, cluster
+        - core - units, errors
 
 - `core` is data: no graphs of torch.fx, no solver, no process group.
 - Rooms between two dashes don't know each other, but where NEIGHBOURS says so.
@@ -34,7 +35,7 @@ FLOORS = [  # the lowest first
     {"solve"},
     {"planning"},
     {"compiler"},
-    {"proof", "comparing"},
+    {"proof", "comparing", "explaining", "integrations"},
     {"api"},
     {"cli"},
     {"autopar"},  # the package's own __init__

@@ -18,7 +18,9 @@ pipeline      how a step is cut into micro-batches and stages
 schedule      which rank computes what, in which order
 timeline      when everything runs, and what is held
 cutting       where samples lie in a call, and what parts of a batch count
+structure     tensors for whose values a program is made
 samples       which rows of the global batch each rank loads
+slurm         the variables of a task under SLURM, as torchrun's
 version       the version of autopar
 costs         what operators and collectives cost, and the devices and links
 """

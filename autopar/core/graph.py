@@ -79,6 +79,7 @@ class GraphInput:
     aliases: tuple[str, ...] = ()  # further names of a tied parameter
     mutated: bool = False  # written in place by an operator (running statistics)
     value: torch.Tensor | None = field(default=None, compare=False)  # of a constant
+    exact: torch.Tensor | None = field(default=None, compare=False)  # in more digits, where that is rounded
 
 
 @dataclass(frozen=True, slots=True)

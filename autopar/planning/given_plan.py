@@ -5,7 +5,8 @@ Plan or file ── devices, memory ── all ranks ── each rank's graph (c
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from autopar.cluster import ClusterSpec
@@ -14,8 +15,22 @@ from autopar.planning.agree import agree
 from autopar.results.plan import Plan
 from autopar.units import show_bytes
 
+VARIABLE = "AUTOPAR_PLAN"  # of the environment: the file of a plan
 # Options that a plan has decided.
 DECIDED = ("mesh", "force", "stages", "micro_batches", "schedule", "recompute", "offload", "shard_state")
+
+
+def plan_to_run(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The file of the plan that `autopar run --plan` says, for a script that gives none."""
+    return environment.get(VARIABLE) or None
+
+
+def write_plan_to_run(path: str, cluster: ClusterSpec, options: Collection[str]) -> dict[str, str]:
+    """The variable that says so to a script. Raises InputError for a file that holds no plan for the cluster,
+    and for options beside it that the plan has decided."""
+    _refuse_beside(options)
+    read_plan(path, cluster)
+    return {VARIABLE: str(Path(path).absolute())}
 
 
 def agree_on_plan(plan: Plan | str | Path, cluster: ClusterSpec, *, beside: Collection[str] = ()) -> Plan:

@@ -23,7 +23,7 @@ from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.planning.request import Request
 from autopar.results.plan import Plan
 from autopar.sharding.atoms import Dims
@@ -128,4 +128,4 @@ def _peak(plan: Plan, dims: Dims, cluster: ClusterSpec, request: Request) -> int
         micro_batches=count,
         accumulates=request.training and count > 1,
     )
-    return peak_memory(dims.graph, prices, plan.program).nbytes
+    return PricedProgram(prices, plan.program).peak.nbytes

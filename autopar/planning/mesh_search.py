@@ -26,8 +26,7 @@ from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import peak_memory
-from autopar.cost.program.step import step_cost
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.request import Request
@@ -122,7 +121,7 @@ class MeshProblem:
         found = self.fastest(force, deadline, cap=cap, bounded=bounded)
         if self.request.training and self.request.recompute is Recompute.AUTO:
             count = self.request.micro_batches
-            found = respect(self.graph, self.prices, found, micro_batches=count, hop=self.hop, cap=cap)
+            found = respect(found, micro_batches=count, hop=self.hop, cap=cap)
         if bounded and found.cut is not None and len(self.graph.operators) <= MOST_OPERATORS:
             with contextlib.suppress(SolverError):
                 found = dataclasses.replace(found, bound=min(found.seconds, self.least(force, deadline)))
@@ -131,9 +130,8 @@ class MeshProblem:
     def least(self, force: Force | None, deadline: float | None) -> float:
         """Seconds that no step with stages takes less than, whatever the placement and the cut."""
         fastest = self.solve(force, deadline, cap=None)
-        program = fastest.program
-        places = self.places or choose_places(crossing_bytes(self.graph, self.prices, program), MOST_PLACES)
-        table = intervals(self.graph, self.prices, program, self.hop, places=places)
+        places = self.places or choose_places(crossing_bytes(fastest.priced), MOST_PLACES)
+        table = intervals(fastest.priced, self.hop, places=places)
         space = self.spaces[force]
         return Exchange(self.graph, self.prices, space, self.folding, fastest, table).bound(self.schedules)
 
@@ -142,7 +140,7 @@ class MeshProblem:
     ) -> Step:
         """The best step; with stages under a cap, of several placements for which memory has a price."""
         if self.request.relay:
-            return unstaged(self.graph, self.prices, self.solve(force, deadline, cap=None), 1)
+            return unstaged(self.solve(force, deadline, cap=None), 1)
         if self.request.stages == 1:
             return self.whole(force, deadline, cap=cap, bounded=bounded)
         fastest = self.solve(force, deadline, cap=None, bounded=bounded)
@@ -167,21 +165,22 @@ class MeshProblem:
         row, in [0, 1], a solve is one of other costs, and bounds all plans: 1 is right where sums show, 0
         where they hide, and between the two it is bisected by whether they hide in the answer.
         """
-        graph, count = self.graph, self.request.micro_batches
+        count = self.request.micro_batches
         if not self.prices.overlap:
-            solution = self.solve(force, deadline, cap=cap, bounded=bounded)
-            return unstaged(graph, self.prices, solution, count)
+            return unstaged(self.solve(force, deadline, cap=cap, bounded=bounded), count)
         found = list[Step]()
         low, high, multiplier = 0.0, 1.0, 1.0
         for _ in range(MULTIPLIERS):
             try:
                 solution = self.solve(force, deadline, cap=cap, bounded=bounded, multiplier=multiplier)
-            except (CutoffError, SolverError):
+            except (CutoffError, SolverError) as error:
                 if not found:
                     raise
+                bound = max(bound, self.cutoff) if isinstance(error, CutoffError) else bound
                 break
-            seconds = step_cost(graph, self.prices, solution.program).weighted(self.prices.once)
-            found.append(unstaged(graph, self.prices, dataclasses.replace(solution, seconds=seconds), count))
+            priced = PricedProgram(self.prices, solution.program)
+            placed = dataclasses.replace(solution, priced=priced, seconds=priced.seconds)
+            found.append(unstaged(placed, count))
             best = min(found, key=lambda step: step.seconds)
             bound = max(step.bound for step in found)
             if best.seconds - bound <= max(self.request.gap, SAME) * best.seconds:
@@ -235,9 +234,8 @@ class MeshProblem:
         space, solution = self.spaces[force], found.solution if found else fastest
 
         def step_of(program: Program) -> Step:
-            seconds = step_cost(self.graph, self.prices, program).weighted(self.prices.once)
-            peak = peak_memory(self.graph, self.prices, program)
-            placed = dataclasses.replace(fastest, program=program, seconds=seconds, peak=peak)
+            priced = PricedProgram(self.prices, program)
+            placed = dataclasses.replace(fastest, priced=priced, seconds=priced.seconds, peak=priced.peak)
             return self.stage(placed, cap, fastest.bound)
 
         scarce_cap = None if cap is None else math.inf  # under which weights may be gathered again
@@ -333,7 +331,6 @@ class MeshProblem:
             return step
         fastest = self.solve(self.request.force, deadline, cap=None)
         refinement = Refinement(
-            self.graph,
             self.prices,
             self.hop,
             self.cap,
@@ -391,8 +388,6 @@ class MeshProblem:
         if self.request.stages_of_uses is not None:
             starts = kept_starts(self.graph, self.request.stages_of_uses, self.schedules[0].stages)
         return staged(
-            self.graph,
-            self.prices,
             solution,
             schedules=schedules,
             hop=self.hop,

@@ -153,6 +153,21 @@ def _schedule(value: str) -> ScheduleKind | None:
     return kinds.get(value)
 
 
+def _static(said: Sequence[str] | str | None) -> tuple[str, ...]:
+    """The names of tensors; of a text, `edge_index,batch`."""
+    if isinstance(said, str):
+        said = [name.strip() for name in said.split(",")]
+    names = tuple(said or ())
+    if not all(isinstance(name, str) and name for name in names):
+        raise InputError(
+            where="--static",
+            found=cut_text(repr(said), 80),
+            wanted="names of arguments of forward or of buffers",
+            remedy='write --static edge_index,batch, in Python static=("edge_index", "batch")',
+        )
+    return names
+
+
 def _batch_dims(said: Mapping[str | int, int | None] | str | None) -> Mapping[str | int, int | None] | None:
     """The dims by input; of a text, `input_0=1,labels=none`."""
     if isinstance(said, str):
@@ -351,6 +366,17 @@ class PlacementOptions(TypedDict, total=False):
             "also a mapping: batch_dims={0: 1, 'labels': None}.",
         ),
     ]
+    static: Annotated[
+        Sequence[str] | str | None,
+        Option(
+            metavar="NAME,...",
+            types=(object,),
+            read=_static,
+            help="Arguments and buffers whose values a program is made for: a graph's structure.",
+            more="Edge lists are seen by themselves. By the argument's name in forward, or the buffer's; in "
+            "Python a tuple: static=('batch',).",
+        ),
+    ]
     schedule: Annotated[
         str | None,
         Option(
@@ -401,6 +427,21 @@ class PlanOptions(VerifyOptions, total=False):
     measure: Annotated[bool | None, _MEASURE]
 
 
+class ParallelizeOptions(PlanOptions, total=False):
+    """Options of `parallelize`: those of `plan`, and of how what is planned runs."""
+
+    compile: Annotated[
+        bool | None,
+        Option(
+            default=False,
+            words=(bool,),
+            help="Compile the programs of ranks and stages, by torch.compile.",
+            more="Each at its first call, which takes long. Plans with compile have no schedule that splits "
+            "backward, and offload nothing. Costs are those of operators that run one by one.",
+        ),
+    ]
+
+
 class CompareOptions(SearchOptions, total=False):
     """Options of `compare`, which takes steps with an optimizer that has a name."""
 
@@ -409,7 +450,7 @@ class CompareOptions(SearchOptions, total=False):
 
 
 OPTIONS: Mapping[str, Option] = {
-    name: annotation.__metadata__[0] for name, annotation in PlanOptions.__annotations__.items()
+    name: annotation.__metadata__[0] for name, annotation in ParallelizeOptions.__annotations__.items()
 }
 
 
@@ -457,7 +498,7 @@ class Door:
 _WHOLE_STEP = {"stages": 1, "micro_batches": 1}  # a loop that calls backward needs both
 _NO_PIPELINE = {**_WHOLE_STEP, "schedule": ScheduleKind.ONE_F_ONE_B.value}
 PLAN = Door("plan", tuple(PlanOptions.__annotations__))
-PARALLELIZE = Door("parallelize", PLAN.options, _WHOLE_STEP)
+PARALLELIZE = Door("parallelize", tuple(ParallelizeOptions.__annotations__), _WHOLE_STEP)
 VERIFY = Door("verify", tuple(VerifyOptions.__annotations__), {"optimizer": "sgd-momentum", "measure": False})
 COMPARE = Door("compare", tuple(CompareOptions.__annotations__), _NO_PIPELINE)
 PROFILE = Door("profile", ("mesh", "costdb"), _NO_PIPELINE)
@@ -531,6 +572,12 @@ def settle(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Optio
     Raises InputError for an environment that holds no options.
     """
     return Options(PARALLELIZE, **(read(environment) | _said(said)))
+
+
+def settle_beside_plan(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Options:
+    """As `settle`, where there is a plan: of the environment what a plan doesn't decide."""
+    found = {name: word for name, word in read(environment).items() if name not in PLAN.options}
+    return Options(PARALLELIZE, **(found | _said(said)))
 
 
 def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

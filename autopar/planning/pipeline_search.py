@@ -29,8 +29,7 @@ from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CoRunners, CostModel, Progress
-from autopar.cost.program.peak_memory import peak_memory
-from autopar.cost.program.step import step_cost
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.estimates import Choice, Screened, bottleneck
@@ -203,8 +202,11 @@ class Apart:
         kind = f", {decision.step.schedule.kind.value}" if decision.step.schedule else ""
         less = 1 - decision.step.seconds / best.step.seconds
         name = f"{ranks} stages, " if ranks > 1 else ""
-        name += f"{count} micro-batches{kind} (promise {less:.1%} less)"
-        return Alternative(name, decision.step.seconds, decision.step.peak_bytes, feasible=True)
+        name += f"{count} micro-batches{kind}"
+        reason = f"promises {less:.1%} less, which predictions can't tell from nothing"
+        return Alternative(
+            name, decision.step.seconds, decision.step.peak_bytes, feasible=True, reason=reason
+        )
 
 
 def _seconds(choice: Choice | Decision) -> float:
@@ -400,18 +402,17 @@ class _Screen:
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
-        graph, program, again, spared, hidden = problem.graph, solution.program, 0.0, 0, 0
-        prices = [problem.prices.operator(item, program.strategies[item.name]) for item in graph.operators]
+        priced, again, spared, hidden = solution.priced, 0.0, 0, 0
+        prices = priced.operator_prices
         largest = solution.peak.kept * sample.count / ranks  # of the fewest micro-batches
         scarce = solution.peak.state / ranks + largest > self.cap
         if scarce and self.request.recompute is Recompute.AUTO:
-            again, spared = sparing(graph, problem.prices, program)
+            again, spared = sparing(priced)
         if scarce and ranks == 1 and problem.offload is Offload.AUTO:
-            away = hiding(graph, problem.prices, program)
-            hidden = max(0, solution.peak.kept - peak_memory(graph, problem.prices, away).kept)
+            hidden = max(0, solution.peak.kept - hiding(priced).peak.kept)
         launches = 2 * sum(len(price.calls) for price in prices)
         seconds, samples = [price.seconds for price in prices], self.batch // sample.count
-        cost = step_cost(graph, problem.prices, program)
+        cost = priced.cost
         evenness = bottleneck(seconds, ranks) / sum(seconds) if sum(seconds) else 1 / ranks
         return Screened(
             ranks=ranks,
@@ -421,10 +422,10 @@ class _Screen:
             cost=cost,
             slowest=evenness * cost.micro_batch,
             weights=sum(price.weights for price in prices),
-            shards=_shards(graph, program, samples, seconds),
+            shards=_shards(priced.graph, priced.program, samples, seconds),
             free=self.request.force is None,
             fixed=launches * self.model.device.launch_seconds,
-            hop_bytes=self.least_crossing(problem, solution),
+            hop_bytes=self.least_crossing(priced),
             hop=self.model.hop(self.cluster, ranks),
             state_bytes=solution.peak.state,
             kept_bytes=solution.peak.kept,
@@ -433,9 +434,9 @@ class _Screen:
             hidden_bytes=hidden,
         )
 
-    def least_crossing(self, problem: MeshProblem, solution: Solution) -> int:
+    def least_crossing(self, priced: PricedProgram) -> int:
         """Bytes at the best cut of the middle half, where most cuts lie."""
-        crossing = crossing_bytes(problem.graph, problem.prices, solution.program)
+        crossing = crossing_bytes(priced)
         quarter = len(crossing) // 4
         return min(crossing[quarter : 3 * quarter + 1])
 

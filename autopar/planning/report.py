@@ -14,11 +14,11 @@ from autopar.core.force import Force, Parallelism
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
 from autopar.core.strategy import Option
-from autopar.cost.operators.prices import Prices
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import moved, wait_seconds
-from autopar.cost.program.values import Values, find_values
+from autopar.cost.program.values import Values
 from autopar.planning.request import Request
+from autopar.planning.step_parts import step_parts
 from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
 from autopar.sharding.atoms import Dims
 from autopar.solve.placement.shard_state import gathering_notes, when, whole_notes
@@ -30,8 +30,6 @@ from autopar.trace.custom_operator import title_of
 
 
 def report(
-    graph: Graph,
-    prices: Prices,
     step: Step,
     cluster: ClusterSpec,
     alternatives: Sequence[Alternative],
@@ -40,13 +38,13 @@ def report(
 ) -> Plan:
     """The plan that a step is, beside its alternatives; `cap` is bytes per device."""
     solution = step.solution
-    program = solution.program
+    priced, program = solution.priced, solution.program
+    graph, prices = priced.graph, priced.prices
     kinds = Kinds(graph, prices.dims)
     weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
     paid: set[tuple[str, object]] = set()
-    values = find_values(graph, program, training=prices.training)
     again = [0.0] * len(graph.operators)
-    for each in regathers(graph, prices, program, values):
+    for each in regathers(priced):
         again[each.place] += each.seconds
     layers = []
     for place, item in enumerate(graph.operators):
@@ -78,6 +76,7 @@ def report(
     estimated = sum(
         prices.operator(item, program.strategies[item.name]).missing_seconds for item in graph.operators
     )
+    pipeline = pipeline_of(graph, step, request)
     return Plan(
         program=program,
         cluster=str(cluster),
@@ -105,27 +104,27 @@ def report(
             if prices.is_gathered(item)
         ),
         alternatives=tuple(alternatives),
-        parameter_bytes=_parameter_bytes(graph, prices.dims, step, values),
+        parameter_bytes=_parameter_bytes(graph, prices.dims, step, priced.values),
         notes=(
             *graph.notes,
             *gathering_notes(graph, program),
             *whole_notes(graph, prices.dims, program, request.shard_state),
             *_notes(graph, step, request),
         ),
-        pipeline=_pipeline(graph, step, request),
+        pipeline=pipeline,
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
-        offloaded=tuple(Offloaded(*item.moved, item.nbytes) for item in moved(graph, prices, program)),
-        offload_seconds=0.0
-        if step.cut
-        else request.micro_batches * sum(wait_seconds(graph, prices, program)),
+        offloaded=tuple(Offloaded(*item.moved, item.nbytes) for item in moved(priced)),
+        offload_seconds=0.0 if step.cut else request.micro_batches * sum(wait_seconds(priced)),
         graph=fingerprint_of(graph),
         devices=cluster.devices,
+        parts=step_parts(step, pipeline),
     )
 
 
-def _pipeline(graph: Graph, step: Step, request: Request) -> Pipeline:
+def pipeline_of(graph: Graph, step: Step, request: Request) -> Pipeline:
+    """The stages and micro-batches of a step."""
     if request.relay:
         assert request.schedule is not None and request.stages_of_uses is not None
         stages = request.stages * stages_per_rank(request.schedule)

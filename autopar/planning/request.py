@@ -18,7 +18,7 @@ from autopar.core.outputs import Outputs
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.placement import Layout
 from autopar.core.recompute import Recompute
-from autopar.core.schedule import ScheduleKind, check_schedule
+from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
 from autopar.errors import InputError, cut_text
 from autopar.planning.optimizer_state import state_of
 from autopar.planning.options import DEFAULT_GAP, PIPELINE, Options
@@ -63,11 +63,13 @@ class Request:
     stages: int = 1  # pipeline ranks
     micro_batches: int = 1
     batch_dims: Mapping[str | int, int | None] | None = None  # that hold samples, where the user says so
+    static: tuple[str, ...] = ()  # arguments and buffers that are structure, where the user says so
     schedule: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B
     recompute: Recompute = Recompute.AUTO
     offload: Offload = Offload.AUTO
     shard_state: ShardState = ShardState.AUTO
     stages_of_uses: Mapping[str, tuple[int, ...]] | None = None  # of parameters that lie already
+    compile: bool = False  # programs
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def settled(self, plan: Plan) -> Request:
@@ -92,7 +94,7 @@ class Request:
         if self.stages == 1 or self.relay:
             return []
         found, refused = [], []
-        for kind in [self.schedule] if self.schedule else ScheduleKind:
+        for kind in [self.schedule] if self.schedule else self.runnable():
             try:
                 check_schedule(
                     kind,
@@ -107,6 +109,10 @@ class Request:
             raise refused[0]
         small = [kind for kind in found if self.actions(kind) <= MOST_ACTIONS]
         return small or [min(found, key=lambda kind: (self.actions(kind), kind is ScheduleKind.GPIPE))]
+
+    def runnable(self) -> list[ScheduleKind]:
+        """All schedules but those that what is asked for rules out: a compiled backward is one piece."""
+        return [kind for kind in ScheduleKind if not (self.compile and kind in SPLIT_BACKWARD)]
 
     def actions(self, kind: ScheduleKind) -> int:
         """Forwards and backwards in a step."""
@@ -135,7 +141,11 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         offload=values["offload"],
         shard_state=values["shard_state"],
         batch_dims=values["batch_dims"],
+        compile=values["compile"],
+        static=values["static"],
     )
+    if request.compile:
+        request = _compiled(request)
     ranks, count = _numbers(options, values, cluster)
     if request.offload is Offload.ALL:
         ranks = 1 if ranks is None else ranks
@@ -147,6 +157,26 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         check_schedule(kind, ranks=ranks, stages_per_rank=stages_per_rank(kind), micro_batches=count)
     cluster.stage(ranks)
     return replace(request, stages=ranks, micro_batches=count), None
+
+
+def _compiled(request: Request) -> Request:
+    """The request where programs are compiled: nothing is offloaded unless it is asked for, which is refused,
+    as are schedules that split backward."""
+    found = []
+    if request.offload is Offload.ALL:
+        found.append(("--offload all", "none or auto", "leave out --offload"))
+    if request.schedule in SPLIT_BACKWARD:
+        kinds = ", ".join(kind.value for kind in request.runnable())
+        found.append((f"--schedule {request.schedule.value}", kinds, "leave out --schedule"))
+    if found:
+        names, wanted, remedies = zip(*found, strict=True)
+        raise InputError(
+            where="--compile",
+            found=" and ".join(names),
+            wanted=", ".join(wanted) + ": a compiled backward is one piece, which keeps its tensors",
+            remedy=" and ".join(remedies) + ", or --compile",
+        )
+    return replace(request, offload=Offload.NONE)
 
 
 def check_cluster(cluster: object) -> None:

@@ -25,6 +25,7 @@ from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
 from autopar.planning.report import report
 from autopar.planning.request import Request
+from autopar.planning.strategies_beside import one_device, strategies_beside
 from autopar.results.plan import Alternative, Plan
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
@@ -147,13 +148,14 @@ def finish(decision: Decision) -> Found:
     problem, request = decision.problem, decision.request
     problem.incumbent = step = problem.refined(decision.step, decision.deadline)
     asked = request.alternatives and not request.force and not is_over(decision.deadline)
-    alternatives = _alternatives(problem, decision.deadline) if asked else []
+    alternatives = strategies_beside(problem, decision.deadline) if asked else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
-    rows = [item for item, _ in alternatives]
-    plan = report(problem.graph, problem.prices, step, decision.cluster, rows, problem.cap, request)
-    plan = beside(plan, decision)
+    rows = [_with_pins(item, step) if request.pins else item for item, _ in alternatives]
+    plan = report(step, decision.cluster, rows, problem.cap, request)
+    serial = one_device(problem, decision.cluster, decision.deadline) if asked else None
+    plan = dataclasses.replace(beside(plan, decision), serial=serial)
     return Found(plan, problem.dims, problem.prices, step.solution, step)
 
 
@@ -311,26 +313,14 @@ def _calls(problem: MeshProblem, *solutions: Solution) -> list[Call]:
 
 def _rivals(problem: MeshProblem, deadline: float | None) -> list[Step]:
     """The `RIVALS` pure strategies that are predicted fastest."""
-    found = [step for _, step in _alternatives(problem, deadline) if step]
+    found = [step for _, step in strategies_beside(problem, deadline) if step]
     return sorted(found, key=lambda each: each.seconds)[:RIVALS]
 
 
-def _alternatives(problem: MeshProblem, deadline: float | None) -> list[tuple[Alternative, Step | None]]:
-    """Every pure strategy of the chosen mesh, solved without the cap so that its need is known, and under
-    the plan's schedule alone if none could make it faster than the plan (`incumbent`); none on one device,
-    which has nothing to share."""
-    found: list[tuple[Alternative, Step | None]] = []
-    if problem.mesh.num_devices == 1:
-        return found
-    for kind in PURE:
-        try:
-            step = problem.plan(kind, deadline, cap=None, bounded=False)
-        except (InfeasibleError, SolverError):
-            found.append((Alternative(kind.value, None, None, feasible=False), None))
-            continue
-        fits = problem.cap is None or step.peak_bytes <= problem.cap
-        found.append((Alternative(kind.value, step.seconds, step.peak_bytes, feasible=fits), step))
-    return found
+def _with_pins(row: Alternative, step: Step) -> Alternative:
+    """A pure strategy that is faster than a plan with pins, and why it isn't taken."""
+    faster = row.feasible and row.step_seconds is not None and row.step_seconds < step.seconds
+    return dataclasses.replace(row, reason="keeps to no pins") if faster else row
 
 
 def _prefer_simpler(

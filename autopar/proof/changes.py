@@ -114,7 +114,7 @@ class _Trial:
     @classmethod
     def of(cls, target: Target, plan: Plan, cluster: ClusterSpec, request: Request) -> _Trial:
         with recording() as reads:
-            traced = _trace(target)
+            traced = _trace(target, request)
         return cls(
             target, plan, cluster, request, Guard(reads), traced.arguments, _eagerly(target, traced.arguments)
         )
@@ -144,7 +144,7 @@ class _Trial:
     def judge(self, change: _Change, *, noticed: bool) -> None:
         try:
             serial_model.check(self.target.model)
-            traced = _trace(self.target) if noticed else None
+            traced = _trace(self.target, self.request) if noticed else None
         except AutoparError:
             self.tried += 1
             self.refused.append(change.name)
@@ -180,17 +180,24 @@ class _Trial:
         assert change.slot is not None
         numbers = Numbers([change.old], [change.new])
         with suppress(AutoparError, NotFreeError), _replaced(change.slot, numbers.items[0]), freed(numbers):
-            marked = as_before(_trace(self.target).graph)
+            marked = as_before(_trace(self.target, self.request).graph)
             decides = any(bool(formula([change.new])) is not answer for formula, answer in numbers.decisions)
             return decides or fingerprint_of(marked) == fingerprint_of(traced.graph)
         return True
 
 
-def _trace(target: Target) -> Traced:
+def _trace(target: Target, request: Request) -> Traced:
     """The target's graph; torch.export leaves copies of lists in modules, which are taken back."""
     states = [(vars(module), dict(vars(module))) for module in target.model.modules()]
     try:
-        return trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn, loss_only=False)
+        return trace(
+            target.model,
+            target.args,
+            target.kwargs,
+            loss_fn=target.loss_fn,
+            loss_only=False,
+            static=request.static,
+        )
     finally:
         for state, before in states:
             state.update(before)

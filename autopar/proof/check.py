@@ -193,6 +193,7 @@ def check(
         processes=processes,
         micro_batches=request.micro_batches,
         batch_dims=request.batch_dims,
+        static=request.static,
     )
     request = replace(request, outputs=Outputs.GLOBAL)  # ranks are compared in all outputs
     if request.stages > 1 or request.micro_batches > 1:
@@ -206,11 +207,18 @@ def check(
             plan=plan,
             asked=asked,
         )
-    traced = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn, loss_only=False)
+    traced = trace(
+        target.model,
+        target.args,
+        target.kwargs,
+        loss_fn=target.loss_fn,
+        loss_only=False,
+        static=request.static,
+    )
     _check_loss(target, traced)
     plan = _plan(traced.graph, cluster, request, database, plan)
     if processes:
-        verdict = _verify_processes(target, traced, plan, cluster, steps)
+        verdict = _verify_processes(target, traced, plan, cluster, steps, static=request.static)
     else:
         verdict = verify_simulated(target.model, traced, plan.program, loss_fn=target.loss_fn, steps=steps)
     tried = try_changes(target, plan, cluster, request, most=changes) if changes and verdict.passed else None
@@ -231,7 +239,7 @@ def _check_pipeline(
     """The same for stages and micro-batches, against the serial model that takes the batch at once."""
     arguments = flatten_arguments(target.args, target.kwargs)
     count = request.micro_batches
-    traced, shorter = trace_lengths(target, count, request.batch_dims)
+    traced, shorter = trace_lengths(target, count, request.batch_dims, request.static)
     plan = _plan(traced.graph, cluster, request, database, plan)
     if shorter and (plan.pipeline.is_staged or not processes):
         check_plan(plan.program, traced.graph, shorter.graph)
@@ -242,7 +250,9 @@ def _check_pipeline(
     disagreement: Disagreement = {}
     if processes:
         job = replace(
-            _job(target, traced, plan, cluster, arguments.tensors, steps), batch_dims=request.batch_dims
+            _job(target, traced, plan, cluster, arguments.tensors, steps),
+            batch_dims=request.batch_dims,
+            static=request.static,
         )
         ours, disagreement = train_on_processes(job)
     else:
@@ -302,6 +312,7 @@ def check_input(
     processes: bool,
     micro_batches: int,
     batch_dims: Said | None = None,
+    static: Sequence[str] = (),
 ) -> None:
     """Raise InputError for what can't be proved, whatever its plan."""
     if steps < 1:
@@ -318,16 +329,16 @@ def check_input(
     if processes:
         cluster.check_local()
     if micro_batches > 1:
-        _check_micro_batches(target, micro_batches, batch_dims)
+        _check_micro_batches(target, micro_batches, batch_dims, static)
 
 
-def _check_micro_batches(target: Target, count: int, said: Said | None) -> None:
+def _check_micro_batches(target: Target, count: int, said: Said | None, static: Sequence[str]) -> None:
     """Raise InputError for a micro-batch that the eager model, or its loss, can't run although it runs the
     whole batch; what is wrong with both is told where the model is traced and trained."""
     arguments = flatten_arguments(target.args, target.kwargs)
 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        return trace(target.model, args, kwargs, loss_fn=target.loss_fn)
+        return trace(target.model, args, kwargs, loss_fn=target.loss_fn, static=static)
 
     cutting = parts_of(whole, target.args, target.kwargs, said).cutting()
     batch = split_batch(cutting, arguments.tensors, count, weigh=False)
@@ -371,10 +382,10 @@ def _check_loss(target: Target, traced: Traced) -> None:
 
 
 def _verify_processes(
-    target: Target, traced: Traced, plan: Plan, cluster: ClusterSpec, steps: int
+    target: Target, traced: Traced, plan: Plan, cluster: ClusterSpec, steps: int, *, static: tuple[str, ...]
 ) -> Verdict:
     _, casts = raise_graph(traced.graph)
-    job = _job(target, traced, plan, cluster, traced.arguments.tensors, steps)
+    job = replace(_job(target, traced, plan, cluster, traced.arguments.tensors, steps), static=static)
     ours, disagreement = train_on_processes(job)
     model = raise_model(copy.deepcopy(target.model))
     constants = written_constants(traced.graph)

@@ -72,8 +72,9 @@ def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
         for name, spec in graph.specs.items()
     }
     inputs = tuple(
-        replace(item, spec=specs[item.name], value=None if item.value is None else raise_tensor(item.value))
+        replace(item, spec=specs[item.name], value=None if value is None else raise_tensor(value))
         for item in graph.inputs
+        for value in (item.value if item.exact is None else item.exact,)
     )
     lifted = replace(graph, inputs=inputs, operators=tuple(operators), specs=specs)
     return with_masks_by_dims(lifted), tuple(casts)

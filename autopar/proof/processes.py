@@ -7,7 +7,7 @@ leave rank 0 untouched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +59,7 @@ class Job:
     state: Mapping[str, Tensor]
     steps: int
     batch_dims: Said | None = None
+    static: tuple[str, ...] = ()
 
     @property
     def by_steps(self) -> bool:
@@ -115,12 +116,14 @@ def _copy_state(state: Mapping[str, Tensor], model: nn.Module) -> None:
             tensor.copy_(state[name])
 
 
-def trace_lengths(target: Target, count: int, said: Said | None) -> tuple[Traced, Traced | None]:
+def trace_lengths(
+    target: Target, count: int, said: Said | None, static: Sequence[str] = ()
+) -> tuple[Traced, Traced | None]:
     """The graph of the first of `count` micro-batches, with its loss alone, and that of shorter ones; `said`
     are the dims of samples that the user says."""
 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        return trace(target.model, args, kwargs, loss_fn=target.loss_fn)
+        return trace(target.model, args, kwargs, loss_fn=target.loss_fn, static=static)
 
     if count == 1:
         traced = whole(target.args, target.kwargs)
@@ -133,10 +136,10 @@ def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
     """The target's graphs in float64, traced as the parent did: from the model as it is."""
     if job.by_steps:
         count = job.plan.pipeline.micro_batches
-        traced, shorter = trace_lengths(target, count, job.batch_dims)
+        traced, shorter = trace_lengths(target, count, job.batch_dims, job.static)
     else:
         args, kwargs = flatten_arguments(target.args, target.kwargs).rebuild(job.tensors)
-        traced, shorter = trace(target.model, args, kwargs, loss_fn=target.loss_fn, loss_only=False), None
+        traced, shorter = _whole(target, args, kwargs, job.static), None
     difference = fingerprint_of(traced.graph).difference(job.plan.graph)
     if difference is not None:
         raise CheckError(
@@ -146,6 +149,10 @@ def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
             remedy="let the function of the target build the same model at each call",
         )
     return _raise(traced), _raise(shorter) if shorter else None
+
+
+def _whole(target: Target, args: Any, kwargs: Any, static: Sequence[str]) -> Traced:
+    return trace(target.model, args, kwargs, loss_fn=target.loss_fn, loss_only=False, static=static)
 
 
 def _raise(traced: Traced) -> Traced:

@@ -1,17 +1,26 @@
 """Tells people what autopar found; importing the package registers how each result prints.
 
 plan                a plan as data
-render_plan         as text
+step_parts          where the seconds of its step go
+render_plan         a plan as text
+render_step         the seconds of its step as text
+plan_words          the words of a printed plan, and what they mean
+fold_blocks         equal blocks of a table, printed once
 comparison          strategies side by side, as data
 render_comparison   as text
+difference          two plans beside each other, as data
+render_difference   as text
+explanation         why a plan is as it is, as data
+render_explanation   as text
 draw_timeline       a timeline, as text and for a trace viewer
 announce            what a plan notes, on stderr
 progress_bar        how far a long search is, on stderr
 codec               plans as files of JSON, and back
+schema              the JSON Schema of such files
 whole_file          files that are written whole or not at all
 text                results print by the renderer of their type
 """
 
-from autopar.results import render_comparison, render_plan
+from autopar.results import render_comparison, render_difference, render_explanation, render_plan
 
-__all__ = ["render_comparison", "render_plan"]
+__all__ = ["render_comparison", "render_difference", "render_explanation", "render_plan"]

@@ -1,9 +1,12 @@
 """Results as files of versioned JSON that people can read: frozen dataclasses to objects, and back.
 
-    {"kind": "Plan", "format": 1, "autopar": "0.1.0", "result": {"program": {"mesh": "2x2", ...}, ...}}
+    {"kind": "Plan", "format": 2, "autopar": "0.1.0", "result": {"program": {"mesh": "2x2", ...}, ...}}
 
 Meshes and placements are written as they are printed (`2x2`, `S(0)`), enums by their values; all else is
-what its fields are. A file is written whole or not at all.
+what its fields are. A file is written whole or not at all. Files of the format before this one are read: what
+has come since has a default.
+
+    format 2   parts of the step, one device by itself, reasons of alternatives
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ import cattrs
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Broadcast, Partial, Placement, Replicate, Shard
 from autopar.core.version import VERSION
-from autopar.errors import InputError
+from autopar.errors import InputError, cut_text
 from autopar.results.whole_file import write_whole
 
-FORMAT = 1  # of a file: another number gives its fields another meaning
+FORMAT = 2  # of a file: another number gives its fields another meaning
+READ = (FORMAT - 1, FORMAT)  # formats that are read
+HEAD = ("kind", "format", "autopar")
 SHOWN = 3  # faults of a file that an error names
+LONGEST = 60  # characters of what a file says that an error repeats
 
 Result = TypeVar("Result")
 
@@ -56,12 +62,14 @@ def _read(path: str | Path, kind: str) -> dict[str, Any]:
     except (OSError, ValueError) as cause:
         found = cause.strerror if isinstance(cause, OSError) else str(cause)
         raise _wrong(path, str(found), f"a readable JSON file of a {kind}") from cause
-    head = {"kind": kind, "format": FORMAT, "autopar": VERSION}
-    if not isinstance(document, dict) or document.keys() != {*head, "result"}:
-        raise _wrong(path, "other JSON", f"an object of {', '.join(head)} and result")
-    for name, wanted in head.items():
-        if document[name] != wanted:
-            raise _wrong(path, f"{name} {document[name]!r}", f"{name} {wanted!r}")
+    if not isinstance(document, dict) or document.keys() != {*HEAD, "result"}:
+        raise _wrong(path, "other JSON", f"an object of {', '.join(HEAD)} and result")
+    if document["kind"] != kind:
+        raise _wrong(path, f"kind {cut_text(repr(document['kind']), LONGEST)}", f"kind {kind!r}")
+    if document["format"] not in READ or isinstance(document["format"], bool):
+        found = f"format {cut_text(repr(document['format']), LONGEST)} of autopar "
+        found += cut_text(str(document["autopar"]), LONGEST)
+        raise _wrong(path, found, f"format {' or '.join(map(str, READ))}")
     return document
 
 

@@ -13,7 +13,10 @@ from autopar.core.placement import Layout, show
 from autopar.core.program import Program
 from autopar.core.timeline import StageCost
 from autopar.results import codec
+from autopar.results.step_parts import StepParts
 from autopar.results.text import text_of
+
+ONE_DEVICE = "one device"  # the name of the strategy that leaves all others idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +69,25 @@ class Offloaded:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A pure strategy beside the plan; `feasible` under the memory cap."""
+    """Another strategy beside the plan; `feasible` under the memory cap. `reason` says why it has no plan, or
+    why it isn't taken although it is faster; `parts` are those of its step."""
 
     name: str
     step_seconds: float | None
     peak_bytes: int | None
     feasible: bool
+    reason: str = ""
+    parts: StepParts = StepParts()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The strategy as the command line's JSON shows it."""
+        return {
+            "name": self.name,
+            "step_seconds": self.step_seconds,
+            "peak_bytes": self.peak_bytes,
+            "feasible": self.feasible,
+            "reason": self.reason,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +127,20 @@ class Plan:
     offload_seconds: float = 0.0  # of the step, that it waits for copies to and from host memory
     graph: Fingerprint = Fingerprint()
     devices: str = ""  # nodes, devices of each and their kind, as in "2 x 4 h100"
+    parts: StepParts = StepParts()  # of the step, which they add up to
+    serial: Alternative | None = None  # one device of the cluster by itself, with as many micro-batches
 
     @property
     def mesh(self) -> Mesh:
         return self.program.mesh
+
+    @property
+    def alone(self) -> Alternative | None:
+        """One device by itself, if it is predicted to be as fast as all and its memory does."""
+        serial = self.serial
+        if serial is None or not serial.feasible or serial.step_seconds is None:
+            return None
+        return serial if serial.step_seconds <= self.step_seconds else None
 
     def save(self, path: str | Path) -> None:
         """Write the whole plan as JSON; raises InputError where that can't be done."""
@@ -134,6 +160,7 @@ class Plan:
             "cluster": self.cluster,
             "mesh": str(self.mesh),
             "step_seconds": self.step_seconds,
+            "parts": self.parts.as_dict(),
             "compute_seconds": self.compute_seconds,
             "communication_seconds": self.communication_seconds,
             "peak_bytes": self.peak_bytes,
@@ -174,15 +201,8 @@ class Plan:
                 "seconds": self.offload_seconds,
             },
             "outputs": {name: show(layout) for name, layout in self.program.outputs.items()},
-            "alternatives": [
-                {
-                    "name": item.name,
-                    "step_seconds": item.step_seconds,
-                    "peak_bytes": item.peak_bytes,
-                    "feasible": item.feasible,
-                }
-                for item in self.alternatives
-            ],
+            "serial": self.serial.as_dict() if self.serial else None,
+            "alternatives": [item.as_dict() for item in self.alternatives],
             "parameter_bytes": list(self.parameter_bytes),
             "notes": list(self.notes),
         }

@@ -1,19 +1,26 @@
-"""A plan as text: a table of layers, one of stages, then totals, then the alternatives beside it."""
+"""A plan as text: layers, stages, where step, memory and bound come from, and other strategies beside it.
+
+Equal blocks stand once; below the table a legend says what its words mean.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from autopar.core.placement import replicated, show
-from autopar.results.plan import Alternative, Layer, Plan, Stage
+from autopar.results.fold_blocks import Block, Row, fold_rows
+from autopar.results.plan import ONE_DEVICE, Alternative, Layer, Plan, Stage
+from autopar.results.plan_words import axis_heading, legend, operator_name, splits_of
+from autopar.results.render_step import step_lines, trust_lines
 from autopar.results.text import WIDTH, as_text, text_of
 from autopar.units import show_bytes, show_seconds
 
 LIGHT = 2e-3  # layers below this share of the step, and without flops, are summed up in one line
 LARGEST = 6  # offloaded tensors that are named
+TAKEN = "this plan"
 
 
 @text_of.register
@@ -24,37 +31,71 @@ def plan_text(plan: Plan, *, width: int = WIDTH) -> str:
 
 def render(plan: Plan) -> RenderableType:
     """The plan for a terminal."""
-    return Group(_layers(plan), *_stages(plan), *_totals(plan), _alternatives(plan), *_remarks(plan))
+    return Group(
+        *_layers(plan), *_stages(plan), *_totals(plan), *_advice(plan), *_alternatives(plan), *_remarks(plan)
+    )
 
 
-def _layers(plan: Plan) -> Table:
+# -- layers and stages ----------------------------------------------------------------------------------
+
+
+def _layers(plan: Plan) -> Iterator[RenderableType]:
     count = plan.pipeline.micro_batches
     part = f"; lines are for one of {count} micro-batches" if count > 1 else ""
-    table = Table(title=f"Plan for {plan.cluster}, mesh {plan.mesh}{part}", box=None, pad_edge=False)
+    yield f"Plan for {plan.cluster}; mesh {plan.mesh}{part}"
+    table = Table(box=None, pad_edge=False)
     table.add_column("layer", overflow="fold")
     table.add_column("operator")
     for axis in plan.mesh.axes:
-        table.add_column(f"{plan.mesh.name(axis)} ({plan.mesh.shape[axis]})")
-    for heading in ("compute", "communication", "kept"):
+        table.add_column(axis_heading(plan.mesh.name(axis), plan.mesh.shape[axis]))
+    for heading in ("compute", "communication", "saved"):
         table.add_column(heading, justify="right")
     limit = LIGHT * plan.step_seconds
     heavy = [layer for layer in plan.layers if layer.flops or layer.compute + layer.communication > limit]
-    for layer in heavy:
-        table.add_row(*_row(layer))
     light = [layer for layer in plan.layers if layer not in heavy]
+    blocks = fold_rows([_row(layer) for layer in heavy])
+    for cells in _cells(blocks):
+        table.add_row(*cells)
     if light:
         empty = [""] * len(plan.mesh.shape)
-        table.add_row(f"{len(light)} light operators", "", *empty, *_sums(light), style="dim")
+        noun = "operator" if len(light) == 1 else "operators"
+        table.add_row(f"{len(light)} small {noun}", "", *empty, *_sums(light), style="dim")
+    yield table
+    yield _legend(heavy, any(isinstance(each, Block) for each in blocks), bool(light))
+
+
+def _row(layer: Layer) -> Row:
+    cells = (operator_name(layer.op), *splits_of(layer), *_sums([layer]))
+    return Row(layer.module or layer.name, cells)
+
+
+def _cells(blocks: Sequence[Row | Block]) -> Iterator[list[str]]:
+    """The cells of each line: folded blocks get a line of their own above those of one of them."""
+    for each in blocks:
+        if isinstance(each, Row):
+            yield [each.name, *each.cells]
+            continue
+        names = f"{each.first} … {each.last}"
+        if len(each.rows) == 1:
+            yield [f"{names}{each.rows[0].name}", *each.rows[0].cells]
+            continue
+        yield [f"{names}, each:"]
+        for row in each.rows:
+            yield [f"  {row.name or '(itself)'}", *row.cells]
+
+
+def _legend(heavy: Sequence[Layer], folded: bool, light: bool) -> RenderableType:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    words = [*legend(heavy), ("saved", "bytes that a device keeps from forward to backward")]
+    if folded:
+        words.append(("a … b", "equal blocks, with the numbers of one of them"))
+    if light:
+        words.append(("small", f"no products, and less than {LIGHT:.1%} of the step each; summed up"))
+    for number, (word, meaning) in enumerate(words):
+        table.add_row("" if number else "legend", word, meaning)
     return table
-
-
-def _row(layer: Layer) -> list[str]:
-    op = layer.op.removeprefix("aten.").removesuffix(".default")
-    axes = [
-        f"{kind} {factor}" if factor else "-"
-        for factor, kind in zip(layer.strategy, layer.kinds, strict=True)
-    ]
-    return [layer.module or layer.name, op, *axes, *_sums([layer])]
 
 
 def _sums(layers: Sequence[Layer]) -> list[str]:
@@ -76,14 +117,17 @@ def _stages(plan: Plan) -> list[RenderableType]:
         table.add_column(heading, justify="right")
     for number, stage in enumerate(plan.stages):
         table.add_row(str(number), str(stage.rank), *_stage(stage))
-    return ["", table]
+    return ["", table, "hop: seconds until a result is at the next stage, back: a gradient at the one before"]
 
 
 def _stage(stage: Stage) -> list[str]:
     seconds = (stage.forward, stage.backward, stage.send_output, stage.send_gradient, stage.sync)
     layers = stage.first if stage.first == stage.last else f"{stage.first} .. {stage.last}"
-    shown = [show_seconds(each) if each else "-" for each in seconds]
+    shown = [show_seconds(each) if each else "none" for each in seconds]
     return [f"{layers} ({stage.operators})", *shown, show_bytes(stage.nbytes)]
+
+
+# -- what it takes --------------------------------------------------------------------------------------
 
 
 def _pipeline(plan: Plan) -> list[str]:
@@ -96,19 +140,19 @@ def _pipeline(plan: Plan) -> list[str]:
     ]
 
 
-def _totals(plan: Plan) -> list[str]:
+def _totals(plan: Plan) -> list[RenderableType]:
     cap = f" of {show_bytes(plan.memory_cap)}" if plan.memory_cap is not None else ""
     return [
         "",
-        f"step      {show_seconds(plan.step_seconds)} predicted: {show_seconds(plan.compute_seconds)} "
-        f"compute, {show_seconds(plan.communication_seconds)} communication; "
-        f"{plan.measured_share:.0%} of compute is measured",
+        *step_lines(plan),
         *_pipeline(plan),
         f"memory    {show_bytes(plan.peak_bytes)}{cap} per device at the peak, "
         f"{show_bytes(plan.state_bytes)} of it weights, gradients and optimizer state",
         *_offload(plan),
-        f"solver    {plan.status}, gap {plan.gap:.2%}; "
-        f"{plan.sharded_flops_share:.1%} of the flops are sharded",
+        f"solver    {plan.status}, gap {plan.gap:.2%}: by these predictions no plan is faster by more"
+        + (" (of those that a note names)" if plan.pipeline.is_staged else ""),
+        f"          {plan.sharded_flops_share:.1%} of the flops are split among devices",
+        *trust_lines(plan),
     ]
 
 
@@ -127,22 +171,39 @@ def _offload(plan: Plan) -> list[str]:
     ]
 
 
-def _alternatives(plan: Plan) -> RenderableType:
-    if not plan.alternatives:
-        return ""
+# -- what is beside it ----------------------------------------------------------------------------------
+
+
+def _advice(plan: Plan) -> Iterator[str]:
+    alone = plan.alone
+    if alone is not None and alone.step_seconds is not None:
+        yield (
+            f"advice    use one device: it is predicted to take {show_seconds(alone.step_seconds)} a step, "
+            f"no more than all {len(plan.parameter_bytes)} together"
+        )
+
+
+def _alternatives(plan: Plan) -> list[RenderableType]:
+    rows = [*([plan.serial] if plan.serial else []), *plan.alternatives]
+    if not rows:
+        return []
     table = Table(box=None, pad_edge=False)
-    for heading in ("beside it", "step", "peak memory", ""):
-        table.add_column(heading, justify="left" if heading in ("beside it", "") else "right")
-    for item in plan.alternatives:
-        table.add_row(*_alternative(item))
-    return table
+    for heading in ("strategy", "step", "against it", "peak memory", ""):
+        table.add_column(heading, justify="left" if heading in ("strategy", "") else "right")
+    table.add_row(TAKEN, show_seconds(plan.step_seconds), "", show_bytes(plan.peak_bytes), "")
+    for item in rows:
+        table.add_row(*_alternative(item, plan))
+    return ["", table]
 
 
-def _alternative(item: Alternative) -> list[str]:
+def _alternative(item: Alternative, plan: Plan) -> list[str]:
     if item.step_seconds is None or item.peak_bytes is None:
-        return [item.name, "-", "-", "has no plan"]
-    fits = "" if item.feasible else "exceeds the memory cap"
-    return [item.name, show_seconds(item.step_seconds), show_bytes(item.peak_bytes), fits]
+        return [item.name, "", "", "", "no plan" + (f": {item.reason}" if item.reason else "")]
+    more = item.step_seconds / plan.step_seconds - 1 if plan.step_seconds else 0.0
+    reason = item.reason or ("" if item.feasible else "exceeds the memory cap")
+    if not reason and item.name == ONE_DEVICE and more <= 0:
+        reason = "the plan is for all devices, as asked"
+    return [item.name, show_seconds(item.step_seconds), f"{more:+.1%}", show_bytes(item.peak_bytes), reason]
 
 
 def _remarks(plan: Plan) -> list[str]:

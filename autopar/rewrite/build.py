@@ -48,6 +48,7 @@ def build(
         layers=mine.layers,
         samples=find_samples(graph, program.inputs, dims),
         cutting=traced.cutting,
+        structure=traced.structure,
     )
 
 
@@ -85,6 +86,7 @@ def build_stages(
         outputs=tuple(graph.specs[name] for name in graph.outputs),
         cutting=traced.cutting,
         plan=plan,
+        structure=traced.structure,
     )
 
 

@@ -4,6 +4,7 @@ launch        starts processes and ends them together
 module        the parallel module that a user trains
 parameters    its parameters, and the sums of their gradients
 execute       programs and pipeline stages, run
+compiled      programs by torch.compile
 saved         what autograd keeps for backward, or does not
 collectives   moves between placements, and operators that communicate
 registry      the namespace `torch.ops.autopar`

@@ -7,11 +7,18 @@ selective-checkpoint policies, and know their shapes on meta and fake tensors. T
 - `composite`: Python over other operators, through which shapes and autograd follow by themselves.
   It may alias its input or write into a buffer, as its schema then says.
 - `constant`: a kernel through which no gradient flows.
+
+A compiler may move operators, and ranks must meet in one order. So for compiled programs each operator with a
+kernel that speaks to other ranks, or draws, has a twin that also writes to a `turn`: compilers keep the order
+of what writes to one tensor.
+
+    p_to_r(x, "a@2")    p_to_r_in_turn(x, "a@2", turn)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +29,21 @@ NAMESPACE = "autopar"
 _Library: Any = torch.library.Library  # ships without types
 _library = _Library(NAMESPACE, "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
+_KERNEL = "CompositeExplicitAutograd"
+_IN_TURN = "_in_turn"  # ends the names of twins
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """An operator as it was registered; `twin` once it has one."""
+
+    schema: str
+    kernel: Callable[..., Any]
+    shape: Callable[..., Any]
+    twin: Any = None
+
+
+_ordered: dict[str, _Kernel] = {}  # operators whose order ranks share
 
 
 def operator(name: str) -> Any:
@@ -37,13 +59,16 @@ def functional(
     shape: Callable[..., Any],
     setup: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    is_local: bool = False,
 ) -> None:
     """An operator with its kernel for real tensors, its `shape` function for fake ones, its backward.
 
-    Without one it has no derivative, and asking for it raises InputError: torch would go on without.
+    Without one it has no derivative, and asking for it raises InputError: torch would go on without. One that
+    `is_local` may run at any time: it doesn't speak to other ranks.
     """
-    _define(name, schema, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=_library)
+    define(name, schema, kernel, shape=shape)
+    if not is_local:
+        keep_order(name, schema, kernel, shape=shape)
     _library.impl(name, _differentiable(name, setup, backward or _refusal(name)), "Autograd")
 
 
@@ -100,11 +125,58 @@ def constant(name: str, schema: str, kernel: Callable[..., Any], *, shape: Calla
         with torch._C._AutoDispatchBelowAutograd():
             return operator(name)(*args)
 
-    _define(name, schema, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=_library)
+    define(name, schema, kernel, shape=shape)
     _library.impl(name, cut, "Autograd")
+    keep_order(name, schema, kernel, shape=shape)
 
 
-def _define(name: str, schema: str, kernel: Callable[..., Any], key: str) -> None:
-    _library.define(name + schema, tags=_tags)
+def keep_order(name: str, schema: str, kernel: Callable[..., Any], *, shape: Callable[..., Any]) -> None:
+    """Ranks call the operator in one order, compiled or not."""
+    _ordered[name] = _Kernel(schema, kernel, shape)
+
+
+def in_turn(target: Any) -> Any:
+    """The twin of an operator whose order ranks share, made at first; None for any other."""
+    if getattr(target, "namespace", "") != NAMESPACE:
+        return None
+    known = _ordered.get(target._opname)
+    if known is not None and known.twin is None:
+        known.twin = _twin(target._opname, known)
+    return known.twin if known is not None else None
+
+
+def all_in_turn() -> None:
+    """Register every twin, for programs that were compiled in another process."""
+    for name in _ordered:
+        in_turn(operator(name))
+
+
+def _twin(name: str, known: _Kernel) -> Any:
+    taken, given = known.schema.rsplit(") -> ", 1)
+    define(
+        name + _IN_TURN,
+        f"{taken}, Tensor(turn!) turn) -> {given}",
+        lambda *args: known.kernel(*args[:-1]),
+        shape=lambda *args: known.shape(*args[:-1]),
+    )
+    return operator(name + _IN_TURN)
+
+
+def define(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    *,
+    shape: Callable[..., Any],
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:
+    """An operator with its kernel for real tensors and its `shape` function for fake ones, without more."""
+    _define(name, schema, kernel, _KERNEL, tags=tags)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=_library)
+
+
+def _define(
+    name: str, schema: str, kernel: Callable[..., Any], key: str, *, tags: tuple[torch.Tag, ...] = ()
+) -> None:
+    _library.define(name + schema, tags=(*_tags, *tags))
     _library.impl(name, kernel, key)

@@ -2,6 +2,8 @@
 
 export               nn.Module -> Graph, by torch.export
 graph_builder        writes the exported graph down as operators
+structure            evaluates what follows from a graph's edges alone
+constant_folding     folds what follows from constants
 autocast             what torch.autocast does to operators
 simplify             leaves out what nobody needs
 call_signature       nested arguments and results, flat and back

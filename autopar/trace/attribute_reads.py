@@ -28,6 +28,10 @@ ALL = "*"  # in the place of names: every attribute
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes that Python code has made
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _NOT_WATCHED = (torch.Tensor, nn.Module, type, Enum, types.ModuleType)
+_STATELESS = {
+    *("torch", "builtins", "typing", "math", "functools", "itertools", "einops", "numpy"),
+    *("logging", "warnings"),
+}
 _PROXIES = "torch.fx.experimental.proxy_tensor"  # whose classes stand for modules while torch traces
 
 
@@ -175,9 +179,10 @@ def _is_settings(kind: type) -> bool:
 
 
 def is_torch(module: str | None) -> bool:
-    """Whether a module is torch's or a part of Python that holds no state of the user's."""
+    """Whether a module is torch's or a part of Python that holds no state of the user's: what a logger has
+    told, and to whom, is none of the graph."""
     first = (module or "").partition(".")[0]
-    return first in ("torch", "builtins", "typing", "math", "functools", "itertools", "einops", "numpy")
+    return first in _STATELESS
 
 
 def filled_cells(function: types.FunctionType) -> list[types.CellType]:

@@ -235,8 +235,11 @@ def _set(states: Mapping[str, torch.dtype | None]) -> None:
 def tracing_under(autocast: Autocast, traced_on: str) -> Iterator[None]:
     """Within, Python that asks for autocast finds this state, whatever the device that is traced on.
 
-    Regions for a device that isn't there, which torch would disable, are those of the traced one.
+    Regions for a device that isn't there, which torch would disable, are those of the traced one. The meta
+    device has no autocast of its own; a model on it is traced as on its autocast's.
     """
+    if not torch.amp.is_autocast_available(traced_on):
+        traced_on = autocast.device
     states = {**OFF, autocast.device: autocast.dtype, traced_on: autocast.dtype}
     original = torch.amp.autocast_mode.autocast.__init__
 

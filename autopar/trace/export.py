@@ -9,17 +9,19 @@ inlined, guards and assertions are dropped (the wrapper checks its inputs itself
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from autopar.core.cutting import Count, Cutting
-from autopar.core.graph import Graph
-from autopar.errors import AutoparError, InputError, cut_text
+from autopar.core.graph import Graph, may_learn
+from autopar.core.structure import Structure
+from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
 from autopar.trace.attribute_reads import reading
 from autopar.trace.autocast import OFF, Autocast, autocast_set, tracing_under
 from autopar.trace.call_signature import (
@@ -34,6 +36,7 @@ from autopar.trace.call_signature import (
     split_for_loss,
 )
 from autopar.trace.checkpoint_regions import inlined
+from autopar.trace.constant_folding import folded
 from autopar.trace.custom_backwards import caught
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
@@ -43,6 +46,15 @@ from autopar.trace.numbers import require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
 from autopar.trace.shared_memory import ByName, Known, held_by_name, stale
 from autopar.trace.simplify import without_dead_code
+from autopar.trace.structure import (
+    Evaluating,
+    argument_name,
+    asked_of,
+    edge_lists,
+    holding,
+    may_be_edges,
+    said_structure,
+)
 from autopar.trace.torch_checks import traceable
 from autopar.trace.uncollected import uncollected
 
@@ -61,6 +73,9 @@ class Traced:
     cutting: Cutting | None = None
     own: Count | None = None
     by_numbers: bool = False
+    structure: Structure = Structure()
+    evaluates: bool = False  # whether integers of constants were evaluated
+    asked: Structure = Structure()  # the part of it on whose values Python numbers or sizes depend
 
 
 class _Seen(NamedTuple):
@@ -87,8 +102,14 @@ class _Flat(nn.Module):
         known: Known | None,
         record: Callable[[_Seen], None],
         enter: Callable[[str], None],
+        structure: Structure,
+        evaluates: bool,
     ) -> None:
         super().__init__()
+        self.constant = structure.users
+        self.values = _values(model, arguments, structure)
+        self.fixed = {name: self.values[name] for name in structure.buffers}
+        self.evaluating = Evaluating(self.values) if evaluates else nullcontext()
         self.model = model
         self.arguments = arguments
         self.loss_fn = loss_fn
@@ -99,12 +120,20 @@ class _Flat(nn.Module):
         self.enter = enter
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        args, kwargs = self.arguments.rebuild(tensors)
+        with holding(self.model, self.fixed), self.evaluating:
+            return self._forward(tensors)
+
+    def _forward(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        rest = iter(tensors)
+        paths = enumerate(self.arguments.paths)
+        whole = [self.values[path] if place in self.constant else next(rest) for place, path in paths]
+        args, kwargs = self.arguments.rebuild(tuple(whole))
+        fakes = {place: fake for place, fake in enumerate(whole) if place not in self.constant}
         args, kwargs, loss_args, loss_kwargs = split_for_loss(self.model, self.loss_fn, args, kwargs)
         buffers, attributes = buffers_of(self.model), attributes_of(self.model)
         by_name = ByName(self.known, held_by_name(self.model)) if self.known else nullcontext()
         self.enter(FORWARD)
-        with reading() as reads, by_name, (values := InputValues(tensors, self.arguments.tensors, reads)):
+        with reading() as reads, by_name, (values := InputValues(fakes, self.arguments.tensors, reads)):
             output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             self.enter(f"the loss {_name(self.loss_fn)}")
@@ -132,36 +161,58 @@ def trace(
     *,
     loss_fn: LossFunction | None = None,
     loss_only: bool = True,
+    static: Sequence[str] = (),
     autocast: Autocast | None = None,
 ) -> Traced:
     """Trace `model(*args, **kwargs)` in its present mode (train or eval).
 
     With `loss_fn` the loss is inside the graph; `loss_only` says whether the model's own output
-    leaves the graph beside it. What tensors a loss that is a module holds are constants of the graph.
+    leaves the graph beside it. What tensors a loss that is a module holds are constants of the graph, and so
+    is structure: what is named `static`, and edge lists.
     `autocast` is the state around the call, for the kind of device that the program runs on; without it the
     state that CPUs are in now.
     Raises TraceError naming the user's line, and InputError for a loss that learns and for tensors that are
     sparse or nested.
     """
     check_dense(model)
-    known = Known(model)
+    known, arguments = Known(model), flatten_arguments(args, kwargs or {})
     _check_loss(model, loss_fn, known)
     autocast = autocast or Autocast.now("cpu")
-    arguments = flatten_arguments(args, kwargs or {})
-    traced = _trace(model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
+    once = partial(_trace, model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
+    traced = _with_structure(once, model, arguments, said_structure(static, model, arguments))
     if known.met_in(traced.graph):
-        traced = _trace(
-            model,
-            traced.arguments,
-            loss_fn,
-            known=known,
-            autocast=autocast,
-            loss_only=loss_only,
-            by_name=True,
-        )
+        traced = once(structure=traced.structure, evaluates=traced.evaluates, by_name=True)
         if (met := known.met_in(traced.graph)) is not None:
             raise stale(*met)
     return traced
+
+
+def _with_structure(
+    once: Callable[..., Traced], model: nn.Module, arguments: Arguments, said: Structure
+) -> Traced:
+    """Trace with what is said to be structure and what is seen to be: edge lists."""
+    try:
+        traced = once(structure=said, evaluates=bool(said))
+    except ValuesAskedError as error:
+        seen = may_be_edges(arguments, model)
+        try:
+            traced = once(structure=said | seen, evaluates=True)
+        except TraceError:
+            _name_way_out(error, model, arguments)
+            raise error from error.__cause__
+        if not seen <= traced.asked | said:
+            traced = once(structure=said | traced.asked, evaluates=True)
+    more = edge_lists(traced.graph, arguments)
+    return traced if more <= traced.structure else once(structure=traced.structure | more, evaluates=True)
+
+
+def _name_way_out(error: ValuesAskedError, model: nn.Module, arguments: Arguments) -> None:
+    """Tell how inputs of integers or flags become structure, if there are any."""
+    paths = zip(arguments.paths, arguments.tensors, strict=True)
+    whole = [path for path, tensor in paths if not may_learn(tensor.dtype) and tensor.dim()]
+    if whole:
+        names = ", ".join(f'"{argument_name(path, model)}"' for path in whole[:2])
+        error.add_remedy(f"say static=({names},) if that is a graph's structure, the same at each call")
 
 
 def _trace(
@@ -172,9 +223,12 @@ def _trace(
     known: Known,
     autocast: Autocast,
     loss_only: bool,
+    structure: Structure,
+    evaluates: bool,
     by_name: bool = False,
 ) -> Traced:
-    """Trace once; with `by_name` what is `known` is taken for what the model holds by its name."""
+    """Trace once with this `structure`, if any; where it `evaluates`, so are integers of constants.
+    With `by_name` what is `known` is taken for what the model holds by its name."""
     seen: list[_Seen] = []  # torch.export undoes what forward does to attributes
     parts, notes = [FORWARD], list[str]()
     flat = _Flat(
@@ -185,8 +239,11 @@ def _trace(
         known=known if by_name else None,
         record=seen.append,
         enter=parts.append,
+        structure=structure,
+        evaluates=evaluates,
     )
     device = next((item.device.type for item in (*model.parameters(), *arguments.tensors)), "cpu")
+    traced = tuple(item for place, item in enumerate(arguments.tensors) if place not in structure.users)
     try:
         with (
             inlined(),
@@ -199,16 +256,22 @@ def _trace(
             warnings.filterwarnings(
                 "ignore", "The tensor attribute.* assigned during export"
             )  # see module_state
-            exported = without_draws(
-                lambda: torch.export.export(flat, _distinct(arguments.tensors), strict=False)
-            )
+            exported = without_draws(lambda: torch.export.export(flat, _distinct(traced), strict=False))
     except AutoparError:
         raise
     except Exception as cause:  # torch.export raises anything that the user's forward raises
         raise refusal(cause, parts[-1]) from cause
     refuse_filled(arguments)
     results, loss_index, cached, left, decided_by = seen[-1]
-    builder = GraphBuilder(model, arguments, exported, known=known, autocast=autocast, traced_on=device)
+    builder = GraphBuilder(
+        model,
+        arguments,
+        exported,
+        known=known,
+        autocast=autocast,
+        traced_on=device,
+        structure=structure.users,
+    )
     with autocast_set(OFF):
         graph = builder.build(loss_index=loss_index, dropped=results.dropped)
     count = len(graph.outputs) - len(cached)
@@ -216,7 +279,30 @@ def _trace(
         check_cached(graph, graph.outputs[count:], cached)
         graph = without_dead_code(replace(graph, outputs=graph.outputs[:count]))
     notes += [*graph.notes, *left]
-    return Traced(replace(graph, notes=tuple(notes), decided_by=decided_by), arguments, results)
+    asked = asked_of(structure, flat.evaluating, arguments)
+    graph = folded(replace(graph, notes=tuple(notes), decided_by=decided_by))
+    return Traced(graph, arguments, results, structure=structure, asked=asked, evaluates=evaluates)
+
+
+def _values(model: nn.Module, arguments: Arguments, structure: Structure) -> dict[str, torch.Tensor]:
+    """Copies of what is structure, by path or name: a program keeps them, whatever becomes of the tensors."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    users = {arguments.paths[place]: arguments.tensors[place] for place in sorted(structure.users)}
+    named = users | {name: buffers[name] for name in sorted(structure.buffers)}
+    _require_values(named)
+    return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def _require_values(named: Mapping[str, torch.Tensor]) -> None:
+    """Raise InputError for structure on the meta device, or that learns."""
+    bad = [name for name, tensor in named.items() if tensor.is_meta or tensor.requires_grad]
+    if bad:
+        raise InputError(
+            where=f"structure {bad[0]}",
+            found="a tensor that learns" if not named[bad[0]].is_meta else "a tensor without values",
+            wanted="the values of the graph, on which the plan depends",
+            remedy="pass the real tensor, detached",
+        )
 
 
 def _check_loss(model: nn.Module, loss_fn: LossFunction | None, known: Known) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from autopar.core.graph import (
     memory_order,
     refs,
 )
-from autopar.errors import TraceError, cut_text
+from autopar.errors import TraceError, ValuesAskedError, cut_text
 from autopar.trace.autocast import Autocast, Casting, UncastError, casted
 from autopar.trace.call_signature import Arguments
 from autopar.trace.checkpoint_regions import region_of
@@ -87,9 +87,11 @@ class GraphBuilder:
         known: Known,
         autocast: Autocast,
         traced_on: str,
+        structure: Collection[int] = (),
     ) -> None:
         self.exported = exported
         self.arguments = arguments
+        self.traced = [path for place, path in enumerate(arguments.paths) if place not in structure]
         self.known = known
         self.dtype = autocast.dtype  # what is cast to here, None where nothing is
         self.devices = {autocast.device, traced_on}  # whose autocast this is
@@ -129,7 +131,7 @@ class GraphBuilder:
 
     def read_inputs(self, gm: fx.GraphModule) -> None:
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        users = iter(self.arguments.paths)
+        users = iter(self.traced)
         for node, spec in zip(nodes, self.exported.graph_signature.input_specs, strict=True):
             match spec.kind:
                 case ExportedKind.PARAMETER | ExportedKind.BUFFER if spec.target.startswith("loss_fn."):
@@ -294,12 +296,13 @@ class GraphBuilder:
         target, args, kwargs = _without_example(target, args, kwargs, values)
         single = isinstance(values, torch.Tensor)
         if not _is_fixed(values):
-            raise self.refuse(
+            refused = self.refuse(
                 node,
                 f"what {target} gives depends on values",
                 "sizes and numbers that don't",
                 f"keep all rows and choose by torch.where(mask, a, b), or {_BEFORE}",
             )
+            raise ValuesAskedError(**refused.as_words())
         results = [values] if single else list(values if values is not None else ())
         differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
         differentiable &= any(self.specs[ref.name].requires_grad for ref in refs((args, kwargs)))

@@ -93,15 +93,15 @@ def evaluate(value: Any, tensors: Sequence[Tensor], known: dict[int, Any]) -> An
 class InputValues(TorchFunctionMode):
     """Answers what forward asks of its inputs, by the tensors of the call that is traced.
 
-    `fakes` stand for `tensors` in the trace. Answers go into `reads`.
+    `fakes` stand, by place, for `tensors` in the trace. Answers go into `reads`.
     """
 
-    def __init__(self, fakes: Sequence[Tensor], tensors: Sequence[Tensor], reads: Reads) -> None:
+    def __init__(self, fakes: Mapping[int, Tensor], tensors: Sequence[Tensor], reads: Reads) -> None:
         super().__init__()
         self._tensors, self._reads = tensors, reads
         self._known: dict[int, Any] = {}  # values of the call
         self._made: dict[int, tuple[Tensor, Input | Computed]] = {  # with what keeps the identity
-            id(fake): (fake, Input(place)) for place, fake in enumerate(fakes)
+            id(fake): (fake, Input(place)) for place, fake in fakes.items()
         }
         if any(tensor.is_meta for tensor in tensors):
             self._made.clear()

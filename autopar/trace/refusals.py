@@ -15,7 +15,7 @@ from unittest.mock import patch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autopar.errors import TraceError, cut_text
+from autopar.errors import TraceError, ValuesAskedError, cut_text
 from autopar.trace.torch_checks import ForwardError
 from autopar.trace.user_source import first_line, user_line
 
@@ -33,7 +33,7 @@ def refusal(cause: Exception, part: str) -> TraceError:
     if isinstance(cause, ForwardError):
         return TraceError(where=where, found=cause.found, wanted=cause.wanted, remedy=cause.remedy)
     if _asks_for_values(cause):
-        return TraceError(
+        return ValuesAskedError(
             where=where,
             found="a branch, number or size that depends on a tensor's values",
             wanted="the same operators for all values",

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from autopar.cli import app
 from autopar.convert.moves import Action, effect_of
 from autopar.core.placement import B, P, Placement, R, Shard
-from autopar.planning.options import OPTIONS, PLAN, Options
+from autopar.planning.options import OPTIONS, PARALLELIZE, PLAN, Options
+from autopar.results.render_step import LEAST, MOST
 from tests.docs.recipes import BLOCK, ROOT
 from tests.test_architecture import FLOORS
 
@@ -179,7 +180,7 @@ def test_command_lines_are_ones_that_autopar_takes(page: str) -> None:
         context = command_of(words).make_context(words[0], list(words[1:]))
         door = {name: context.params[name] for name in PLAN.options if context.params.get(name) is not None}
         Options(PLAN, **door).read()
-        if words[0] != "run":
+        if "target" in context.params:
             assert context.params["target"] is None or TARGET.fullmatch(context.params["target"]), words
 
 
@@ -213,13 +214,26 @@ def test_each_option_has_a_row_that_autopar_reads() -> None:
     rows = re.findall(r"^\| `(--[^`]+)` \|", text_of("docs/plans.md"), re.MULTILINE)
     said = {}
     for row in rows:
-        words = ["plan", "nets.py:net", "--cluster", "local:2", *shlex.split(row)]
-        context = command_of(words).make_context("plan", words[1:])
         name = shlex.split(row)[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        command = "plan" if name in PLAN.options else "run"
+        words = [command, "nets.py", "--cluster", "local:2", *shlex.split(row)]
+        context = command_of(words).make_context(command, words[1:])
         said[name] = False if "--no-" in row else context.params[name]
     assert said.keys() == OPTIONS.keys()
     assert all(said[name] != OPTIONS[name].default for name in said)
-    Options(PLAN, **said).read()
+    Options(PARALLELIZE, **said).read()
+
+
+def test_how_far_timed_steps_were_off_is_what_the_figures_say() -> None:
+    """Of the tables whose columns name steps as predicted and measured."""
+    page, pairs = text_of("docs/figures.md"), list[tuple[float, float]]()
+    for predicted, measured in re.findall(r"MB \| (\d+) ms, (\d+) ms \|", page):
+        pairs.append((float(predicted), float(measured)))
+    _, _, hosts = page.partition("| contender | slow links: measured, predicted |")
+    for measured, predicted in re.findall(r"([\d,]+), ([\d,]+) ms", hosts.partition("\n\n")[0]):
+        pairs.append((float(predicted.replace(",", "")), float(measured.replace(",", ""))))
+    off = [measured / predicted for predicted, measured in pairs]
+    assert len(off) == 34 and (round(min(off), 2), round(max(off), 2)) == (LEAST, MOST)
 
 
 def test_the_import_laws_are_those_of_the_architecture() -> None:

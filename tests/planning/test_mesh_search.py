@@ -19,7 +19,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import stages_per_rank
 from autopar.core.program import Program
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.program.step import step_cost
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import intervals
 from autopar.errors import AutoparError, SolverError
 from autopar.planning.mesh_search import MeshProblem
@@ -81,7 +81,7 @@ def test_a_gap_is_that_of_a_plans_seconds_to_its_bound(asked: dict[str, Any]) ->
     if plan.pipeline.is_staged:
         seconds = simulate(order_of(plan.pipeline), plan.stage_costs).seconds
     else:
-        seconds = step_cost(wide(), found.prices, plan.program).of(asked.get("micro_batches", 1))
+        seconds = PricedProgram(found.prices, plan.program).cost.of(asked.get("micro_batches", 1))
     assert plan.step_seconds == pytest.approx(seconds, rel=CLOSE)
     assert 0 < step.bound <= seconds * (1 + CLOSE)
     assert plan.gap == pytest.approx(1 - step.bound / seconds, abs=CLOSE)
@@ -174,7 +174,7 @@ def fastest(problem: MeshProblem, programs: Sequence[Program]) -> float:
     """Seconds of the fastest of all programs, cuts and schedules."""
     count, every = len(problem.graph.operators), list[float]()
     for program in programs:
-        table = intervals(problem.graph, problem.prices, program, HOP, places=range(count + 1))
+        table = intervals(PricedProgram(problem.prices, program), HOP, places=range(count + 1))
         for schedule in problem.schedules:
             every += [keep(table, schedule, (0, start)).seconds for start in range(1, count)]
     return min(every)

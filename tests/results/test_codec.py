@@ -18,6 +18,7 @@ from autopar.core.placement import B, P, R, Shard
 from autopar.errors import InputError
 from autopar.results.codec import load, save
 from autopar.results.plan import Plan
+from autopar.results.step_parts import StepParts
 
 X = torch.ones(8, 16)
 
@@ -61,6 +62,23 @@ def test_every_placement_is_read_as_it_was_saved(tmp_path: Path) -> None:
     assert load(Move, tmp_path / "move.json") == Move(1, layout, (*layout[:1], R, *layout[2:]))
 
 
+def test_a_file_of_the_format_before_is_read() -> None:
+    plan = Plan.load(Path(__file__).parent / "files" / "plan_format_1.json")
+    assert plan.parts == StepParts() and plan.pipeline.num_stages == 2
+    assert all(item.reason == "" for item in plan.alternatives)
+    text = str(plan)  # prints what it knows: compute, communication, waits
+    assert "waits for stages that still compute" in text and "sums of gradients, once" not in text
+
+
+def test_a_file_of_another_version_is_read_if_its_format_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    saved = plan_with(stages=1, micro_batches=1)
+    saved.save(path)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"autopar": "9.9"}))
+    assert Plan.load(path) == saved
+
+
 def test_a_file_can_be_read_by_people(tmp_path: Path) -> None:
     plan_with(stages=1, micro_batches=1, mesh="4", force="batch").save(tmp_path / "plan.json")
     lines = (tmp_path / "plan.json").read_text().splitlines()
@@ -70,8 +88,11 @@ def test_a_file_can_be_read_by_people(tmp_path: Path) -> None:
 
 Spoil = Callable[[dict[str, Any]], None]
 SPOILED: dict[str, tuple[Spoil, str]] = {
-    "another version": (lambda d: d.update(autopar="9.9"), r"found autopar '9\.9', wanted autopar '0\.1\.0'"),
-    "another format": (lambda d: d.update(format=2), "found format 2, wanted format 1"),
+    "a later format": (lambda d: d.update(format=3), "found format 3 of autopar .*, wanted format 1 or 2"),
+    "a format long ago": (
+        lambda d: d.update(format=0, autopar="0.0.1"),
+        r"found format 0 of autopar 0\.0\.1",
+    ),
     "another kind": (lambda d: d.update(kind="Comparison"), "found kind 'Comparison', wanted kind 'Plan'"),
     "no version": (lambda d: d.pop("autopar"), "found other JSON"),
     "a field is missing": (lambda d: d["result"].pop("gap"), r"required field missing @ result\.gap"),

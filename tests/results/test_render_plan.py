@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from expecttest import assert_expected_inline
@@ -11,8 +12,9 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.placement import R, Shard
 from autopar.core.program import Program
 from autopar.core.schedule import ScheduleKind
-from autopar.results.plan import Layer, Offloaded, Plan, Stage
+from autopar.results.plan import ONE_DEVICE, Alternative, Layer, Offloaded, Plan, Stage
 from autopar.results.render_plan import plan_text
+from autopar.results.step_parts import StepParts
 
 LAYER = Layer(
     name="linear",
@@ -25,6 +27,9 @@ LAYER = Layer(
     nbytes=4096,
     flops=1000,
 )
+
+
+PARTS = StepParts(compute=0.008, communication=0.001, sums=0.0095, optimizer=0.0015)
 
 
 def plan(pipeline: Pipeline, stages: tuple[Stage, ...] = (), bubble: float = 0.0) -> Plan:
@@ -49,6 +54,7 @@ def plan(pipeline: Pipeline, stages: tuple[Stage, ...] = (), bubble: float = 0.0
         pipeline=pipeline,
         stages=stages,
         bubble=bubble,
+        parts=PARTS,
     )
 
 
@@ -81,20 +87,30 @@ def test_stages_are_printed_with_their_layers_seconds_hops_and_bytes() -> None:
     assert_expected_inline(
         plan_text(STAGED),
         """\
-      Plan for 1 x 4 h100, mesh 2; lines are for one of 8
-                         micro-batches
-layer         operator  a (2)    compute  communication    kept
-blocks.0.mlp  linear    batch n     2 ms         100 us  4.1 kB
+Plan for 1 x 4 h100; mesh 2; lines are for one of 8 micro-batches
+layer         operator  axis a (2)  compute  communication   saved
+blocks.0.mlp  linear    batch n        2 ms         100 us  4.1 kB
+legend  batch  each device of the axis has some of the samples
+        along  n samples
+        saved  bytes that a device keeps from forward to backward
 
 stage  rank  layers                     forward  backward    hop  hop back  gradient sums   memory
-    0     0  token .. blocks.0.mlp (9)     1 ms      2 ms  20 us         -         500 us  1.05 MB
-    1     1  blocks.1 (9)                  1 ms      2 ms      -     30 us         500 us  1.05 MB
+    0     0  token .. blocks.0.mlp (9)     1 ms      2 ms  20 us      none         500 us  1.05 MB
+    1     1  blocks.1 (9)                  1 ms      2 ms   none     30 us         500 us  1.05 MB
+hop: seconds until a result is at the next stage, back: a gradient at the one before
 
-step      20 ms predicted: 8 ms compute, 1 ms communication; 0% of compute is measured
+step      20 ms predicted, on an average device the sum of
+             8 ms   40.0%  operators, of which 0% are measured
+             1 ms    5.0%  communication that forward and backward wait for
+           9.5 ms   47.5%  sums of gradients, once a step
+           1.5 ms    7.5%  the optimizer
 pipeline  2 ranks, 2 stages, 8 micro-batches, 1f1b; a rank waits 11.1% of the step
 memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and optimizer state
-solver    optimal, gap 1.20%; 100.0% of the flops are sharded
-""",
+solver    optimal, gap 1.20%: by these predictions no plan is faster by more (of those that a note names)
+          100.0% of the flops are split among devices
+trust     100% of operator time is estimated, not measured
+          timed steps took 0.66 to 1.63 times what measured operators had promised;
+          of estimates that isn't known: autopar compare --measure times strategies here""",
     )
 
 
@@ -102,16 +118,25 @@ def test_micro_batches_without_stages_are_printed() -> None:
     assert_expected_inline(
         plan_text(plan(Pipeline(micro_batches=4))),
         """\
-      Plan for 1 x 4 h100, mesh 2; lines are for one of 4
-                         micro-batches
-layer         operator  a (2)    compute  communication    kept
-blocks.0.mlp  linear    batch n     2 ms         100 us  4.1 kB
+Plan for 1 x 4 h100; mesh 2; lines are for one of 4 micro-batches
+layer         operator  axis a (2)  compute  communication   saved
+blocks.0.mlp  linear    batch n        2 ms         100 us  4.1 kB
+legend  batch  each device of the axis has some of the samples
+        along  n samples
+        saved  bytes that a device keeps from forward to backward
 
-step      20 ms predicted: 8 ms compute, 1 ms communication; 0% of compute is measured
+step      20 ms predicted, on each device the sum of
+             8 ms   40.0%  operators, of which 0% are measured
+             1 ms    5.0%  communication that forward and backward wait for
+           9.5 ms   47.5%  sums of gradients, once a step
+           1.5 ms    7.5%  the optimizer
 pipeline  4 micro-batches
 memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and optimizer state
-solver    optimal, gap 1.20%; 100.0% of the flops are sharded
-""",
+solver    optimal, gap 1.20%: by these predictions no plan is faster by more
+          100.0% of the flops are split among devices
+trust     100% of operator time is estimated, not measured; nothing is taken to overlap
+          timed steps took 0.66 to 1.63 times what measured operators had promised;
+          of estimates that isn't known: autopar compare --measure times strategies here""",
     )
 
 
@@ -149,3 +174,101 @@ def test_json_has_the_pipeline() -> None:
         "stage_bytes": [1 << 20, 1 << 20],
         "bubble": 0.111,
     }
+
+
+def block(number: int, compute: float = 2e-3) -> list[Layer]:
+    return [
+        replace(LAYER, module=f"blocks.{number}.mlp", compute=compute),
+        replace(
+            LAYER, module=f"blocks.{number}", op="aten.add.Tensor", kinds=("filter",), strategy=("d1.0",)
+        ),
+    ]
+
+
+BIG = replace(
+    plan(Pipeline()),
+    program=Program(Mesh((2, 2)), {}, {}, {}, {}),
+    parameter_bytes=(1, 1, 1, 1),
+    layers=tuple(
+        replace(layer, strategy=(*layer.strategy, None), kinds=(*layer.kinds, None))
+        for layer in (
+            *block(0),
+            *block(1),
+            *block(2),
+            *block(3, compute=3e-3),
+            replace(LAYER, module="", name="softmax", compute=1e-6, communication=0.0, flops=0),
+        )
+    ),
+    serial=Alternative(ONE_DEVICE, 0.018, 1 << 21, feasible=True),
+    alternatives=(
+        Alternative("batch", 0.03, 1 << 30, feasible=False, reason="exceeds the memory cap of 1 GB"),
+        Alternative(
+            "domain", None, None, feasible=False, reason="no domain factor; wanted an operator with one"
+        ),
+        Alternative("channel", 0.019, 1 << 20, feasible=True, reason="keeps to no pins"),
+    ),
+)
+
+
+def test_a_plan_is_printed_in_words_that_are_explained_and_equal_blocks_stand_once() -> None:
+    text = plan_text(BIG).replace("…", "...")  # expecttest takes ASCII alone
+    assert_expected_inline(
+        text,
+        """\
+Plan for 1 x 4 h100; mesh 2x2
+layer                       operator    axis a (2)    axis b (2)  compute  communication   saved
+blocks.0 ... blocks.2, each:
+  .mlp                      linear      batch n       whole          2 ms         100 us  4.1 kB
+  (itself)                  add.Tensor  filter dim 1  whole          2 ms         100 us  4.1 kB
+blocks.3.mlp                linear      batch n       whole          3 ms         100 us  4.1 kB
+blocks.3                    add.Tensor  filter dim 1  whole          2 ms         100 us  4.1 kB
+1 small operator                                                     1 us           0 ns  4.1 kB
+legend  batch   each device of the axis has some of the samples
+        filter  each device of the axis has some output channels, and their weights
+        whole   every device of the axis computes all of it
+        along   n samples, dim k of the operator's tensors, from 0
+        saved   bytes that a device keeps from forward to backward
+        a ... b   equal blocks, with the numbers of one of them
+        small   no products, and less than 0.2% of the step each; summed up
+
+step      20 ms predicted, on each device the sum of
+             8 ms   40.0%  operators, of which 0% are measured
+             1 ms    5.0%  communication that forward and backward wait for
+           9.5 ms   47.5%  sums of gradients, once a step
+           1.5 ms    7.5%  the optimizer
+memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and optimizer state
+solver    optimal, gap 1.20%: by these predictions no plan is faster by more
+          100.0% of the flops are split among devices
+trust     100% of operator time is estimated, not measured; nothing is taken to overlap
+          timed steps took 0.66 to 1.63 times what measured operators had promised;
+          of estimates that isn't known: autopar compare --measure times strategies here
+advice    use one device: it is predicted to take 18 ms a step, no more than all 4 together
+
+strategy     step  against it  peak memory
+this plan   20 ms                  1.05 MB
+one device  18 ms      -10.0%       2.1 MB  the plan is for all devices, as asked
+batch       30 ms      +50.0%      1.07 GB  exceeds the memory cap of 1 GB
+domain                                      no plan: no domain factor; wanted an operator with one
+channel     19 ms       -5.0%      1.05 MB  keeps to no pins""",
+    )
+
+
+def test_only_what_is_shown_is_explained() -> None:
+    words = {
+        line.split()[0] for line in plan_text(plan(Pipeline())).splitlines() if line.startswith("        ")
+    }
+    assert {"domain", "filter", "channel", "whole", "dim", "a", "small"}.isdisjoint(words)
+
+
+def test_one_device_is_advised_only_where_it_is_as_fast_and_fits() -> None:
+    assert "use one device" in plan_text(BIG)
+    slower = replace(BIG, serial=Alternative(ONE_DEVICE, 0.021, 1, feasible=True))
+    too_large = replace(BIG, serial=Alternative(ONE_DEVICE, 0.018, 1, feasible=False))
+    assert "use one device" not in plan_text(slower) + plan_text(too_large) + plan_text(plan(Pipeline()))
+
+
+def test_the_printed_parts_add_up_to_the_step() -> None:
+    found = re.findall(r"^ +([\d.]+) ms +([\d.]+)%", plan_text(BIG), re.MULTILINE)
+    assert (
+        sum(float(seconds) for seconds, _ in found) == 20 and sum(float(share) for _, share in found) == 100
+    )

@@ -25,6 +25,7 @@ from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.offload import movable
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.planning.request import Request
 from autopar.results.plan import Plan
 from autopar.sharding.atoms import Dims
@@ -83,7 +84,7 @@ class ForcedCompiler(compiler.Compiler):
             starts = kept_starts(graph, request.stages_of_uses, len(starts))
         if self.offload:
             prices = Prices(graph, dims, self.cluster.stage(request.stages), ROUGH)
-            items = movable(graph, prices, program)[:-1]
+            items = movable(PricedProgram(prices, program))[:-1]
             own = (item for item in items if bisect(starts, item.home) == bisect(starts, item.needed - 1))
             program = replace(program, offload=tuple(item.moved for item in own))
         pipeline = replace(self.pipeline, starts=starts)

@@ -28,7 +28,7 @@ from autopar.core.program import Program
 from autopar.cost.machine.collectives import CollectiveTable, Point, Series
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.fold import Folding
@@ -169,7 +169,7 @@ class BruteForce:
     def plans(self) -> Iterator[tuple[float, int]]:
         """(seconds, peak bytes) of every plan."""
         for seconds, program in self.programs():
-            yield seconds, peak_memory(self.graph, self.prices, program).nbytes
+            yield seconds, PricedProgram(self.prices, program).peak.nbytes
 
     def programs(self) -> Iterator[tuple[float, Program]]:
         """Every plan with its seconds and its cheapest conversions."""

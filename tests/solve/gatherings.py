@@ -15,7 +15,7 @@ from autopar.core.gathering import Gathering
 from autopar.core.move import Move
 from autopar.core.placement import B, Layout, P, R, Shard
 from autopar.core.program import Program
-from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.priced_program import PricedProgram
 from tests.solve.brute_force import BruteForce
 
 
@@ -30,7 +30,7 @@ class EveryGathering(BruteForce):
     def gathered_plans(self) -> Iterator[tuple[float, int]]:
         """(seconds, peak bytes) of every plan, with each way of gathering every weight."""
         for seconds, program in self.gathered_programs():
-            yield seconds, peak_memory(self.graph, self.prices, program).nbytes
+            yield seconds, PricedProgram(self.prices, program).peak.nbytes
 
     def gathered_programs(self) -> Iterator[tuple[float, Program]]:
         """Every plan with its seconds, with each way of gathering every weight."""

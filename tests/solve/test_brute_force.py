@@ -15,8 +15,7 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R
-from autopar.cost.program.peak_memory import peak_memory
-from autopar.cost.program.step import step_cost
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError, SolverError
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.strategies import options_of
@@ -92,13 +91,13 @@ def test_under_a_cap_the_plan_fits_and_the_gap_to_the_best_that_fits_is_true(
     peaks = sorted({peak for _, peak in plans})
     leanest = least(graph, prices, space, unfolded(graph))
     assert leanest is not None
-    assert leanest.peak == peak_memory(graph, prices, leanest.program)
+    assert leanest.peak == PricedProgram(prices, leanest.program).peak
     for cap in (leanest.peak.nbytes, *peaks[:: max(1, len(peaks) // 5)], peaks[-1]):
         if cap < leanest.peak.nbytes:
             continue
         best = min((seconds for seconds, peak in plans if peak <= cap), default=math.inf)
         found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9)
-        assert found.peak.nbytes <= cap and found.peak == peak_memory(graph, prices, found.program)
+        assert found.peak.nbytes <= cap and found.peak == PricedProgram(prices, found.program).peak
         assert found.seconds >= every.seconds(found.program.strategies) * (1 - CLOSE)
         assert found.seconds * (1 - found.gap) <= best * (1 + CLOSE)
         if found.status == "optimal":
@@ -171,7 +170,7 @@ def test_what_is_done_once_a_step_counts_less_than_what_every_micro_batch_does(
     found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
     assert found.bound <= best * (1 + CLOSE)
     assert found.seconds == pytest.approx(best, rel=CLOSE)
-    assert found.seconds == pytest.approx(step_cost(graph, prices, found.program).weighted(0.1))
+    assert found.seconds == pytest.approx(PricedProgram(prices, found.program).cost.weighted(0.1))
 
 
 def test_folding_finds_the_optimum_and_bounds_it_from_below() -> None:

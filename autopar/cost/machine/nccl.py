@@ -8,8 +8,8 @@
     tree    all-reduce          base + 2(n/nodes - 1 hops, log2(nodes) far) + 2 b / (0.92 B)
 
 B is what a rank gets through the slowest part of the way: its links within the node or, for a group on
-several nodes, the network cards of all its ranks on one node together. A protocol of small messages (LL, LL128) has
-lower latencies and a part of the bandwidth. A link whose latency is known to be higher counts with that.
+several nodes, the network cards of all its ranks on one node together. A protocol of small messages (LL,
+LL128) has lower latencies and a part of the bandwidth. A link whose latency is known to be higher counts with that.
 Latencies don't know how many groups talk at once.
 
 Source: NCCL 2.30, src/graph/tuning.cc.

@@ -1,11 +1,11 @@
 """Prices a whole program of one rank: the seconds of its step, and its peak of memory.
 
-values        every tensor in every layout: where it is made, where it is used
-tape          the program as calls on numbered values, in order
-step          what every micro-batch repeats, and what is done once
-peak_memory   what is alive at every moment of a step
-recompute     operators that are computed again in backward
-offload       tensors that wait in the host's memory
-gathering     weights that are stored in shards
-recent        the last few answers, remembered
+priced_program   a program with its prices: all that follows is derived once
+values           every tensor in every layout: where it is made, where it is used
+tape             the program as calls on numbered values, in order
+step             what every micro-batch repeats, and what is done once
+peak_memory      what is alive at every moment of a step
+recompute        operators that are computed again in backward
+offload          tensors that wait in the host's memory
+gathering        weights that are stored in shards
 """

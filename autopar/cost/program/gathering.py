@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autopar.convert.moves import canonical, gathers
 from autopar.core.gathering import Gathering
-from autopar.core.graph import Graph
 from autopar.core.placement import Layout
-from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.values import Value, Values, find_values
+from autopar.cost.program.values import Value, Values
+
+if TYPE_CHECKING:
+    from autopar.cost.program.priced_program import PricedProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +30,19 @@ class Regather:
     seconds: float
 
 
-def regathers(graph: Graph, prices: Prices, program: Program, values: Values) -> Iterator[Regather]:
+def regathers(priced: PricedProgram) -> Iterator[Regather]:
     """What the backward pass of a micro-batch gathers anew, operator by operator."""
+    prices, program = priced.prices, priced.program
     again = {name for name in program.gatherings if program.gathering(name) is Gathering.AGAIN}
     if not prices.training or not again:
         return
-    for place, item in enumerate(graph.operators):
+    values = priced.values
+    for place, item in enumerate(priced.graph.operators):
         strategy = program.strategies[item.name]
         for index, name in enumerate(item.operands):
             if name in again and index in prices.operator(item, strategy).kept.operands:
                 layout = tuple(option.operands[index] for option in strategy)
-                learns = graph.specs[name].requires_grad
+                learns = priced.graph.specs[name].requires_grad
                 value = values.of[name, canonical(layout, differentiable=learns)]
                 seconds = sum(
                     prices.move_parts(name, each.move)[0]
@@ -48,23 +52,22 @@ def regathers(graph: Graph, prices: Prices, program: Program, values: Values) ->
                 yield Regather(place, name, seconds)
 
 
-def copies(
-    graph: Graph, prices: Prices, program: Program, values: Values | None = None
-) -> Mapping[str, Value]:
+def copies(priced: PricedProgram) -> Mapping[str, Value]:
     """The full copies that stay all step long, by weight: the last of the gathers that lead."""
+    program = priced.program
     once = {name for name in program.gatherings if program.gathering(name) is Gathering.ONCE}
     if not once:
         return {}
-    values = values or find_values(graph, program, training=prices.training)
+    values = priced.values
     led = [value for value in values.of.values() if value.name in once and value.leads and value.move]
     sources = {(value.name, value.move.source) for value in led if value.move}
     last = [value for value in led if (value.name, value.layout) not in sources]
     return {value.name: value for value in last if any(_is_gathered(each) for each in _path(value, values))}
 
 
-def copy_bytes(graph: Graph, prices: Prices, name: str, layout: Layout) -> int:
+def copy_bytes(prices: Prices, name: str, layout: Layout) -> int:
     """Of a full copy and, if gradients of several micro-batches or of a stage add up, of their sum."""
-    adds_up = prices.training and graph.specs[name].requires_grad and prices.once < 1.0
+    adds_up = prices.training and prices.graph.specs[name].requires_grad and prices.once < 1.0
     return prices.local_bytes(name, layout) * (2 if adds_up else 1)
 
 

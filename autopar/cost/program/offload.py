@@ -20,14 +20,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from autopar.core.costs import LinkLike
-from autopar.core.graph import Graph
 from autopar.core.offload import Moved
-from autopar.core.program import Program
-from autopar.cost.operators.prices import Prices
-from autopar.cost.program.tape import record
 from autopar.runtime.saved.offload import AHEAD
+
+if TYPE_CHECKING:
+    from autopar.cost.program.priced_program import PricedProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class Clock:
         )
 
 
-def movable(graph: Graph, prices: Prices, program: Program) -> list[Movable]:
+def movable(priced: PricedProgram) -> list[Movable]:
     """All that may be moved, in the order of Program.offload, which makes no difference itself."""
-    tape = record(graph, prices, program)
-    again = {place for first, stop in program.recompute for place in range(first, stop)}
+    tape = priced.tape
+    again = {place for first, stop in priced.program.recompute for place in range(first, stop)}
     read: dict[int, int] = {}
     barred = set(tape.gathered)
     for number, call in enumerate(tape.calls):
@@ -89,28 +89,28 @@ def movable(graph: Graph, prices: Prices, program: Program) -> list[Movable]:
     return sorted(found, key=lambda item: (item.read, item.call))
 
 
-def moved(graph: Graph, prices: Prices, program: Program) -> list[Movable]:
+def moved(priced: PricedProgram) -> list[Movable]:
     """What the program moves, in its own order, without what its parts that are computed again have."""
-    if not program.offload:
+    if not priced.program.offload:
         return []
-    known = {item.moved: item for item in movable(graph, prices, program)}
-    return [known[each] for each in program.offload if each in known]
+    known = {item.moved: item for item in movable(priced)}
+    return [known[each] for each in priced.program.offload if each in known]
 
 
-def clock(graph: Graph, prices: Prices, program: Program) -> Clock:
+def clock(priced: PricedProgram) -> Clock:
     """When operators run, were there nothing between them: no copy need hide behind what is exchanged."""
-    costs = [prices.operator(item, program.strategies[item.name]) for item in graph.operators]
+    costs = priced.operator_prices
     backward = accumulate((cost.backward for cost in reversed(costs)), initial=0.0)
     return Clock(tuple(accumulate((cost.forward for cost in costs), initial=0.0)), tuple(backward)[::-1])
 
 
-def wait_seconds(graph: Graph, prices: Prices, program: Program) -> tuple[float, float]:
+def wait_seconds(priced: PricedProgram) -> tuple[float, float]:
     """Seconds by which forward and backward of a micro-batch are late for what the program moves."""
-    items = moved(graph, prices, program)
-    link = prices.cluster.host
+    items = moved(priced)
+    link = priced.prices.cluster.host
     if not items or link is None:
         return 0.0, 0.0
-    times = clock(graph, prices, program)
+    times = clock(priced)
     return forward_wait(items, times, link), backward_wait(items, times, link)
 
 

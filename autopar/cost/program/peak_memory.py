@@ -20,14 +20,16 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from autopar.core.graph import Graph, InputKind
-from autopar.core.program import Program
-from autopar.cost.operators.prices import Prices
+from autopar.core.graph import InputKind
 from autopar.cost.program.offload import clock, hides_until, moved
-from autopar.cost.program.tape import Tape, TapeCall, Weight, record
+from autopar.cost.program.tape import Tape, TapeCall, Weight
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Member, assign
 from autopar.runtime.saved.offload import AHEAD
+
+if TYPE_CHECKING:
+    from autopar.cost.program.priced_program import PricedProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,35 +86,33 @@ class Life:
     keepers: tuple[int, ...]
 
 
-def peak_memory(graph: Graph, prices: Prices, program: Program) -> Peak:
+def peak_memory(priced: PricedProgram) -> Peak:
     """Replay one step of the largest rank, with the parts of the program that are computed again."""
-    return _Replay(graph, prices, program).run()
+    return _Replay(priced).run()
 
 
-def footing(
-    graph: Graph, prices: Prices, program: Program, *, starts: Sequence[int] | None = None
-) -> Footing:
+def footing(priced: PricedProgram, *, starts: Sequence[int] | None = None) -> Footing:
     """What each operator of the largest rank holds, for cuts into pipeline stages to add up. A stage moves
     what hides in it of what the program moves, or all if that is of the stages from `starts` on."""
-    replay = _Replay(graph, prices, program, staged=True, starts=starts or (0,))
+    replay = _Replay(priced, staged=True, starts=starts or (0,))
     replay.run()
-    link = prices.cluster.host
+    link = priced.prices.cluster.host
     if starts is None and link is not None:
-        until = hides_until(replay.moved, clock(graph, prices, program), link)
+        until = hides_until(replay.moved, clock(priced), link)
     else:
         until = [item.needed - 1 for item in replay.moved]
     return replay.footing({item.root: place for item, place in zip(replay.moved, until, strict=True)})
 
 
-def lives(graph: Graph, prices: Prices, program: Program) -> tuple[Life, ...]:
+def lives(priced: PricedProgram) -> tuple[Life, ...]:
     """All memory of the largest rank that comes and goes in a step, as if nothing were computed again."""
-    tape = record(graph, prices, program)
+    tape = priced.tape
     home = dict.fromkeys((tape.root[value] for value in tape.users), (-1, True))
     uses: dict[int, list[int]] = {}
     keepers: dict[int, list[int]] = {}
-    own = []
+    own, last = [], len(priced.graph.operators) - 1
     for call in tape.calls:
-        memory, place = call.memory, min(call.place, len(graph.operators) - 1)  # outputs leave at the last
+        memory, place = call.memory, min(call.place, last)  # outputs leave at the last
         home |= {item.value: (place, not memory.repeats) for item in memory.gives if item.alias is None}
         for value in memory.takes:
             uses.setdefault(tape.root[value], []).append(place)
@@ -175,25 +175,18 @@ class _Replay:
     when the stage that begins at one of `starts` has run, and is fetched when its backward begins.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        prices: Prices,
-        program: Program,
-        *,
-        staged: bool = False,
-        starts: Sequence[int] = (0,),
-    ) -> None:
-        self.graph, self.prices, self.program, self.staged = graph, prices, program, staged
-        self.tape: Tape = record(graph, prices, program)
+    def __init__(self, priced: PricedProgram, *, staged: bool = False, starts: Sequence[int] = (0,)) -> None:
+        self.graph, self.prices, self.program = priced.graph, priced.prices, priced.program
+        self.staged = staged
+        self.tape: Tape = priced.tape
         self.calls = self.tape.calls
         self.firsts: dict[int, int] = {}  # the first call that takes each value
         for number, call in enumerate(self.calls):
             for value in call.memory.takes:
                 self.firsts.setdefault(value, number)
-        self.parts = self.find_parts() if prices.training else []
+        self.parts = self.find_parts() if self.prices.training else []
         self.starts = starts
-        self.moved = away = moved(graph, prices, program) if prices.training else []
+        self.moved = away = moved(priced) if self.prices.training else []
         read = [item.needed - 1 for item in away]
         self.firsts_of = [
             *(bisect_left(read, start) for start in starts),
@@ -214,20 +207,20 @@ class _Replay:
         self.variables: set[Hashable] = set()  # storages that a later call takes
         self.keepers: dict[int, list[int]] = {}  # of each storage that is kept, by place
         self.for_weights: dict[int, list[int]] = {}  # those of them whose backward makes gradients of weights
-        self.own = [0] * (len(graph.operators) + 1)
-        self.own_for_weights = [0] * (len(graph.operators) + 1)
-        self.held = [0] * (len(graph.operators) + 1)
+        self.own = [0] * (len(self.graph.operators) + 1)
+        self.own_for_weights = [0] * (len(self.graph.operators) + 1)
+        self.held = [0] * (len(self.graph.operators) + 1)
         self.held_back: set[Hashable] = set()
         self.of_weights, self.with_weights = self.weighted() if staged else (set(), set())
-        self.working = [0] * (len(graph.operators) + 1)
+        self.working = [0] * (len(self.graph.operators) + 1)
         self.forward_working = self.working
-        self.by_operator = [0] * (len(graph.operators) + 1)
+        self.by_operator = [0] * (len(self.graph.operators) + 1)
         self.kept: Counter[int] = Counter()
         self.kept_bytes = 0
         self.slots: dict[int, Hashable] = {}  # the gradient of each value
         self.made = 0  # gradients
         weights = sorted(self.tape.weights, key=self.first_use)
-        self.sums = _Sums(self.heap, weights, adding=prices.accumulates)
+        self.sums = _Sums(self.heap, weights, adding=self.prices.accumulates)
 
     def find_parts(self) -> list[_Part]:
         found = []

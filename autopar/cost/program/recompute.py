@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.core.graph import Graph
-from autopar.core.program import Program
 from autopar.cost.interval_table import Rectangles, Row, Table
-from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import lives
+
+if TYPE_CHECKING:
+    from autopar.cost.program.priced_program import PricedProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,12 @@ class Shares:
     away: float = 0.0
 
 
-def repeats(graph: Graph, prices: Prices, program: Program) -> list[tuple[int, int, float]]:
+def repeats(priced: PricedProgram) -> list[tuple[int, int, float]]:
     """(operator, until, seconds) of every operator that keeps something itself or has a later one that
     does: it is run again in each part that has both it and `until`."""
     found: list[tuple[int, int, float]] = []
     until: int | None = None
-    for place in reversed(range(len(graph.operators))):
-        item = graph.operators[place]
-        price = prices.operator(item, program.strategies[item.name])
+    for place, price in reversed(list(enumerate(priced.operator_prices))):
         if price.kept.results or price.kept.extra_bytes:
             until = place
         if until is not None:
@@ -61,28 +60,28 @@ def repeats(graph: Graph, prices: Prices, program: Program) -> list[tuple[int, i
     return found[::-1]
 
 
-def repeated(graph: Graph, prices: Prices, program: Program) -> list[tuple[int, int, float]]:
+def repeated(priced: PricedProgram) -> list[tuple[int, int, float]]:
     """Of `repeats` those of the program's recomputed parts."""
-    if not program.recompute:
+    if not priced.program.recompute:
         return []
-    ends = {place: stop for first, stop in program.recompute for place in range(first, stop)}
-    return [item for item in repeats(graph, prices, program) if item[1] < ends.get(item[0], 0)]
+    ends = {place: stop for first, stop in priced.program.recompute for place in range(first, stop)}
+    return [item for item in repeats(priced) if item[1] < ends.get(item[0], 0)]
 
 
-def again_seconds(graph: Graph, prices: Prices, program: Program) -> float:
+def again_seconds(priced: PricedProgram) -> float:
     """Seconds of a micro-batch that the program's recomputed parts take in backward."""
-    return sum(seconds for _, _, seconds in repeated(graph, prices, program))
+    return sum(seconds for _, _, seconds in repeated(priced))
 
 
-def savings(graph: Graph, prices: Prices, program: Program, places: Sequence[int]) -> Savings:
+def savings(priced: PricedProgram, places: Sequence[int]) -> Savings:
     """Tables of what every part from place to place would cost and spare if it alone were computed again.
 
     `places` begin with 0 and end with the number of operators; `program.recompute` does not count.
     """
     seconds, spared, taken = (Rectangles(places) for _ in range(3))
-    for place, until, cost in repeats(graph, prices, program):
+    for place, until, cost in repeats(priced):
         seconds.add_first(place, until, cost)
-    for life in lives(graph, prices, program):
+    for life in lives(priced):
         nbytes, before = float(life.nbytes), life.home
         if life.held and life.home >= 0 and not life.keepers:
             taken.add_first(life.home, life.home, nbytes)
@@ -94,12 +93,12 @@ def savings(graph: Graph, prices: Prices, program: Program, places: Sequence[int
     return Savings(tuple(places), seconds.total(), spared.total(), taken.total())
 
 
-def shares(graph: Graph, prices: Prices, program: Program) -> Shares:
+def shares(priced: PricedProgram) -> Shares:
     """What each operator by itself could spare: bytes that are kept are spared only if what makes them is
     run again, so no parts spare as much for fewer seconds."""
-    chosen = [prices.operator(item, program.strategies[item.name]) for item in graph.operators]
+    chosen = priced.operator_prices
     spared = np.zeros(len(chosen))
-    for life in lives(graph, prices, program):
+    for life in lives(priced):
         if life.keepers and not life.held:
             spared[life.home] += life.nbytes
     return Shares(np.asarray([price.again for price in chosen]), spared)

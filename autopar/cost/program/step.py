@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autopar.convert.moves import effect
-from autopar.core.graph import Graph, InputKind
+from autopar.core.graph import InputKind
 from autopar.core.move import Move
-from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import wait_seconds
 from autopar.cost.program.recompute import again_seconds
-from autopar.cost.program.values import Value, find_values
+from autopar.cost.program.values import Value
 from autopar.errors import CheckError
+
+if TYPE_CHECKING:
+    from autopar.cost.program.priced_program import PricedProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +57,17 @@ class StepCost:
         return self.sync - self.hidden
 
 
-def step_cost(graph: Graph, prices: Prices, program: Program) -> StepCost:
+def step_cost(priced: PricedProgram) -> StepCost:
     """The prices of all that `program` does, summed; raises CheckError if they are not finite."""
-    costs = [prices.operator(item, program.strategies[item.name]) for item in graph.operators]
+    graph, prices, costs = priced.graph, priced.prices, priced.operator_prices
     forward = sum(cost.forward for cost in costs)
     backward = sum(cost.backward for cost in costs)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     used = {name for item in graph.operators for name in item.operands}  # others get no gradient, no update
     sync = summed = 0.0
-    update = sum(prices.update(name, program.inputs[name]) for name in parameters if name in used)
-    values = find_values(graph, program, training=prices.training)
-    backward += sum(each.seconds for each in regathers(graph, prices, program, values))
-    for value in values.of.values():
+    update = sum(prices.update(name, priced.program.inputs[name]) for name in parameters if name in used)
+    backward += sum(each.seconds for each in regathers(priced))
+    for value in priced.values.of.values():
         if value.move is None:
             continue
         if value.leads:
@@ -75,8 +77,8 @@ def step_cost(graph: Graph, prices: Prices, program: Program) -> StepCost:
         else:
             before, after = move_seconds(prices, value, name_is_weight=value.name in parameters)
             forward, backward = forward + before, backward + after
-    backward += again_seconds(graph, prices, program)
-    waits = wait_seconds(graph, prices, program)
+    backward += again_seconds(priced)
+    waits = wait_seconds(priced)
     forward, backward = forward + waits[0], backward + waits[1]
     hidden = 0.0 if prices.credit else min(summed, prices.overlap * sum(cost.behind for cost in costs))
     found = StepCost(forward, backward, sync, update, hidden, summed)

@@ -12,20 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from autopar.convert.moves import Action, canonical, effect, gathers
 from autopar.core.gathering import Gathering
-from autopar.core.graph import Graph, GraphInput, InputKind
+from autopar.core.graph import GraphInput, InputKind
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
-from autopar.core.program import Program
 from autopar.cost.operators.calls import CallMemory, Given, Gradient
-from autopar.cost.operators.prices import Prices
 from autopar.cost.program.gathering import copies, copy_bytes
-from autopar.cost.program.recent import Recent, placement_of
 from autopar.cost.program.values import leading
+
+if TYPE_CHECKING:
+    from autopar.cost.program.priced_program import PricedProgram
 
 Key = tuple[str, Layout]
 
@@ -82,18 +83,14 @@ class Tape:
     made: Mapping[int, Made]  # by root, without what operators alone know
 
 
-def record(graph: Graph, prices: Prices, program: Program) -> Tape:
+def record(priced: PricedProgram) -> Tape:
     """The program of the rank that is priced, the first; recomputed parts make no difference."""
-    key = (graph, prices, prices.once, prices.training, *placement_of(program))
-    return _recent.get(key, lambda: _Recorder(graph, prices, program).record())
-
-
-_recent: Recent[Tape] = Recent()
+    return _Recorder(priced).record()
 
 
 class _Recorder:
-    def __init__(self, graph: Graph, prices: Prices, program: Program) -> None:
-        self.graph, self.prices, self.program = graph, prices, program
+    def __init__(self, priced: PricedProgram) -> None:
+        self.graph, self.prices, self.program = priced.graph, priced.prices, priced.program
         self.value: dict[Key, int] = {}
         self.root: list[int] = []
         self.nbytes: list[int] = []
@@ -101,7 +98,7 @@ class _Recorder:
         self.calls: list[TapeCall] = []
         self.moves = {
             (name, self.tidy(name, move.target)): move
-            for name, moves in program.moves.items()
+            for name, moves in self.program.moves.items()
             for move in moves
         }
         self.deferred = self.find_deferred()
@@ -110,9 +107,9 @@ class _Recorder:
             self.deferred_of.setdefault(name, []).append(move)
         self.gathered: set[int] = set()
         self.made: dict[int, Made] = {}
-        self.inputs = {item.name for item in graph.inputs}
+        self.inputs = {item.name for item in self.graph.inputs}
         self.given: set[int] = set()  # their values
-        self.copies = {name: each.layout for name, each in copies(graph, prices, program).items()}
+        self.copies = {name: each.layout for name, each in copies(priced).items()}
 
     def record(self) -> Tape:
         inputs = {item.name: self.input(item) for item in self.graph.inputs}
@@ -155,9 +152,7 @@ class _Recorder:
                 if item.kind is InputKind.PARAMETER and item.spec.requires_grad and self.prices.training
             ),
             gathered=frozenset(self.gathered),
-            copies=sum(
-                copy_bytes(self.graph, self.prices, name, layout) for name, layout in self.copies.items()
-            ),
+            copies=sum(copy_bytes(self.prices, name, layout) for name, layout in self.copies.items()),
             made=self.made,
         )
 

@@ -23,7 +23,6 @@ from autopar.core.graph import Graph, InputKind, Operator
 from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.core.program import Program
-from autopar.cost.program.recent import Recent, placement_of
 
 Key = tuple[str, Layout]
 
@@ -64,11 +63,7 @@ class Values:
 
 def find_values(graph: Graph, program: Program, *, training: bool) -> Values:
     """The values that the programs of all ranks consist of, stage borders aside."""
-    key = (graph, training, *placement_of(program))
-    return _recent.get(key, lambda: _Finder(graph, program, training).find())
-
-
-_recent: Recent[Values] = Recent()
+    return _Finder(graph, program, training).find()
 
 
 class _Finder:

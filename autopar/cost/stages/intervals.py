@@ -18,17 +18,17 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.core.costs import LinkLike
-from autopar.core.graph import Graph, InputKind
-from autopar.core.program import Program
+from autopar.core.graph import InputKind
 from autopar.core.schedule import ALWAYS_SPLIT, SPLIT_BACKWARD, ScheduleKind
 from autopar.cost.interval_table import Rectangles, Row, Table
 from autopar.cost.machine.collectives import all_reduce, send_recv
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.gathering import copies, copy_bytes, regathers
 from autopar.cost.program.peak_memory import footing
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.recompute import repeated
 from autopar.cost.program.step import is_bucketed, move_seconds
-from autopar.cost.program.values import Value, Values, find_values
+from autopar.cost.program.values import Value
 from autopar.cost.stages.split_backward import Halves, beside, halves
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 
@@ -107,12 +107,11 @@ class Intervals:
         return self.forward + self.input_gradient + self.weight_gradient
 
 
-def crossing_bytes(graph: Graph, prices: Prices, program: Program) -> tuple[int, ...]:
+def crossing_bytes(priced: PricedProgram) -> tuple[int, ...]:
     """For each operator the bytes per rank that a cut before it would send on."""
-    values = find_values(graph, program, training=prices.training)
-    row = _Crossing(range(len(graph.operators) + 1))
-    for value in values.of.values():
-        row.add(value, float(prices.local_bytes(value.name, value.layout)))
+    row = _Crossing(range(len(priced.graph.operators) + 1))
+    for value in priced.values.of.values():
+        row.add(value, float(priced.prices.local_bytes(value.name, value.layout)))
     return tuple(int(nbytes) for nbytes in row.total()[:-1])
 
 
@@ -134,9 +133,7 @@ def choose_places(crossing: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def intervals(
-    graph: Graph,
-    prices: Prices,
-    program: Program,
+    priced: PricedProgram,
     hop: LinkLike,
     *,
     places: Sequence[int],
@@ -147,19 +144,15 @@ def intervals(
     `places` begin with 0 and end with the number of operators; `hop` links neighbouring stages. A stage moves
     to the host what hides in it of what the program moves, or all if that is of the stages from `starts` on.
     """
-    values = find_values(graph, program, training=prices.training)
-    sums = _Seconds(graph, prices, program, values, places)
-    state, sync, update, gradients, largest, buckets, summed = _weights(
-        graph, prices, program, values, hop, places
-    )
-    kept, working, early, split = _memory(
-        graph, prices, program, values, places, gradients, largest * prices.accumulates, starts
-    )
+    prices = priced.prices
+    sums = _Seconds(priced, places)
+    state, sync, update, gradients, largest, buckets, summed = _weights(priced, hop, places)
+    kept, working, early, split = _memory(priced, places, gradients, largest * prices.accumulates, starts)
     rows = [_Crossing(places) for _ in range(4)]
-    for value in values.of.values():
+    for value in priced.values.of.values():
         nbytes = prices.local_bytes(value.name, value.layout)
         seconds = send_recv(nbytes, hop)
-        learns = prices.training and graph.specs[value.name].requires_grad
+        learns = prices.training and priced.graph.specs[value.name].requires_grad
         for row, amount in zip(rows, (seconds, seconds * learns, nbytes, nbytes * learns), strict=True):
             row.add(value, amount)
     send, send_back, received, received_back = (row.total() for row in rows)
@@ -177,7 +170,7 @@ def intervals(
         working=np.triu(working + back, 1),
         gradients=gradients,
         early=np.triu(early + back, 1),
-        batch=float(sum(item.spec.nbytes for item in graph.inputs if item.kind is InputKind.USER)),
+        batch=float(sum(item.spec.nbytes for item in priced.graph.inputs if item.kind is InputKind.USER)),
         send=send,
         send_back=send_back,
         received=received,
@@ -226,10 +219,7 @@ class _Crossing:
 class _Seconds:
     """Seconds of one micro-batch: of operators, and of conversions where they are made."""
 
-    graph: Graph
-    prices: Prices
-    program: Program
-    values: Values
+    priced: PricedProgram
     places: Sequence[int]
     forward: Rectangles = field(init=False)
     input_gradient: Rectangles = field(init=False)
@@ -237,22 +227,23 @@ class _Seconds:
 
     def __post_init__(self) -> None:
         self.forward, self.input_gradient, self.weight_gradient = (Rectangles(self.places) for _ in range(3))
-        parameters = {item.name for item in self.graph.inputs if item.kind is InputKind.PARAMETER}
-        for place, item in enumerate(self.graph.operators):
-            price = self.prices.operator(item, self.program.strategies[item.name])
+        graph, values = self.priced.graph, self.priced.values
+        parameters = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
+        prices = self.priced.operator_prices
+        for place, (item, price) in enumerate(zip(graph.operators, prices, strict=True)):
             made = [name for name in item.results if name]
-            free = made and self.values.free.issuperset(made)
-            users = (self.values.carriers[item.name] or (place,)) if free else (place,)
+            free = made and values.free.issuperset(made)
+            users = (values.carriers[item.name] or (place,)) if free else (place,)
             self.add(users, price.forward, price.backward - price.weights, price.weights)
-        for each in regathers(self.graph, self.prices, self.program, self.values):
+        for each in regathers(self.priced):
             self.add((each.place,), 0.0, each.seconds, 0.0)
-        for value in self.values.of.values():
+        for value in values.of.values():
             if value.move is not None and not value.leads:
                 weight = value.name in parameters
-                before, after = move_seconds(self.prices, value, name_is_weight=weight)
+                before, after = move_seconds(self.priced.prices, value, name_is_weight=weight)
                 users = value.carriers if value.free else (value.home,)
                 self.add(users, before, *((0.0, after) if weight else (after, 0.0)))
-        for place, until, seconds in repeated(self.graph, self.prices, self.program):
+        for place, until, seconds in repeated(self.priced):
             self.input_gradient.add_first(place, until, seconds)
 
     def add(self, users: Sequence[int], forward: float, inputs: float, weights: float) -> None:
@@ -262,7 +253,7 @@ class _Seconds:
 
 
 def _weights(
-    graph: Graph, prices: Prices, program: Program, values: Values, hop: LinkLike, places: Sequence[int]
+    priced: PricedProgram, hop: LinkLike, places: Sequence[int]
 ) -> tuple[Table, Table, Table, Table, Table, Table, Table]:
     """State, gradient sums, updates, and the bytes of all gradients, of the largest and of those that are
     summed in buckets, of every stage's weights, and of the sums those that may hide.
@@ -270,26 +261,27 @@ def _weights(
     A weight on several stages has a copy on each, and its gradient is summed over them besides.
     """
     state, sync, update, gradients, buckets, hiding = (Rectangles(places) for _ in range(6))
-    largest = np.zeros(len(graph.operators))
-    full = copies(graph, prices, program, values)
-    for item in graph.inputs:
+    prices, layouts, values = priced.prices, priced.program.inputs, priced.values
+    largest = np.zeros(len(priced.graph.operators))
+    full = copies(priced)
+    for item in priced.graph.inputs:
         if item.kind is InputKind.USER:
             continue
-        layout = program.inputs[item.name]
+        layout = layouts[item.name]
         users = values.source(item.name).carriers or (0,)
         state.add_each(users, float(prices.state_bytes(item.name, layout)))
         if item.name in full:
             layout = full[item.name].layout  # in which it is used, and its gradient adds up
-            state.add_each(users, float(copy_bytes(graph, prices, item.name, layout)))
+            state.add_each(users, float(copy_bytes(prices, item.name, layout)))
         if item.kind is not InputKind.PARAMETER:
             continue
-        update.add_each(users, prices.update(item.name, program.inputs[item.name]))
+        update.add_each(users, prices.update(item.name, layouts[item.name]))
         if not item.spec.requires_grad:
             continue
         nbytes = prices.local_bytes(item.name, layout)
         gradients.add_each(users, float(nbytes) if prices.training else 0.0)
         largest[list(users)] = np.maximum(largest[list(users)], nbytes)
-        shared = all_reduce(prices.local_bytes(item.name, program.inputs[item.name]), 2, hop)
+        shared = all_reduce(prices.local_bytes(item.name, layouts[item.name]), 2, hop)
         sync.add_each(users, shared)
         sync.add_first(users[0], users[-1], -shared)  # the stage that has them all shares with nobody
     summed: dict[str, Value] = {}  # of each weight the last of its sums over single axes
@@ -315,10 +307,7 @@ def _summing(buckets: Table, kept: Table) -> Table:
 
 
 def _memory(
-    graph: Graph,
-    prices: Prices,
-    program: Program,
-    values: Values,
+    priced: PricedProgram,
     places: Sequence[int],
     gradients: Table,
     largest: Table,
@@ -331,12 +320,12 @@ def _memory(
     What a stage keeps of what it received lies in its receive buffer (added by the caller), between the
     halves as long as it is needed; what it sends is a copy of its own.
     """
-    found = footing(graph, prices, program, starts=starts)
+    found = footing(priced, starts=starts)
     rectangles = Rectangles(places)
     for place, own in enumerate(found.own):
         rectangles.add(-1, place, float(own))
     for storage in found.kept:
-        if storage.name in values.free:
+        if storage.name in priced.values.free:
             rectangles.add_each(storage.keepers, float(storage.nbytes))
         elif storage.keepers:
             rectangles.add_first(storage.home, storage.keepers[0], float(storage.nbytes))
@@ -350,8 +339,8 @@ def _memory(
     working = beside(kept, most, np.zeros_like(kept)) + largest
     early = beside(kept, most, gradients)
     split = halves(
-        graph,
-        values,
+        priced.graph,
+        priced.values,
         found,
         places,
         kept=kept,

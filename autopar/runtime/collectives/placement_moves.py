@@ -313,6 +313,8 @@ def _move(
     shape: Callable[..., Tensor],
     transposed: str,
     turned: Callable[[Arguments], Arguments] = lambda arguments: arguments,
+    *,
+    is_local: bool = False,
 ) -> None:
     """Register a move; `turned` gives the transposed move's arguments from this one's."""
 
@@ -323,7 +325,7 @@ def _move(
         back = registry.operator(transposed)(gradient, *turned(ctx.arguments))
         return (back, *(None for _ in ctx.arguments))
 
-    registry.functional(name, schema, kernel, shape=shape, setup=setup, backward=backward)
+    registry.functional(name, schema, kernel, shape=shape, setup=setup, backward=backward, is_local=is_local)
 
 
 def _alias(name: str, transposed: str) -> None:
@@ -345,8 +347,8 @@ def _alias(name: str, transposed: str) -> None:
 
 _move("p_to_r", WHOLE, _all_reduce, _same, "r_to_b")
 _move("p_to_b", WHOLE, _all_reduce, _same, "p_to_b")
-_move("r_to_p", WHOLE, _keep_on_first, _same, "b_to_r")
-_move("b_to_p", WHOLE, _keep_on_first, _same, "b_to_p")
+_move("r_to_p", WHOLE, _keep_on_first, _same, "b_to_r", is_local=True)
+_move("b_to_p", WHOLE, _keep_on_first, _same, "b_to_p", is_local=True)
 _alias("r_to_b", "p_to_r")
 _alias("b_to_r", "r_to_p")
 
@@ -355,9 +357,9 @@ _move("s_to_b", SPLIT, _all_gather, _full, "p_to_s")
 _move("s_to_r_again", SPLIT, _gather_again("s_to_r"), _full, "r_to_s")
 _move("s_to_b_again", SPLIT, _gather_again("s_to_b"), _full, "p_to_s")
 _move("p_to_s", SPLIT, _reduce_scatter, _local, "s_to_b")
-_move("r_to_s", SPLIT, _slice, _sliced, "s_to_r")
-_move("b_to_s", SPLIT, _slice, _sliced, "s_to_p")
-_move("s_to_p", SPLIT, _zero_pad, _full, "b_to_s")
+_move("r_to_s", SPLIT, _slice, _sliced, "s_to_r", is_local=True)
+_move("b_to_s", SPLIT, _slice, _sliced, "s_to_p", is_local=True)
+_move("s_to_p", SPLIT, _zero_pad, _full, "b_to_s", is_local=True)
 
 _move("s_to_s", RESPLIT, _resplit, _resplit_shape, "s_to_s", lambda a: (a[0], *a[4:], *a[1:4]))
 _move("exchange", FILLED, _exchange, _exchange_shape, "exchange_add", lambda a: a[:-1])

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from autopar.runtime import registry
+
 REPEATED = 1024  # calls between a checkpoint's forward and its backward
 _streams = itertools.count()
 _library = torch.library.Library("autopar", "FRAGMENT")
@@ -30,6 +32,13 @@ def _dropout_mask(shape: Sequence[int], p: float, dtype: torch.dtype, device: to
     return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p).div_(1 - p)
 
 
+def _serial_mask(
+    number: int, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """`_dropout_mask`, for the draw with this number among a program's."""
+    return _dropout_mask(shape, p, dtype, device)
+
+
 def _shard_mask(
     shape: Sequence[int], p: float, dtype: torch.dtype, shard: int, device: torch.device
 ) -> Tensor:
@@ -37,8 +46,19 @@ def _shard_mask(
     ranks, and from the shard's number; replicas of a shard draw one mask."""
     if device.type == "meta":  # has no generators, and a shape must not move the default one
         return torch.empty(shape, dtype=dtype, device=device)
-    seed = int(torch.randint(2**31, ()))
-    generator = torch.Generator(device=device).manual_seed(seed * 65_537 + shard)
+    return _mask_of(_mask_seed(0), shape, p, dtype, shard, device)
+
+
+def _mask_seed(number: int) -> Tensor:
+    """The seed of draw `number` of a program."""
+    return torch.randint(2**31, ())
+
+
+def _mask_of(
+    seed: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype, shard: int, device: torch.device
+) -> Tensor:
+    """The mask of a shard that follows from a seed."""
+    generator = torch.Generator(device=device).manual_seed(int(seed) * 65_537 + shard)
     if p >= 1.0:
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p, generator=generator).div_(1 - p)
@@ -119,4 +139,31 @@ _register(
     "shard_mask",
     "(SymInt[] shape, float p, ScalarType dtype, int shard, Device device) -> Tensor",
     _shard_mask,
+)
+
+# In compiled programs draws are numbered, or two that look alike would be one. A shard's mask is made of its
+# seed, which stays for backward in its place.
+_DRAWN = (torch.Tag.nondeterministic_seeded,)
+
+
+def _mask_shape(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+for _name, _schema, _kernel, _shape in (
+    (
+        "serial_mask",
+        "(int number, int[] shape, float p, ScalarType dtype, Device device) -> Tensor",
+        _serial_mask,
+        lambda number, shape, p, dtype, device: _mask_shape(shape, dtype, device),
+    ),
+    ("mask_seed", "(int number) -> Tensor", _mask_seed, lambda number: torch.empty((), dtype=torch.int64)),
+):
+    registry.define(_name, _schema, _kernel, shape=_shape, tags=_DRAWN)
+    registry.keep_order(_name, _schema, _kernel, shape=_shape)
+registry.define(
+    "mask_of",
+    "(Tensor seed, int[] shape, float p, ScalarType dtype, int shard, Device device) -> Tensor",
+    _mask_of,
+    shape=lambda seed, shape, p, dtype, shard, device: _mask_shape(shape, dtype, device),
 )

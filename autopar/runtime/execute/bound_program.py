@@ -25,6 +25,7 @@ from autopar.errors import InputError
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.memory_format import dense
 from autopar.runtime.collectives.random import Stream, drawing_from, draws
+from autopar.runtime.compiled.program import compiled
 from autopar.runtime.execute.executable import Executable, InputPart
 from autopar.runtime.execute.unread_output import unread
 from autopar.runtime.parameters.global_scalars import plain_gradient
@@ -55,7 +56,7 @@ class Bound:
         local_outputs: bool = False,
     ) -> None:
         self.executable, self.samples, self._local_outputs = executable, samples, local_outputs
-        self._run = freeing(executable.module)
+        self._run: Callable[..., Any] = freeing(executable.module)
         self._stream = stream if stream is not None and draws(executable.module) else None
         self._rank = dist.get_rank()
         self._device = device
@@ -104,6 +105,10 @@ class Bound:
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(plain_gradient)
+
+    def compile(self, *, tells: bool) -> None:
+        """Compile the program, at its next call."""
+        self._run = compiled(self.executable.module, tells=tells)
 
     def untie(self) -> None:
         """Let go of the parameters' storage."""

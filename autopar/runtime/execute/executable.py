@@ -15,6 +15,7 @@ from autopar.core.part import Part
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout
 from autopar.core.samples import Samples
+from autopar.core.structure import Structure
 from autopar.results.plan import Plan
 
 
@@ -86,7 +87,7 @@ class Executable:
     `rebuild` makes the model's output from the outputs; `plan` prints the decision. `layers` says
     which module of the model each node of the program (by name) belongs to, for printing. `samples` are
     the rows that each rank loads where ranks pass their own; None if no input has dims. `cutting` says of
-    which part of a batch it is the program, None of one that is whole.
+    which part of a batch it is the program, None of one that is whole; `structure` is what it is made for.
 
     The program of a pipeline stage takes the tensors `received` from the stage before, ahead of its
     `inputs`, and returns those `sent` to the next one, ahead of its outputs.
@@ -104,6 +105,7 @@ class Executable:
     layers: Mapping[str, str] = field(default_factory=dict)
     samples: Samples | None = None
     cutting: Cutting | None = None
+    structure: Structure = Structure()
     stage: int = 0
     received: tuple[TensorSpec, ...] = ()
     sent: tuple[TensorSpec, ...] = ()
@@ -131,3 +133,4 @@ class StagedExecutable:
     cutting: Cutting | None
     plan: Plan
     shorter: tuple[Executable, ...] = ()
+    structure: Structure = Structure()

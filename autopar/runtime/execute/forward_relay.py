@@ -61,6 +61,11 @@ class Relay:
             outputs = tuple(_refusing(value) for value in outputs)
         return self.executable.stages[0].rebuild(outputs)
 
+    def compile(self, *, tells: bool) -> None:
+        """Compile the stages, at their next calls."""
+        for stage in self._stages.values():
+            stage.compile(tells=tells)
+
     def untie(self) -> None:
         """Let go of the parameters' storage."""
         for stage in self._stages.values():

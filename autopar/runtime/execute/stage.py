@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.core.graph import InputKind, TensorSpec
 from autopar.runtime.collectives.memory_format import settled
 from autopar.runtime.collectives.random import drawing_from, draws, mixed
+from autopar.runtime.compiled.program import compiled
 from autopar.runtime.execute.bound_program import by_first_use, cut_input, summed
 from autopar.runtime.execute.executable import Executable, InputPart
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Sums, assign
@@ -99,6 +100,12 @@ class Stage(nn.Module):
         self._seed = self._left = 0
         self._sums = Sums(())
         self._values: dict[str, Tensor] = {}
+
+    def compile(self, *, tells: bool) -> None:
+        """Compile the stage's programs, at their next calls."""
+        self._programs = [
+            replace(each, run=compiled(each.executable.module, tells=tells)) for each in self._programs
+        ]
 
     def begin(self, batch: Sequence[MicroBatch], seed: int) -> None:
         """Take the micro-batches of a step; masks are drawn from `seed` and their numbers."""

@@ -25,6 +25,7 @@ from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.random import Stream
+from autopar.runtime.compiled.compiler import check_pipeline
 from autopar.runtime.execute.executable import StagedExecutable
 from autopar.runtime.execute.stage import Stage
 from autopar.runtime.parameters.parameters import add_gradient, local
@@ -97,6 +98,12 @@ class StagedProgram:
             losses = self._run(len(batch), self._schedule.eval)
             self._end()
             return self._share(losses)
+
+    def compile(self, *, tells: bool) -> None:
+        """Compile the stages, at their next calls."""
+        check_pipeline(self.executable.pipeline)
+        for stage in self._stages:
+            stage.compile(tells=tells)
 
     def untie(self) -> None:
         """Let go of the parameters' storage."""

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
+from autopar.core.slurm import torchrun_variables
 from autopar.errors import AutoparError, InputError, SolverError
 
 LAUNCHER = "AUTOPAR_LAUNCHER"  # the environment variable that holds the launcher's process id
@@ -54,6 +55,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 def require_launcher() -> None:
     """Raise InputError in a process that nobody started as a rank."""
+    os.environ.update(torchrun_variables(os.environ))
     if dist.is_initialized() or "RANK" in os.environ:
         return
     raise InputError(
@@ -61,7 +63,7 @@ def require_launcher() -> None:
         found="no process group and no launcher",
         wanted="one process for each device",
         remedy="put the code into a script and start it with `autopar run SCRIPT --cluster local:4` "
-        "or torchrun; plan() works here",
+        "torchrun or srun; plan() works here",
     )
 
 
@@ -72,12 +74,13 @@ def init(device_kind: DeviceKind = "cpu", timeout: float = PROCESS_GROUP_TIMEOUT
     """
     if dist.is_initialized():
         return
+    os.environ.update(torchrun_variables(os.environ))
     if "RANK" not in os.environ:
         raise InputError(
             where="process group",
             found="no RANK in the environment",
             wanted="a process started by a launcher",
-            remedy="start it with `autopar run SCRIPT --cluster local:4` or torchrun",
+            remedy="start it with `autopar run SCRIPT --cluster local:4`, torchrun or srun",
         )
     if dist.is_torchelastic_launched():
         guard(os.getppid())
@@ -85,9 +88,14 @@ def init(device_kind: DeviceKind = "cpu", timeout: float = PROCESS_GROUP_TIMEOUT
     if device_kind == "cpu":
         dist.init_process_group("gloo", timeout=limit)
         return
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", local_rank())
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=limit, device_id=device)
+
+
+def local_rank() -> int:
+    """The number of this rank among those of its node."""
+    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def die_with_parent(parent: int) -> None:

@@ -2,12 +2,15 @@
 
 parallel_module    the module itself
 runner             its programs, and how its tensors are placed
+already_parallel   wrappers of torch, which refuse a parallel module
 serial_model       the user's model, without its memory
 user_tree          its modules, with DTensors in the place of their parameters
 old_parameters     those that were there before, refused where they are used
 stored             how these lie, and state dicts in serial order
 growing_calls      methods that call the module with ever longer inputs
 guards             what a program's trace has read, compared at every call
+transforms         calls inside torch.compile, tracers and vmap
+structure_guard    whether a call has the graph that its program is made for
 program_cache      programs by kinds of call and by what their traces read
 free_numbers       numbers that a program takes anew at each call
 whole_model        the serial model for a while, with all of its weights

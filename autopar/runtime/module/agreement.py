@@ -22,6 +22,7 @@ from autopar.errors import InputError
 from autopar.runtime.collectives import transport
 from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import Arguments
+from autopar.trace.structure import parts_of
 from autopar.trace.user_source import calling_line
 
 FIRST = 3  # calls of each shape that compare everything
@@ -114,6 +115,8 @@ def whole_bytes(tensor: Tensor) -> bytes:
 
 
 def _bytes(tensor: Tensor, *, whole: bool) -> bytes:
+    if tensor.layout is not torch.strided:
+        return b"".join(_bytes(part, whole=whole) for part in parts_of(tensor))
     flat = tensor.detach().reshape(-1)
     if not whole:
         flat = flat[:: max(1, len(flat) // SAMPLED)]

@@ -5,6 +5,7 @@ What it does with them is its runner's (runner.py).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sized
 from datetime import timedelta
 from functools import cache
@@ -18,8 +19,10 @@ from autopar.errors import InputError
 from autopar.results.plan import Plan
 from autopar.runtime.execute.executable import Executable, StagedExecutable
 from autopar.runtime.module import serial_model
+from autopar.runtime.module.already_parallel import refuse_wrappers
 from autopar.runtime.module.runner import TIMEOUT, Compile, Runner, SamplerOptions
 from autopar.runtime.module.sampler import BatchSampler
+from autopar.runtime.module.transforms import entered
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
 
 
@@ -47,6 +50,7 @@ class ParallelModule(nn.Module):
         if cls is not ParallelModule:  # a slice of an nn.Sequential makes one of its own class
             return _serial_class(cls)(model, *args, **kwargs)
         serial_model.check(model)
+        refuse_wrappers(lambda module: isinstance(module, ParallelModule))
         if isinstance(model, ParallelModule):  # without a plan yet: another try
             model.__class__ = _serial_class(type(model))
         kind: Any = type(model)
@@ -87,6 +91,7 @@ class ParallelModule(nn.Module):
 
     # -- calls ----------------------------------------------------------------------------------
 
+    @entered
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The serial model's output; every rank passes the global batch, or its samples of it.
 
@@ -94,6 +99,7 @@ class ParallelModule(nn.Module):
         """
         return self._autopar.forward(*args, **kwargs)
 
+    @entered
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch, micro-batch by micro-batch; returns its loss.
 
@@ -104,6 +110,7 @@ class ParallelModule(nn.Module):
         """
         return self._autopar.train_step(*args, **kwargs)
 
+    @entered
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
         return self._autopar.eval_step(*args, **kwargs)
@@ -112,6 +119,18 @@ class ParallelModule(nn.Module):
         """Plan and compile for a call with such a global batch, without running it; the first time,
         place the parameters. With local inputs, calls are known by the batches that were prepared."""
         self._autopar.prepare(*args, **kwargs)
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile the programs of this rank from now on, each at its next call, as `torch.compile(parallel)`
+        does. Takes no options of torch.compile: a program is compiled whole, for its shapes alone."""
+        if args or options:
+            raise InputError(
+                where="compile of the parallel module",
+                found=f"options of torch.compile: {', '.join((*map(repr, args), *options))}",
+                wanted="none: programs are compiled whole, by Inductor, for their own shapes",
+                remedy="call parallel.compile()",
+            )
+        self._autopar.compile()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -208,8 +227,20 @@ def _parallel_class(kind: type) -> type:
     """A class of the same names below ParallelModule and `kind`: libraries write them into files."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     names["_serial_class"] = kind
+    names["forward"] = _forward_like(kind)
     made: type = type(kind)(kind.__name__, (ParallelModule, kind), names)
     return made
+
+
+def _forward_like(kind: Any) -> Callable[..., Any]:
+    """Our forward with the signature of the user's, by which frameworks choose the columns of a batch."""
+
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return self._autopar.forward(*args, **kwargs)
+
+    forward.__doc__ = kind.forward.__doc__
+    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return forward
 
 
 def _serial_class(kind: type) -> type:

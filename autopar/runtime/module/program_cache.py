@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from autopar.runtime.module.free_numbers import Free
 from autopar.runtime.module.guards import Guard
+from autopar.runtime.module.structure_guard import StructureGuard
 from autopar.trace.call_signature import Arguments
 
 STATES = 16  # programs of one kind of call: of other attributes, numbers or flags
@@ -30,10 +31,13 @@ class Entry(Generic[P]):
     left: Mapping[tuple[str, str], Any]
     constants: tuple[Any, ...] = ()
     free: Free | None = None
+    structure: StructureGuard | None = None
 
     def fits(self, call: Arguments) -> bool:
         """Whether it is the program of a call, as things are; from now on it is."""
-        return self.guard.holds(call.tensors) and (self.free is None or self.free.settle(call.constants))
+        if not self.guard.holds(call.tensors) or (self.structure and self.structure.change(call.tensors)):
+            return False
+        return self.free is None or self.free.settle(call.constants)
 
 
 class ProgramCache(Generic[P]):
@@ -49,6 +53,10 @@ class ProgramCache(Generic[P]):
     def programs(self) -> Iterator[P]:
         """All of them."""
         return (entry.program for entries in self._kinds.values() for entry in entries)
+
+    def fixed(self) -> Iterator[P]:
+        """Those without numbers that are others at each call."""
+        return (entry.program for entries in self._kinds.values() for entry in entries if entry.free is None)
 
     def plans(self) -> Iterator[tuple[Key, P]]:
         """All of them, with their kinds of call."""

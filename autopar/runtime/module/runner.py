@@ -36,6 +36,7 @@ from autopar.results.plan import Plan
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.random import Stream, shared_stream
 from autopar.runtime.collectives.roll_call import collective, go_on
+from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.execute.bound_program import Bound, find_in, gradient_key
 from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.runtime.execute.forward_relay import Relay
@@ -55,6 +56,7 @@ from autopar.runtime.module.program_cache import STATES, Entry, ProgramCache
 from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
+from autopar.runtime.module.structure_guard import StructureGuard
 from autopar.runtime.module.user_tree import UserTree
 from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.parameters.global_scalars import read_whole_scalars
@@ -75,6 +77,7 @@ from autopar.trace.numbers import NotFreeError
 from autopar.trace.simplify import no_loss
 
 COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
+GRAPHS = 12  # programs for calls that differ in their graph alone, before another graph is refused
 TRIALS = 3  # to prove that a program is one for all values of its numbers
 _TENSOR_STATE = attrgetter("dtype", "requires_grad")
 _MODE = attrgetter("training")
@@ -159,6 +162,7 @@ class Runner:
         self._counted, self._has_said = 0, set[bool]()
         self._failed: dict[Hashable, int] = {}  # trials of numbers to be free that have failed
         self._tells = dist.get_rank() == 0 and not quiet
+        self.compiles = False  # programs
         # Plans of the module that this one is a copy of, by their calls.
         self._inherited: list[tuple[tuple[Hashable, ...], Plan]] = []
         self._growing = GrowingCalls()
@@ -232,6 +236,14 @@ class Runner:
                 loss = self._accumulate(call, batch, program, learn=learn)
         self.tree.leave(self._left)
         return loss
+
+    def compile(self) -> None:
+        """From now on programs are compiled, each at its next call."""
+        check_compiler(self._device.type)
+        if not self.compiles:
+            for program in self._programs.fixed():
+                program.compile(tells=self._tells)
+        self.compiles = True
 
     def _buffer(self, name: str) -> Tensor:
         """The whole of a buffer, on every rank; a collective."""
@@ -393,7 +405,10 @@ class Runner:
         groups.setup(made.mesh, self._keys(made), timeout=self._timeout, copies=copies)
         mesh = self._place(made) if self._mesh is None else self._check(made)
         self._update_held()
-        return Entry(self._bind(made, mesh, step=step), Guard(reads), reads.left, call.constants)
+        program, structure = self._bind(made, mesh, step=step), self._structure(made, call)
+        if self.compiles:
+            program.compile(tells=self._tells)
+        return Entry(program, Guard(reads), reads.left, call.constants, structure=structure)
 
     def _compiled(
         self, call: Arguments, known: Sequence[Plan], *, step: bool, place: int
@@ -439,8 +454,17 @@ class Runner:
             guard = Guard(reads, free.slots)
             if not free.settle(call.constants):
                 return None
-            return Entry(program, guard, reads.left, call.constants, free)
+            structure = self._structure(made, call)
+            return Entry(program, guard, reads.left, call.constants, free, structure)
         return None
+
+    def _structure(self, made: Executable | StagedExecutable, call: Arguments) -> StructureGuard | None:
+        """The guard of the values that a program is made for."""
+        if not made.structure:
+            return None
+        return StructureGuard(
+            made.structure, call.tensors, call.paths, lambda name: find_in(self.tree.root, name)
+        )
 
     def _change(self, key: tuple[Hashable, ...], call: Arguments) -> tuple[str | None, bool]:
         """What was read and has changed, None for another kind of call, and whether forward itself does that;
@@ -448,6 +472,9 @@ class Runner:
         alike = self._programs.like(key)
         last = next(iter(self._programs.of(key)), None)
         change = "an argument without tensors" if last is None else last.guard.change(call.tensors)
+        if change is None and last is not None and last.structure is not None:
+            change = last.structure.change(call.tensors)
+            self._check_structures(change, key)
         owners = {path: type(module).__name__ for path, module in self.tree.root.named_modules()}
         owners[""] = self.tree.serial_class.__name__
         left = last.left if last else ()
@@ -462,6 +489,19 @@ class Runner:
             )
         return (change if alike else None), bool(own)
 
+    def _check_structures(self, change: str | None, key: tuple[Hashable, ...]) -> None:
+        """Raise InputError for a structure that is another one at each call."""
+        if (
+            change is not None
+            and sum(entry.structure is not None for entry in self._programs.of(key)) >= GRAPHS
+        ):
+            raise InputError(
+                where=change,
+                found=f"another graph than in {GRAPHS} programs that were made for calls like this one",
+                wanted="a graph that stays, for which a plan is made",
+                remedy="pass the same one at each call, or cut small graphs into batches by hand",
+            )
+
     def _tell_change(self, change: str | None, *, free: bool) -> None:
         """Say once what a change costs."""
         if change is None or free in self._has_said:
@@ -469,7 +509,7 @@ class Runner:
         self._has_said.add(free)
         if self._tells:
             then = (
-                "from now on it is an input of the program"
+                "from now on it is an input of the program" + ", which isn't compiled" * self.compiles
                 if free
                 else "the model is traced anew for each value, without a search where numbers alone differ; "
                 f"the last {STATES} programs of a kind are kept"
@@ -572,6 +612,16 @@ class Runner:
         return itertools.chain(self.tree.root.named_parameters(), self.tree.root.named_buffers())
 
     # -- samples --------------------------------------------------------------------------------
+
+    @property
+    def has_local_inputs(self) -> bool:
+        """Whether each rank passes samples of its own."""
+        return self._local is not None
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether training goes by `train_step`."""
+        return self._by_steps
 
     @property
     def samples(self) -> range:

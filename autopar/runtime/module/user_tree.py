@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from autopar.core.graph import may_learn
 from autopar.errors import InputError
 from autopar.runtime.module import old_parameters
 from autopar.runtime.module.serial_model import is_harmless, without_memory
@@ -322,13 +323,15 @@ class UserTree:
         """The root as an instance of the user's class, without anything of ours but its parameters."""
         root, parallel_class = self.root, type(self.root)
         self.uninstall()
-        runner = root.__dict__.pop("_autopar")
+        # A framework may have put a forward around ours (autocast): of the class, and of this object alone.
+        names = [name for name in ("_autopar", "forward") if name in root.__dict__]
+        ours: dict[str, Any] = {name: root.__dict__.pop(name) for name in names}
         root.__class__ = self.serial_class
         try:
             yield root
         finally:
             root.__class__ = parallel_class
-            root.__dict__["_autopar"] = runner
+            root.__dict__.update(ours)
             self.install()
 
     def _put_whole(self, states: Mapping[str, tuple[torch.dtype, bool]]) -> None:
@@ -337,7 +340,7 @@ class UserTree:
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     whole = self._whole.get(_join(path, name))
-                    if whole is None:
+                    if whole is None or _keeps_values(tensor):
                         continue
                     if _join(path, name) in states:
                         dtype, learns = states[_join(path, name)]
@@ -349,6 +352,11 @@ class UserTree:
                         places[id(tensor)] = whole
         self._put(places)
         self.set_attributes(self._whole_lists)
+
+
+def _keeps_values(tensor: Tensor | None) -> bool:
+    """Whether a trace may see a tensor itself, since its values may be structure: integers that lie whole."""
+    return tensor is not None and type(tensor) is Tensor and not may_learn(tensor.dtype) and tensor.dim() > 0
 
 
 def placed_trees() -> list[UserTree]:

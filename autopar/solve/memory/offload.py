@@ -17,9 +17,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from autopar.core.graph import Graph
 from autopar.core.offload import Moved, Offload
-from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule
 from autopar.cost.operators.prices import Prices
@@ -34,107 +32,91 @@ from autopar.cost.program.offload import (
     moved,
     wait_seconds,
 )
-from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.recompute import again_seconds
-from autopar.cost.program.values import find_values
 from autopar.schedules.in_flight import flight
 from autopar.solve.memory.recompute import Fitted, fit
 
 MOST_TRIED = 500  # tensors, the largest: the time that it takes to choose grows with the square
 
 
-def spare(
-    graph: Graph,
-    prices: Prices,
-    program: Program,
-    cap: int,
-    *,
-    recompute: Recompute,
-    offload: Offload,
-) -> Fitted:
-    """`program` with the parts computed again, and the tensors moved, that make it fit `cap` bytes per device
-    at least expense, as far as these are free; if none do, with those that need least."""
-    plain = fitted(graph, prices, program)
+def spare(priced: PricedProgram, cap: int, *, recompute: Recompute, offload: Offload) -> Fitted:
+    """The program with the parts computed again, and the tensors moved, that make it fit `cap` bytes per
+    device at least expense, as far as these are free; if none do, with those that need least."""
+    plain = fitted(priced)
     if plain.peak.nbytes <= cap:
         return plain
     found = [plain]
     if recompute is Recompute.AUTO:
-        found.append(fitted(graph, prices, fit(graph, prices, program, cap).program))
-    if offload is Offload.AUTO and (away := hiding(graph, prices, program)).offload:
-        hidden = fitted(graph, prices, away)
+        found.append(fitted(fit(priced, cap).priced))
+    if offload is Offload.AUTO and (away := hiding(priced)).program.offload:
+        hidden = fitted(away)
         if hidden.peak.nbytes <= cap:
-            return fewest(graph, prices, hidden, cap)
+            return fewest(hidden, cap)
         found.append(hidden)
         if recompute is Recompute.AUTO:
-            found.append(fitted(graph, prices, fit(graph, prices, away, cap).program))
+            found.append(fitted(fit(away, cap).priced))
     return min(found, key=lambda each: (max(0, each.peak.nbytes - cap), each.seconds, each.peak.nbytes))
 
 
-def fitted(graph: Graph, prices: Prices, program: Program) -> Fitted:
+def fitted(priced: PricedProgram) -> Fitted:
     """The program, moving only what its parts that are computed again leave, and what that takes."""
-    program = _moving(program, moved(graph, prices, program))
-    seconds = again_seconds(graph, prices, program) + sum(wait_seconds(graph, prices, program))
-    return Fitted(program, seconds, peak_memory(graph, prices, program))
+    priced = _moving(priced, moved(priced))
+    return Fitted(priced, again_seconds(priced) + sum(wait_seconds(priced)))
 
 
-def everywhere(graph: Graph, prices: Prices, program: Program) -> Program:
-    """`program` with everything moved that is worth a copy and finds room on the host."""
-    room, chosen = _Room(prices), []
-    for item in _worthwhile(graph, prices, program):
+def everywhere(priced: PricedProgram) -> PricedProgram:
+    """The program with everything moved that is worth a copy and finds room on the host."""
+    room, chosen = _Room(priced.prices), []
+    for item in _worthwhile(priced):
         if room.takes(item):
             chosen.append(item)
-    return _moving(program, chosen)
+    return _moving(priced, chosen)
 
 
-def hiding(graph: Graph, prices: Prices, program: Program) -> Program:
-    """`program` with as much moved as neither forward nor backward waits for, and finds room on the host."""
-    items, times = _worthwhile(graph, prices, program), clock(graph, prices, program)
-    return _moving(program, _hidden(prices, items, times, _Room(prices)))
+def hiding(priced: PricedProgram) -> PricedProgram:
+    """The program with as much moved as neither forward nor backward waits for, and the host has room for."""
+    items, times = _worthwhile(priced), clock(priced)
+    return _moving(priced, _hidden(items, times, _Room(priced.prices)))
 
 
-def hiding_of_stages(graph: Graph, prices: Prices, program: Program) -> Program:
-    """`program` with as much moved as hides if it runs as a whole, of what one stage makes: how much of it a
-    stage moves depends on the stage."""
-    free = find_values(graph, program, training=prices.training).free
-    items = [item for item in _worthwhile(graph, prices, program) if item.moved[0] not in free]
-    return _moving(program, _hidden(prices, items, clock(graph, prices, program), _Room(prices, copies=0)))
+def hiding_of_stages(priced: PricedProgram) -> PricedProgram:
+    """The program with as much moved as hides if it runs as a whole, of what one stage makes: how much of it
+    a stage moves depends on the stage."""
+    free = priced.values.free
+    items = [item for item in _worthwhile(priced) if item.moved[0] not in free]
+    return _moving(priced, _hidden(items, clock(priced), _Room(priced.prices, copies=0)))
 
 
 def moving_in_stages(
-    graph: Graph,
-    prices: Prices,
-    program: Program,
+    priced: PricedProgram,
     away: Sequence[Container[Moved]],
     *,
     starts: Sequence[int],
     schedule: Schedule,
     most: int | None = None,
-) -> Program:
-    """`program` cut at `starts`, with as much moved of what each operator makes and has in `away` as hides in
-    its stage and finds room on the host for all micro-batches in flight; or the `most` largest of that."""
-    places = range(len(graph.operators))
-    items = [
-        item
-        for item in _worthwhile(graph, prices, program)
-        if item.home in places and item.moved in away[item.home]
-    ]
-    times, chosen = clock(graph, prices, program), list[Movable]()
-    rooms = [_Room(prices) for _ in range(schedule.ranks)]
-    for stage, (start, stop) in enumerate(pairwise((*starts, len(graph.operators)))):
+) -> PricedProgram:
+    """The program cut at `starts`, with as much moved of what each operator makes and has in `away` as hides
+    in its stage and finds room on the host for all micro-batches in flight; or the `most` largest of that."""
+    places = range(len(priced.graph.operators))
+    items = [item for item in _worthwhile(priced) if item.home in places and item.moved in away[item.home]]
+    times, chosen = clock(priced), list[Movable]()
+    rooms = [_Room(priced.prices) for _ in range(schedule.ranks)]
+    for stage, (start, stop) in enumerate(pairwise((*starts, len(priced.graph.operators)))):
         own = [item for item in items if start <= item.home and item.needed <= stop]
         room = replace(rooms[schedule.rank_of(stage)], copies=flight(schedule, stage))
-        chosen += _hidden(prices, own, times.within(start, stop), room)
+        chosen += _hidden(own, times.within(start, stop), room)
         rooms[schedule.rank_of(stage)] = room
-    return _moving(program, sorted(chosen, key=lambda item: -item.nbytes)[:most])
+    return _moving(priced, sorted(chosen, key=lambda item: -item.nbytes)[:most])
 
 
-def fewest(graph: Graph, prices: Prices, found: Fitted, cap: int) -> Fitted:
+def fewest(found: Fitted, cap: int) -> Fitted:
     """The same with as few tensors moved, the largest, as still fit."""
-    items = sorted(moved(graph, prices, found.program), key=lambda item: -item.nbytes)
+    items = sorted(moved(found.priced), key=lambda item: -item.nbytes)
     low, high = 0, len(items)
     while high - low > 1:
         middle = (low + high) // 2
-        trial = fitted(graph, prices, _moving(found.program, items[:middle]))
+        trial = fitted(_moving(found.priced, items[:middle]))
         if trial.peak.nbytes <= cap:
             high, found = middle, trial
         else:
@@ -142,9 +124,9 @@ def fewest(graph: Graph, prices: Prices, found: Fitted, cap: int) -> Fitted:
     return found
 
 
-def _hidden(prices: Prices, items: Sequence[Movable], times: Clock, room: _Room) -> list[Movable]:
+def _hidden(items: Sequence[Movable], times: Clock, room: _Room) -> list[Movable]:
     """As many of `items`, which begin with the largest, as neither forward nor backward waits for."""
-    link, chosen = prices.cluster.host, list[Movable]()
+    link, chosen = room.prices.cluster.host, list[Movable]()
     if link is None:
         return chosen
     for item in items[:MOST_TRIED]:
@@ -155,18 +137,18 @@ def _hidden(prices: Prices, items: Sequence[Movable], times: Clock, room: _Room)
     return chosen
 
 
-def _worthwhile(graph: Graph, prices: Prices, program: Program) -> list[Movable]:
+def _worthwhile(priced: PricedProgram) -> list[Movable]:
     """What may be moved and takes longer to copy than a copy of nothing, twice; the largest first."""
-    link = prices.cluster.host
+    link = priced.prices.cluster.host
     if link is None:
         return []
-    items = [item for item in movable(graph, prices, program) if copy_seconds(item, link) >= 2 * link.latency]
+    items = [item for item in movable(priced) if copy_seconds(item, link) >= 2 * link.latency]
     return sorted(items, key=lambda item: -item.nbytes)
 
 
-def _moving(program: Program, items: Sequence[Movable]) -> Program:
+def _moving(priced: PricedProgram, items: Sequence[Movable]) -> PricedProgram:
     """The program that moves these, in the order in which they can be needed."""
-    return replace(program, offload=tuple(item.moved for item in sorted(items, key=_order)))
+    return priced.remedied(offload=tuple(item.moved for item in sorted(items, key=_order)))
 
 
 def _order(item: Movable) -> tuple[int, int]:

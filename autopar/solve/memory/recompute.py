@@ -17,16 +17,16 @@ need. Source of the path: Chen et al., 2016; of the prices: Lagrange.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
-from autopar.core.graph import Graph, InputKind
+from autopar.core.graph import InputKind
 from autopar.core.program import Program
 from autopar.core.recompute import Segment
-from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import Peak, peak_memory
+from autopar.cost.program.peak_memory import Peak
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.recompute import Savings, savings
 from autopar.cost.stages.intervals import choose_places, crossing_bytes
 
@@ -44,52 +44,54 @@ FALLBACKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A program with its recomputed parts, the `seconds` that these take for each micro-batch, and its
-    peak."""
+    """A program with its recomputed parts, and the `seconds` that these take for each micro-batch."""
 
-    program: Program
+    priced: PricedProgram
     seconds: float
-    peak: Peak
+
+    @property
+    def program(self) -> Program:
+        return self.priced.program
+
+    @property
+    def peak(self) -> Peak:
+        return self.priced.peak
 
 
-def fit(graph: Graph, prices: Prices, program: Program, cap: int) -> Fitted:
-    """`program` with the parts computed again that make it fit `cap` bytes per device at least expense; if
+def fit(priced: PricedProgram, cap: int) -> Fitted:
+    """The program with the parts computed again that make it fit `cap` bytes per device at least expense; if
     none do, with those that need least."""
-    return _Fitting(graph, prices, program).under(cap)
+    return _Fitting(priced).under(cap)
 
 
-def everything(graph: Graph, prices: Prices, program: Program) -> Program:
-    """`program` with all its parts computed again, cut where that needs least memory."""
-    table = _table(graph, prices, program)
+def everything(priced: PricedProgram) -> PricedProgram:
+    """The program with all its parts computed again, cut where that needs least memory."""
+    table = _table(priced)
     candidates = [
-        replace(program, recompute=parts)
+        priced.remedied(recompute=parts)
         for limit in LIMITS
         if (parts := _parts(table, float("inf"), limit * float(table.spared[0, -1])))
     ]
-    return min(
-        candidates,
-        key=lambda each: _size(peak_memory(graph, prices, each)),
-        default=program,
-    )
+    return min(candidates, key=lambda each: _size(each.peak), default=priced)
 
 
-def sparing(graph: Graph, prices: Prices, program: Program) -> tuple[float, int]:
+def sparing(priced: PricedProgram) -> tuple[float, int]:
     """Seconds that it takes to compute again whatever spares memory, in parts of moderate size, and the bytes
     that it spares, about."""
-    table = _table(graph, prices, program)
+    table = _table(priced)
     parts = _parts(table, float("inf"), MODERATE * float(table.spared[0, -1]))
     seconds, spared = _totals(table, parts)
     return seconds, -int(spared)
 
 
-def ladder(graph: Graph, prices: Prices, program: Program, rungs: int) -> list[Program]:
+def ladder(priced: PricedProgram, rungs: int) -> list[PricedProgram]:
     """The program without recomputed parts, and up to so many more, each of which keeps less than the one
     before for the seconds that it adds.
 
     Equal layers join all at the same price, so a quarter, a half and three quarters of the parts of each
     candidate stand for the stages in between.
     """
-    table = _table(graph, prices, program)
+    table = _table(priced)
     found: dict[tuple[Segment, ...], tuple[float, float]] = {}
     for parts in (*_candidates(table), *_mixed(list(_candidates(table)))):
         found[parts] = _totals(table, parts)
@@ -101,7 +103,7 @@ def ladder(graph: Graph, prices: Prices, program: Program, rungs: int) -> list[P
             spared = -found[parts][1]
     if len(best) > rungs:
         best = [best[round(index * (len(best) - 1) / (rungs - 1))] for index in range(rungs)]
-    return [replace(program, recompute=()), *(replace(program, recompute=parts) for parts in best)]
+    return [priced.remedied(recompute=parts) for parts in ((), *best)]
 
 
 def _size(peak: Peak) -> tuple[int, int]:
@@ -110,16 +112,14 @@ def _size(peak: Peak) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class _Fitting:
-    graph: Graph
-    prices: Prices
-    program: Program
+    priced: PricedProgram
     known: dict[tuple[Segment, ...], Fitted] = field(default_factory=dict)
 
     def under(self, cap: int) -> Fitted:
         plain = self.fitted((), 0.0)
         if plain.peak.nbytes <= cap:
             return plain
-        table = _table(self.graph, self.prices, self.program)
+        table = _table(self.priced)
         least, good = plain, []
         for parts in self.promising(plain.peak, table, cap):
             found = self.fitted(parts, _totals(table, parts)[0])
@@ -139,16 +139,16 @@ class _Fitting:
         """Candidates, the fastest first, without those that keep more than fits when backward begins; if that
         leaves none, some of those that keep least."""
         totals = {parts: _totals(table, parts) for parts in _candidates(table)}
-        before = plain.state + plain.kept - (0 if self.prices.accumulates else self.gradients())
+        before = plain.state + plain.kept - (0 if self.priced.prices.accumulates else self.gradients())
         few = [parts for parts, (_, spared) in totals.items() if before + spared <= cap * (1 + SLACK)]
         few = few or sorted(totals, key=lambda each: totals[each][1])[:FALLBACKS]
         return sorted(few, key=lambda each: totals[each])
 
     def gradients(self) -> int:
         """Bytes of the gradients of all weights."""
-        weights = [item for item in self.graph.inputs if item.kind is InputKind.PARAMETER]
+        weights = [item for item in self.priced.graph.inputs if item.kind is InputKind.PARAMETER]
         return sum(
-            self.prices.local_bytes(item.name, self.program.inputs[item.name])
+            self.priced.prices.local_bytes(item.name, self.priced.program.inputs[item.name])
             for item in weights
             if item.spec.requires_grad
         )
@@ -159,7 +159,7 @@ class _Fitting:
         def worth(each: Fitted) -> tuple[float, float, int]:
             return max(0, each.peak.nbytes - cap), each.seconds, each.peak.nbytes
 
-        left = min(CHANGES, EFFORT // len(self.graph.operators))
+        left = min(CHANGES, EFFORT // len(self.priced.graph.operators))
         while left > 0:
             near = list(islice(_neighbours(found.program.recompute, table.places), left))
             left -= max(1, len(near))
@@ -172,8 +172,7 @@ class _Fitting:
 
     def fitted(self, parts: tuple[Segment, ...], seconds: float) -> Fitted:
         if parts not in self.known:
-            program = replace(self.program, recompute=parts)
-            self.known[parts] = Fitted(program, seconds, peak_memory(self.graph, self.prices, program))
+            self.known[parts] = Fitted(self.priced.remedied(recompute=parts), seconds)
         return self.known[parts]
 
     def without_idle(self, found: Fitted, table: Savings, cap: int) -> Fitted:
@@ -199,9 +198,9 @@ class _Fitting:
         return found
 
 
-def _table(graph: Graph, prices: Prices, program: Program) -> Savings:
-    crossing = crossing_bytes(graph, prices, program)
-    return savings(graph, prices, program, choose_places(crossing, MOST_PLACES))
+def _table(priced: PricedProgram) -> Savings:
+    crossing = crossing_bytes(priced)
+    return savings(priced, choose_places(crossing, MOST_PLACES))
 
 
 def _candidates(table: Savings) -> Iterator[tuple[Segment, ...]]:

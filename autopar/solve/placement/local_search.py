@@ -21,8 +21,8 @@ from typing import TypeVar
 from autopar.core.offload import Offload
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute
-from autopar.cost.program.peak_memory import Peak, peak_memory
-from autopar.cost.program.step import step_cost
+from autopar.cost.program.peak_memory import Peak
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import RuleError
 from autopar.solve.memory.offload import spare
 from autopar.solve.memory.recompute import fit
@@ -40,9 +40,16 @@ Value = TypeVar("Value")
 class Near:
     """A plan with what it takes."""
 
-    program: Program
+    priced: PricedProgram
     seconds: float
-    peak: Peak
+
+    @property
+    def program(self) -> Program:
+        return self.priced.program
+
+    @property
+    def peak(self) -> Peak:
+        return self.priced.peak
 
     def excess(self, cap: int) -> int:
         return max(0, self.peak.nbytes - cap)
@@ -95,7 +102,7 @@ class _Descent:
         better = False
         for plain, _ in self.changes(twice=twice):
             for parts in dict.fromkeys(((), self.found.program.recompute)):
-                better = self.takes(self.replayed(replace(plain, recompute=parts))) or better
+                better = self.takes(self.replayed(plain.remedied(recompute=parts))) or better
             if self.over():
                 break
         return better
@@ -105,19 +112,17 @@ class _Descent:
         if self.recompute is not Recompute.AUTO and self.offload is not Offload.AUTO:
             return False
         for plain, _ in sorted(self.changes(), key=lambda each: each[1]):
-            self.left -= FITTING * len(plain.strategies)
+            self.left -= FITTING * len(plain.program.strategies)
             if self.over():
                 break
             if self.takes(self.replayed(self.fitted(plain))):
                 return True
         return False
 
-    def fitted(self, plain: Program) -> Program:
-        graph, prices = self.problem.graph, self.problem.prices
+    def fitted(self, plain: PricedProgram) -> PricedProgram:
         if self.offload is Offload.NONE:
-            return fit(graph, prices, plain, self.cap).program
-        found = spare(graph, prices, plain, self.cap, recompute=self.recompute, offload=self.offload)
-        return found.program
+            return fit(plain, self.cap).priced
+        return spare(plain, self.cap, recompute=self.recompute, offload=self.offload).priced
 
     def takes(self, other: Near) -> bool:
         mine, theirs = self.found.excess(self.cap), other.excess(self.cap)
@@ -126,7 +131,7 @@ class _Descent:
             self.found = other
         return better
 
-    def changes(self, *, twice: bool = False) -> Iterator[tuple[Program, float]]:
+    def changes(self, *, twice: bool = False) -> Iterator[tuple[PricedProgram, float]]:
         """Plans one change away, and that itself, without parts that are computed again, with their seconds:
         those that could be better. Or two changes away, unless that takes too long."""
         start = choices_of(self.problem, self.found.program)
@@ -139,9 +144,10 @@ class _Descent:
                 break
             for program in self.decoded(choices):
                 self.left -= len(program.strategies)
-                seconds = self.seconds(program)
+                priced = PricedProgram(self.problem.prices, program)
+                seconds = priced.seconds
                 if self.found.excess(self.cap) or seconds < self.found.seconds * (1 - FASTER):
-                    yield program, seconds
+                    yield priced, seconds
 
     def decoded(self, choices: Choices) -> list[Program]:
         """The program of these choices, and with conversions that are cheaper but may hold more, if any; none
@@ -153,15 +159,9 @@ class _Descent:
         around = decoded(self.problem, choices, around=True)
         return [direct] if around.moves == direct.moves else [direct, around]
 
-    def replayed(self, program: Program) -> Near:
-        self.left -= len(program.strategies)
-        return Near(
-            program, self.seconds(program), peak_memory(self.problem.graph, self.problem.prices, program)
-        )
-
-    def seconds(self, program: Program) -> float:
-        prices = self.problem.prices
-        return step_cost(self.problem.graph, prices, program).weighted(prices.once)
+    def replayed(self, priced: PricedProgram) -> Near:
+        self.left -= len(priced.program.strategies)
+        return Near(priced, priced.seconds)
 
 
 def changed(problem: Problem, choices: Choices) -> Iterator[Choices]:

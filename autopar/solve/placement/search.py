@@ -15,9 +15,8 @@ from autopar.core.placement import replicated
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import Peak, peak_memory
-from autopar.cost.program.step import step_cost
-from autopar.cost.program.values import find_values
+from autopar.cost.program.peak_memory import Peak
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import CheckError, InfeasibleError, OverCapError, SolverError
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import Answer
@@ -45,13 +44,18 @@ class CutoffError(InfeasibleError):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A checked plan of one mesh: predicted seconds, a proven lower bound, and the solver's status."""
+    """A checked plan of one mesh: predicted seconds, a proven lower bound, and the solver's status. With
+    stages the peak is still that of the program without, before remedies."""
 
-    program: Program
+    priced: PricedProgram
     seconds: float
     bound: float
     status: str
     peak: Peak
+
+    @property
+    def program(self) -> Program:
+        return self.priced.program
 
     @property
     def gap(self) -> float:
@@ -128,7 +132,7 @@ class _Search:
         """The best that changes of single choices lead to from these."""
         if self.recompute is Recompute.ALL or self.offload is Offload.ALL:
             return known[0]
-        starts = [Near(each.program, each.seconds, each.peak) for each in known]
+        starts = [Near(each.priced, each.seconds) for each in known]
         best = near(
             self.problem(rows=cap),
             starts,
@@ -137,7 +141,7 @@ class _Search:
             offload=self.offload,
             deadline=self.deadline,
         )
-        return replace(known[0], program=best.program, seconds=best.seconds, peak=best.peak)
+        return replace(known[0], priced=best.priced, seconds=best.seconds, peak=best.peak)
 
     def tightened(self, solution: Solution, cap: int) -> list[Solution]:
         """The solution, or the first one under tighter rows, that fits; none if there is none."""
@@ -235,7 +239,6 @@ class _Search:
 
         def tell() -> InfeasibleError:
             return infeasible(
-                self.graph,
                 self.prices,
                 cap,
                 self.least(),
@@ -279,18 +282,14 @@ class _Search:
                 remedy="give more with --time-limit",
             )
         bound = min(bound, others) if proves else -math.inf
-        program = read(problem, answer)
-        seconds = total_seconds(self.graph, self.prices, program)
+        priced = PricedProgram(self.prices, read(problem, answer))
         if not rounded:
-            self.check(problem, answer, program, seconds)
+            self.check(problem, answer, priced)
         solution = completed(
-            self.graph,
-            self.prices,
-            program,
+            priced,
             self.cap,
             recompute=self.recompute,
             offload=self.offload,
-            seconds=seconds,
         )
         solution = replace(solution, bound=bound, status=answer.status)
         self.note(solution)
@@ -321,12 +320,13 @@ class _Search:
         self.branching = max(0.0, self.branching - (time.monotonic() - begun))
         return answer
 
-    def check(self, problem: Problem, answer: Answer, program: Program, seconds: float) -> None:
-        """Raises CheckError if what the solver promised is not what the program costs, `seconds`."""
+    def check(self, problem: Problem, answer: Answer, priced: PricedProgram) -> None:
+        """Raises CheckError if what the solver promised is not what the program costs."""
         assert answer.values is not None
+        seconds = priced.seconds
         promised = answer.cost - problem.memory_cost(answer.values) - problem.again_cost(answer.values)
         if seconds > promised * (1 + 1e-6):
-            promised += _optimism(problem, program)
+            promised += _optimism(problem, priced)
         if seconds > promised * (1 + 1e-6) + 1e-12:
             raise CheckError(
                 where="plan",
@@ -337,33 +337,23 @@ class _Search:
 
 
 def completed(
-    graph: Graph,
-    prices: Prices,
-    program: Program,
+    priced: PricedProgram,
     cap: int | None,
     *,
     recompute: Recompute,
     offload: Offload = Offload.NONE,
-    seconds: float | None = None,
 ) -> Solution:
     """The program with the parts that are computed again and the tensors that are moved to the host, if any,
-    and what it takes; without a bound. It takes `seconds` without such, if that is known."""
-    plain, peak = program, None
+    and what it takes; without a bound."""
     if recompute is Recompute.ALL:
-        program = everything(graph, prices, program)
+        priced = everything(priced)
     if offload is Offload.ALL:
-        program = everywhere(graph, prices, program)
-    fitted = None
+        priced = everywhere(priced)
     if cap is not None and offload is not Offload.NONE:
-        fitted = spare(graph, prices, program, cap, recompute=recompute, offload=offload)
+        priced = spare(priced, cap, recompute=recompute, offload=offload).priced
     elif cap is not None and recompute is Recompute.AUTO:
-        fitted = fit(graph, prices, program, cap)
-    if fitted is not None:
-        program, peak = fitted.program, fitted.peak
-    if seconds is None or program is not plain:
-        seconds = total_seconds(graph, prices, program)
-    peak = peak or peak_memory(graph, prices, program)
-    return Solution(program, seconds, -math.inf, "gap_limit", peak)
+        priced = fit(priced, cap).priced
+    return Solution(priced, priced.seconds, -math.inf, "gap_limit", priced.peak)
 
 
 def check_cutoff(bound: float, cutoff: float) -> None:
@@ -384,17 +374,16 @@ def _judged(solution: Solution, bound: float, gap: float) -> Solution:
     return replace(solution, bound=min(bound, solution.seconds), status=status)
 
 
-def _optimism(problem: Problem, program: Program) -> float:
+def _optimism(problem: Problem, priced: PricedProgram) -> float:
     """Seconds by which the program is dearer than the solver knew: where several uses of a weight part
     before its gradient is summed, it is summed for every micro-batch."""
     prices = problem.prices
     if prices.once == 1.0:
         return 0.0
     uses = problem.graph.consumers()
-    values = find_values(problem.graph, program, training=prices.training)
     return sum(
         (1.0 - prices.once) * prices.gradient_sync(value.name, value.move)
-        for value in values.of.values()
+        for value in priced.values.of.values()
         if value.move is not None
         and not value.leads
         and problem.is_parameter(value.name)
@@ -425,13 +414,12 @@ def least(
     answer = solve(problem.lp, gap=1e-3, time_limit=seconds)
     if answer.values is None:
         return None
-    program = read(problem, answer)
-    solution = completed(graph, prices, program, cap or 0, recompute=recompute, offload=offload)
+    priced = PricedProgram(prices, read(problem, answer))
+    solution = completed(priced, cap or 0, recompute=recompute, offload=offload)
     return replace(solution, status=answer.status)
 
 
 def infeasible(
-    graph: Graph,
     prices: Prices,
     cap: int,
     found: Solution | None,
@@ -443,7 +431,7 @@ def infeasible(
     minimum = found.peak.nbytes if found else -1
     sizes = {
         item.target: prices.state_bytes(item.name, replicated(len(prices.dims.mesh.shape)))
-        for item in graph.inputs
+        for item in prices.graph.inputs
     }
     largest = sorted(sizes.items(), key=lambda pair: -pair[1])[:3]
     return InfeasibleError(
@@ -453,16 +441,10 @@ def infeasible(
         remedy="; ".join(
             (
                 "raise --memory or use more devices",
-                *(remedies(graph, prices, found.program, recompute, offload) if found else ()),
+                *(remedies(found.priced, recompute, offload) if found else ()),
                 "the largest are "
                 + ", ".join(f"{name} ({show_bytes(nbytes)} unsharded)" for name, nbytes in largest),
             )
         ),
         least=minimum if minimum >= 0 else None,
     )
-
-
-def total_seconds(graph: Graph, prices: Prices, program: Program) -> float:
-    """Predicted seconds of one micro-batch under `program` with its share of what is done once a step,
-    summed anew: of one training step if there are no micro-batches."""
-    return step_cost(graph, prices, program).weighted(prices.once)

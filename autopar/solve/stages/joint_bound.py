@@ -43,7 +43,7 @@ from autopar.core.placement import Layout
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind
 from autopar.cost.interval_table import Rectangles, Row, Table
 from autopar.cost.operators.prices import Price, Prices
-from autopar.cost.program.values import Values, find_values
+from autopar.cost.program.values import Values
 from autopar.cost.stages.intervals import Intervals
 from autopar.schedules.in_flight import forwards_before
 from autopar.solve.placement.fold import Folding
@@ -79,7 +79,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         graph, total, once = self.graph, self.solution.bound, self.prices.once
-        self.values = find_values(graph, self.solution.program, training=self.prices.training)
+        self.values = self.solution.priced.values
         self.given = {item.name: item for item in graph.inputs}
         self.own = {}
         for name, layout in self.values.of:

@@ -27,7 +27,6 @@ from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.recent import placement_of
 from autopar.errors import RuleError
 
 Levels = Sequence[int]  # of each operator the number of its placement
@@ -39,12 +38,15 @@ class Mixture:
     """Placements of one graph, of which each operator that isn't `settled` may follow one. With `joins`
     tensors between operators for which placements have no conversions get new ones."""
 
-    graph: Graph
     programs: Sequence[Program]
     prices: Prices
     joins: bool = False
     users: dict[str, list[tuple[int, int]]] = field(init=False)  # of a tensor: operator and position
     made_by: dict[str, tuple[int, int]] = field(init=False)  # operator and result
+
+    @property
+    def graph(self) -> Graph:
+        return self.prices.graph
 
     def __post_init__(self) -> None:
         users: dict[str, list[tuple[int, int]]] = {name: [] for name in self.graph.specs}
@@ -246,5 +248,4 @@ class Mixture:
 
 def is_placed_alike(one: Program, other: Program) -> bool:
     """Whether two programs differ at most in what they compute again."""
-    pairs = zip(placement_of(one), placement_of(other), strict=True)
-    return all(mine is theirs or mine == theirs for mine, theirs in pairs)
+    return replace(one, recompute=(), offload=()) == replace(other, recompute=(), offload=())

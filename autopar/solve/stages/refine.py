@@ -22,8 +22,7 @@ from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import peak_memory
-from autopar.cost.program.step import step_cost
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError
 from autopar.schedules.fill_bubbles import filled
@@ -50,11 +49,10 @@ class _Sought:
 
 @dataclass(slots=True)
 class Refinement:
-    """Makes steps of one graph and mesh faster. `schedules` are all that were looked at, `others` placements
+    """Makes steps of one mesh faster. `schedules` are all that were looked at, `others` placements
     that are faster and take more memory; `relaxed` are seconds that no placement takes less than. After the
     `deadline` nothing more is tried."""
 
-    graph: Graph
     prices: Prices
     hop: LinkLike
     cap: int | None
@@ -67,9 +65,13 @@ class Refinement:
     deadline: float | None = None
     sought: list[_Sought] = field(default_factory=list)
 
+    @property
+    def graph(self) -> Graph:
+        return self.prices.graph
+
     def of(self, step: Step) -> Step:
         """The step with all that makes it faster, and its bound."""
-        places = choose_places(crossing_bytes(self.graph, self.prices, step.solution.program), MOST_PLACES)
+        places = choose_places(crossing_bytes(step.solution.priced), MOST_PLACES)
         self.sought = [_Sought(step.bound, places, self.schedules)]
         step = self.filled(self.moved(step))
         if not is_over(self.deadline) and (mixed := self.mixed(step)):
@@ -78,7 +80,7 @@ class Refinement:
 
     def bounded(self, step: Step) -> Step:
         """The step with the closest bound that is known, or that is found in time."""
-        plain, bounds = replace(step.solution.program, recompute=(), offload=()), []
+        plain, bounds = step.solution.priced.plain, []
         scarcity = self.scarcity  # in seconds of the step's placement, of which all take a share
         if scarcity and step.share:
             scarcity = replace(scarcity, cap=scarcity.cap / step.share)
@@ -86,7 +88,7 @@ class Refinement:
             if is_over(self.deadline):
                 bounds.append(each.bound)
                 continue
-            table = intervals(self.graph, self.prices, plain, self.hop, places=each.places)
+            table = intervals(plain, self.hop, places=each.places)
             closer = self.closer_bound(table, each.schedules, step.seconds, scarcity)
             bounds.append(max(each.bound, step.share * closer))
         return replace(step, bound=min(step.seconds, *bounds))
@@ -107,10 +109,8 @@ class Refinement:
         some of many places."""
         assert step.cut is not None and step.schedule is not None
         solution, operators = step.solution, len(self.graph.operators)
-        plain = replace(solution.program, offload=())
-        if self.recompute is Recompute.AUTO:
-            plain = replace(plain, recompute=())
-        solution = replace(solution, program=plain)
+        recompute = () if self.recompute is Recompute.AUTO else None
+        solution = replace(solution, priced=solution.priced.remedied(recompute=recompute, offload=()))
         for _ in range(RECUTS):
             if step.cut.places == operators or is_over(self.deadline):
                 break
@@ -118,8 +118,6 @@ class Refinement:
             places = _around(starts, operators)
             try:
                 near = staged(
-                    self.graph,
-                    self.prices,
                     solution,
                     schedules=[step.schedule],
                     hop=self.hop,
@@ -166,8 +164,8 @@ class Refinement:
         schedule = filled(self.plain(step.schedule), step.cut.stages)
         if schedule == step.schedule:
             return step
-        program, places = step.solution.program, _around(step.cut.starts, len(self.graph.operators))
-        table = intervals(self.graph, self.prices, program, self.hop, places=places)
+        places = _around(step.cut.starts, len(self.graph.operators))
+        table = intervals(step.solution.priced, self.hop, places=places)
         found = keep(table, schedule, step.cut.starts)
         fits = self.cap is None or max(found.rank_bytes) <= self.cap
         if not fits or found.seconds >= step.seconds:
@@ -179,7 +177,7 @@ class Refinement:
         """The step with another cut, of which no more is known than that it can't beat the bound."""
         share = share_of(step.solution, self.relaxed)
         cut = replace(cut, bound=min(cut.seconds, step.bound / share) if share else 0.0)
-        found = step_of(self.graph, self.prices, step.solution, cut, schedule, free=step.free, share=share)
+        found = step_of(step.solution, cut, schedule, free=step.free, share=share)
         return replace(found, filling=step.filling)
 
     def mixed(self, step: Step) -> Step | None:
@@ -189,10 +187,10 @@ class Refinement:
             return None
         assert step.cut is not None and step.schedule is not None
         graph, prices, schedule = self.graph, self.prices, step.schedule
-        plain = replace(step.solution.program, recompute=(), offload=())
-        mixture = Mixture(graph, [plain, *self.others], prices)
+        plain = step.solution.priced.plain
+        mixture = Mixture([plain.program, *self.others], prices)
         if len(mixture.settled) > SETTLED * len(graph.operators):
-            mixture = Mixture(graph, [plain, *self.others], prices, joins=True)
+            mixture = Mixture([plain.program, *self.others], prices, joins=True)
         apart = inseparable(graph)
         near = _around(step.cut.starts, len(graph.operators))
         places = mixture.seams([place for place in near if place not in apart])
@@ -200,30 +198,26 @@ class Refinement:
             return None
         again = Recompute.AUTO if step.solution.program.recompute else Recompute.NONE
         lean = levels(
-            graph,
-            prices,
             plain,
             recompute=again if self.recompute is Recompute.AUTO else Recompute.NONE,
             offloads=bool(step.solution.program.offload),
         )
-        programs = [*lean, *self.others]
-        tables = [intervals(graph, prices, each, self.hop, places=places) for each in programs]
+        programs = [*lean, *(PricedProgram(prices, each) for each in self.others)]
+        tables = [intervals(each, self.hop, places=places) for each in programs]
         known = _nearest(step.cut.starts, places)
         try:
             ((found, _),) = cuts(tables, [schedule], cap=self.cap, known=known)
-            parting = Parting(graph, prices, programs, self.hop, schedule, self.cap, places, mixture, places)
-            program, exact = parting.of(found)
+            parting = Parting(programs, self.hop, schedule, self.cap, places, mixture, places)
+            priced, exact = parting.of(found)
         except InfeasibleError:
             return None
         if exact.seconds >= step.seconds:
             return None
         solution = replace(
             step.solution,
-            program=program,
-            seconds=step_cost(graph, prices, replace(program, recompute=(), offload=())).weighted(
-                prices.once
-            ),
-            peak=peak_memory(graph, prices, program),
+            priced=priced,
+            seconds=priced.plain.seconds,
+            peak=priced.peak,
         )
         exact = replace(exact, places=len(places) - 1)
         return self.with_cut(replace(step, solution=solution, free=exact.seconds), exact, schedule)

@@ -14,16 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.core.costs import LinkLike
-from autopar.core.graph import Graph
 from autopar.core.offload import Offload
 from autopar.core.pipeline import inseparable
-from autopar.core.program import Program
 from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule
 from autopar.core.timeline import StageCost
-from autopar.cost.operators.prices import Prices
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.recompute import shares
-from autopar.cost.program.step import StepCost, step_cost
+from autopar.cost.program.step import StepCost
 from autopar.cost.stages.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError
 from autopar.solve.memory.offload import hiding_of_stages, moving_in_stages
@@ -73,9 +71,9 @@ def once(ranks: int, micro_batches: int) -> float:
     return 1.0 / (micro_batches + ranks - 1)
 
 
-def unstaged(graph: Graph, prices: Prices, solution: Solution, micro_batches: int) -> Step:
+def unstaged(solution: Solution, micro_batches: int) -> Step:
     """The step without stages."""
-    cost = step_cost(graph, prices, solution.program)
+    cost = solution.priced.cost
     return Step(
         solution=solution,
         cost=cost,
@@ -88,8 +86,6 @@ def unstaged(graph: Graph, prices: Prices, solution: Solution, micro_batches: in
 
 
 def staged(
-    graph: Graph,
-    prices: Prices,
     solution: Solution,
     *,
     schedules: Sequence[Schedule],
@@ -114,19 +110,20 @@ def staged(
     without a cap neither this placement nor another takes less than `cutoff` seconds, nor this one than
     `limit`: as it is cut here without a cap, or by its bound under the cap.
     """
+    priced, graph = solution.priced, solution.priced.graph
     if starts is not None:
         places = tuple(sorted({0, *starts, len(graph.operators)}))
     elif places is None:
-        places = choose_places(crossing_bytes(graph, prices, solution.program), MOST_PLACES)
+        places = choose_places(crossing_bytes(priced), MOST_PLACES)
     if starts is None:
         apart = inseparable(graph)
         places = tuple(place for place in places if place not in apart)
-    table = intervals(graph, prices, solution.program, hop, places=places)
+    table = intervals(priced, hop, places=places)
     if starts is not None:
         schedule = schedules[0]
         found = keep(table, schedule, starts)
         free = found.seconds
-        program, found = _parted(graph, prices, [solution.program], hop, schedule, None, found)
+        priced, found = _parted([priced], hop, schedule, None, found)
     else:
         uncapped = cuts([table], schedules, cap=None, known=known)
         found, schedule = best(uncapped)
@@ -134,16 +131,13 @@ def staged(
         check_cutoff(found.bound * share_of(solution, relaxed), cutoff)
         check_cutoff(free, limit)
         if cap is not None and max(found.rank_bytes) > cap:
-            lean = _Lean(
-                graph, prices, solution.program, hop, cap, table, uncapped, known, recompute, offload
-            )
-            program, found, schedule = lean.fastest(schedules, bound=found.bound, limit=limit)
+            lean = _Lean(priced, hop, cap, table, uncapped, known, recompute, offload)
+            priced, found, schedule = lean.fastest(schedules, bound=found.bound, limit=limit)
         else:
-            inner = table.places
-            program, found = _parted(graph, prices, [solution.program], hop, schedule, cap, found, inner)
-    solution = replace(solution, program=program)
+            priced, found = _parted([priced], hop, schedule, cap, found, table.places)
+    solution = replace(solution, priced=priced)
     found = replace(found, bound=min(found.bound, found.seconds))
-    return step_of(graph, prices, solution, found, schedule, free=free, share=share_of(solution, relaxed))
+    return step_of(solution, found, schedule, free=free, share=share_of(solution, relaxed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +155,7 @@ class _Lean:
     """Cuts of one placement that meet a cap: `table` is that of the placement as it is, `free` are its best
     cuts without the cap."""
 
-    graph: Graph
-    prices: Prices
-    program: Program
+    priced: PricedProgram
     hop: LinkLike
     cap: int
     table: Intervals
@@ -174,21 +166,21 @@ class _Lean:
 
     def fastest(
         self, schedules: Sequence[Schedule], *, bound: float, limit: float
-    ) -> tuple[Program, Cut, Schedule]:
+    ) -> tuple[PricedProgram, Cut, Schedule]:
         """The fastest way's program, and its cut with a bound for all of them, at least `bound`. Raises
         CutoffError if none takes less than `limit` seconds, the InfeasibleError that asks for least if none
         meets the cap."""
         waiting = self.ways(schedules)
         check_cutoff(max(bound, min(way.bound for way in waiting)), limit)
         bounds, failures = list[float](), list[InfeasibleError]()
-        fastest: tuple[Program, Cut, Schedule] | None = None
+        fastest: tuple[PricedProgram, Cut, Schedule] | None = None
         while waiting:
             way = waiting.pop(0)
             if fastest and way.bound >= fastest[1].seconds:
                 bounds.append(way.bound)
                 continue
             try:
-                program, cut, schedule = self.cut(way)
+                priced, cut, schedule = self.cut(way)
             except InfeasibleError as error:  # by what tables and replays differ, perhaps
                 failures.append(error)
                 bounds += [way.bound] if way.bound else []
@@ -196,15 +188,15 @@ class _Lean:
                 continue
             bounds.append(max(way.bound, cut.bound))
             if fastest is None or cut.seconds < fastest[1].seconds:
-                fastest = program, cut, schedule
+                fastest = priced, cut, schedule
         if fastest is None:
             raise min(failures, key=lambda error: error.least or 0)
-        program, cut, schedule = fastest
-        return program, replace(cut, bound=max(bound, min(bounds))), schedule
+        priced, cut, schedule = fastest
+        return priced, replace(cut, bound=max(bound, min(bounds))), schedule
 
     def ways(self, schedules: Sequence[Schedule]) -> list[_Way]:
         """The ways there are, the one that promises most first."""
-        link = self.prices.cluster.host
+        link = self.priced.prices.cluster.host
         if self.offload is not Offload.AUTO or link is None:
             return [self.plain(schedules)]
         split = [each for each in schedules if each.kind in SPLIT_BACKWARD]
@@ -219,71 +211,67 @@ class _Lean:
         return _Way(schedules, False, self.bound(schedules) if self.recompute is Recompute.AUTO else 0.0)
 
     def bound(self, schedules: Sequence[Schedule], *, away: float = 0.0) -> float:
-        spared = replace(shares(self.graph, self.prices, self.program), away=away)
+        spared = replace(shares(self.priced), away=away)
         return bound_again(self.table, spared, schedules, cap=self.cap)
 
-    def cut(self, way: _Way) -> tuple[Program, Cut, Schedule]:
+    def cut(self, way: _Way) -> tuple[PricedProgram, Cut, Schedule]:
         """The best cut of a way as it runs; its bound is none if stages choose among levels. Where the replay
         finds more than the tables do, it is sought anew under a cap that is lower by as much."""
-        graph, prices, hop, places = self.graph, self.prices, self.hop, self.table.places
-        programs = levels(graph, prices, self.program, recompute=self.recompute, offloads=way.offloads)
-        lean = [intervals(graph, prices, each, hop, places=places) for each in programs[1:]]
+        hop, places = self.hop, self.table.places
+        programs = levels(self.priced, recompute=self.recompute, offloads=way.offloads)
+        lean = [intervals(each, hop, places=places) for each in programs[1:]]
         cap = self.cap
         for left in reversed(range(TRIES)):
             cut, schedule = best(self.cuts([self.table, *lean], way, cap))
             try:
-                program, exact = _parted(graph, prices, programs, hop, schedule, self.cap, cut, places)
+                priced, exact = _parted(programs, hop, schedule, self.cap, cut, places)
                 break
             except InfeasibleError as error:
                 if not left or error.least is None:
                     raise
                 cap = int(LOWER * cap * self.cap / error.least)
         if len(programs) == 1:
-            return program, exact, schedule
+            return priced, exact, schedule
         shared = any(each.stages_per_rank > 1 for each in way.schedules)
-        if shared and not programs[0].recompute:  # levels part a rank's memory by a rule that may be wrong
+        if (
+            shared and not programs[0].program.recompute
+        ):  # levels part a rank's memory by a rule that may be wrong
             with contextlib.suppress(InfeasibleError):
                 cut, other = best(self.cuts([self.table], way, self.cap))
                 if cut.seconds < exact.seconds:
-                    program, exact, schedule = programs[0], cut, other
-        return program, replace(exact, bound=0.0), schedule
+                    priced, exact, schedule = programs[0], cut, other
+        return priced, replace(exact, bound=0.0), schedule
 
     def cuts(self, tables: Sequence[Intervals], way: _Way, cap: int) -> list[Found]:
         return cuts(tables, way.schedules, cap=cap, known=self.known, free=self.free)
 
 
-def levels(
-    graph: Graph, prices: Prices, program: Program, *, recompute: Recompute, offloads: bool
-) -> list[Program]:
+def levels(priced: PricedProgram, *, recompute: Recompute, offloads: bool) -> list[PricedProgram]:
     """The placement as it is, and others that need less memory: parts are computed again, if they may be, and
     what hides is moved, if it `offloads`."""
-    found = ladder(graph, prices, program, RUNGS) if recompute is Recompute.AUTO else [program]
+    found = ladder(priced, RUNGS) if recompute is Recompute.AUTO else [priced]
     if not offloads:
         return found
-    lean = [hiding_of_stages(graph, prices, each) for each in found]
-    return [found[0], *(each for each in lean if each.recompute or each.offload)]
+    lean = [hiding_of_stages(each) for each in found]
+    return [found[0], *(each for each in lean if each.program.recompute or each.program.offload)]
 
 
 def _parted(
-    graph: Graph,
-    prices: Prices,
-    programs: Sequence[Program],
+    programs: Sequence[PricedProgram],
     hop: LinkLike,
     schedule: Schedule,
     cap: int | None,
     found: Cut,
     places: Sequence[int] = (),
-) -> tuple[Program, Cut]:
+) -> tuple[PricedProgram, Cut]:
     """What the stages of a cut run of their levels, and the cut as it then is."""
-    if not any(each.recompute or each.offload for each in programs):
+    if not any(each.program.recompute or each.program.offload for each in programs):
         return programs[0], found
-    program, exact = Parting(graph, prices, programs, hop, schedule, cap, places).of(found)
-    return program, replace(exact, bound=found.bound, places=found.places)
+    priced, exact = Parting(programs, hop, schedule, cap, places).of(found)
+    return priced, replace(exact, bound=found.bound, places=found.places)
 
 
 def step_of(
-    graph: Graph,
-    prices: Prices,
     solution: Solution,
     cut: Cut,
     schedule: Schedule,
@@ -295,7 +283,7 @@ def step_of(
     fullest = max(range(schedule.ranks), key=lambda rank: cut.rank_bytes[rank])
     return Step(
         solution=solution,
-        cost=step_cost(graph, prices, replace(solution.program, offload=())),  # what is moved hides
+        cost=solution.priced.remedied(offload=()).cost,  # what is moved hides
         seconds=cut.seconds,
         bound=share * cut.bound,
         peak_bytes=cut.rank_bytes[fullest],
@@ -324,9 +312,7 @@ class Parting:
     are computed again and reach over a cut are cut there, too, which the tables don't know.
     """
 
-    graph: Graph
-    prices: Prices
-    programs: Sequence[Program]
+    programs: Sequence[PricedProgram]
     hop: LinkLike
     schedule: Schedule
     cap: int | None
@@ -334,9 +320,13 @@ class Parting:
     mixture: Mixture | None = None
     seams: Sequence[int] = ()
 
-    def of(self, cut: Cut) -> tuple[Program, Cut]:
+    @property
+    def operators(self) -> int:
+        return len(self.programs[0].graph.operators)
+
+    def of(self, cut: Cut) -> tuple[PricedProgram, Cut]:
         """The program in which as much of each stage as fits is in the richer level, and its cut."""
-        ends = (*cut.starts[1:], len(self.graph.operators))
+        ends = (*cut.starts[1:], self.operators)
         turns = [self.turns(*each) for each in zip(cut.mixes, cut.starts, ends, strict=True)]
         mixed = [stage for stage, mix in enumerate(cut.mixes) if mix.share > 0]
         now = [len(each) - 1 for each in turns]
@@ -345,7 +335,7 @@ class Parting:
             wanted = ends[stage] - cut.mixes[stage].share * (ends[stage] - cut.starts[stage])
             now[stage] = min(range(len(turns[stage])), key=lambda index: abs(turns[stage][index] - wanted))
 
-        def replayed(places: Sequence[int]) -> tuple[Program, Cut]:
+        def replayed(places: Sequence[int]) -> tuple[PricedProgram, Cut]:
             return self.replayed(cut, [each[place] for each, place in zip(turns, places, strict=True)])
 
         for probe in range(PROBES if mixed else 0):
@@ -356,9 +346,9 @@ class Parting:
                     fitting[stage] = min(fitting[stage], now[stage])
                     by = -by
                 now[stage] = min(max(now[stage] + by, 0), fitting[stage])
-        program, found = replayed(fitting)
+        priced, found = replayed(fitting)
         if self.cap is None:
-            return program, found
+            return priced, found
         if (most := max(found.rank_bytes)) > self.cap:
             raise InfeasibleError(
                 where="memory cap of a pipeline whose stages compute parts again",
@@ -368,31 +358,33 @@ class Parting:
                 least=most,
             )
         return self.fewest(
-            cut, [each[place] for each, place in zip(turns, fitting, strict=True)], found, program
+            cut, [each[place] for each, place in zip(turns, fitting, strict=True)], found, priced
         )
 
-    def fewest(self, cut: Cut, turns: Sequence[int], found: Cut, program: Program) -> tuple[Program, Cut]:
+    def fewest(
+        self, cut: Cut, turns: Sequence[int], found: Cut, priced: PricedProgram
+    ) -> tuple[PricedProgram, Cut]:
         """The same with as few tensors moved, the largest, as still fit."""
-        low, high = -1, len(program.offload)
+        low, high = -1, len(priced.program.offload)
         while high - low > 1:
             middle = (low + high) // 2
             lean, trial = self.replayed(cut, turns, middle)
             if max(trial.rank_bytes) <= (self.cap or 0):
-                high, program, found = middle, lean, trial
+                high, priced, found = middle, lean, trial
             else:
                 low = middle
-        return program, found
+        return priced, found
 
     def turns(self, mix: Mix, start: int, stop: int) -> Sequence[int]:
         """Where a stage may turn."""
-        lean, rich = (self.programs[level] for level in (mix.lean, mix.rich))
+        lean, rich = (self.programs[level].program for level in (mix.lean, mix.rich))
         if is_placed_alike(lean, rich):
             return range(start, stop + 1)
         return [place for place in self.seams if start <= place <= stop]
 
-    def replayed(self, cut: Cut, turns: Sequence[int], most: int | None = None) -> tuple[Program, Cut]:
+    def replayed(self, cut: Cut, turns: Sequence[int], most: int | None = None) -> tuple[PricedProgram, Cut]:
         """The program in which stages turn so and move what hides, or the `most` largest of it; its cut."""
-        operators = len(self.graph.operators)
+        operators = self.operators
         spans = [
             (level, first, last)
             for mix, start, turn, stop in zip(
@@ -403,26 +395,25 @@ class Parting:
         parts = [
             part
             for level, first, last in spans
-            for part in _inside(self.programs[level].recompute, first, last)
+            for part in _inside(self.programs[level].program.recompute, first, last)
         ]
         placed = self.programs[0]
         if self.mixture:
             rungs = len(self.programs) - len(self.mixture.programs)  # levels that are placed like the first
             levels = [max(0, level - rungs) for level, first, last in spans for _ in range(first, last)]
-            placed = self.mixture.program(levels) or placed
-        program = replace(placed, recompute=tuple(parts), offload=())
-        if any(each.offload for each in self.programs):
+            mixed = self.mixture.program(levels)
+            placed = PricedProgram(placed.prices, mixed) if mixed else placed
+        priced = placed.remedied(recompute=tuple(parts), offload=())
+        if any(each.program.offload for each in self.programs):
             away = [
-                frozenset(self.programs[level].offload)
+                frozenset(self.programs[level].program.offload)
                 for level, first, last in spans
                 for _ in range(first, last)
             ]
-            program = moving_in_stages(
-                self.graph, self.prices, program, away, starts=cut.starts, schedule=self.schedule, most=most
-            )
+            priced = moving_in_stages(priced, away, starts=cut.starts, schedule=self.schedule, most=most)
         places = sorted({*self.inner, *cut.starts, operators})
-        table = intervals(self.graph, self.prices, program, self.hop, places=places, starts=cut.starts)
-        return program, keep(table, self.schedule, cut.starts)
+        table = intervals(priced, self.hop, places=places, starts=cut.starts)
+        return priced, keep(table, self.schedule, cut.starts)
 
 
 def _inside(parts: Sequence[Segment], start: int, stop: int) -> list[Segment]:

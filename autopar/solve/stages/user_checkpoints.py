@@ -12,25 +12,21 @@ from dataclasses import replace
 from autopar.core.costs import LinkLike
 from autopar.core.graph import Graph
 from autopar.core.recompute import Recompute
-from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import peak_memory
 from autopar.errors import InfeasibleError
 from autopar.solve.stages.step import Step, staged, unstaged
 
 
-def respect(
-    graph: Graph, prices: Prices, step: Step, *, micro_batches: int, hop: LinkLike, cap: int | None
-) -> Step:
+def respect(step: Step, *, micro_batches: int, hop: LinkLike, cap: int | None) -> Step:
     """The step with the model's checkpoints, where nothing else is recomputed and they fit."""
-    own = step.solution
+    own, graph = step.solution, step.solution.priced.graph
     if not graph.checkpoints or own.program.recompute or own.program.offload:
         return step
-    program = replace(own.program, recompute=graph.checkpoints)
-    solution = replace(own, program=program, peak=peak_memory(graph, prices, program))
+    priced = own.priced.remedied(recompute=graph.checkpoints)
+    solution = replace(own, priced=priced, peak=priced.peak)
     if step.cut is None or step.schedule is None:
-        return unstaged(graph, prices, solution, micro_batches)
+        return unstaged(solution, micro_batches)
     try:
-        return staged(graph, prices, solution, schedules=[step.schedule], hop=hop, cap=cap)
+        return staged(solution, schedules=[step.schedule], hop=hop, cap=cap)
     except InfeasibleError:  # what a part needs while it is computed again does not fit
         return step
 

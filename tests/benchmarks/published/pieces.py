@@ -21,7 +21,6 @@ from autopar.core.costs import OptimizerState
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CostModel
-from autopar.cost.program.values import find_values
 from autopar.cost.stages.intervals import Intervals, intervals
 from autopar.errors import InputError
 from autopar.planning.mesh_search import MeshProblem
@@ -35,8 +34,8 @@ ONCE = OptimizerState(0.0)  # so that state is a weight and a gradient
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Seconds of one micro-batch and bytes on one device, those of its exchanges apart; `weights` counts those
-    on one device, `leaving` bytes go on to the next piece."""
+    """Seconds of one micro-batch, those of its exchanges apart, and bytes on one device; `weights` counts
+    those on one device, `leaving` bytes go on to the next piece."""
 
     forward: float
     backward: float
@@ -77,20 +76,21 @@ def price(shape: Shape, samples: int, cluster: ClusterSpec) -> Pieces:
     return replace(embed, leaving=block.leaving), block, head, loss  # summed before it is sent
 
 
-def _table(graph: Graph, cluster: ClusterSpec, pinned: dict[str, tuple[str]]
+def _table(
+    graph: Graph, cluster: ClusterSpec, pinned: dict[str, tuple[str]]
 ) -> tuple[Intervals, list[list[tuple[float, float]]]]:
     """The stages that pieces make, and of each piece what its exchanges take, forward and backward."""
     mesh, model = Mesh((cluster.num_devices,)), CostModel.of(cluster, None)
     request = Request(mesh=mesh, pins=pinned or None, measure=False, alternatives=False, optimizer=ONCE)
     problem = MeshProblem(graph, find_atoms(graph), mesh, cluster, model, request, None, cluster.intra)
-    program = problem.solve(None, None, cap=None).program
+    priced = problem.solve(None, None, cap=None).priced
     places = _places(graph)
     exchanges: list[list[tuple[float, float]]] = [[] for _ in places[1:]]
-    for value in find_values(graph, program, training=True).of.values():
+    for value in priced.values.of.values():
         if value.move is not None and not value.leads:
             piece = bisect_right(places, max(0, value.home)) - 1
             exchanges[piece].append(problem.prices.move_parts(value.name, value.move))
-    return intervals(graph, problem.prices, program, Link(0.0, 1.0), places=places), exchanges
+    return intervals(priced, Link(0.0, 1.0), places=places), exchanges
 
 
 def _places(graph: Graph) -> Sequence[int]:

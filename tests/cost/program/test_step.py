@@ -9,8 +9,8 @@ from autopar.core.graph import Graph, Ref
 from autopar.core.placement import Layout, R, Shard
 from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import peak_memory
-from autopar.cost.program.step import StepCost, step_cost
+from autopar.cost.program.priced_program import PricedProgram
+from autopar.cost.program.step import StepCost
 from autopar.planning.report import report
 from autopar.planning.request import Request
 from autopar.results.plan import Plan
@@ -33,7 +33,7 @@ def test_a_step_is_the_sum_of_what_its_program_does() -> None:
     loss = s.call(aten.sum.default, Ref(made))
     graph = s.graph(loss)
     prices = priced(graph, find_atoms(graph))
-    found = step_cost(graph, prices, force_factors(graph, prices.dims, {made: "n0", loss: "d0"}))
+    found = PricedProgram(prices, force_factors(graph, prices.dims, {made: "n0", loss: "d0"})).cost
     cut, total = 1 + 2 * 96, (1 + 2 * 8) + (2 + 8)  # of the samples; of the loss
     linear, summed = 1 + 48 + 120 + 80, 1 + 80 + 8
     assert found.forward == cut + linear + summed + total
@@ -43,7 +43,7 @@ def test_a_step_is_the_sum_of_what_its_program_does() -> None:
     assert found.update == 2 * (4 * 120 + 4)
     used = priced(graph, find_atoms(graph))
     used.training = False
-    alone = step_cost(graph, used, force_factors(graph, used.dims, {made: "n0", loss: "d0"}))
+    alone = PricedProgram(used, force_factors(graph, used.dims, {made: "n0", loss: "d0"})).cost
     assert alone == StepCost(forward=found.forward, backward=0, sync=0, update=0)
 
 
@@ -65,9 +65,10 @@ def of_operators(graph: Graph, prices: Prices, program: Program) -> tuple[float,
 
 
 def planned(graph: Graph, prices: Prices, program: Program) -> Plan:
-    solution = Solution(program, 1.0, 1.0, "forced", peak_memory(graph, prices, program))
-    step = unstaged(graph, prices, solution, 1)
-    return report(graph, prices, step, prices.cluster, [], None, Request())
+    priced = PricedProgram(prices, program)
+    solution = Solution(priced, 1.0, 1.0, "forced", priced.peak)
+    step = unstaged(solution, 1)
+    return report(step, prices.cluster, [], None, Request())
 
 
 @pytest.mark.parametrize("consumers", [1, 2, 3])
@@ -82,7 +83,7 @@ def test_a_conversion_that_several_take_is_paid_once(consumers: int) -> None:
     graph = s.graph(s.call(aten.sum.default, Ref(total)))
     prices = priced(graph, find_atoms(graph))
     program = force_factors(graph, prices.dims, {half: "d0"})
-    found, own = step_cost(graph, prices, program), of_operators(graph, prices, program)
+    found, own = PricedProgram(prices, program).cost, of_operators(graph, prices, program)
     copy, gather = 1 + 2 * 384, 1 + 192
     assert found.forward == own[0] + copy + gather  # the user's tensor is cut first
     assert found.backward == pytest.approx(own[1] + gather + copy)
@@ -104,7 +105,7 @@ def test_the_way_that_two_conversions_have_in_common_is_paid_once() -> None:
     quarters: dict[str, Layout] = {graph.inputs[0].name: (S, S)}
     program = force_factors(graph, prices.dims, {made: "d0", halves: "d0 -"}, stored=quarters)
     assert {move.target for move in program.moves[made]} == {(S, R), (R, R)}
-    found, own = step_cost(graph, prices, program), of_operators(graph, prices, program)
+    found, own = PricedProgram(prices, program).cost, of_operators(graph, prices, program)
     to_halves, to_whole, back_to_halves, back_to_quarters = 1 + 96, 1 + 192, 1 + 2 * 384, 1 + 2 * 192
     join = to_whole, back_to_halves  # of what is made in halves and added whole
     assert found.forward == own[0] + to_halves + to_whole + join[0]
@@ -122,7 +123,7 @@ def test_a_weight_that_several_take_is_summed_and_updated_once(layers: int) -> N
     graph = s.graph(loss)
     prices = priced(graph, find_atoms(graph))
     program = force_factors(graph, prices.dims, {**dict.fromkeys(made[1:], "n0"), loss: "d0"})
-    found, plan = step_cost(graph, prices, program), planned(graph, prices, program)
+    found, plan = PricedProgram(prices, program).cost, planned(graph, prices, program)
     cut, total, sync = 1 + 2 * 96, (1 + 2 * 8) + (2 + 8), 2 * 72 / BUCKET_BYTES + 72 + (1 + 2 * 72)
     assert found.sync == pytest.approx(sync)
     assert found.update == 2 * (4 * 72 + 4)
@@ -143,7 +144,7 @@ def test_a_weight_in_shards_that_two_take_whole_is_gathered_and_scattered_once()
         loss: "d0",
     }
     program = force_factors(graph, prices.dims, factors, stored={weight: (S,)})
-    found, own = step_cost(graph, prices, program), of_operators(graph, prices, program)
+    found, own = PricedProgram(prices, program).cost, of_operators(graph, prices, program)
     cut, gather, total = 1 + 2 * 128, 1 + 64, (1 + 2 * 8) + (2 + 8)
     assert found.forward == own[0] + cut + gather + total
     assert found.backward == pytest.approx(own[1] + gather)  # to scatter the sum of gradients takes as long

@@ -15,6 +15,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.placement import R
 from autopar.core.schedule import ALWAYS_SPLIT, SPLIT_BACKWARD, ScheduleKind
 from autopar.core.strategy import Strategy
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.values import find_values
 from autopar.cost.stages.intervals import intervals
 from autopar.cost.stages.split_backward import _since
@@ -54,9 +55,8 @@ def test_stages_that_share_a_weight_sum_its_gradient_over_a_hop_unless_one_has_a
 
     program = force_each(graph, dims, everywhere)
     count = len(graph.operators)
-    table = intervals(
-        graph, random_prices(graph, Mesh((2,)), Random(0)), program, HOP, places=range(count + 1)
-    )
+    prices = random_prices(graph, Mesh((2,)), Random(0))
+    table = intervals(PricedProgram(prices, program), HOP, places=range(count + 1))
     for p in range(count):
         for q in range(p + 1, count + 1):
             users = sum(p <= user < q for user in (0, 2, 4))

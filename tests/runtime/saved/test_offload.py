@@ -18,7 +18,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import intervals
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
@@ -252,7 +252,7 @@ def peaks(layers: int, *, away: bool, copies: int = 0) -> tuple[float, float]:
     graph = compiler.graphs[0]
     dims = Dims(graph, find_atoms(graph), Mesh((2,)))
     prices = Prices(graph, dims, compiler.cluster, ROUGH, optimizer=OptimizerState(0.0))
-    predicted = peak_memory(graph, prices, ours.plan.program)
+    predicted = PricedProgram(prices, ours.plan.program).peak
 
     def step() -> None:
         ours.zero_grad()
@@ -299,7 +299,7 @@ def staged_peaks(kind: ScheduleKind, *, away: bool) -> tuple[float, float]:
     prices = Prices(graph, dims, compiler.cluster.stage(2), ROUGH, optimizer=OptimizerState(0.0))
     prices.micro_batches, prices.accumulates = 4, True
     places = range(len(graph.operators) + 1)
-    table = intervals(graph, prices, program, compiler.cluster.intra, places=places, starts=starts)
+    table = intervals(PricedProgram(prices, program), compiler.cluster.intra, places=places, starts=starts)
     schedule = scheduled(kind, 2, len(starts) // 2, 4)
     predicted = cut_search.keep(table, schedule, starts).rank_bytes[dist.get_rank()]
 

@@ -91,11 +91,13 @@ def gap(ours: Any, theirs: Any) -> float:
     return float((ours.detach() - theirs.detach()).abs().max())
 
 
-def train(plan: str, gathering: Gathering | None, *, offload: bool = False) -> None:
+def train(plan: str, gathering: Gathering | None, *, offload: bool = False, compiles: bool = False) -> None:
     """On a worker: three steps of a plan, and of the serial model."""
     pipeline = PLANS[plan][2]
     serial, ours = make_net(), parallel(plan, gathering, make_net(), offload=offload)
     ours.prepare(*batch())
+    if compiles:
+        ours.compile()
     pair = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (serial, ours)]
     for step in range(STEPS):
         for optimizer in pair:

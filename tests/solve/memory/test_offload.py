@@ -21,8 +21,7 @@ from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.offload import clock, movable, wait_seconds
-from autopar.cost.program.peak_memory import peak_memory
-from autopar.cost.program.step import step_cost
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError
 from autopar.schedules.in_flight import scheduled
 from autopar.sharding.atoms import Dims
@@ -30,7 +29,7 @@ from autopar.sharding.strategies import find_atoms
 from autopar.solve.memory import offload
 from autopar.solve.memory.offload import everywhere, fitted, hiding, moving_in_stages, spare
 from autopar.solve.memory.recompute import fit
-from autopar.solve.placement.search import choose, total_seconds
+from autopar.solve.placement.search import choose
 from autopar.solve.placement.space import build_space
 from tests.proof.models import Script
 from tests.solve.brute_force import (
@@ -83,7 +82,7 @@ def placed(graph: Graph, cluster: ClusterSpec) -> tuple[Prices, Program]:
 
 
 def subsets(graph: Graph, prices: Prices, program: Program) -> Iterator[Program]:
-    items = [item.moved for item in movable(graph, prices, program)]
+    items = [item.moved for item in movable(PricedProgram(prices, program))]
     for count in range(len(items) + 1):
         for some in combinations(items, count):
             yield replace(program, offload=some)
@@ -91,8 +90,8 @@ def subsets(graph: Graph, prices: Prices, program: Program) -> Iterator[Program]
 
 def bandwidths(graph: Graph, prices: Prices, program: Program) -> list[float]:
     """From links behind which nothing hides to those behind which all but the last does."""
-    nbytes = sum(item.nbytes for item in movable(graph, prices, program))
-    unit = nbytes / step_cost(graph, prices, program).forward
+    nbytes = sum(item.nbytes for item in movable(PricedProgram(prices, program)))
+    unit = nbytes / PricedProgram(prices, program).cost.forward
     return [unit * factor for factor in (0.03, 0.3, 1.0, 3.0, 30.0)]
 
 
@@ -104,14 +103,14 @@ def test_what_hides_and_fits_is_found(make: Callable[[], Graph]) -> None:
     for bandwidth in bandwidths(graph, prices, program):
         prices = prices_of(graph, gpus(bandwidth))
         hidden = [
-            peak_memory(graph, prices, each).nbytes
+            PricedProgram(prices, each).peak.nbytes
             for each in subsets(graph, prices, program)
-            if sum(wait_seconds(graph, prices, each)) == 0.0
+            if sum(wait_seconds(PricedProgram(prices, each))) == 0.0
         ]
         for cap in sorted(set(hidden)):
-            found = spare(graph, prices, program, cap, recompute=Recompute.NONE, offload=Offload.AUTO)
-            assert found.peak == peak_memory(graph, prices, found.program)
-            assert sum(wait_seconds(graph, prices, found.program)) == found.seconds == 0.0
+            found = spare(PricedProgram(prices, program), cap, recompute=Recompute.NONE, offload=Offload.AUTO)
+            assert found.peak == PricedProgram(prices, found.program).peak
+            assert sum(wait_seconds(PricedProgram(prices, found.program))) == found.seconds == 0.0
             assert found.peak.nbytes <= cap
             met += bool(found.program.offload)
     assert met or make is not deep
@@ -124,14 +123,14 @@ def test_with_parts_it_is_no_slower_than_parts_alone_and_apart_from_them(make: C
     faster = both = 0
     for bandwidth in bandwidths(graph, prices, program):
         prices = prices_of(graph, gpus(bandwidth))
-        peak = peak_memory(graph, prices, program).nbytes
-        least = fit(graph, prices, program, 0).peak.nbytes
+        peak = PricedProgram(prices, program).peak.nbytes
+        least = fit(PricedProgram(prices, program), 0).peak.nbytes
         for part in range(9):
             cap = least + (peak - least) * part // 8
-            alone = fit(graph, prices, program, cap)
-            found = spare(graph, prices, program, cap, recompute=Recompute.AUTO, offload=Offload.AUTO)
+            alone = fit(PricedProgram(prices, program), cap)
+            found = spare(PricedProgram(prices, program), cap, recompute=Recompute.AUTO, offload=Offload.AUTO)
             assert found.peak.nbytes <= cap and found.seconds <= alone.seconds * (1 + CLOSE)
-            assert found.peak == peak_memory(graph, prices, found.program)
+            assert found.peak == PricedProgram(prices, found.program).peak
             assert is_apart(graph, found.program)
             faster += found.seconds < alone.seconds * (1 - CLOSE)
             both += bool(found.program.offload and found.program.recompute)
@@ -148,23 +147,23 @@ def is_apart(graph: Graph, program: Program) -> bool:
 def test_what_parts_take_or_make_stays() -> None:
     graph = deep()
     prices, program = placed(graph, gpus(1e30))
-    away = everywhere(graph, prices, program)
+    away = everywhere(PricedProgram(prices, program)).program
     for first, stop in ((1, 2), (2, 4), (3, 7)):
-        found = fitted(graph, prices, replace(away, recompute=((first, stop),))).program
+        found = fitted(PricedProgram(prices, replace(away, recompute=((first, stop),)))).program
         assert found.offload and len(found.offload) < len(away.offload) and is_apart(graph, found)
 
 
 def test_what_hides_in_one_direction_alone_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = deep()
     prices, program = placed(graph, gpus(1e9))
-    times = clock(graph, prices, program)
-    assert hiding(graph, prices, program).offload
+    times = clock(PricedProgram(prices, program))
+    assert hiding(PricedProgram(prices, program)).program.offload
     for shorter in (
         replace(times, forward=tuple(0.0 for _ in times.forward)),
         replace(times, backward=tuple(0.0 for _ in times.backward)),
     ):
         monkeypatch.setattr(offload, "clock", lambda *_, found=shorter: found)
-        assert not hiding(graph, prices, program).offload
+        assert not hiding(PricedProgram(prices, program)).program.offload
 
 
 def test_with_one_stage_all_that_operators_make_may_be_moved_the_first_one_too() -> None:
@@ -173,15 +172,15 @@ def test_with_one_stage_all_that_operators_make_may_be_moved_the_first_one_too()
     x = s.linear(s.call(aten.tanh.default, Ref(s.linear(x, 8))), 8)
     graph = s.graph(s.call(aten.sum.default, Ref(s.call(aten.tanh.default, Ref(x)))))
     prices, program = placed(graph, gpus(1e30))
-    made = {item.moved for item in movable(graph, prices, program) if item.home >= 0}
+    made = {item.moved for item in movable(PricedProgram(prices, program)) if item.home >= 0}
     first = graph.operators[0].results[0]
     assert first in {name for name, _ in made}
     schedule = scheduled(ScheduleKind.GPIPE, 1, 1, 2)
     away = [made] * len(graph.operators)
-    found = moving_in_stages(graph, prices, program, away, starts=(0,), schedule=schedule)
+    found = moving_in_stages(PricedProgram(prices, program), away, starts=(0,), schedule=schedule).program
     assert set(found.offload) == made
     kept = [set() if place == 0 else made for place in range(len(graph.operators))]
-    rest = moving_in_stages(graph, prices, program, kept, starts=(0,), schedule=schedule)
+    rest = moving_in_stages(PricedProgram(prices, program), kept, starts=(0,), schedule=schedule).program
     assert {name for name, _ in set(found.offload) - set(rest.offload)} == {first}
 
 
@@ -190,48 +189,52 @@ def test_what_both_passes_wait_for_counts() -> None:
     prices, program = placed(graph, gpus(1.0))
     unit = bandwidths(graph, prices, program)[0]  # behind which nothing hides
     prices = prices_of(graph, gpus(unit))
-    program = everywhere(graph, prices, program)
-    forward, backward = wait_seconds(graph, prices, program)
+    program = everywhere(PricedProgram(prices, program)).program
+    forward, backward = wait_seconds(PricedProgram(prices, program))
     assert min(forward, backward) > 0
-    assert fitted(graph, prices, program).seconds == pytest.approx(forward + backward)
+    assert fitted(PricedProgram(prices, program)).seconds == pytest.approx(forward + backward)
 
 
 def test_all_is_all_and_what_does_not_hide_is_paid() -> None:
     graph = blocks(2)
     prices, program = placed(graph, gpus(1.0))
-    away = everywhere(graph, prices, program)
-    assert {*away.offload} == {item.moved for item in movable(graph, prices, program)}
-    nbytes = sum(item.nbytes for item in movable(graph, prices, program))
-    plain, late = step_cost(graph, prices, program), step_cost(graph, prices, away)
+    away = everywhere(PricedProgram(prices, program)).program
+    assert {*away.offload} == {item.moved for item in movable(PricedProgram(prices, program))}
+    nbytes = sum(item.nbytes for item in movable(PricedProgram(prices, program)))
+    plain, late = PricedProgram(prices, program).cost, PricedProgram(prices, away).cost
     # At a byte a second nothing hides but what runs meanwhile.
     assert nbytes - plain.forward <= late.forward - plain.forward <= nbytes
     assert nbytes - plain.backward <= late.backward - plain.backward <= nbytes
     fast = prices_of(graph, gpus(1e30))
-    assert step_cost(graph, fast, away).micro_batch == pytest.approx(
-        step_cost(graph, fast, program).micro_batch
+    assert PricedProgram(fast, away).cost.micro_batch == pytest.approx(
+        PricedProgram(fast, program).cost.micro_batch
     )
-    assert peak_memory(graph, fast, away).kept < peak_memory(graph, fast, program).kept
+    assert PricedProgram(fast, away).peak.kept < PricedProgram(fast, program).peak.kept
 
 
 def test_the_hosts_memory_is_shared_and_not_exceeded() -> None:
     graph = blocks(2)
     prices, program = placed(graph, gpus(1.0))
-    sizes = [item.nbytes for item in movable(graph, prices, program)]
+    sizes = [item.nbytes for item in movable(PricedProgram(prices, program))]
     assert all(size & (size - 1) == 0 for size in sizes)  # else pinned memory takes more
     for count in range(len(sizes)):
         room = sum(sorted(sizes)[-count:]) if count else 0
-        away = everywhere(graph, prices_of(graph, gpus(1.0, host_memory=2 * room + 1)), program)
-        moved = [item.nbytes for item in movable(graph, prices, program) if item.moved in away.offload]
+        away = everywhere(
+            PricedProgram(prices_of(graph, gpus(1.0, host_memory=2 * room + 1)), program)
+        ).program
+        moved = [
+            item.nbytes for item in movable(PricedProgram(prices, program)) if item.moved in away.offload
+        ]
         assert sum(moved) == room
 
 
 def test_a_copy_that_is_mostly_latency_is_not_made() -> None:
     graph = blocks(2)
     prices, program = placed(graph, gpus(1.0))
-    largest = max(item.nbytes for item in movable(graph, prices, program))
+    largest = max(item.nbytes for item in movable(PricedProgram(prices, program)))
     for latency, some in ((largest, True), (largest + 1, False)):
         cluster = replace(gpus(1.0), host=Link(latency, 1.0))
-        assert bool(everywhere(graph, prices_of(graph, cluster), program).offload) is some
+        assert bool(everywhere(PricedProgram(prices_of(graph, cluster), program)).program.offload) is some
 
 
 @pytest.mark.parametrize("seed", [0])
@@ -246,9 +249,9 @@ def test_placement_and_what_is_moved_together_are_about_the_best_and_the_gap_is_
     known: list[Way] = []
     for _, program in islice(BruteForce(graph, prices, space).programs(), MOST):
         for each in subsets(graph, prices, program):
-            waits = sum(wait_seconds(graph, prices, each))
-            peak = peak_memory(graph, prices, each).nbytes
-            known.append((waits, total_seconds(graph, prices, each), peak))
+            waits = sum(wait_seconds(PricedProgram(prices, each)))
+            peak = PricedProgram(prices, each).peak.nbytes
+            known.append((waits, PricedProgram(prices, each).seconds, peak))
     peaks = sorted({nbytes for *_, nbytes in known})
     slower = []
     for cap in (*peaks[:3], *peaks[3 :: max(1, len(peaks) // 6)]):
@@ -267,7 +270,7 @@ def test_placement_and_what_is_moved_together_are_about_the_best_and_the_gap_is_
             continue
         best = min(seconds for waits, seconds, nbytes in known if nbytes <= cap and waits == 0.0)
         assert found.peak.nbytes <= cap
-        assert found.seconds == pytest.approx(total_seconds(graph, prices, found.program))
+        assert found.seconds == pytest.approx(PricedProgram(prices, found.program).seconds)
         assert found.seconds * (1 - found.gap) <= best * (1 + CLOSE)
         slower.append(found.seconds / best - 1)
     assert max(slower) <= SELDOM
@@ -278,12 +281,14 @@ def test_the_bound_does_not_count_what_may_be_moved() -> None:
     graph = deep(12)
     cluster = gpus(1e30, count=1)
     prices, program = placed(graph, cluster)
-    fastest, away = (peak_memory(graph, prices, each) for each in (program, hiding(graph, prices, program)))
+    fastest, away = (
+        PricedProgram(prices, each).peak for each in (program, hiding(PricedProgram(prices, program)).program)
+    )
     assert fastest.kept > away.nbytes
     folding = unfolded(graph)
     space = build_space(graph, prices, folding)
     found = choose(graph, prices, space, folding, cap=away.nbytes, offload=Offload.AUTO)
-    assert found.gap < CLOSE and found.seconds == pytest.approx(total_seconds(graph, prices, program))
+    assert found.gap < CLOSE and found.seconds == pytest.approx(PricedProgram(prices, program).seconds)
 
 
 def test_what_would_give_memory_is_said() -> None:

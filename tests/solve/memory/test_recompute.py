@@ -20,9 +20,8 @@ from autopar.core.program import Program
 from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.recompute import again_seconds, shares
-from autopar.cost.program.step import step_cost
 from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
 from autopar.planning.mesh_search import MeshProblem
@@ -30,7 +29,7 @@ from autopar.planning.request import Request
 from autopar.schedules.in_flight import scheduled
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.memory.recompute import _Fitting, _table, everything, fit, ladder
-from autopar.solve.placement.search import Solution, choose, total_seconds
+from autopar.solve.placement.search import Solution, choose
 from autopar.solve.placement.space import build_space
 from autopar.solve.stages.cut_search import best, bound_again, cuts, keep, least_bytes
 from autopar.solve.stages.step import once, staged
@@ -88,16 +87,19 @@ def test_the_parts_are_about_the_cheapest_that_fit(make: Callable[[], Graph], se
     graph = make()
     prices, program = placed(graph, Mesh((2,)), seed)
     every = [replace(program, recompute=parts) for parts in partings(len(graph.operators))]
-    known = [(again_seconds(graph, prices, each), peak_memory(graph, prices, each).nbytes) for each in every]
-    step = step_cost(graph, prices, program).weighted(1.0)
+    known = [
+        (again_seconds(PricedProgram(prices, each)), PricedProgram(prices, each).peak.nbytes)
+        for each in every
+    ]
+    step = PricedProgram(prices, program).cost.weighted(1.0)
     peaks = sorted({nbytes for _, nbytes in known})
     for cap in (*peaks[:: max(1, len(peaks) // 6)], peaks[-1]):
         best = min(seconds for seconds, nbytes in known if nbytes <= cap)
-        found = fit(graph, prices, program, cap)
+        found = fit(PricedProgram(prices, program), cap)
         assert found.peak.nbytes <= cap
-        assert found.seconds == pytest.approx(again_seconds(graph, prices, found.program))
+        assert found.seconds == pytest.approx(again_seconds(PricedProgram(prices, found.program)))
         assert found.seconds <= best + WITHIN * step
-    assert fit(graph, prices, program, 0).peak.nbytes == pytest.approx(peaks[0], rel=WITHIN)
+    assert fit(PricedProgram(prices, program), 0).peak.nbytes == pytest.approx(peaks[0], rel=WITHIN)
 
 
 @pytest.mark.parametrize("dear", range(4))
@@ -111,13 +113,13 @@ def test_of_equal_parts_the_dearest_are_given_up(dear: int) -> None:
     graph = s.graph(s.call(aten.sum.default, Ref(s.linear(x, 4))))
     prices, program = placed(graph, Mesh((2,)), 0)
     parts = tuple((start, start + 3) for start in (3, 7, 11, 15))
-    table = _table(graph, prices, program)
+    table = _table(PricedProgram(prices, program))
     seconds, spared = np.zeros_like(table.seconds), np.zeros_like(table.spared)
     for block, (first, stop) in enumerate(parts):
         place = table.places.index(first), table.places.index(stop)
         seconds[place], spared[place] = 10.0 if block == dear else 1.0 + block / 10, 1000.0
     table = replace(table, seconds=seconds, spared=spared, taken=np.zeros_like(table.taken))
-    fitting = _Fitting(graph, prices, program)
+    fitting = _Fitting(PricedProgram(prices, program))
     every, others = fitting.fitted(parts, 0.0), [part for part in parts if part != parts[dear]]
     for left in range(1, 4):
         (cap,) = {fitting.fitted(some, 0.0).peak.nbytes for some in combinations(parts, left)}
@@ -138,9 +140,9 @@ def test_placement_and_parts_together_are_about_the_best_and_the_gap_is_true(
     for bound, program in BruteForce(graph, prices, space).programs():  # by other conversions, maybe
         for parts in partings(len(graph.operators)):
             each = replace(program, recompute=parts)
-            nbytes = peak_memory(graph, prices, each).nbytes
-            again = again_seconds(graph, prices, each)
-            known.append((bound + again, total_seconds(graph, prices, each), nbytes))
+            nbytes = PricedProgram(prices, each).peak.nbytes
+            again = again_seconds(PricedProgram(prices, each))
+            known.append((bound + again, PricedProgram(prices, each).seconds, nbytes))
     peaks = sorted({nbytes for *_, nbytes in known})
     slower = []
     for cap in (*peaks[:3], *peaks[3::8]):
@@ -164,11 +166,11 @@ def test_placement_and_cut_together_are_about_the_best(make: Callable[[], Graph]
     schedule = scheduled(ScheduleKind.ONE_F_ONE_B, ranks, 1, count)
 
     def cut(solution: Solution) -> float:
-        return staged(graph, prices, solution, schedules=[schedule], hop=HOP, cap=None).seconds
+        return staged(solution, schedules=[schedule], hop=HOP, cap=None).seconds
 
     solution = choose(graph, prices, space, unfolded(graph), gap=1e-9)
     programs = (program for _, program in BruteForce(graph, prices, space).programs())
-    best = min(cut(replace(solution, program=program)) for program in programs)
+    best = min(cut(replace(solution, priced=PricedProgram(prices, program))) for program in programs)
     assert best * (1 - CLOSE) <= cut(solution) <= best * (1 + WITHIN)
 
 
@@ -190,7 +192,7 @@ def compare(problem: MeshProblem, programs: Sequence[Program], ways: Sequence[tu
     for program in programs:
         for parts in ways:
             each = replace(program, recompute=parts)
-            table = intervals(problem.graph, problem.prices, each, HOP, places=range(count + 1))
+            table = intervals(PricedProgram(problem.prices, each), HOP, places=range(count + 1))
             cuts = (keep(table, problem.schedules[0], (0, start)) for start in range(1, count))
             steps += [(cut.seconds, max(cut.rank_bytes)) for cut in cuts]
     peaks = sorted({nbytes for _, nbytes in steps})
@@ -243,11 +245,11 @@ def test_with_every_way_of_storing_weights_they_are_too(kind: ScheduleKind, seed
 def test_each_rung_keeps_less_than_the_one_before() -> None:
     graph = blocks(6)
     prices, program = placed(graph, Mesh((2,)), 0)
-    rungs = ladder(graph, prices, program, 5)
-    kept = [peak_memory(graph, prices, each).kept for each in rungs]
+    rungs = [each.program for each in ladder(PricedProgram(prices, program), 5)]
+    kept = [PricedProgram(prices, each).peak.kept for each in rungs]
     assert rungs[0].recompute == () and 2 <= len(rungs) <= 6
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
-    assert peak_memory(graph, prices, everything(graph, prices, program)).kept < kept[0]
+    assert everything(PricedProgram(prices, program)).peak.kept < kept[0]
 
 
 @pytest.mark.parametrize("kind", [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B])
@@ -256,9 +258,9 @@ def test_no_cut_that_computes_again_beats_its_bound(kind: ScheduleKind) -> None:
     graph = blocks(5)
     prices, program = placed(graph, Mesh((2,)), 1)
     places = range(len(graph.operators) + 1)
-    rungs = ladder(graph, prices, program, 5)
-    tables = [intervals(graph, prices, each, Link(1e-6, 1e9), places=places) for each in rungs]
-    schedule, worth = scheduled(kind, 2, 1, 4), shares(graph, prices, program)
+    rungs = [each.program for each in ladder(PricedProgram(prices, program), 5)]
+    tables = [intervals(PricedProgram(prices, each), Link(1e-6, 1e9), places=places) for each in rungs]
+    schedule, worth = scheduled(kind, 2, 1, 4), shares(PricedProgram(prices, program))
     free, _ = best(cuts(tables[:1], [schedule]))
     most, least = max(free.rank_bytes), least_bytes(tables, schedule)
     assert least < most

@@ -26,13 +26,14 @@ def scarce(graph: Graph) -> tuple[Problem, Near, int]:
     fastest = choose(graph, prices, space, folding)
     cap = fastest.peak.nbytes - 1
     problem = Problem(graph, prices, space, folding, cap=cap)
-    return problem, Near(fastest.program, fastest.seconds, fastest.peak), cap
+    return problem, Near(fastest.priced, fastest.seconds), cap
 
 
 def test_a_plan_that_needs_less_is_found_nearby() -> None:
     problem, start, cap = scarce(scores())
     found = near(problem, [start], cap, Recompute.NONE, deadline=math.inf)
-    assert found == near(problem, [start], cap, Recompute.NONE)
+    patient = near(problem, [start], cap, Recompute.NONE)
+    assert (found.program, found.seconds) == (patient.program, patient.seconds)
     assert found.excess(cap) < start.excess(cap)
 
 
@@ -40,9 +41,9 @@ def test_nothing_is_tried_after_the_deadline(monkeypatch: pytest.MonkeyPatch) ->
     """It may pass between two plans, of which there are many, and then the best so far stays."""
     problem, start, cap = scarce(scores())
     tried = []
-    replay = local_search.peak_memory
-    monkeypatch.setattr(local_search, "peak_memory", lambda *given: tried.append(given) or replay(*given))
-    assert near(problem, [start], cap, Recompute.NONE, deadline=time.monotonic()) == start and not tried
+    replayed = local_search.Near
+    monkeypatch.setattr(local_search, "Near", lambda *given: tried.append(given) or replayed(*given))
+    assert near(problem, [start], cap, Recompute.NONE, deadline=time.monotonic()) is start and not tried
     near(problem, [start], cap, Recompute.NONE)
     many, ticks = len(tried), iter(range(10_000))
     tried.clear()

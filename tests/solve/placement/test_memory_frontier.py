@@ -13,13 +13,13 @@ from autopar.core.mesh import Mesh
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
-from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.memory_frontier import Priced
 from autopar.solve.placement.problem import FREE, MemoryPrice
-from autopar.solve.placement.search import choose, total_seconds
+from autopar.solve.placement.search import choose
 from autopar.solve.placement.space import build_space
 from autopar.solve.placement.symmetry import axes_alike
 from tests.proof.models import Script
@@ -35,7 +35,7 @@ def test_no_placement_is_below(seed: int) -> None:
     prices = random_prices(graph, Mesh((2,)), random)
     space = small_space(graph, prices, random, most=4, layouts=2)
     plans = [
-        (seconds, peak_memory(graph, prices, program))
+        (seconds, PricedProgram(prices, program).peak)
         for seconds, program in BruteForce(graph, prices, space).programs()
     ]
     priced = Priced(graph, prices, space, unfolded(graph), relaxed=True)
@@ -81,10 +81,10 @@ def test_corners_are_placements_each_slower_and_leaner_than_the_one_before() -> 
     priced = Priced(graph, prices, space, fold(graph, prices.dims))
     found = list(priced.corners(4.0, 1e9))
     assert len(found) > 1
-    seconds = [total_seconds(graph, prices, program) for program in found]
-    peaks = [peak_memory(graph, prices, program) for program in found]
+    seconds = [PricedProgram(prices, program).seconds for program in found]
+    peaks = [PricedProgram(prices, program).peak for program in found]
     nbytes = [peak.state + 4.0 * peak.kept for peak in peaks]
     assert seconds == sorted(seconds) and nbytes == sorted(nbytes, reverse=True)
     assert seconds[0] == pytest.approx(priced.least(FREE), rel=CLOSE)
     fewer = Priced(graph, prices, space, fold(graph, prices.dims)).corners(4.0, seconds[-1])
-    assert [total_seconds(graph, prices, program) for program in fewer] == pytest.approx(seconds[:-1])
+    assert [PricedProgram(prices, program).seconds for program in fewer] == pytest.approx(seconds[:-1])

@@ -9,6 +9,7 @@ import pytest
 from autopar.core.mesh import Mesh
 from autopar.core.program import Program
 from autopar.cost.program.peak_memory import Peak
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.search import CutoffError, Solution, choose
 from autopar.solve.placement.space import build_space
@@ -24,8 +25,9 @@ CLOSE = 1e-6
 def test_a_gap_is_the_share_of_a_plans_seconds_that_no_plan_may_save(
     seconds: float, bound: float, gap: float
 ) -> None:
-    program = Program(Mesh((2,)), {}, {}, {}, {})
-    assert Solution(program, seconds, bound, "optimal", Peak(0, 0, 0, {})).gap == gap
+    prices = random_prices(chain(), Mesh((2,)), Random(0))
+    priced = PricedProgram(prices, Program(Mesh((2,)), {}, {}, {}, {}))
+    assert Solution(priced, seconds, bound, "optimal", Peak(0, 0, 0, {})).gap == gap
 
 
 def test_a_plan_of_unequal_blocks_that_may_be_faster_keeps_the_search_from_giving_up() -> None:

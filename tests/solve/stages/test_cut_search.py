@@ -19,8 +19,7 @@ from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.core.timeline import StageCost
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.gathering import copies, copy_bytes
-from autopar.cost.program.peak_memory import peak_memory
-from autopar.cost.program.step import step_cost
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import (
     CALL_SECONDS,
     SPLIT_SECONDS,
@@ -337,9 +336,9 @@ def test_what_crosses_and_what_a_stage_has_is_that_of_its_program(
     prices: Prices = random_prices(graph, Mesh((2,)), random)
     program = draw_program(random, graph, dims)
     count = len(graph.operators)
-    table = intervals(graph, prices, program, HOP, places=range(count + 1))
+    table = intervals(PricedProgram(prices, program), HOP, places=range(count + 1))
     mine = rewrite(graph, program, dims, rank=0)
-    assert crossing_bytes(graph, prices, program) == tuple(table.received[:-1])
+    assert crossing_bytes(PricedProgram(prices, program)) == tuple(table.received[:-1])
     states = {item.name for item in graph.inputs if item.kind is not InputKind.USER}
     for place in range(1, count):
         _, second = split(mine, graph, (0, place))
@@ -353,8 +352,8 @@ def test_what_crosses_and_what_a_stage_has_is_that_of_its_program(
                 prices.state_bytes(name, program.inputs[name]) for name in states.intersection(stage.inputs)
             )
             wanted += sum(
-                copy_bytes(graph, prices, name, copy.layout)
-                for name, copy in copies(graph, prices, program).items()
+                copy_bytes(prices, name, copy.layout)
+                for name, copy in copies(PricedProgram(prices, program)).items()
                 if name in stage.inputs
             )
             assert table.state[p, q] == wanted
@@ -368,7 +367,7 @@ def test_calls_and_splitting_backward_cost_python_on_a_cpu_alone() -> None:
     places = (0, 2, len(graph.operators))
     for kind, call, each in (("cpu", CALL_SECONDS, SPLIT_SECONDS), ("cuda", 0.0, 0.0)):
         prices.model = replace(prices.model, device=replace(prices.device, kind=kind))
-        table = intervals(graph, prices, program, HOP, places=places)
+        table = intervals(PricedProgram(prices, program), HOP, places=places)
         whole, split = (
             table.scheduled(each).seconds - table.seconds for each in (ScheduleKind.GPIPE, ScheduleKind.ZB1P)
         )
@@ -383,8 +382,8 @@ def test_one_stage_costs_what_the_whole_program_costs(make: Callable[[], Graph])
     dims = Dims(graph, find_atoms(graph), Mesh((2,)))
     prices: Prices = random_prices(graph, Mesh((2,)), random)
     program = draw_program(random, graph, dims)
-    table = intervals(graph, prices, program, HOP, places=(0, len(graph.operators)))
-    whole, peak = step_cost(graph, prices, program), peak_memory(graph, prices, program)
+    table = intervals(PricedProgram(prices, program), HOP, places=(0, len(graph.operators)))
+    whole, peak = PricedProgram(prices, program).cost, PricedProgram(prices, program).peak
     assert table.forward[0, 1] == pytest.approx(whole.forward)
     assert table.seconds[0, 1] == pytest.approx(whole.micro_batch)
     assert table.sync[0, 1] == pytest.approx(whole.sync)

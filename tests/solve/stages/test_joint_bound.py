@@ -11,6 +11,7 @@ from autopar.cluster import Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.schedule import Schedule, ScheduleKind
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import intervals
 from autopar.schedules.in_flight import scheduled
 from autopar.solve.placement.search import choose
@@ -52,10 +53,10 @@ def test_no_placement_and_cut_takes_less(make: Callable[[], Graph], seed: int) -
     space = small_space(graph, prices, random, most=3, layouts=2)
     fastest = choose(graph, prices, space, unfolded(graph), gap=1e-9)
     places = range(len(graph.operators) + 1)
-    table = intervals(graph, prices, fastest.program, HOP, places=places)
+    table = intervals(PricedProgram(prices, fastest.program), HOP, places=places)
     exchange = Exchange(graph, prices, space, unfolded(graph), fastest, table)
     programs = [program for _, program in BruteForce(graph, prices, space).programs()]
-    tables = [intervals(graph, prices, program, HOP, places=places) for program in programs]
+    tables = [intervals(PricedProgram(prices, program), HOP, places=places) for program in programs]
     for kind in KINDS:
         best = min(cut(each, two_stages(kind)).seconds for each in tables)
         assert 0 < exchange.bound([two_stages(kind)]) <= best * (1 + CLOSE)
@@ -71,6 +72,6 @@ def test_it_is_near_where_many_blocks_are_alike(kind: ScheduleKind) -> None:
     prices.once, prices.micro_batches, prices.accumulates = once(RANKS, count), count, True
     space = small_space(graph, prices, Random(0), most=1, layouts=1)
     fastest = choose(graph, prices, space, unfolded(graph), gap=1e-9)
-    table = intervals(graph, prices, fastest.program, HOP, places=range(len(graph.operators) + 1))
+    table = intervals(PricedProgram(prices, fastest.program), HOP, places=range(len(graph.operators) + 1))
     bound = Exchange(graph, prices, space, unfolded(graph), fastest, table).bound([two_stages(kind, count)])
     assert bound >= 0.95 * cut(table, two_stages(kind, count)).seconds

@@ -54,7 +54,7 @@ def test_random_mixtures_equal_serial(joins: bool, share: float) -> None:
         model = draw_model(random)
         dims = dims_of(model, Mesh((2,)))
         programs = [draw_program(random, model.graph, dims) for _ in range(2)]
-        mixture = Mixture(model.graph, programs, prices_of(dims), joins=joins)
+        mixture = Mixture(programs, prices_of(dims), joins=joins)
         turn = random.randrange(len(model.graph.operators) + 1)
         levels = [int(place >= turn) for place in range(len(model.graph.operators))]
         program = mixture.program(levels)
@@ -78,7 +78,7 @@ def tied() -> tuple[Model, Dims, Mixture]:
         else torch.randint(0, 12, item.spec.shape)
         for item in graph.inputs
     }
-    return Model(graph, tensors, 0), dims, Mixture(graph, programs, prices_of(dims))
+    return Model(graph, tensors, 0), dims, Mixture(programs, prices_of(dims))
 
 
 def test_users_of_a_tied_weight_follow_the_first_placement() -> None:

@@ -15,9 +15,8 @@ from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import SPLIT_BACKWARD, Schedule, ScheduleKind
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.offload import Movable, backward_wait, clock, forward_wait, movable
-from autopar.cost.program.peak_memory import peak_memory
+from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.recompute import shares
-from autopar.cost.program.step import step_cost
 from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
 from autopar.schedules.in_flight import flight, scheduled
@@ -40,13 +39,12 @@ Best = list[tuple[float, int]]  # seconds and bytes
 def made(graph: Graph, share: float, *, host_memory: int | None = None) -> tuple[Prices, Solution]:
     """Prices of one device of two, and the placement on it."""
     prices, program = placed(graph, gpus(1.0, count=1))
-    nbytes = sum(item.nbytes for item in movable(graph, prices, program))
-    seconds = step_cost(graph, prices, program).forward
+    nbytes = sum(item.nbytes for item in movable(PricedProgram(prices, program)))
+    seconds = PricedProgram(prices, program).cost.forward
     prices = prices_of(graph, gpus(share * nbytes / seconds, count=1, host_memory=host_memory))
     prices.once, prices.micro_batches, prices.accumulates = once(RANKS, COUNT), COUNT, True
-    cost = step_cost(graph, prices, program).weighted(prices.once)
-    peak = peak_memory(graph, prices, program)
-    return prices, Solution(program, cost, cost, "optimal", peak)
+    priced = PricedProgram(prices, program)
+    return prices, Solution(priced, priced.seconds, priced.seconds, "optimal", priced.peak)
 
 
 def schedule_of(kind: ScheduleKind) -> Schedule:
@@ -63,16 +61,16 @@ def inside(items: list[Movable], start: int, stop: int) -> list[Movable]:
 
 def waits(graph: Graph, prices: Prices, program: Program, start: int, stop: int) -> float:
     """Seconds that a stage waits for what it moves."""
-    known = {item.moved: item for item in movable(graph, prices, program)}
+    known = {item.moved: item for item in movable(PricedProgram(prices, program))}
     items = inside([known[each] for each in program.offload], start, stop)
-    times, link = clock(graph, prices, program).within(start, stop), prices.cluster.host
+    times, link = clock(PricedProgram(prices, program)).within(start, stop), prices.cluster.host
     assert link is not None
     return forward_wait(items, times, link) + backward_wait(items, times, link)
 
 
 def caps(graph: Graph, prices: Prices, solution: Solution, schedule: Schedule, count: int) -> list[int]:
     """From what the fastest step needs down."""
-    free = staged(graph, prices, solution, schedules=[schedule], hop=HOP, cap=None)
+    free = staged(solution, schedules=[schedule], hop=HOP, cap=None)
     assert free.cut is not None
     most = max(free.cut.rank_bytes)
     return [most - (most - free.state_bytes) * step // (count + 1) for step in range(1, count + 1)]
@@ -90,8 +88,6 @@ def sought(
 ) -> Step:
     """The best step under the cap."""
     return staged(
-        graph,
-        prices,
         solution,
         schedules=schedules,
         hop=HOP,
@@ -107,16 +103,16 @@ def check(graph: Graph, prices: Prices, step: Step, cap: int) -> None:
     assert cut is not None and schedule is not None
     places = range(len(graph.operators) + 1)
     exact = keep(
-        intervals(graph, prices, program, HOP, places=places, starts=cut.starts), schedule, cut.starts
+        intervals(PricedProgram(prices, program), HOP, places=places, starts=cut.starts), schedule, cut.starts
     )
     assert step.peak_bytes == max(exact.rank_bytes) <= cap
     assert step.seconds == pytest.approx(exact.seconds)
     assert step.bound <= step.seconds * (1 + CLOSE)
-    items = {item.moved for item in movable(graph, prices, program)}
+    items = {item.moved for item in movable(PricedProgram(prices, program))}
     homes: list[Movable] = []
     for start, stop in stages(graph, cut.starts):
         assert waits(graph, prices, program, start, stop) == 0.0
-        homes += inside(movable(graph, prices, program), start, stop)
+        homes += inside(movable(PricedProgram(prices, program)), start, stop)
     assert items.issuperset(program.offload) and {item.moved for item in homes}.issuperset(program.offload)
 
 
@@ -156,14 +152,14 @@ def test_schedules_that_split_backward_move_nothing(kind: ScheduleKind) -> None:
 def test_the_host_has_room_for_every_micro_batch_in_flight() -> None:
     graph, schedule = deep(14), schedule_of(ScheduleKind.GPIPE)
     prices, solution = made(graph, 10.0)
-    size = max(item.nbytes for item in movable(graph, prices, solution.program))
+    size = max(item.nbytes for item in movable(PricedProgram(prices, solution.program)))
     assert size & (size - 1) == 0  # else pinned memory takes more
     cap = caps(graph, prices, solution, schedule, 6)[0]
     for tensors in (0, 1, 3, 100):
         prices, solution = made(graph, 10.0, host_memory=max(1, tensors * COUNT * size))
         step = sought(graph, prices, solution, [schedule], cap)
         assert step.cut is not None
-        known = {item.moved: item for item in movable(graph, prices, step.solution.program)}
+        known = {item.moved: item for item in movable(PricedProgram(prices, step.solution.program))}
         items = [known[each] for each in step.solution.program.offload]
         for stage, (start, stop) in enumerate(stages(graph, step.cut.starts)):
             held = sum(item.nbytes for item in inside(items, start, stop))
@@ -183,14 +179,16 @@ def steps(
             if cut != parts:
                 continue
             again = replace(program, recompute=parts)
-            items = movable(graph, prices, again)
+            items = movable(PricedProgram(prices, again))
             own = [each for ends in stages(graph, (0, start)) for each in inside(items, *ends)]
             for number in range(len(own) + 1):
                 for some in combinations(own, number):
                     each = replace(again, offload=tuple(item.moved for item in some))
                     if any(waits(graph, prices, each, *ends) for ends in stages(graph, (0, start))):
                         continue
-                    table = intervals(graph, prices, each, HOP, places=range(count + 1), starts=(0, start))
+                    table = intervals(
+                        PricedProgram(prices, each), HOP, places=range(count + 1), starts=(0, start)
+                    )
                     exact = keep(table, schedule, (0, start))
                     found.append((exact.seconds, max(exact.rank_bytes)))
     return found
@@ -205,8 +203,8 @@ def test_cut_parts_and_what_is_moved_are_about_the_best_and_the_gap_is_true(
     prices, solution = made(graph, share)
     ways = partings(len(graph.operators)) if again else ((),)
     every = steps(graph, prices, solution.program, schedule, ways)
-    spared = replace(shares(graph, prices, solution.program), away=prices.cluster.host.bandwidth)  # type: ignore[union-attr]
-    table = intervals(graph, prices, solution.program, HOP, places=range(len(graph.operators) + 1))
+    spared = replace(shares(PricedProgram(prices, solution.program)), away=prices.cluster.host.bandwidth)  # type: ignore[union-attr]
+    table = intervals(PricedProgram(prices, solution.program), HOP, places=range(len(graph.operators) + 1))
     peaks = sorted({nbytes for _, nbytes in every})
     slower = []
     for cap in (*peaks[:2], *peaks[2 :: max(1, len(peaks) // 6)]):
@@ -236,12 +234,12 @@ def test_tables_count_what_every_stage_could_move() -> None:
     graph = blocks(2)
     for share in (0.3, 1e9):
         prices, solution = made(graph, share)
-        items = movable(graph, prices, solution.program)[:-1]  # without what backward reads first
+        items = movable(PricedProgram(prices, solution.program))[:-1]  # without what backward reads first
         program = replace(solution.program, offload=tuple(item.moved for item in items))
         places = range(len(graph.operators) + 1)
-        plain = intervals(graph, prices, solution.program, HOP, places=places)
-        told = intervals(graph, prices, program, HOP, places=places, starts=(0,))
-        table = intervals(graph, prices, program, HOP, places=places)
+        plain = intervals(PricedProgram(prices, solution.program), HOP, places=places)
+        told = intervals(PricedProgram(prices, program), HOP, places=places, starts=(0,))
+        table = intervals(PricedProgram(prices, program), HOP, places=places)
         assert (told.kept <= table.kept).all() and (table.kept <= plain.kept).all()
         whole = told.kept[0, -1]
         assert whole == plain.kept[0, -1] - sum(item.nbytes for item in items)

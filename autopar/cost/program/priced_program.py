@@ -1,0 +1,87 @@
+"""A program with its prices: what is derived from the two is derived once, when somebody asks for it.
+
+PricedProgram(prices, program)  ->  values  ->  tape  ->  peak
+`->  cost
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autopar.core.graph import Graph
+from autopar.core.offload import Moved
+from autopar.core.program import Program
+from autopar.core.recompute import Segment
+from autopar.cost.operators.prices import Price, Prices
+from autopar.cost.program.peak_memory import Peak, peak_memory
+from autopar.cost.program.step import StepCost, step_cost
+from autopar.cost.program.tape import Tape, record
+from autopar.cost.program.values import Values, find_values
+
+
+@dataclass(frozen=True, eq=False)
+class PricedProgram:
+    """A program of one mesh, and the prices of the graph that it runs. `base` is one that differs from it in
+    remedies alone: it has the same values and the same tape."""
+
+    prices: Prices
+    program: Program
+    base: PricedProgram | None = field(default=None, repr=False)
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of one micro-batch."""
+        return self.prices.graph
+
+    @cached_property
+    def operator_prices(self) -> list[Price]:
+        """The price of each operator, in order."""
+        if self.base:
+            return self.base.operator_prices
+        strategies = self.program.strategies
+        return [self.prices.operator(item, strategies[item.name]) for item in self.graph.operators]
+
+    @cached_property
+    def values(self) -> Values:
+        """Every tensor in every layout that it takes."""
+        if self.base:
+            return self.base.values
+        return find_values(self.graph, self.program, training=self.prices.training)
+
+    @cached_property
+    def tape(self) -> Tape:
+        """The calls of the largest rank; remedies make no difference."""
+        return self.base.tape if self.base else record(self)
+
+    @cached_property
+    def peak(self) -> Peak:
+        """The memory of a step on the largest rank."""
+        return peak_memory(self)
+
+    @cached_property
+    def cost(self) -> StepCost:
+        """The seconds of a step."""
+        return step_cost(self)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of one micro-batch with its share of what is done once a step: of one training
+        step if there are no micro-batches."""
+        return self.cost.weighted(self.prices.once)
+
+    @property
+    def plain(self) -> PricedProgram:
+        """The program without remedies: nothing is computed again, nothing moved."""
+        return self.remedied(recompute=(), offload=())
+
+    def remedied(
+        self, *, recompute: tuple[Segment, ...] | None = None, offload: tuple[Moved, ...] | None = None
+    ) -> PricedProgram:
+        """The program with other recomputed parts, or other tensors moved to the host, where given."""
+        own = self.program.recompute, self.program.offload
+        wanted = own[0] if recompute is None else recompute, own[1] if offload is None else offload
+        if wanted == own:
+            return self
+        program = replace(self.program, recompute=wanted[0], offload=wanted[1])
+        return PricedProgram(self.prices, program, self.base or self)

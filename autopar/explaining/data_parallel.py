@@ -1,0 +1,51 @@
+"""Why not plain data parallelism, in one sentence: what it would take, and where its seconds go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.explaining.asked import REFUSED, Asked, reason_of
+from autopar.results.difference import difference
+from autopar.results.plan import Plan
+from autopar.results.render_step import told_parts
+from autopar.units import show_bytes, show_seconds
+
+BATCH = "batch"
+SMALL = 0.1  # of the difference: parts that explain less are left out
+
+
+def why_not(asked: Asked, plan: Plan) -> str:
+    """The sentence about plain data parallelism beside a plan."""
+    if len(plan.parameter_bytes) == 1:
+        return "There is one device: nothing to share the samples with."
+    if is_data_parallel(plan):
+        return "This is plain data parallelism: every operator with products splits the samples alone."
+    plain = asked.saying(force=BATCH, stages=1, micro_batches=1, mesh=None, schedule=None, memory=None)
+    try:
+        other = replace(plain, cluster=replace(plain.cluster, memory=None)).plan()
+    except REFUSED as error:
+        return f"Plain data parallelism has no plan: {reason_of(error)}."
+    if plan.memory_cap is not None and other.peak_bytes > plan.memory_cap:
+        needs, cap = show_bytes(other.peak_bytes), show_bytes(plan.memory_cap)
+        return f"Plain data parallelism doesn't fit: it needs {needs} a device, and the cap is {cap}."
+    return compared(plan, other)
+
+
+def is_data_parallel(plan: Plan) -> bool:
+    """Whether all operators with products split the samples, on every axis, in one stage at once."""
+    heavy = [layer for layer in plan.layers if layer.flops]
+    whole = not plan.pipeline.is_staged and plan.pipeline.micro_batches == 1
+    return whole and bool(heavy) and all(set(layer.kinds) == {BATCH} for layer in heavy)
+
+
+def compared(plan: Plan, other: Plan) -> str:
+    """The sentence that compares two steps by their parts."""
+    more = other.step_seconds - plan.step_seconds
+    share = abs(more) / plan.step_seconds if plan.step_seconds else 0.0
+    told = told_parts(difference(plan, other).parts, least=SMALL * abs(more))
+    text = f"Plain data parallelism is predicted to take {show_seconds(other.step_seconds)} a step, "
+    text += f"{show_seconds(abs(more))} ({share:.0%}) {'more' if more >= 0 else 'less'}"
+    text += f": {', '.join(told)}" if told else ""
+    if more < 0:
+        text += "; it isn't taken because options or what predictions can tell apart keep to the plan"
+    return f"{text}."

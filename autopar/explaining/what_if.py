@@ -1,0 +1,115 @@
+"""Other circumstances: `memory=40GB`, `devices=4`, `batch=64`, alone or joined by commas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from autopar.cluster import ClusterSpec
+from autopar.core.cutting import Rows
+from autopar.errors import InputError, cut_text
+from autopar.explaining.asked import REFUSED, Asked, reason_of
+from autopar.results.explanation import Change
+from autopar.units import parse_bytes
+
+WORDS = ("memory", "devices", "batch")
+WHERE = "--what-if"
+
+
+def what_if(asked: Asked, text: str) -> Change:
+    """The plan under other circumstances. Raises InputError for words that say none."""
+    said = read(text)
+    try:
+        return changed(asked, said).change(text)
+    except REFUSED as error:
+        return Change(text, None, reason_of(error))
+
+
+def read(text: str) -> dict[str, str]:
+    """The circumstances that a text names; raises InputError for others."""
+    found: dict[str, str] = {}
+    for word in text.split(","):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if name not in WORDS or not equals or name in found or not _is_value(name, value):
+            raise InputError(
+                where=WHERE,
+                found=cut_text(repr(text), 80),
+                wanted="memory=SIZE, devices=COUNT or batch=COUNT, joined by commas",
+                remedy="write --what-if memory=40GB, or --what-if devices=8,batch=64",
+            )
+        found[name] = value
+    return found
+
+
+def _is_value(name: str, value: str) -> bool:
+    if name == "memory":
+        return parse_bytes(value, where=f"{WHERE} memory") > 0
+    return value.isascii() and value.isdecimal() and len(value) < 10 and int(value) > 0
+
+
+def changed(asked: Asked, said: dict[str, str]) -> Asked:
+    """What is asked for under circumstances that `read` found; raises InputError where they can't be."""
+    if "devices" in said:
+        asked = replace(asked, cluster=resized(asked.cluster, int(said["devices"])))
+    if "batch" in said:
+        asked = with_batch(asked, int(said["batch"]))
+    return asked.saying(memory=said["memory"]) if "memory" in said else asked
+
+
+def resized(cluster: ClusterSpec, count: int) -> ClusterSpec:
+    """The cluster with another number of equal devices: processes of this machine share its memory, other
+    devices keep theirs. Raises InputError for a number that fills no whole nodes."""
+    if cluster == ClusterSpec.local(cluster.num_devices):
+        return ClusterSpec.local(count)
+    per_node = min(count, cluster.devices_per_node) if cluster.nodes > 1 else count
+    nodes, rest = divmod(count, per_node)
+    if rest:
+        raise InputError(
+            where=f"{WHERE} devices={count}",
+            found=f"nodes of {per_node} devices",
+            wanted="whole nodes",
+            remedy=f"choose a multiple of {per_node}",
+        )
+    return ClusterSpec(
+        nodes=nodes,
+        devices_per_node=per_node,
+        device=cluster.device,
+        memory=cluster.memory,
+        cores=cluster.cores,
+        intra=cluster.intra,
+        inter=cluster.inter if nodes > 1 else None,
+        host=cluster.host,
+        host_memory=cluster.host_memory,
+    )
+
+
+def batch_of(asked: Asked) -> int:
+    """Samples in the example; raises InputError where it can't be told which dims hold them."""
+    compiler, target = asked.compiler(asked.request()[0]), asked.target
+    return compiler.parts(target.model, target.args, target.kwargs).cutting().size
+
+
+def with_batch(asked: Asked, size: int) -> Asked:
+    """The same with so many samples, repeated or left out: their values decide nothing.
+
+    Raises InputError where it can't be told which dims hold the samples.
+    """
+    compiler, target = asked.compiler(asked.request()[0]), asked.target
+    parts = compiler.parts(target.model, target.args, target.kwargs)
+    cutting = parts.cutting()
+    tensors = tuple(
+        tensor if rows is None else _repeated(tensor, rows, cutting.size, size)
+        for tensor, rows in zip(parts.call.tensors, cutting.rows, strict=True)
+    )
+    args, kwargs = parts.call.rebuild(tensors)
+    return replace(asked, target=replace(target, args=args, kwargs=kwargs))
+
+
+def _repeated(tensor: torch.Tensor, rows: Rows, before: int, after: int) -> torch.Tensor:
+    """A tensor of `before` samples with `after` of them."""
+    at = torch.arange(after, device=tensor.device) % before
+    places = torch.arange(tensor.shape[rows.dim], device=tensor.device).reshape(
+        rows.outer, before, rows.inner
+    )
+    return tensor.index_select(rows.dim, places[:, at].reshape(-1)).detach()

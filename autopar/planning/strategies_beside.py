@@ -1,0 +1,89 @@
+"""Other strategies beside the plan: every pure one on the same mesh, and one device by itself.
+
+They say what the plan gains. A row says why its strategy has no plan, or why it isn't taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.cluster import ClusterSpec
+from autopar.core.force import PURE
+from autopar.core.mesh import Mesh
+from autopar.errors import AutoparError, InfeasibleError, SolverError
+from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.report import pipeline_of
+from autopar.planning.request import Request
+from autopar.planning.step_parts import step_parts
+from autopar.results.plan import ONE_DEVICE, Alternative
+from autopar.solve.stages.step import Step
+from autopar.units import show_bytes
+
+LONGEST = 120  # characters of a reason
+
+
+def strategies_beside(problem: MeshProblem, deadline: float | None) -> list[tuple[Alternative, Step | None]]:
+    """Every pure strategy of the chosen mesh, solved without the cap so that its need is known, and under
+    the plan's schedule alone if none could make it faster than the plan (`incumbent`); none on one device,
+    which has nothing to share."""
+    found: list[tuple[Alternative, Step | None]] = []
+    if problem.mesh.num_devices == 1:
+        return found
+    for kind in PURE:
+        try:
+            step = problem.plan(kind, deadline, cap=None, bounded=False)
+        except (InfeasibleError, SolverError) as error:
+            row = Alternative(kind.value, None, None, feasible=False, reason=reason_of(error))
+            found.append((row, None))
+            continue
+        found.append((beside(problem, kind.value, step), step))
+    return found
+
+
+def one_device(problem: MeshProblem, cluster: ClusterSpec, deadline: float | None) -> Alternative | None:
+    """The step on one device of the cluster, with as many micro-batches; None if the cluster has no more."""
+    if cluster.num_devices == 1:
+        return None
+    alone = cluster.stage(cluster.num_devices)
+    shared = problem.model.contention / cluster.devices_per_node
+    serial = MeshProblem(
+        problem.graph,
+        problem.atoms,
+        Mesh((1,)),
+        alone,
+        dataclasses.replace(problem.model, contention=max(1.0, shared)),
+        Request(
+            training=problem.request.training,
+            optimizer=problem.request.optimizer,
+            micro_batches=problem.request.micro_batches,
+            outputs=problem.request.outputs,
+            recompute=problem.request.recompute,
+        ),
+        problem.cap,
+        problem.hop,
+    )
+    try:
+        step = serial.plan(None, deadline, cap=None, bounded=False)
+    except (InfeasibleError, SolverError) as error:
+        return Alternative(ONE_DEVICE, None, None, feasible=False, reason=reason_of(error))
+    return beside(serial, ONE_DEVICE, step)
+
+
+def beside(problem: MeshProblem, name: str, step: Step) -> Alternative:
+    """The row of a strategy that has a step."""
+    fits = problem.cap is None or step.peak_bytes <= problem.cap
+    pipeline = pipeline_of(problem.graph, step, problem.request)
+    return Alternative(
+        name,
+        step.seconds,
+        step.peak_bytes,
+        feasible=fits,
+        reason="" if fits else f"exceeds the memory cap of {show_bytes(problem.cap or 0)}",
+        parts=step_parts(step, pipeline),
+    )
+
+
+def reason_of(error: AutoparError) -> str:
+    """Why a strategy has no plan."""
+    text = f"{error.found}; wanted {error.wanted}"
+    return text if len(text) <= LONGEST else error.found

@@ -1,0 +1,147 @@
+"""Two plans beside each other: what differs in placement, cost, memory and stages, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autopar.results.plan import Layer, Plan
+from autopar.results.plan_words import splits_of
+from autopar.results.step_parts import StepParts
+from autopar.results.text import text_of
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """One thing that differs, as text in both plans."""
+
+    what: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChanged:
+    """An operator that both plans have and split differently, with seconds of one micro-batch on a device."""
+
+    name: str
+    op: str
+    before: tuple[str, ...]  # how each axis splits it
+    after: tuple[str, ...]
+    compute: float  # of the second, beside the first
+    communication: float
+    saved: int  # bytes, of the second beside the first
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs between two plans, `after` beside `before`; `print` it, or take `as_dict()`.
+
+    `seconds`, `peak_bytes` and `parts` are the second plan's less the first's. `settings` are what was
+    planned for and how; `graph` is where the two programs that were planned first differ, "" if nowhere.
+    """
+
+    names: tuple[str, str]
+    steps: tuple[float, float]
+    peaks: tuple[int, int]
+    gaps: tuple[float, float]
+    parts: StepParts
+    settings: tuple[Changed, ...]
+    layers: tuple[LayerChanged, ...]
+    same_layers: int
+    graph: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.steps[1] - self.steps[0]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peaks[1] - self.peaks[0]
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the plans are the same in all that is compared."""
+        return not (self.settings or self.layers or self.graph or self.seconds or self.peak_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The difference as the command line's JSON shows it."""
+        return asdict(self) | {"seconds": self.seconds, "peak_bytes": self.peak_bytes}
+
+    def __str__(self) -> str:
+        return text_of(self)
+
+
+def difference(before: Plan, after: Plan, *, names: tuple[str, str] = ("first", "second")) -> Difference:
+    """What differs between two plans; operators are matched by their names."""
+    known = {layer.name: layer for layer in before.layers}
+    pairs = [(known[layer.name], layer) for layer in after.layers if layer.name in known]
+    changed = [_changed(*pair) for pair in pairs if splits_of(pair[0]) != splits_of(pair[1])]
+    first = after.graph.difference(before.graph)
+    own, other = after.parts.as_dict(), before.parts.as_dict()
+    return Difference(
+        names=names,
+        steps=(before.step_seconds, after.step_seconds),
+        peaks=(before.peak_bytes, after.peak_bytes),
+        gaps=(before.gap, after.gap),
+        parts=StepParts(**{name: own[name] - other[name] for name in own}),
+        settings=tuple(_settings(before, after)),
+        layers=tuple(changed),
+        same_layers=len(pairs) - len(changed),
+        graph="" if first is None else f"{first.where}: {first.planned} and {first.here}",
+    )
+
+
+def _changed(before: Layer, after: Layer) -> LayerChanged:
+    return LayerChanged(
+        name=after.module or after.name,
+        op=after.op,
+        before=tuple(splits_of(before)),
+        after=tuple(splits_of(after)),
+        compute=after.compute - before.compute,
+        communication=after.communication - before.communication,
+        saved=after.nbytes - before.nbytes,
+    )
+
+
+def _settings(before: Plan, after: Plan) -> Iterator[Changed]:
+    """What differs in what the plans are for and how their programs run."""
+    for what, first, second in zip(_WHAT, _set(before), _set(after), strict=True):
+        if first != second:
+            yield Changed(what, first, second)
+
+
+_WHAT = (
+    "cluster",
+    "mesh",
+    "memory cap",
+    "pipeline ranks",
+    "stages begin at",
+    "micro-batches",
+    "schedule",
+    "operators computed again",
+    "tensors on the host",
+    "weights in shards",
+    "measured",
+)
+
+
+def _set(plan: Plan) -> tuple[str, ...]:
+    pipeline, program = plan.pipeline, plan.program
+    begins = ", ".join(stage.first for stage in plan.stages)
+    again = sum(stop - start for start, stop in program.recompute)
+    gathered = sorted(f"{name} ({when.value})" for name, when in program.gatherings.items())
+    return (
+        plan.cluster,
+        str(plan.mesh),
+        "none" if plan.memory_cap is None else f"{plan.memory_cap} bytes",
+        str(pipeline.ranks),
+        begins or "the whole is one stage",
+        str(pipeline.micro_batches),
+        pipeline.schedule.value if pipeline.is_staged else "none",
+        str(again),
+        str(len(plan.offloaded)),
+        ", ".join(gathered) or "none gathered in a way of their own",
+        f"{plan.measured_share:.0%} of operator time",
+    )

@@ -1,0 +1,165 @@
+"""Why a plan is as it is, as data: what else was solved, and what that would cost or give.
+
+Every price is the difference of two plans that were solved, and known as well as both gaps allow:
+
+    price = seconds - base seconds        between  bound - base seconds  and  seconds - base bound
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autopar.results.plan import Layer, Plan
+from autopar.results.step_parts import StepParts
+from autopar.results.text import text_of
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a plan that was solved takes; `gap` is relative to its bound, `pipeline` empty without stages."""
+
+    step_seconds: float
+    gap: float
+    peak_bytes: int
+    parts: StepParts
+    mesh: str
+    pipeline: str = ""
+    measured_share: float = 0.0
+
+    @staticmethod
+    def of(plan: Plan) -> Outcome:
+        """The outcome that a plan is."""
+        return Outcome(
+            step_seconds=plan.step_seconds,
+            gap=plan.gap,
+            peak_bytes=plan.peak_bytes,
+            parts=plan.parts,
+            mesh=str(plan.mesh),
+            pipeline=_pipeline(plan),
+            measured_share=plan.measured_share,
+        )
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no such plan takes less than."""
+        return self.step_seconds * (1 - self.gap)
+
+    def price(self, base: Outcome) -> float:
+        """Seconds more than the base takes."""
+        return self.step_seconds - base.step_seconds
+
+    def least(self, base: Outcome) -> float:
+        """What the best such plan takes at least beside the base."""
+        return self.bound - base.step_seconds
+
+    def most(self, base: Outcome) -> float:
+        """What the plan takes at most beside the best plan in the base's place."""
+        return self.step_seconds - base.bound
+
+
+def _pipeline(plan: Plan) -> str:
+    pipeline = plan.pipeline
+    if pipeline.is_staged:
+        name = pipeline.schedule.value
+        return f"{pipeline.num_stages} stages, {pipeline.micro_batches} micro-batches, {name}"
+    return f"{pipeline.micro_batches} micro-batches" if pipeline.micro_batches > 1 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to split a layer (a factor, or None, on each axis), pinned and solved again: its own `compute`,
+    `communication` and `saved` bytes in that plan. Without an outcome `reason` says why there is no plan."""
+
+    strategy: tuple[str | None, ...]
+    kinds: tuple[str | None, ...]
+    compute: float = 0.0
+    communication: float = 0.0
+    saved: int = 0
+    outcome: Outcome | None = None
+    reason: str = ""
+
+    @staticmethod
+    def of(layer: Layer, plan: Plan) -> Choice:
+        """How a plan splits one of its layers."""
+        return Choice(
+            layer.strategy,
+            layer.kinds,
+            layer.compute,
+            layer.communication,
+            layer.nbytes,
+            Outcome.of(plan),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoices:
+    """A layer, with `equal` ones that are pinned alike; `others` are the other ways to split it, the cheapest
+    first. `untried` more have a dearer operator by itself and were not solved."""
+
+    name: str
+    op: str
+    equal: tuple[str, ...]
+    chosen: Choice
+    others: tuple[Choice, ...]
+    untried: int = 0
+
+    @property
+    def runner_up(self) -> Choice | None:
+        """The cheapest other way that has a plan."""
+        return next((each for each in self.others if each.outcome), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that is otherwise, and the plan that was then found; `reason` says why there is none."""
+
+    what: str
+    outcome: Outcome | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a plan is as it is; `print` it, or take `as_dict()`.
+
+    `base` is the plan's own program solved as its alternatives are: on its mesh, with its stages. `memory`
+    are the plan without the cap and, if that is faster, with a little more memory; `options` the plan without
+    each option that was said. Of an infeasible plan `infeasible` says what was found, and `remedies` are
+    changes, those that change least first.
+    """
+
+    target: str
+    cluster: str
+    plan: Plan | None
+    base: Outcome | None = None
+    layers: tuple[LayerChoices, ...] = ()
+    memory: tuple[Change, ...] = ()
+    options: tuple[Change, ...] = ()
+    data_parallel: str = ""
+    what_if: tuple[Change, ...] = ()
+    infeasible: str = ""
+    remedies: tuple[Change, ...] = ()
+
+    @property
+    def memory_binds(self) -> bool:
+        """Whether the plan would be faster without the memory cap."""
+        free = self.memory[0].outcome if self.memory else None
+        return bool(free and self.base and free.step_seconds < self.base.bound)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The explanation as the command line's JSON shows it."""
+        found = {
+            name: asdict(value) if name == "base" and value else value
+            for name in ("target", "cluster", "base", "data_parallel", "infeasible")
+            for value in (getattr(self, name),)
+        }
+        lists = ("layers", "memory", "options", "what_if", "remedies")
+        found |= {name: [asdict(each) for each in getattr(self, name)] for name in lists}
+        return found | {
+            "plan": self.plan.as_dict() if self.plan else None,
+            "memory_binds": self.memory_binds,
+        }
+
+    def __str__(self) -> str:
+        return text_of(self)

@@ -1,0 +1,108 @@
+"""Equal blocks of a table are printed once.
+
+    h.0.fc   4 ms          h.0 … h.2, each
+    h.0.act  1 ms            .fc    4 ms
+    h.1.fc   4 ms            .act   1 ms
+    h.1.act  1 ms     ->   h.3
+    h.2.fc   4 ms            ...
+    h.2.act  1 ms
+    h.3.fc   5 ms
+
+Blocks are rows that follow each other and whose names begin with the same words and number. Neighbours with
+consecutive numbers are equal if all that is printed of them is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a table: a dotted name, and the text of its cells."""
+
+    name: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of which `first` to `last` (names of blocks, equal if there is one) have one set each; their names
+    are what follows the block's."""
+
+    first: str
+    last: str
+    count: int
+    rows: tuple[Row, ...]
+
+
+def fold_rows(rows: Sequence[Row], place: int = 0) -> list[Row | Block]:
+    """The rows, of which equal blocks by the number at `place` of their names, or a later one, are folded."""
+    found: list[Row | Block] = []
+    for blocks in _alike([_Part.of(key, own) for key, own in _runs(rows, place)]):
+        first, last = blocks[0], blocks[-1]
+        if len(blocks) > 1:
+            found.append(Block(first.name, last.name, len(blocks), first.inner))
+        elif first.number is None or len(first.rows) == 1:
+            found += first.rows
+        else:
+            found += fold_rows(first.rows, place + 1)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Consecutive rows of one block, or of none."""
+
+    stem: str
+    number: int | None
+    rows: tuple[Row, ...]
+
+    @staticmethod
+    def of(key: tuple[str, int | None], rows: Sequence[Row]) -> _Part:
+        return _Part(*key, tuple(rows))
+
+    @property
+    def name(self) -> str:
+        return f"{self.stem}{self.number}"
+
+    @property
+    def inner(self) -> tuple[Row, ...]:
+        """The rows by what follows the block's name."""
+        return tuple(Row(row.name.removeprefix(self.name), row.cells) for row in self.rows)
+
+    def follows(self, other: _Part) -> bool:
+        """Whether it is the next block after `other`, and equal."""
+        if self.number is None or other.number is None:
+            return False
+        return (self.stem, self.number, self.inner) == (other.stem, other.number + 1, other.inner)
+
+
+def _runs(rows: Sequence[Row], place: int) -> Iterator[tuple[tuple[str, int | None], list[Row]]]:
+    """Rows that follow each other with the same words up to the number at `place`, and the same number."""
+
+    def key(row: Row) -> tuple[str, int | None]:
+        numbers = list(NUMBER.finditer(row.name))
+        if place >= len(numbers):
+            return "", None
+        at = numbers[place]
+        return row.name[: at.start()], int(at[0])
+
+    for found, own in groupby(rows, key):
+        yield found, list(own)
+
+
+def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """The parts, those that are equal and follow each other together."""
+    found: list[list[_Part]] = []
+    for part in parts:
+        if found and part.follows(found[-1][-1]):
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found

@@ -1,0 +1,75 @@
+"""The words of a printed plan: how an operator is split, in a reader's terms, and what each term means.
+
+A cell of the table says how one axis splits an operator:
+
+    batch n           each device of the axis computes some of the samples
+    domain h          each has a part of every image, here some of its rows
+    filter dim 1      each makes some output channels, here of dim 1 of what the operator gives
+    whole             all devices of the axis compute the same
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from autopar.results.plan import Layer
+
+WHOLE = "whole"
+KINDS = {
+    "batch": "some of the samples",
+    "domain": "a part of every sample (its space or sequence)",
+    "filter": "some output channels, and their weights",
+    "channel": "some input channels, and their weights; what devices compute is added up",
+}
+FACTORS = {
+    "n": "samples",
+    "o": "output channels",
+    "c": "channels",
+    "i": "input channels",
+    "d": "depth",
+    "h": "height, or heads",
+    "w": "width",
+    "q": "queries",
+}
+DIM = re.compile(r"[a-z](\d+)(?:\.\d+)?")  # d1, or d1.0: a part of dim 1
+
+
+def split_of(kind: str | None, factor: str | None) -> str:
+    """How an operator is split on one axis."""
+    return f"{kind} {factor_name(factor)}" if kind and factor else WHOLE
+
+
+def factor_name(factor: str) -> str:
+    """A factor as it is printed: those that are numbered dims as such."""
+    dim = DIM.fullmatch(factor)
+    return f"dim {dim[1]}" if dim else factor
+
+
+def splits_of(layer: Layer) -> list[str]:
+    """How an operator is split on each axis."""
+    return [split_of(kind, factor) for kind, factor in zip(layer.kinds, layer.strategy, strict=True)]
+
+
+def legend(layers: Iterable[Layer]) -> list[tuple[str, str]]:
+    """The words of the table, of those that are in it, and what they mean."""
+    own = list(layers)
+    kinds = {kind for layer in own for kind in layer.kinds if kind}
+    factors = {factor_name(factor) for layer in own for factor in layer.strategy if factor}
+    found = [(kind, f"each device of the axis has {KINDS[kind]}") for kind in KINDS if kind in kinds]
+    if any(None in layer.strategy for layer in own):
+        found.append((WHOLE, "every device of the axis computes all of it"))
+    along = [f"{letter} {meaning}" for letter, meaning in FACTORS.items() if letter in factors]
+    if any(factor.startswith("dim ") for factor in factors):
+        along.append("dim k of the operator's tensors, from 0")
+    return [*found, ("along", ", ".join(along))] if along else found
+
+
+def axis_heading(name: str, size: int) -> str:
+    """The heading of a mesh axis."""
+    return f"axis {name} ({size})"
+
+
+def operator_name(op: str) -> str:
+    """An operator without its namespace."""
+    return op.removeprefix("aten.").removesuffix(".default")

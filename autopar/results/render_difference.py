@@ -1,0 +1,97 @@
+"""Two plans beside each other, as text: what differs, where seconds come from, which operators changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from autopar.results.difference import Difference, LayerChanged
+from autopar.results.fold_blocks import Block, Row, fold_rows
+from autopar.results.plan_words import operator_name
+from autopar.results.render_step import signed, told_parts
+from autopar.results.text import as_text, text_of
+from autopar.units import show_bytes, show_seconds
+
+WIDEST = 200  # characters of a setting that are printed
+
+
+@text_of.register
+def difference_text(found: Difference) -> str:
+    """The difference as plain text."""
+    return as_text(render_difference(found))
+
+
+def render_difference(found: Difference) -> RenderableType:
+    """The difference for a terminal."""
+    if found.is_none:
+        return "The plans are the same."
+    return Group(*_summary(found), *_settings(found), *_layers(found))
+
+
+def _summary(found: Difference) -> Iterator[str]:
+    before, after = found.names
+    steps, peaks = map(show_seconds, found.steps), map(show_bytes, found.peaks)
+    gaps = (f"gap {gap:.2%}" for gap in found.gaps)
+    for name, step, peak, gap in zip(found.names, steps, peaks, gaps, strict=True):
+        yield f"{name}: {step} a step ({gap}), {peak} a device"
+    share = found.seconds / found.steps[0] if found.steps[0] else 0.0
+    word = "slower" if found.seconds > 0 else "faster"
+    if found.seconds:
+        told = told_parts(found.parts, least=0.01 * abs(found.seconds))
+        yield f"{after} is {show_seconds(abs(found.seconds))} ({abs(share):.1%}) {word}" + (
+            f": {', '.join(told)}" if told else ""
+        )
+        if abs(found.seconds) <= max(found.gaps) * max(found.steps):
+            yield "that is no more than a gap: better solving could turn it round"
+    if found.peak_bytes:
+        word = "more" if found.peak_bytes > 0 else "less"
+        yield f"{after} takes {show_bytes(abs(found.peak_bytes))} {word} memory a device than {before}"
+    if found.graph:
+        yield f"they are plans of other programs, which first differ in {found.graph[:WIDEST]}"
+
+
+def _settings(found: Difference) -> Iterator[RenderableType]:
+    if not found.settings:
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", *found.names):
+        table.add_column(heading, overflow="fold")
+    for item in found.settings:
+        table.add_row(item.what, item.before[:WIDEST], item.after[:WIDEST])
+    yield ""
+    yield table
+
+
+def _layers(found: Difference) -> Iterator[RenderableType]:
+    yield ""
+    if not found.layers:
+        yield f"all {found.same_layers} operators that both have are split alike"
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("layer", "operator", *found.names):
+        table.add_column(heading, overflow="fold")
+    for heading in ("compute", "communication", "saved"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in fold_rows([_row(layer) for layer in found.layers]):
+        for cells in _cells(each):
+            table.add_row(*cells)
+    yield table
+    yield f"{found.same_layers} more operators are split alike"
+
+
+def _row(layer: LayerChanged) -> Row:
+    saved = f"{'-' if layer.saved < 0 else '+'}{show_bytes(abs(layer.saved))}"
+    before, after = " x ".join(layer.before), " x ".join(layer.after)
+    seconds = signed(layer.compute), signed(layer.communication)
+    return Row(layer.name, (operator_name(layer.op), before, after, *seconds, saved))
+
+
+def _cells(each: Row | Block) -> Iterator[list[str]]:
+    if isinstance(each, Row):
+        yield [each.name, *each.cells]
+        return
+    yield [f"{each.first} … {each.last}, each:"]
+    for row in each.rows:
+        yield [f"  {row.name or '(itself)'}", *row.cells]

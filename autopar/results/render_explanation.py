@@ -1,0 +1,161 @@
+"""An explanation as text: the plan, why its layers are split so, what binds, what else would give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from autopar.results.explanation import Change, Choice, Explanation, LayerChoices, Outcome
+from autopar.results.plan_words import operator_name, split_of
+from autopar.results.render_step import signed
+from autopar.results.text import as_text, text_of
+from autopar.units import show_bytes, show_seconds
+
+CLOSE = 1e-3  # of the step: shorter prices can't be told from nothing
+
+
+@text_of.register
+def explanation_text(found: Explanation) -> str:
+    """The explanation as plain text."""
+    return as_text(render_explanation(found))
+
+
+def render_explanation(found: Explanation) -> RenderableType:
+    """The explanation for a terminal."""
+    if found.base is None:
+        return Group(*_infeasible(found), *_changes("what if", found.what_if, None))
+    return Group(*_plan(found), *_layers(found, found.base), *_binds(found, found.base), *_rest(found))
+
+
+def _plan(found: Explanation) -> Iterator[str]:
+    base, plan = found.base, found.plan
+    assert base is not None and plan is not None
+    pipeline = f", {base.pipeline}" if base.pipeline else ""
+    yield f"The plan for {found.cluster}: mesh {base.mesh}{pipeline}"
+    step, peak = show_seconds(base.step_seconds), show_bytes(base.peak_bytes)
+    yield f"{step} a step (gap {base.gap:.2%}), {peak} a device"
+    yield "Every other way is pinned and solved again on this mesh; its price is the difference of the steps."
+
+
+def _layers(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
+    for layer in found.layers:
+        equal = f", and {len(layer.equal)} equal operators with it" if layer.equal else ""
+        yield f"\n{layer.name} ({operator_name(layer.op)}){equal}"
+        yield _choices(layer, base)
+        if layer.untried:
+            yield f"{layer.untried} more ways, dearer by themselves, were not solved"
+        yield _why(layer, base)
+
+
+def _choices(layer: LayerChoices, base: Outcome) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("split", no_wrap=True)
+    for heading in ("compute", "communication", "saved", "step", "price", "gap", "peak memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for choice in (layer.chosen, *layer.others):
+        table.add_row(*_choice(choice, base, chosen=choice is layer.chosen))
+    return table
+
+
+def _choice(choice: Choice, base: Outcome, *, chosen: bool) -> list[str]:
+    if choice.outcome is None:
+        return [_split(choice), *[""] * 7, f"no plan: {choice.reason}"]
+    outcome = choice.outcome
+    own = [show_seconds(choice.compute), show_seconds(choice.communication), show_bytes(choice.saved)]
+    price = "" if chosen else signed(outcome.price(base))
+    whole = [show_seconds(outcome.step_seconds), price, f"{outcome.gap:.2%}", show_bytes(outcome.peak_bytes)]
+    guessed = base.measured_share > outcome.measured_share + CLOSE
+    remark = "chosen" if chosen else f"{outcome.measured_share:.0%} measured" if guessed else ""
+    return [_split(choice), *own, *whole, remark]
+
+
+def _split(choice: Choice) -> str:
+    return " x ".join(
+        split_of(kind, factor) for kind, factor in zip(choice.kinds, choice.strategy, strict=True)
+    )
+
+
+def _why(layer: LayerChoices, base: Outcome) -> str:
+    """The runner-up, and what speaks against it."""
+    runner, chosen = layer.runner_up, layer.chosen
+    if runner is None or runner.outcome is None:
+        return "There is no other way to split it."
+    price = runner.outcome.price(base)
+    least, most = runner.outcome.least(base), runner.outcome.most(base)
+    if price < CLOSE * base.step_seconds:
+        verdict = "is as good"
+    else:
+        verdict = f"costs {show_seconds(price)} (from {signed(least)} to {signed(most)}, by both gaps)"
+    against = [
+        f"{signed(theirs - mine)} {what}"
+        for what, theirs, mine in (
+            ("compute", runner.compute, chosen.compute),
+            ("communication", runner.communication, chosen.communication),
+        )
+        if abs(theirs - mine) > CLOSE * base.step_seconds
+    ]
+    here = f"{', '.join(against)} in it" if against else "about the same in it"
+    elsewhere = price - sum((runner.compute - chosen.compute, runner.communication - chosen.communication))
+    rest = f", {signed(elsewhere)} in the rest of the step" if not layer.equal else ""
+    return f"The runner-up, {_split(runner)}, {verdict}:\n  {here}{rest}."
+
+
+def _binds(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
+    yield ""
+    cap = found.plan.memory_cap if found.plan else None
+    if cap is None:
+        yield "No memory cap: memory doesn't bind."
+    elif not found.memory_binds:
+        yield f"Memory doesn't bind: without the cap of {show_bytes(cap)} no faster plan was found."
+    for change in found.memory if found.memory_binds else ():
+        if change.outcome is None:
+            yield f"{change.what[0].upper()}{change.what[1:]} no plan was found: {change.reason}."
+            continue
+        saves = base.step_seconds - change.outcome.step_seconds
+        yield (
+            f"{'Memory binds: ' if change is found.memory[0] else ''}{change.what} a step takes "
+            f"{show_seconds(change.outcome.step_seconds)} (gap {change.outcome.gap:.2%}) and "
+            f"{show_bytes(change.outcome.peak_bytes)}, which saves {show_seconds(max(0.0, saves))}."
+        )
+
+
+def _rest(found: Explanation) -> Iterator[RenderableType]:
+    yield found.data_parallel
+    yield from _changes("option", found.options, found.base)
+    yield from _changes("what if", found.what_if, found.base)
+
+
+def _infeasible(found: Explanation) -> Iterator[RenderableType]:
+    yield f"No plan for {found.cluster}: {found.infeasible}."
+    if not found.remedies:
+        yield "No change that was tried gives one."
+        return
+    yield f"Change first: {found.remedies[0].what}. All of these were planned; the least change comes first."
+    yield from _changes("change", found.remedies, None)
+
+
+def _changes(heading: str, changes: Sequence[Change], base: Outcome | None) -> Iterator[RenderableType]:
+    if not changes:
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column(heading)
+    for each in ("step", *(["against the plan"] if base else []), "gap", "peak memory"):
+        table.add_column(each, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for change in changes:
+        table.add_row(*_change(change, base))
+    yield ""
+    yield table
+
+
+def _change(change: Change, base: Outcome | None) -> list[str]:
+    outcome = change.outcome
+    if outcome is None:
+        return [change.what, *[""] * (4 if base else 3), f"no plan: {change.reason}"]
+    against = [signed(outcome.price(base))] if base else []
+    how = f"mesh {outcome.mesh}" + (f", {outcome.pipeline}" if outcome.pipeline else "")
+    whole = [f"{outcome.gap:.2%}", show_bytes(outcome.peak_bytes)]
+    return [change.what, show_seconds(outcome.step_seconds), *against, *whole, how]

@@ -1,0 +1,83 @@
+"""Where the seconds of a step go, as text: a line for each part of it, then how far to trust them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.results.plan import Plan
+from autopar.results.step_parts import StepParts
+from autopar.units import show_seconds
+
+SHOWN = 5e-4  # of the step: parts below that don't change its three digits
+# The least and the most that measured steps took of what was predicted, of all pairs in docs/figures.md.
+LEAST, MOST = 0.66, 1.63
+
+
+NAMES = {
+    "compute": "computing",
+    "recompute": "computing again",
+    "communication": "communication",
+    "copies": "copies to the host",
+    "sums": "sums of gradients",
+    "optimizer": "optimizer",
+    "hops": "messages between stages",
+    "waits": "waiting for stages",
+}
+
+
+def signed(seconds: float) -> str:
+    """Seconds more or less than something else takes."""
+    return f"{'-' if seconds < 0 else '+'}{show_seconds(abs(seconds))}"
+
+
+def told_parts(difference: StepParts, *, least: float) -> list[str]:
+    """What makes the difference of two steps, in parts of more than `least` seconds, the largest first."""
+    parts = difference.as_dict()
+    names = sorted((name for name in NAMES if abs(parts[name]) > least), key=lambda name: -abs(parts[name]))
+    return [f"{signed(parts[name])} {NAMES[name]}" for name in names]
+
+
+def step_lines(plan: Plan) -> Iterator[str]:
+    """The step, and the parts that add up to it."""
+    whose = "on an average device" if plan.pipeline.is_staged else "on each device"
+    yield f"step      {show_seconds(plan.step_seconds)} predicted, {whose} the sum of"
+    parts = [(seconds, what) for seconds, what in _parts(plan) if seconds > SHOWN * plan.step_seconds]
+    for seconds, what in parts:
+        share = seconds / plan.step_seconds if plan.step_seconds else 0.0
+        yield f"{show_seconds(seconds):>17}  {share:6.1%}  {what}"
+    if plan.parts.hidden > SHOWN * plan.step_seconds:
+        yield f"          {show_seconds(plan.parts.hidden)} of communication beside it hide behind compute"
+
+
+def _parts(plan: Plan) -> Iterator[tuple[float, str]]:
+    parts = plan.parts if plan.parts != StepParts() else _coarse(plan)
+    yield parts.compute, f"operators, of which {plan.measured_share:.0%} are measured"
+    yield parts.recompute, "operators that run again in backward, to save memory"
+    yield parts.communication, "communication that forward and backward wait for"
+    yield parts.copies, "waits for copies to and from host memory"
+    yield parts.hops, "waits for messages of other stages"
+    yield parts.waits, "waits for stages that still compute"
+    yield parts.sums, "sums of gradients, once a step"
+    yield parts.optimizer, "the optimizer"
+    yield parts.ties, "what the search adds for memory, to choose between equal plans"
+
+
+def _coarse(plan: Plan) -> StepParts:
+    """What is known of a plan that was saved before its parts were."""
+    rest = plan.step_seconds - plan.compute_seconds - plan.communication_seconds
+    return StepParts(
+        compute=plan.compute_seconds, communication=plan.communication_seconds, waits=max(0.0, rest)
+    )
+
+
+def trust_lines(plan: Plan) -> Iterator[str]:
+    """What is measured, what is estimated, and how far predictions were off."""
+    overlap = "" if plan.pipeline.is_staged else "; nothing is taken to overlap"
+    if plan.measured_share < 1 - SHOWN:
+        yield (
+            f"trust     {1 - plan.measured_share:.0%} of operator time is estimated, not measured{overlap}"
+        )
+    else:
+        yield f"trust     all operator time is measured{overlap}"
+    yield f"          timed steps took {LEAST:.2f} to {MOST:.2f} times what measured operators had promised;"
+    yield "          of estimates that isn't known: autopar compare --measure times strategies here"

@@ -1,0 +1,326 @@
+"""What follows from a graph's structure alone is computed once, on its values, outside of the trace.
+
+    edge_index [2, E] --- ne, index by a mask, cat, max ---.            values: sizes may depend on them
+                                                            constants of the graph, from here on
+    x [N, F] --- linear --------------------------- x[src], index_add --- ...            traced
+
+Structure is a tensor that picks and places rows: an edge list, an adjacency, what the user calls `static`. A
+program is made for its values, and guarded by them. Floating-point arithmetic on it is traced, and folded
+afterwards (`constant_folding`), since proofs do it in more digits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.core.graph import Graph, InputKind
+from autopar.core.structure import Structure
+from autopar.errors import InputError
+from autopar.trace.call_signature import Arguments
+
+aten = torch.ops.aten
+
+_PLACING = {
+    aten.scatter_add.default,
+    aten.scatter_reduce.two,
+    aten.index_add.default,
+    aten.index_reduce.default,
+}
+_MAKERS = {"arange", "zeros", "ones", "full", "tensor", "eye"}
+_RANDOM = ("rand", "bernoulli", "multinomial", "dropout", "normal", "poisson", "exponential")
+_MOVING = {  # give elements of their operands, unrounded
+    *("__getitem__", "index_select", "masked_select", "cat", "concat", "stack", "view", "reshape", "flatten"),
+    *(
+        "squeeze",
+        "unsqueeze",
+        "t",
+        "transpose",
+        "permute",
+        "clone",
+        "contiguous",
+        "detach",
+        "select",
+        "narrow",
+    ),
+    *(
+        "expand",
+        "expand_as",
+        "repeat",
+        "repeat_interleave",
+        "flip",
+        "sort",
+        "unbind",
+        "split",
+        "chunk",
+        "gather",
+    ),
+    *(
+        "unique",
+        "unique_consecutive",
+        "take",
+        "numpy",
+        "T",
+        "mT",
+        "view_as",
+        "to",
+        "cpu",
+        "alias",
+        "tile",
+        "roll",
+    ),
+}
+_ABOUT = {"size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous", "get_device"}
+
+
+def said_structure(said: Sequence[str], model: nn.Module, arguments: Arguments) -> Structure:
+    """The tensors that the user calls static: arguments of forward by their name or path, buffers by theirs.
+
+    Raises InputError for a name that nothing has.
+    """
+    paths = {path: place for place, path in enumerate(arguments.paths)}
+    for path, place in [*paths.items()]:
+        paths.setdefault(argument_name(path, model), place)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    unknown = [name for name in said if name not in paths and name not in buffers]
+    if unknown:
+        raise InputError(
+            where="static",
+            found=", ".join(map(repr, unknown)),
+            wanted=f"an argument or a buffer: {', '.join([*paths, *buffers])}",
+            remedy="name tensors that forward takes, or buffers of the model",
+        )
+    return Structure(
+        frozenset(paths[name] for name in said if name in paths),
+        frozenset(name for name in said if name not in paths),
+    )
+
+
+def asked_of(structure: Structure, mode: object, arguments: Arguments) -> Structure:
+    """The part of a structure on whose values numbers or sizes depended under a mode, if that sees it."""
+    names = mode.asked if isinstance(mode, Evaluating) else set()
+    users = frozenset(place for place in structure.users if arguments.paths[place] in names)
+    return Structure(users, structure.buffers & names)
+
+
+def argument_name(path: str, model: nn.Module) -> str:
+    """What forward calls the argument at a path."""
+    names = list(inspect.signature(model.forward).parameters)
+    number = path.removeprefix("input_")
+    return names[int(number)] if path != number and number.isdecimal() and int(number) < len(names) else path
+
+
+def edge_lists(graph: Graph, arguments: Arguments) -> Structure:
+    """The inputs that are edge lists: integers of two rows or columns by which operators add up rows.
+
+    A table of labels or tokens isn't one: what places rows must follow from it and from numbers alone.
+    """
+    follows: dict[str, frozenset[str]] = {}
+    kinds = {item.name: item for item in graph.inputs}
+    for item in graph.inputs:
+        pairs = len(item.spec.shape) == 2 and 2 in item.spec.shape
+        is_int = not (item.spec.dtype.is_floating_point or item.spec.dtype.is_complex)
+        if pairs and is_int and item.kind is not InputKind.PARAMETER and item.spec.dtype is not torch.bool:
+            follows[item.name] = frozenset((item.name,))
+    found: set[str] = set()
+    for operation in graph.operators:
+        if operation.target in _PLACING:
+            index = operation.args[2]
+            found |= follows.get(getattr(index, "name", ""), frozenset())
+        operands = [name for name in operation.operands if name not in follows]
+        if not operands or all(name not in kinds and not _has_inputs(name, graph) for name in operands):
+            sources = frozenset().union(*(follows.get(name, frozenset()) for name in operation.operands))
+            if sources:
+                follows.update((name, sources) for name in operation.results if name)
+    places = {path: place for place, path in enumerate(arguments.paths)}
+    inputs = [kinds[name] for name in found]
+    return Structure(
+        frozenset(places[item.target] for item in inputs if item.kind is InputKind.USER),
+        frozenset(item.target for item in inputs if item.kind is InputKind.BUFFER),
+    )
+
+
+def _has_inputs(name: str, graph: Graph) -> bool:
+    """Whether a tensor follows from any other."""
+    maker = next((item for item in graph.operators if name in item.results), None)
+    return maker is None or bool(maker.operands)
+
+
+def may_be_edges(arguments: Arguments, model: nn.Module) -> Structure:
+    """The arguments and buffers that look like edge lists."""
+    return Structure(
+        frozenset(place for place, tensor in enumerate(arguments.tensors) if _looks_like_edges(tensor)),
+        frozenset(name for name, tensor in model.named_buffers() if _looks_like_edges(tensor)),
+    )
+
+
+def _looks_like_edges(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.dtype in (torch.int64, torch.int32)
+        and tensor.dim() == 2
+        and 2 in tensor.shape
+        and _has_values(tensor)
+    )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Buffer) and not tensor.is_meta
+
+
+class Evaluating(TorchFunctionMode):
+    """Within a trace, calls on structure alone are made at once, on its values; `asked` are those of `known`
+    on whose values numbers or sizes depended."""
+
+    def __init__(self, known: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._known = {id(tensor): (tensor, frozenset((name,))) for name, tensor in known.items()}
+        self.asked: set[str] = set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = getattr(function, "__name__", "")
+        if not tensors:
+            return self._make(function, name, args, kwargs)
+        if not any(map(self._is_known, tensors)):
+            return function(*args, **kwargs)
+        if name in _ABOUT or (name == "__get__" and _says_shape(function)):
+            return function(*args, **kwargs)
+        if all(map(self._is_known, tensors)) and not any(word in name for word in _RANDOM):
+            sources = frozenset().union(*(self._known[id(item)][1] for item in tensors))
+            done, results = self._evaluate(function, name, args, kwargs, tensors)
+            if done:
+                masked = name == "__getitem__" and any(item.dtype is torch.bool for item in tensors[1:])
+                return self._keep(results, "masked_select" if masked else name, sources)
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], self._rows_of_masks(args[1]), *args[2:])
+        if name == "masked_select" and self._is_known(args[1]) and args[0].shape == args[1].shape:
+            return args[0][self._rows_of_masks(args[1])]
+        return function(*args, **kwargs)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether a tensor is structure; so are the integers and flags of a constant."""
+        if id(tensor) not in self._known and type(tensor) is Tensor and not _rounds(tensor):
+            self._known[id(tensor)] = (tensor, frozenset())
+        return id(tensor) in self._known
+
+    def _make(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Integers that follow from numbers alone are structure as well."""
+        if name not in _MAKERS or any(
+            isinstance(leaf, torch.SymInt) for leaf in pytree.tree_leaves((args, kwargs))
+        ):
+            return function(*args, **kwargs)
+        with _outside():
+            result = function(*args, **kwargs)
+        if isinstance(result, Tensor) and not _rounds(result):
+            return self._keep(result, name, frozenset())
+        return function(*args, **kwargs)
+
+    def _evaluate(
+        self, function: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]
+    ) -> tuple[bool, Any]:
+        """Whether the call is one of structure, and what it gives."""
+        if name.endswith("_") and not name.endswith("__") and any(map(_rounds, tensors)):
+            return False, None
+        with _outside():
+            results = function(*args, **kwargs)
+        given = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+        moves = name in _MOVING and all(item.dtype in {each.dtype for each in tensors} for item in given)
+        return moves or not any(map(_rounds, given)), results
+
+    def _keep(self, results: Any, name: str, sources: frozenset[str]) -> Any:
+        leaves = pytree.tree_leaves(results)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self._known[id(leaf)] = (leaf, sources)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves) or name in _SIZED:
+            self.asked |= sources
+        return results
+
+    def _rows_of_masks(self, index: Any) -> Any:
+        """An index with the rows that are True in place of each mask that is known."""
+        items = index if isinstance(index, tuple) else (index,)
+        found: list[Any] = []
+        for item in items:
+            if isinstance(item, Tensor) and item.dtype is torch.bool and self._is_known(item):
+                with _outside():
+                    rows = item.nonzero(as_tuple=True)
+                found += self._keep(rows, "nonzero", self._known[id(item)][1])
+            else:
+                found.append(item)
+        return tuple(found) if isinstance(index, tuple) or len(found) != 1 else found[0]
+
+
+_SIZED = {
+    *(
+        "nonzero",
+        "argwhere",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "bincount",
+        "repeat_interleave",
+    ),
+}
+
+
+def _says_shape(function: Any) -> bool:
+    return getattr(getattr(function, "__self__", None), "__name__", "") not in ("T", "mT", "H", "mH", "data")
+
+
+def _rounds(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Equal for tensors of equal shape, dtype and values alone."""
+    kind = f"{tensor.dtype}{tuple(tensor.shape)}{tensor.layout}"
+    found = hashlib.blake2b(kind.encode(), digest_size=16)
+    for part in parts_of(tensor.detach()):
+        flat = part.resolve_conj().contiguous().cpu().reshape(-1).view(torch.uint8)
+        found.update(flat.numpy().tobytes())
+    return found.hexdigest()
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that a tensor consists of: itself, or indices and values."""
+    match tensor.layout:
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        case _:
+            return (tensor,)
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """Within, nothing is recorded, and tensors have values."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+@contextmanager
+def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, the model holds `values` as buffers of these names."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for path, value in values.items():
+        owner, _, name = path.rpartition(".")
+        held = model.get_submodule(owner)._buffers
+        before.append((held, name, held[name]))
+        held[name] = value
+    try:
+        yield
+    finally:
+        for held, name, value in before:
+            held[name] = value

@@ -1,0 +1,115 @@
+"""Explanations as they are printed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from expecttest import assert_expected_inline
+
+from autopar.results.explanation import Change, Choice, Explanation, LayerChoices, Outcome
+from autopar.results.step_parts import StepParts
+from tests.results.test_render_plan import BIG
+
+BASE = Outcome(0.1, 0.01, 4 << 20, StepParts(compute=0.1), "2x2", measured_share=1.0)
+CHOSEN = Choice(("n", "o"), ("batch", "filter"), 0.02, 0.003, 1 << 20, BASE)
+
+
+def choice(seconds: float, *factors: str | None, communication: float = 0.003) -> Choice:
+    kinds = tuple("batch" if factor == "n" else "channel" if factor else None for factor in factors)
+    outcome = replace(BASE, step_seconds=seconds, gap=0.02, measured_share=0.5)
+    return Choice(factors, kinds, 0.02, communication, 1 << 19, outcome)
+
+
+LAYER = LayerChoices(
+    name="mlp.0",
+    op="aten.linear.default",
+    equal=(),
+    chosen=CHOSEN,
+    others=(
+        choice(0.105, "n", "i", communication=0.006),
+        choice(0.2, None, None),
+        Choice(("h", None), ("domain", None), reason="few rows"),
+    ),
+    untried=2,
+)
+FOUND = Explanation(
+    "net.py:net",
+    "1 x 4 h100",
+    replace(BIG, memory_cap=4 << 20),
+    base=BASE,
+    layers=(LAYER,),
+    memory=(
+        Change("without a memory cap", replace(BASE, step_seconds=0.09, peak_bytes=8 << 20)),
+        Change("with 419 kB more a device", replace(BASE, step_seconds=0.096)),
+    ),
+    options=(Change("without --mesh 2x2", replace(BASE, step_seconds=0.095, mesh="4")),),
+    data_parallel="Plain data parallelism is predicted to take 110 ms a step, 10 ms (10%) more.",
+    what_if=(Change("devices=3", None, "no"), Change("batch=64", replace(BASE, step_seconds=0.18))),
+)
+
+
+def test_prices_are_differences_and_named_with_both_gaps() -> None:
+    assert_expected_inline(
+        str(FOUND),
+        """\
+The plan for 1 x 4 h100: mesh 2x2
+100 ms a step (gap 1.00%), 4.19 MB a device
+Every other way is pinned and solved again on this mesh; its price is the difference of the steps.
+
+mlp.0 (linear)
+split                compute  communication    saved    step    price    gap  peak memory
+batch n x filter o     20 ms           3 ms  1.05 MB  100 ms           1.00%      4.19 MB  chosen
+batch n x channel i    20 ms           6 ms   524 kB  105 ms    +5 ms  2.00%      4.19 MB  50% measured
+whole x whole          20 ms           3 ms   524 kB  200 ms  +100 ms  2.00%      4.19 MB  50% measured
+domain h x whole                                                                           no plan: few rows
+2 more ways, dearer by themselves, were not solved
+The runner-up, batch n x channel i, costs 5 ms (from +2.9 ms to +6 ms, by both gaps):
+  +3 ms communication in it, +2 ms in the rest of the step.
+
+Memory binds: without a memory cap a step takes 90 ms (gap 1.00%) and 8.39 MB, which saves 10 ms.
+with 419 kB more a device a step takes 96 ms (gap 1.00%) and 4.19 MB, which saves 4 ms.
+Plain data parallelism is predicted to take 110 ms a step, 10 ms (10%) more.
+
+option               step  against the plan    gap  peak memory
+without --mesh 2x2  95 ms             -5 ms  1.00%      4.19 MB  mesh 4
+
+what if      step  against the plan    gap  peak memory
+devices=3                                                no plan: no
+batch=64   180 ms            +80 ms  1.00%      4.19 MB  mesh 2x2""",
+    )
+
+
+def test_the_price_lies_between_what_both_bounds_allow() -> None:
+    other = replace(BASE, step_seconds=0.105, gap=0.02)
+    assert round(other.price(BASE), 9) == 0.005
+    assert round(other.least(BASE), 9) == round(0.105 * 0.98 - 0.1, 9)
+    assert round(other.most(BASE), 9) == round(0.105 - 0.1 * 0.99, 9)
+
+
+def test_memory_binds_only_if_a_faster_plan_is_beyond_the_gap() -> None:
+    near = replace(FOUND, memory=(Change("without a memory cap", replace(BASE, step_seconds=0.0995)),))
+    assert FOUND.memory_binds and not near.memory_binds
+    assert "Memory doesn't bind: without the cap of 4.19 MB" in str(near)
+
+
+def test_a_runner_up_within_rounding_is_as_good() -> None:
+    alike = replace(LAYER, others=(choice(0.10001, "n", "i"),))
+    assert "is as good:\n  about the same in it" in str(replace(FOUND, layers=(alike,)))
+    alone = replace(LAYER, others=())
+    assert "no other way to split it" in str(replace(FOUND, layers=(alone,)))
+
+
+def test_an_infeasible_plan_names_what_to_change_first() -> None:
+    lean = Change("without --recompute none", BASE)
+    found = Explanation("t", "1 x 4 h100", None, infeasible="2 MB; wanted at least 4 MB", remedies=(lean,))
+    lines = str(found).splitlines()
+    assert lines[0] == "No plan for 1 x 4 h100: 2 MB; wanted at least 4 MB."
+    assert lines[1].startswith("Change first: without --recompute none.")
+    assert "No change that was tried" in str(replace(found, remedies=()))
+
+
+def test_json_holds_all_of_it() -> None:
+    document = json.loads(json.dumps(FOUND.as_dict()))
+    assert document["memory_binds"] is True and document["layers"][0]["others"][0]["outcome"]["gap"] == 0.02
+    assert document["base"]["parts"]["compute"] == 0.1 and document["what_if"][0]["outcome"] is None

@@ -1,0 +1,43 @@
+"""What compiling needs is named where it is missing, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.cluster import ClusterSpec
+from autopar.core.offload import Offload
+from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind
+from autopar.errors import InputError
+from autopar.planning.options import PARALLELIZE, Options
+from autopar.planning.request import request_of
+from autopar.runtime.compiled.compiler import check_compiler
+
+TWO = ClusterSpec.local(2)
+
+
+def test_a_missing_compiler_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check_compiler("cpu")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(InputError, match=r"compile: found no C\+\+ compiler .*install g\+\+, or .* CXX"):
+        check_compiler("cpu")
+
+
+def test_no_schedule_is_chosen_that_splits_backward_and_nothing_is_offloaded() -> None:
+    request, _ = request_of(Options(PARALLELIZE, compile=True, stages=2, micro_batches=4), TWO)
+    assert set(request.kinds()) == {*ScheduleKind} - {*SPLIT_BACKWARD}
+    assert request.offload is Offload.NONE
+
+
+@pytest.mark.parametrize("kind", SPLIT_BACKWARD)
+def test_asking_for_what_cannot_be_compiled_is_refused(kind: ScheduleKind) -> None:
+    options = Options(PARALLELIZE, compile=True, stages=2, micro_batches=4, schedule=kind.value)
+    with pytest.raises(InputError, match=f"--compile: found --schedule {kind.value}.*leave out --schedule"):
+        request_of(options, TWO)
+
+
+def test_offload_all_with_compile_is_refused() -> None:
+    with pytest.raises(InputError, match="--compile: found --offload all"):
+        request_of(Options(PARALLELIZE, compile=True, offload="all"), TWO)

@@ -1,0 +1,118 @@
+"""What follows from a graph's structure is evaluated once; the rest is traced with the sizes that it has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.core.graph import InputKind
+from autopar.errors import InputError, TraceError, ValuesAskedError
+from autopar.trace.export import Traced, trace
+from tests.trace.graph_nets import FEATURES, VERTICES, SumOfNeighbours, edges
+
+aten = torch.ops.aten
+
+
+def traced(forward: object, *inputs: Tensor, static: tuple[str, ...] = ()) -> Traced:
+    class Model(nn.Module):
+        def forward(self, *args: Tensor) -> Tensor:
+            return forward(*args)  # type: ignore[operator, no-any-return]
+
+    return trace(Model(), inputs, static=static)
+
+
+def users(found: Traced) -> list[str]:
+    return [item.target for item in found.graph.inputs if item.kind is InputKind.USER]
+
+
+def test_an_edge_list_is_seen_and_a_table_of_two_rows_is_not() -> None:
+    x = torch.randn(VERTICES, FEATURES)
+    found = trace(SumOfNeighbours(FEATURES, 3), (x, edges()))
+    assert users(found) == ["input_0"] and found.structure.users == {1}
+    ids = torch.randint(0, 5, (2, 7))
+    assert users(trace(nn.Embedding(5, 4), (ids,))) == ["input_0"]
+
+
+def test_sizes_that_follow_from_edges_are_those_of_the_graph() -> None:
+    def without_loops(x: Tensor, edge_index: Tensor) -> Tensor:
+        kept = edge_index[:, edge_index[0] != edge_index[1]]
+        count = len(torch.unique(kept))
+        return torch.zeros(count, x.shape[1]).index_add(0, kept[1], x[kept[0]])
+
+    x, pairs = torch.randn(VERTICES, FEATURES), edges()
+    found = traced(without_loops, x, pairs)
+    kept = int((pairs[0] != pairs[1]).sum())
+    picks = [item for item in found.graph.operators if item.target is aten.index_select.default]
+    assert [found.graph.specs[item.results[0] or ""].shape for item in picks] == [(kept, FEATURES)]
+
+
+def test_degrees_are_one_constant_in_as_many_digits_as_a_proof_has() -> None:
+    def scaled(x: Tensor, edge_index: Tensor) -> Tensor:
+        degree = torch.zeros(len(x)).scatter_add(0, edge_index[1], torch.ones(edge_index.shape[1]))
+        return x * degree.clamp(min=1).pow(-0.5).view(-1, 1)
+
+    pairs = edges()
+    found = traced(scaled, torch.randn(VERTICES, FEATURES), pairs)
+    assert [item.target for item in found.graph.operators] == [aten.mul.Tensor]
+    (constant,) = (item for item in found.graph.inputs if item.value is not None)
+    degree = torch.bincount(pairs[1], minlength=VERTICES).clamp(min=1)
+    assert constant.exact is not None and torch.equal(constant.exact, degree.double().pow(-0.5).view(-1, 1))
+
+
+def test_scatters_of_whole_rows_are_told_as_such() -> None:
+    def most(x: Tensor, edge_index: Tensor) -> Tensor:
+        source, target = edge_index
+        rows = target.view(-1, 1).expand(-1, x.shape[1])
+        zeros = torch.zeros_like(x)
+        largest = zeros.scatter_reduce(0, rows, x[source], "amax", include_self=False)
+        return largest + zeros.scatter_add(0, rows, x[source])
+
+    found = traced(most, torch.randn(VERTICES, FEATURES), edges())
+    targets = {item.target for item in found.graph.operators}
+    assert {aten.index_reduce.default, aten.index_add.default} <= targets
+    assert aten.expand.default not in targets
+
+
+def test_masks_of_constants_and_of_edges_choose_rows() -> None:
+    mask = torch.arange(VERTICES) % 3 == 0
+
+    def chosen(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        source, target = edge_index[:, edge_index[0] < 9]
+        y = torch.zeros_like(x).index_add(0, target, x[source])
+        return y[mask], torch.masked_select(y[:, 0], mask)
+
+    found = traced(chosen, torch.randn(VERTICES, FEATURES), edges())
+    shapes = [found.graph.specs[name].shape for name in found.graph.outputs]
+    assert shapes == [(int(mask.sum()), FEATURES), (int(mask.sum()),)]
+
+
+def test_values_that_are_no_structure_decide_nothing() -> None:
+    def chosen(x: Tensor, edge_index: Tensor) -> Tensor:
+        source, target = edge_index
+        y = torch.zeros_like(x).index_add(0, target, x[source])
+        return y[y[:, 0] > 0]
+
+    with pytest.raises(ValuesAskedError, match=r'test_structure.*static=\("input_1",\)'):
+        traced(chosen, torch.randn(VERTICES, FEATURES), edges())
+
+
+def test_static_says_what_cannot_be_seen() -> None:
+    def pooled(x: Tensor, batch: Tensor) -> Tensor:
+        graphs, place = torch.unique(batch, return_inverse=True)
+        return torch.zeros(len(graphs), x.shape[1]).index_add(0, place, x)
+
+    x, batch = torch.randn(VERTICES, FEATURES), torch.arange(VERTICES) // 5
+    with pytest.raises(ValuesAskedError, match=r'static=\("input_1",\)'):
+        traced(pooled, x, batch)
+    found = traced(pooled, x, batch, static=("input_1",))
+    assert found.graph.specs[found.graph.outputs[0]].shape == (5, FEATURES)
+    with pytest.raises(InputError, match="static: found 'nodes'.*input_0"):
+        traced(pooled, x, batch, static=("nodes",))
+
+
+def test_edges_out_of_range_are_refused_with_the_line() -> None:
+    pairs = edges()
+    pairs[0, 7] = VERTICES
+    with pytest.raises(TraceError, match=rf"graph_nets.*rows 0 to {VERTICES} of {VERTICES}"):
+        trace(SumOfNeighbours(FEATURES, 3), (torch.randn(VERTICES, FEATURES), pairs))
