@@ -168,7 +168,7 @@ class MeshProblem:
         count = self.request.micro_batches
         if not self.prices.overlap:
             return unstaged(self.solve(force, deadline, cap=cap, bounded=bounded), count)
-        found = list[Step]()
+        found, bound = list[Step](), 0.0
         low, high, multiplier = 0.0, 1.0, 1.0
         for _ in range(MULTIPLIERS):
             try:
@@ -182,7 +182,7 @@ class MeshProblem:
             placed = dataclasses.replace(solution, priced=priced, seconds=priced.seconds)
             found.append(unstaged(placed, count))
             best = min(found, key=lambda step: step.seconds)
-            bound = max(step.bound for step in found)
+            bound = max(bound, found[-1].bound)
             if best.seconds - bound <= max(self.request.gap, SAME) * best.seconds:
                 break
             if found[-1].cost.exposed_sums:

@@ -9,8 +9,8 @@
 
 B is what a rank gets through the slowest part of the way: its links within the node or, for a group on
 several nodes, the network cards of all its ranks on one node together. A protocol of small messages (LL,
-LL128) has lower latencies and a part of the bandwidth. A link whose latency is known to be higher counts with that.
-Latencies don't know how many groups talk at once.
+LL128) has lower latencies and a part of the bandwidth. A link whose latency is known to be higher counts so.
+How many groups talk at once makes no difference but for the cards: each device has its own.
 
 Source: NCCL 2.30, src/graph/tuning.cc.
 """

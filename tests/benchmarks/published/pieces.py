@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.compiler import Compiler
+from autopar.convert.moves import gathers
 from autopar.core.costs import OptimizerState
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
@@ -35,7 +36,8 @@ ONCE = OptimizerState(0.0)  # so that state is a weight and a gradient
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Seconds of one micro-batch, those of its exchanges apart, and bytes on one device; `weights` counts
-    those on one device, `leaving` bytes go on to the next piece."""
+    those on one device, `leaving` bytes go on to the next piece. Of what is kept for backward `gathered`
+    bytes are other devices' parts, which could be gathered again."""
 
     forward: float
     backward: float
@@ -44,6 +46,7 @@ class Piece:
     exchanging_back: float
     exchanges_back: int
     kept: float
+    gathered: float
     working: float
     weights: float
     leaving: float
@@ -72,25 +75,30 @@ def price(shape: Shape, samples: int, cluster: ClusterSpec) -> Pieces:
         table, exchanges = _table(graph, cluster, pins(cluster.num_devices))
     except InputError:
         table, exchanges = _table(graph, cluster, {})
-    embed, block, head, loss = (_piece(table, place, exchanges[place]) for place in range(4))
+    embed, block, head, loss = (_piece(table, place, *exchanges[place]) for place in range(4))
     return replace(embed, leaving=block.leaving), block, head, loss  # summed before it is sent
 
 
 def _table(
     graph: Graph, cluster: ClusterSpec, pinned: dict[str, tuple[str]]
-) -> tuple[Intervals, list[list[tuple[float, float]]]]:
-    """The stages that pieces make, and of each piece what its exchanges take, forward and backward."""
+) -> tuple[Intervals, list[tuple[list[tuple[float, float]], float]]]:
+    """The stages that pieces make, and of each piece what its exchanges take, forward and backward, and the
+    bytes that they bring from other devices to be kept."""
     mesh, model = Mesh((cluster.num_devices,)), CostModel.of(cluster, None)
     request = Request(mesh=mesh, pins=pinned or None, measure=False, alternatives=False, optimizer=ONCE)
     problem = MeshProblem(graph, find_atoms(graph), mesh, cluster, model, request, None, cluster.intra)
     priced = problem.solve(None, None, cap=None).priced
     places = _places(graph)
     exchanges: list[list[tuple[float, float]]] = [[] for _ in places[1:]]
+    gathered, prices = [0.0 for _ in places[1:]], problem.prices
     for value in priced.values.of.values():
         if value.move is not None and not value.leads:
             piece = bisect_right(places, max(0, value.home)) - 1
-            exchanges[piece].append(problem.prices.move_parts(value.name, value.move))
-    return intervals(priced, Link(0.0, 1.0), places=places), exchanges
+            exchanges[piece].append(prices.move_parts(value.name, value.move))
+            whole, part = (prices.local_bytes(value.name, at) for at in (value.layout, value.move.source))
+            gathered[piece] += max(0, whole - part) if gathers(value.move) else 0.0
+    table = intervals(priced, Link(0.0, 1.0), places=places)
+    return table, list(zip(exchanges, gathered, strict=True))
 
 
 def _places(graph: Graph) -> Sequence[int]:
@@ -102,7 +110,7 @@ def _places(graph: Graph) -> Sequence[int]:
     return 0, block, head, loss, len(modules)
 
 
-def _piece(table: Intervals, place: int, exchanges: Sequence[tuple[float, float]]) -> Piece:
+def _piece(table: Intervals, place: int, exchanges: Sequence[tuple[float, float]], gathered: float) -> Piece:
     at = place, place + 1
     forward, backward = (sum(each) for each in zip((0.0, 0.0), *exchanges, strict=True))
     return Piece(
@@ -113,6 +121,7 @@ def _piece(table: Intervals, place: int, exchanges: Sequence[tuple[float, float]
         exchanging_back=backward,
         exchanges_back=sum(after > 0 for _, after in exchanges),
         kept=float(table.kept[at]),
+        gathered=gathered,
         working=float(table.working[at]),
         weights=float(table.gradients[at]) / 2,  # in bfloat16
         leaving=float(table.received[place + 1]),
