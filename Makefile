@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: run test check test-long bench mutants
+.PHONY: run test check test-long bench plan-zoo mutants
 
 run: $(STAMP)
 	$(BIN)/python examples/photographs.py
@@ -25,6 +25,10 @@ test-long: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks
+
+plan-zoo: $(STAMP)
+	$(BIN)/python -m pip install -e '.[zoo]'
+	$(BIN)/python -m tests.benchmarks.zoo
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants

@@ -57,7 +57,7 @@ from autopar.planning.options import (
     settle,
     settle_beside_plan,
 )
-from autopar.planning.request import check_cluster, check_timeout, request_of
+from autopar.planning.request import check_cluster, check_overlap, check_timeout, request_of
 from autopar.proof.changes import MOST
 from autopar.proof.check import Report, check, check_input
 from autopar.results.announce import Announcer
@@ -225,6 +225,7 @@ def parallelize(
     if decided is not None:
         request = request.settled(decided)
         compiler = replace(compiler, request=request, plan=decided, plan_binds=given is not None)
+    check_overlap(request)
     parallel = ParallelModule(
         model,
         compiler,
@@ -331,13 +332,14 @@ def profile(
     target: Target | None = None,
     *,
     mesh: Mesh | str | None = None,
+    dtype: str | None = None,
     costdb: str | None = None,
     bar: Bar,
 ) -> Profile:
     """Measure the collectives of `cluster`, which must be local, and the operator calls of `target`."""
     if target is not None:
         check_target("profile", target)
-    request, _ = request_of(Options(PROFILE, mesh=mesh), cluster)
+    request, _ = request_of(Options(PROFILE, mesh=mesh, dtype=dtype), cluster)
     with Database.open(costdb) as database:
         return measure_profile(cluster, database, target=target, request=request, bar=bar)
 

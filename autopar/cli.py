@@ -159,16 +159,22 @@ def plan(
     progress: ShowProgress = False,
     **options: Any,
 ) -> Answer:
-    """Find the best placement of TARGET on a cluster, and print it."""
-    spec = ClusterSpec.parse(cluster)
+    """Find the best placement of TARGET on a cluster, and print it.
+
+    A cluster local:1-8, or FILE.toml:8-64, is a range: the best plan on more and more devices.
+    """
     from autopar import api
+    from autopar.comparing.scaling import clusters_of, is_range, scale
     from autopar.results.draw_timeline import write_trace
     from autopar.results.progress_bar import ProgressBar
+    from autopar.results.render_scaling import render_scaling
     from autopar.trace.target import load_target
 
+    specs = clusters_of(cluster) if is_range(cluster) else [ClusterSpec.parse(cluster)]
     made, bar = load_target(target), ProgressBar(progress)
-    with bar.shown():
-        found = api.plan(
+
+    def planned(spec: ClusterSpec) -> Plan:
+        return api.plan(
             made.model,
             spec,
             made.args,
@@ -177,11 +183,30 @@ def plan(
             progress=bar,
             **options,
         )
+
+    if is_range(cluster):
+        _refuse_files(output=output, trace=trace)
+        with bar.shown():
+            table = scale(specs, planned)
+        return Answer(table.as_dict(), render_scaling(table))
+    with bar.shown():
+        found = planned(specs[0])
     if output:
         found.save(output)
     if trace:
         write_trace(api.timeline(found), Path(trace))
     return _shown(found)
+
+
+def _refuse_files(**files: str | None) -> None:
+    """Raise InputError for files of one plan, where there is one for each number of devices."""
+    if said := [name for name, path in files.items() if path is not None]:
+        raise InputError(
+            where=f"--{said[0]}",
+            found="a range of devices, which has many plans",
+            wanted="one plan to write",
+            remedy="plan again for the number of devices that you choose",
+        )
 
 
 def _shown(found: Plan) -> Answer:

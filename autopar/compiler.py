@@ -32,13 +32,13 @@ from autopar.planning.search import Decision, beside, decide, finish, search
 from autopar.results.announce import Announcer
 from autopar.results.plan import Plan
 from autopar.rewrite.build import build, build_stages
+from autopar.rewrite.overlap import room_of
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
 from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
 from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import samples_elsewhere
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
 from autopar.solve.deadline import after, left
-from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
@@ -117,7 +117,8 @@ class Compiler:
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)
         if not plan.pipeline.is_staged:
-            return build(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
+            room = room_of(self.cap(request), plan.peak_bytes) if request.overlap else 0.0
+            return build(traced, plan, rank=rank, device=device, exact_random=self.exact_random, room=room)
         made = build_stages(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
         if not step:
             return made
@@ -127,6 +128,10 @@ class Compiler:
         rest = build_stages(shorter, plan, rank=rank, device=device, exact_random=self.exact_random)
         check_programs(made, rest)
         return replace(made, shorter=rest.stages)
+
+    def cap(self, request: Request) -> int | None:
+        """Bytes of a device that a plan may take, None where nobody says."""
+        return self.cluster.memory if request.memory is None else request.memory
 
     def given(self, traced: Traced) -> Plan | None:
         """The plan that is there already, if it is for this graph; raises InputError if it has to be."""
@@ -192,7 +197,7 @@ class Compiler:
             loss_fn=self.loss_fn,
             loss_only=self.loss_only,
             static=self.request.static,
-            autocast=Autocast.now(self.cluster.device_type),
+            autocast=self.request.autocast(self.cluster),
         )
 
     def parts(
@@ -286,7 +291,10 @@ class Compiler:
                 )
             return traced.graph
 
-        def decide_from(least: int) -> Decision:
+        only_a_loss = whole.outputs == (whole.loss,)
+        at_once = whole if only_a_loss or plain.leaves_parts(whole) else None
+
+        def decide_from(least: int, at_once: Graph | None = None) -> Decision:
             with Database.open(self.costdb) as database:
                 return decide_all(
                     graph_of,
@@ -301,15 +309,22 @@ class Compiler:
                     deadline=deadline,
                     outputs=_bytes_beside_the_loss(whole),
                     least=least,
+                    at_once=at_once,
                 )
 
         try:
-            decision = decide_from(1)
+            try:
+                decision = decide_from(1, at_once)
+            except InfeasibleError:
+                if at_once is None or only_a_loss:
+                    raise
+                decision = decide_from(1)  # the outputs beside the loss may be what doesn't fit
         except InfeasibleError as error:
             if kept:
                 error.add_remedy(_more_parts(parts))
             raise
-        if decision.request.stages == decision.request.micro_batches == 1:
+        is_plain = decision.request.stages == decision.request.micro_batches == 1
+        if is_plain and decision.problem.graph is not at_once:
             fixed = kept or micro_batches is not None or parts.size == 1
             otherwise = None if fixed else partial(decide_from, 2)
             plan = self.find_again(whole, decision, plain, co_runners, otherwise=otherwise)

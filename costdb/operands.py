@@ -10,6 +10,7 @@ import torch
 
 from autopar.core.graph import Call, TensorSpec
 from autopar.errors import CostMissingError
+from autopar.runtime.sparse_kernel import SPMM, example
 
 Make = Callable[[TensorSpec], torch.Tensor]
 
@@ -60,6 +61,9 @@ def random(call: Call, device: torch.device) -> Make:
     count up to the shortest dim of any floating operand: valid as rows of a table, as classes and
     as indices along any dim, without all of them hitting one row. Masks are all true.
     """
+    if call.target is SPMM:
+        made = iter(example(specs(call), device))
+        return lambda spec: next(made)
     sizes = [size for spec in specs(call) if spec.dtype.is_floating_point for size in spec.shape if size]
     bound = min(sizes, default=1)
 

@@ -71,6 +71,47 @@ def test_a_saved_plan_is_shown_as_it_was_printed(capsys: pytest.CaptureFixture[s
     assert code == 0 and found == command(capsys, *words)[1]
 
 
+def test_saved_plans_are_held_against_each_other(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for path, force in zip(paths, ("batch", "filter"), strict=True):
+        words = ["plan", f"{TARGETS}:mlp", *LOCAL, "--no-measure", "--force", force, "--output", path]
+        assert main(words) == 0
+    code, found = command(capsys, "diff", *paths)
+    assert code == 0 and found["names"] == ["a.json", "b.json"] and found["layers"]
+    first, second = (json.loads(Path(path).read_text())["result"]["step_seconds"] for path in paths)
+    assert math.isclose(found["seconds"], second - first)
+    assert main(["diff", paths[0], paths[0]]) == 0
+    assert "The plans are the same." in capsys.readouterr().out
+
+
+def test_a_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("explain", f"{TARGETS}:mlp", *LOCAL, "--no-measure", "--stages", "1", "--micro-batches", "1")
+    code, found = command(capsys, *words, "--what-if", "devices=4", "--what-if", "memory=1GB")
+    assert code == 0 and found["layers"] and found["plan"]["mesh"] == found["base"]["mesh"]
+    assert [each["what"] for each in found["what_if"]] == ["devices=4", "memory=1GB"]
+
+
+def test_a_script_runs_the_plan_that_run_says(tmp_path: Path) -> None:
+    path, script = tmp_path / "plan.json", tmp_path / "train.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import autopar, torch\n"
+        "from tests.targets import net\n"
+        "torch.manual_seed(0)\n"
+        "model, inputs, loss_fn = net()\n"
+        "parallel = autopar.parallelize(model, autopar.ClusterSpec.local(2), inputs, loss_fn=loss_fn)\n"
+        "parallel(*inputs).backward()\n"
+        "print('mesh', parallel.plan.mesh, 'n', [layer.kinds for layer in parallel.plan.layers][:1])\n"
+    )
+    words = ("--no-measure", "--force", "filter")
+    assert main(["plan", f"{TARGETS}:net", *LOCAL, *words, "--output", str(path)]) == 0
+    ran = started("run", str(script), *LOCAL, "--plan", str(path))
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("filter") == 2
+    refused = started("run", str(script), *LOCAL, "--plan", str(path), "--force", "batch")
+    assert refused.returncode == 2 and "plan and force" in refused.stderr
+
+
 def test_show_tells_the_schema_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--schema"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -713,3 +754,22 @@ def test_without_arguments_the_words_are_those_of_the_process(
     assert main() == main(["plan", "--gap", "wrong"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first == second and "--gap" in first
+
+
+def test_a_range_of_devices_is_a_table_of_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "h100.toml"
+    file.write_text(
+        '[cluster]\ndevices_per_node = 8\ndevice = "h100"\n'
+        '[links.intra]\nbandwidth = "450GB/s"\nlatency = "2us"\n',
+        encoding="utf-8",
+    )
+    words = ("plan", f"{TARGETS}:mlp", "--cluster", f"{file}:1-4")
+    code, found = command(capsys, *words)
+    rows = found["rows"]
+    assert code == 0
+    assert [row["devices"] for row in rows] == [1, 2, 4] and rows[0]["efficiency"] == 1
+    assert rows[1]["speed_up"] == pytest.approx(rows[0]["step_seconds"] / rows[1]["step_seconds"])
+    assert main([*words]) == 0
+    assert "efficiency" in capsys.readouterr().out
+    code, found = command(capsys, *words, "--output", str(tmp_path / "plan.json"))
+    assert code == 2 and "a range of devices" in found["error"]["found"]

@@ -42,6 +42,7 @@ from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import find_loss, flatten_results, split_for_loss
 from autopar.trace.export import trace
 from autopar.trace.target import Target, load_target
@@ -83,7 +84,10 @@ def run_rows(job: Job, target: Target) -> Comparison:
             wanted="file.py:function, which every process runs to build the model",
             remedy="pass that text, or compare without measuring steps",
         )
-    trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn)  # what can't be is bad input
+    autocast = job.request.autocast(job.cluster)
+    trace(  # what can't be is bad input
+        target.model, target.args, target.kwargs, loss_fn=target.loss_fn, autocast=autocast
+    )
     found = run_function(run_rank, job.cluster.num_devices, job)[0]
     if isinstance(found, AutoparError):
         raise found
@@ -166,7 +170,7 @@ class Contest:
         args, kwargs = self.inputs()
         if row.name == SERIAL:
             model.to(self.device)
-            step = partial(_serial_step, model, self.target, args, kwargs)
+            step = partial(_serial_step, model, self.target, args, kwargs, autocast=self.autocast)
         else:
             model = parallel = self.parallel(model, row.plan)
             parallel.prepare(*args, **kwargs)
@@ -192,6 +196,11 @@ class Contest:
             timeout=TIMEOUT,
             by_steps=_by_steps(plan),
         )
+
+    @property
+    def autocast(self) -> Autocast:
+        """What the serial step computes in, as the others do."""
+        return self.job.request.autocast(self.job.cluster)
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The example call, on this rank's device."""
@@ -229,10 +238,19 @@ class Trainer:
         yield from (item for item in pytree.tree_leaves(list(state.values())) if isinstance(item, Tensor))
 
 
-def _serial_step(model: nn.Module, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _serial_step(
+    model: nn.Module,
+    target: Target,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    autocast: Autocast,
+) -> None:
     args, kwargs, loss_args, loss_kwargs = split_for_loss(model, target.loss_fn, args, kwargs)
-    output = model(*args, **kwargs)
-    _backward(target.loss_fn(output, *loss_args, **loss_kwargs) if target.loss_fn else output)
+    with torch.autocast(autocast.device, autocast.dtype, enabled=autocast.dtype is not None):
+        output = model(*args, **kwargs)
+        output = target.loss_fn(output, *loss_args, **loss_kwargs) if target.loss_fn else output
+    _backward(output)
 
 
 def _parallel_step(

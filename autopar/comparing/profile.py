@@ -112,7 +112,7 @@ def profile(
             remedy="GPUs are priced by their data sheets and the cluster's links",
         )
     if target is not None:
-        _graph(target)  # what cannot be traced is bad input, and no worker's failure
+        _graph(target, request, cluster)  # what cannot be traced is bad input, and no worker's failure
     points = measure_collectives.wanted(cluster, SIZES)
     job = Job(cluster, points, str(database.path), target.source if target else None, request, bar)
     found = run_function(profile_rank, cluster.num_devices, job)[0]
@@ -144,7 +144,7 @@ def _store(
         empty = Profile(job.database, setting, tuple(collectives), 0, None)
         if job.source is None:
             return empty
-        graph = _graph(load_target(job.source))
+        graph = _graph(load_target(job.source), job.request, job.cluster)
         count = measure_operators(
             graph, job.cluster, job.request, database=database, progress=job.bar, co_runners=co_runners
         )
@@ -155,5 +155,7 @@ def _store(
     return replace(empty, operators=count, plan=found.plan)
 
 
-def _graph(target: Target) -> Graph:
-    return trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn).graph
+def _graph(target: Target, request: Request, cluster: ClusterSpec) -> Graph:
+    autocast = request.autocast(cluster)
+    traced = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn, autocast=autocast)
+    return traced.graph

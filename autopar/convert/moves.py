@@ -87,6 +87,11 @@ def gathers(move: Move) -> bool:
     return effect(move).forward is Action.ALL_GATHER
 
 
+def sums_gradients(move: Move) -> bool:
+    """Whether backward of `move` sums the ranks' gradients, and forward no values."""
+    return effect(move).name in ("r_to_b", "s_to_b")
+
+
 def exists(source: Placement, target: Placement) -> bool:
     """Whether the table has a row for this change of placement."""
     if isinstance(source, Shard) and isinstance(target, Shard):

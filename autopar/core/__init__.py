@@ -13,6 +13,7 @@ program       how inputs lie, how operators run, what is converted
 gathering     when weights in shards are gathered
 recompute     what is computed again in backward
 outputs       how outputs leave a program
+precision     the dtypes of mixed precision
 offload       what waits for backward in the host's memory
 pipeline      how a step is cut into micro-batches and stages
 schedule      which rank computes what, in which order

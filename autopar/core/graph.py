@@ -19,6 +19,9 @@ import torch
 Tree: TypeAlias = Any  # nested tuples, lists and dicts of an operator's arguments
 
 
+_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
+
+
 def may_learn(dtype: torch.dtype) -> bool:
     """Whether tensors of this dtype can have a gradient: real or complex floats."""
     return dtype.is_floating_point or dtype.is_complex
@@ -26,11 +29,13 @@ def may_learn(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape (elements), dtype and whether a gradient flows through the tensor."""
+    """Shape (elements), dtype and whether a gradient flows through the tensor; sparse ones have no shape that
+    could be split."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    layout: torch.layout = torch.strided
 
     @property
     def numel(self) -> int:
@@ -42,7 +47,8 @@ class TensorSpec:
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name}[{','.join(map(str, self.shape))}]" + ("*" if self.requires_grad else "")
+        sparse = "" if self.layout is torch.strided else f"{str(self.layout).removeprefix('torch.')} "
+        return f"{sparse}{name}[{','.join(map(str, self.shape))}]" + ("*" if self.requires_grad else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,17 @@ class Graph:
             for position, name in enumerate(operator.operands):
                 uses[name].append((operator, position))
         return uses
+
+    @property
+    def cast_weights(self) -> frozenset[str]:
+        """What is cast from weights to fewer bits: their gradients are summed in the weights' own dtype."""
+        weights = {item.name: item.spec for item in self.inputs if item.kind is InputKind.PARAMETER}
+        return frozenset(
+            str(item.results[0])
+            for item in self.operators
+            if item.target in _CASTS and item.operands[0] in weights and item.results[0]
+            if self.specs[item.results[0]].dtype.itemsize < weights[item.operands[0]].dtype.itemsize
+        )
 
     @property
     def checkpoints(self) -> tuple[tuple[int, int], ...]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from autopar.explaining.asked import REFUSED, Asked, reason_of
 from autopar.explaining.layers import Alternatives
 from autopar.planning.options import OPTIONS
-from autopar.results.explanation import Change, Outcome
+from autopar.results.explanation import Change, Outcome, binds
 from autopar.results.plan import Plan
 from autopar.units import show_bytes
 
@@ -39,7 +39,7 @@ def memory(alternatives: Alternatives, base: Plan) -> Iterator[Change]:
         return
     free = _solved(alternatives, "without a memory cap", None)
     yield free
-    if free.outcome and free.outcome.step_seconds < Outcome.of(base).bound:
+    if free.outcome and binds(cap, free.outcome, Outcome.of(base)):
         more = min(LARGEST, max(1, cap // SHARE))
         yield _solved(alternatives, f"with {show_bytes(more)} more a device", cap + more)
 

@@ -9,7 +9,6 @@ Equal layers of equal blocks are planned alike, and pinned alike.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call, Graph, Operator
 from autopar.errors import InputError
 from autopar.explaining.asked import REFUSED, reason_of
+from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.report import report
 from autopar.results.explanation import Choice, LayerChoices
@@ -52,12 +52,11 @@ class Alternatives:
 
     def solved(self, problem: MeshProblem, *, cap: int | None) -> Plan:
         """The plan of a problem under a cap; raises what the search does."""
-        deadline = after(problem.request.time_limit or SOLVING)
-        step = problem.refined(problem.plan(problem.request.force, deadline, cap=cap), deadline)
-        strategies = step.solution.program.strategies
-        for item in self.graph.operators:
-            self.calls += problem.prices.operator(item, strategies[item.name]).calls
-        return report(self.graph, problem.prices, step, self.cluster, [], cap, problem.request)
+        limits = Limits(after(problem.request.time_limit or SOLVING))
+        step = problem.plan(problem.ask(problem.request.force, cap=cap), limits)
+        step = problem.refined(step, limits.deadline)
+        self.calls += (call for price in step.solution.priced.operator_prices for call in price.calls)
+        return report(step, self.cluster, [], cap, problem.request)
 
     def base(self) -> Plan:
         """The plan with nothing pinned but what was asked."""
@@ -76,13 +75,7 @@ class Alternatives:
     def like(self, **changes: object) -> MeshProblem:
         """The problem with some fields changed; what operators cost is known."""
         before = self.problem
-        fresh: dict[str, object] = {
-            "cutoff": math.inf,
-            "others": math.inf,
-            "incumbent": None,
-            "spaces": {},
-            "solved": {},
-        }
+        fresh: dict[str, object] = {"spaces": {}, "solved": {}}
         problem = replace(before, **(fresh | changes))  # type: ignore[arg-type]
         problem.dims, problem.prices, problem.folding = before.dims, before.prices, before.folding
         return problem

@@ -15,12 +15,10 @@ from functools import cache, partial
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.force import Force, name_of
-from autopar.core.graph import Graph, InputKind
+from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
-from autopar.core.move import Move
 from autopar.core.offload import Offload
 from autopar.core.pipeline import kept_starts, stages_per_rank
-from autopar.core.placement import B, R
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind
@@ -29,13 +27,14 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.planning.ask import UNLIMITED, Ask, Limits
 from autopar.planning.request import Request
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.solve.deadline import is_over, left
 from autopar.solve.placement.fold import Folding, fold
 from autopar.solve.placement.memory_frontier import Priced
-from autopar.solve.placement.problem import FREE, MemoryPrice, Problem, Space
+from autopar.solve.placement.problem import MemoryPrice, Problem, Space
 from autopar.solve.placement.search import CutoffError, Solution, check_cutoff
 from autopar.solve.placement.space import Kinds, build_space, is_heavy, kind_by_axis
 from autopar.solve.placement.symmetry import choose_named
@@ -53,13 +52,8 @@ KNOWN_STEPS = 2  # the same, where a plan that fits is known
 BOUNDED = (0.5, 0.8, 1.0, 1.2, 1.6)  # times what a byte has cost: prices for a bound
 SAME = 1e-9  # of seconds: less is rounding
 NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
-MULTIPLIERS = 5  # tried of what hides: 1, 0, and between
 MIXED = 3  # placements, beside a step's own, that its operators may follow
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
-
-Asked = tuple[
-    Force | None, int | None, MemoryPrice, bool, Recompute, float | None
-]  # of a placement: see `MeshProblem.solve`
 
 
 @dataclass(slots=True)
@@ -82,24 +76,7 @@ class MeshProblem:
             for kind in stageable(self.graph, request)
         ]
         self.dims = Dims(self.graph, self.atoms, self.mesh)
-        self.prices = self.priced_with(shown=1.0, credit=0.0)
-        self.folding = fold(self.graph, self.dims, self.request.pins)
-
-    dims: Dims = dataclasses.field(init=False)
-    prices: Prices = dataclasses.field(init=False)
-    folding: Folding = dataclasses.field(init=False)
-    schedules: list[Schedule] = dataclasses.field(init=False)
-    cutoff: float = math.inf  # seconds of a step; no placement is sought that can't take less
-    others: float = math.inf  # seconds that no step on another mesh takes less than
-    incumbent: Step | None = None  # what can't be faster under any schedule is timed under its schedule alone
-    places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
-    spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
-    solved: dict[Asked, Solution] = dataclasses.field(default_factory=dict)
-
-    def priced_with(self, *, shown: float, credit: float) -> Prices:
-        """The prices, of sums of gradients the part that is `shown`, and that `credit` for what they hide
-        behind."""
-        return Prices(
+        self.prices = Prices(
             self.graph,
             self.dims,
             self.cluster,
@@ -109,148 +86,96 @@ class MeshProblem:
             once=once(self.request.stages, self.request.micro_batches),
             micro_batches=self.request.micro_batches,
             accumulates=self.request.training and self.request.micro_batches > 1,
-            shown=shown,
-            credit=credit,
         )
+        self.folding = fold(self.graph, self.dims, self.request.pins)
 
-    def plan(
-        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
-    ) -> Step:
+    dims: Dims = dataclasses.field(init=False)
+    prices: Prices = dataclasses.field(init=False)
+    folding: Folding = dataclasses.field(init=False)
+    schedules: list[Schedule] = dataclasses.field(init=False)
+    places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
+    spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
+    solved: dict[Ask, Solution] = dataclasses.field(default_factory=dict)
+
+    def ask(self, force: Force | None = None, *, cap: int | None = None, bounded: bool = True) -> Ask:
+        """Ask for a placement with parts recomputed as the request says."""
+        return Ask(force, cap, recompute=self.request.recompute, bounded=bounded)
+
+    def plan(self, ask: Ask, limits: Limits = UNLIMITED) -> Step:
         """The best step; in it the model's own checkpoints, if no others are asked for. Its bound is none if
         it need not be `bounded`."""
-        found = self.fastest(force, deadline, cap=cap, bounded=bounded)
+        found = self.fastest(ask, limits)
         if self.request.training and self.request.recompute is Recompute.AUTO:
             count = self.request.micro_batches
-            found = respect(found, micro_batches=count, hop=self.hop, cap=cap)
-        if bounded and found.cut is not None and len(self.graph.operators) <= MOST_OPERATORS:
+            found = respect(found, micro_batches=count, hop=self.hop, cap=ask.cap)
+        if ask.bounded and found.cut is not None and len(self.graph.operators) <= MOST_OPERATORS:
             with contextlib.suppress(SolverError):
-                found = dataclasses.replace(found, bound=min(found.seconds, self.least(force, deadline)))
+                found = dataclasses.replace(found, bound=min(found.seconds, self.least(ask.force, limits)))
         return found
 
-    def least(self, force: Force | None, deadline: float | None) -> float:
+    def least(self, force: Force | None, limits: Limits) -> float:
         """Seconds that no step with stages takes less than, whatever the placement and the cut."""
-        fastest = self.solve(force, deadline, cap=None)
+        fastest = self.solve(self.ask(force), limits)
         places = self.places or choose_places(crossing_bytes(fastest.priced), MOST_PLACES)
         table = intervals(fastest.priced, self.hop, places=places)
         space = self.spaces[force]
         return Exchange(self.graph, self.prices, space, self.folding, fastest, table).bound(self.schedules)
 
-    def fastest(
-        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
-    ) -> Step:
+    def fastest(self, ask: Ask, limits: Limits) -> Step:
         """The best step; with stages under a cap, of several placements for which memory has a price."""
         if self.request.relay:
-            return unstaged(self.solve(force, deadline, cap=None), 1)
+            return unstaged(self.solve(self.ask(ask.force), limits), 1)
         if self.request.stages == 1:
-            return self.whole(force, deadline, cap=cap, bounded=bounded)
-        fastest = self.solve(force, deadline, cap=None, bounded=bounded)
+            return unstaged(self.solve(ask, limits), self.request.micro_batches)
+        fastest = self.solve(ask.uncapped, limits)
         try:
-            found = self.cut(fastest, force, deadline, cap, bounded=bounded)
+            found = self.cut(fastest, ask, limits)
         except CutoffError:
             raise
         except InfeasibleError as error:
-            hopeless = cap is not None and FAR * cap < error.would_do < math.inf
-            near = self.near(fastest, None, force, deadline, cap) if bounded and not hopeless else None
+            hopeless = ask.cap is not None and FAR * ask.cap < error.would_do < math.inf
+            near = self.near(fastest, None, ask, limits) if ask.bounded and not hopeless else None
             if near is None:
                 raise
             return near
-        return (self.near(fastest, found, force, deadline, cap) if bounded else None) or found
+        return (self.near(fastest, found, ask, limits) if ask.bounded else None) or found
 
-    def whole(
-        self, force: Force | None, deadline: float | None, *, cap: int | None, bounded: bool = True
-    ) -> Step:
-        """The best step without stages.
-
-        Sums S of gradients hide behind backward B: E >= S - theta B and E >= 0. With a multiplier on that
-        row, in [0, 1], a solve is one of other costs, and bounds all plans: 1 is right where sums show, 0
-        where they hide, and between the two it is bisected by whether they hide in the answer.
-        """
-        count = self.request.micro_batches
-        if not self.prices.overlap:
-            return unstaged(self.solve(force, deadline, cap=cap, bounded=bounded), count)
-        found, bound = list[Step](), 0.0
-        low, high, multiplier = 0.0, 1.0, 1.0
-        for _ in range(MULTIPLIERS):
-            try:
-                solution = self.solve(force, deadline, cap=cap, bounded=bounded, multiplier=multiplier)
-            except (CutoffError, SolverError) as error:
-                if not found:
-                    raise
-                bound = max(bound, self.cutoff) if isinstance(error, CutoffError) else bound
-                break
-            priced = PricedProgram(self.prices, solution.program)
-            placed = dataclasses.replace(solution, priced=priced, seconds=priced.seconds)
-            found.append(unstaged(placed, count))
-            best = min(found, key=lambda step: step.seconds)
-            bound = max(bound, found[-1].bound)
-            if best.seconds - bound <= max(self.request.gap, SAME) * best.seconds:
-                break
-            if found[-1].cost.exposed_sums:
-                low = multiplier
-            else:
-                high = multiplier
-            multiplier = 0.0 if len(found) == 1 else (low + high) / 2
-        return dataclasses.replace(best, bound=min(bound, best.seconds))
-
-    def cut(
-        self,
-        fastest: Solution,
-        force: Force | None,
-        deadline: float | None,
-        cap: int | None,
-        *,
-        bounded: bool,
-    ) -> Step:
+    def cut(self, fastest: Solution, ask: Ask, limits: Limits) -> Step:
         """The best step of the fastest placement, or under a cap of others for which memory has a price."""
-        if bounded:
-            check_cutoff(self.even_seconds(fastest.bound), self.cutoff)
-        if not self.has_room(fastest, cap):
-            return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
+        cutoff = limits.cutoff if ask.bounded else math.inf
+        check_cutoff(self.even_seconds(fastest.bound), cutoff)
+        if not self.has_room(fastest, ask.cap):
+            return min(self.leaner(fastest, ask, limits), key=lambda step: step.seconds)
         try:
-            found = self.stage(fastest, cap, cutoff=self.cutoff if bounded else math.inf)
+            found = self.stage(fastest, ask.cap, limits, cutoff=cutoff)
         except CutoffError:
             raise
         except InfeasibleError:
-            return min(self.leaner(fastest, force, deadline, cap), key=lambda step: step.seconds)
+            return min(self.leaner(fastest, ask, limits), key=lambda step: step.seconds)
         is_far = found.gap > max(NEAR, self.request.gap)
         if is_far and self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
-            others = self.leaner(fastest, force, deadline, cap, known=found)
+            others = self.leaner(fastest, ask, limits, known=found)
             return min([found, *others], key=lambda step: step.seconds)
         return found
 
-    def near(
-        self,
-        fastest: Solution,
-        found: Step | None,
-        force: Force | None,
-        deadline: float | None,
-        cap: int | None,
-    ) -> Step | None:
+    def near(self, fastest: Solution, found: Step | None, ask: Ask, limits: Limits) -> Step | None:
         """What is better than `found` among placements that differ from it, or from the fastest, by few
         choices; None if the graph is too large to look at many."""
         scarce = found is None or bool(found.solution.program.recompute or found.solution.program.offload)
         if not is_worthwhile(len(self.graph.operators), scarce=scarce):
             return None
-        space, solution = self.spaces[force], found.solution if found else fastest
+        space, solution = self.space(ask.force), found.solution if found else fastest
 
         def step_of(program: Program) -> Step:
             priced = PricedProgram(self.prices, program)
             placed = dataclasses.replace(fastest, priced=priced, seconds=priced.seconds, peak=priced.peak)
-            return self.stage(placed, cap, fastest.bound)
+            return self.stage(placed, ask.cap, limits, fastest.bound)
 
-        scarce_cap = None if cap is None else math.inf  # under which weights may be gathered again
+        scarce_cap = None if ask.cap is None else math.inf  # under which weights may be gathered again
         problem = Problem(self.graph, self.prices, space, self.folding, cap=scarce_cap)
-        return near_step(problem, solution.program, found, step_of, deadline=deadline)
+        return near_step(problem, solution.program, found, step_of, deadline=limits.deadline)
 
-    def leaner(
-        self,
-        fastest: Solution,
-        force: Force | None,
-        deadline: float | None,
-        cap: int | None,
-        *,
-        known: Step | None = None,
-    ) -> list[Step]:
+    def leaner(self, fastest: Solution, ask: Ask, limits: Limits, *, known: Step | None = None) -> list[Step]:
         """Placements that meet the cap; fewer if one that meets it is `known`. If they compute parts again
         for that, also those that are chosen with a view to it, which may promise more than parts hold."""
         kept = min(map(mean_flight, self.schedules))
@@ -258,17 +183,23 @@ class MeshProblem:
 
         def at(price: float, recompute: Recompute) -> Solution:
             memory_price = MemoryPrice(state=price * unit, kept=price * unit * kept)
-            return self.solve(force, deadline, cap=None, memory_price=memory_price, recompute=recompute)
+            return self.solve(Ask(ask.force, None, memory_price, recompute), limits)
 
         asked, best, found = self.request.recompute, known, list[Step]()
         for recompute in (Recompute.NONE, asked) if asked is Recompute.AUTO else (asked,):
             if not found or best is None or best.solution.program.recompute:
-                found += self.priced(fastest, partial(at, recompute=recompute), cap, known=best)
+                found += self.priced(fastest, partial(at, recompute=recompute), ask.cap, limits, known=best)
                 best = min([*found, *([best] if best else [])], key=lambda step: step.seconds, default=None)
-        return found if found or known else [self.stage(at(PRICES[1], asked), cap, fastest.bound)]
+        return found if found or known else [self.stage(at(PRICES[1], asked), ask.cap, limits, fastest.bound)]
 
     def priced(
-        self, fastest: Solution, at: Callable[[float], Solution], cap: int | None, *, known: Step | None
+        self,
+        fastest: Solution,
+        at: Callable[[float], Solution],
+        cap: int | None,
+        limits: Limits,
+        *,
+        known: Step | None,
     ) -> list[Step]:
         """Those that meet the cap of the placements `at` some prices of memory: bisected to where they just
         do without computing anything again."""
@@ -298,7 +229,7 @@ class MeshProblem:
             else:
                 try:
                     limit = math.inf if best is None else found[best].seconds
-                    found[middle] = step = self.stage(placed, cap, fastest.bound, limit=limit)
+                    found[middle] = step = self.stage(placed, cap, limits, fastest.bound, limit=limit)
                 except CutoffError:
                     beaten.append(placed.program)
                     low, high = (low, middle) if best is not None and best < middle else (middle, high)
@@ -319,17 +250,18 @@ class MeshProblem:
         """Whether the cap holds a rank's part of all state; no cut meets it else."""
         return cap is None or solution.peak.state <= cap * self.request.stages
 
-    def refined(self, step: Step, deadline: float | None = None) -> Step:
-        """The step with all that makes it faster where it is, with a closer bound, as far as time goes."""
+    def refined(self, step: Step, deadline: float | None = None, others: float = math.inf) -> Step:
+        """The step with all that makes it faster where it is, with a closer bound, as far as time goes; no
+        step on another mesh takes less than `others` seconds."""
         with contextlib.suppress(SolverError):  # there is a step already
-            step = self.touched(step, deadline)
+            step = self.touched(step, deadline, others)
         return step
 
-    def touched(self, step: Step, deadline: float | None) -> Step:
+    def touched(self, step: Step, deadline: float | None, others: float) -> Step:
         """See `refined`; raises SolverError if the solver fails."""
         if step.cut is None or is_over(deadline):
             return step
-        fastest = self.solve(self.request.force, deadline, cap=None)
+        fastest = self.solve(self.ask(self.request.force), Limits(deadline))
         refinement = Refinement(
             self.prices,
             self.hop,
@@ -347,7 +279,7 @@ class MeshProblem:
         if self.cap is not None and step.solution.seconds > fastest.seconds * (1 + SAME):
             refinement.others, refinement.scarcity = self.others_than(step, fastest)
         found = refinement.of(step)
-        return dataclasses.replace(found, bound=min(found.bound, self.others))
+        return dataclasses.replace(found, bound=min(found.bound, others))
 
     def others_than(self, step: Step, fastest: Solution) -> tuple[list[Program], Scarcity | None]:
         """Of a step that memory made slower: placements that are faster and take more, and what memory makes
@@ -372,19 +304,16 @@ class MeshProblem:
         self,
         solution: Solution,
         cap: int | None,
+        limits: Limits,
         relaxed: float | None = None,
         *,
         cutoff: float = math.inf,
         limit: float = math.inf,
     ) -> Step:
         """The placement's best step under any of the schedules; see `staged`."""
-        starts, schedules = None, self.schedules
-        if (
-            self.incumbent
-            and self.incumbent.schedule
-            and self.even_seconds(solution.seconds) >= self.incumbent.seconds
-        ):
-            schedules = [self.incumbent.schedule]
+        starts, schedules, incumbent = None, self.schedules, limits.incumbent
+        if incumbent and incumbent.schedule and self.even_seconds(solution.seconds) >= incumbent.seconds:
+            schedules = [incumbent.schedule]
         if self.request.stages_of_uses is not None:
             starts = kept_starts(self.graph, self.request.stages_of_uses, self.schedules[0].stages)
         return staged(
@@ -407,29 +336,35 @@ class MeshProblem:
         may = self.request.training and self.cluster.host is not None
         return self.request.offload if may else Offload.NONE
 
-    def solve(
-        self,
-        force: Force | None,
-        deadline: float | None,
-        *,
-        cap: int | None,
-        memory_price: MemoryPrice = FREE,
-        bounded: bool = True,
-        recompute: Recompute | None = None,
-        multiplier: float | None = None,
-    ) -> Solution:
-        """The best placement of the whole graph, with `recompute` instead of the request's; see `choose`.
-
-        With a `multiplier` of what hides it is best, and bounded, by other costs, and its bound holds for
-        exposed seconds (see `whole`); without one nothing hides, but for the bound."""
-        recompute = self.request.recompute if recompute is None else recompute
-        for proven in (True, False)[: 1 if bounded else 2]:
-            if (force, cap, memory_price, proven, recompute, multiplier) in self.solved:
-                return self.solved[force, cap, memory_price, proven, recompute, multiplier]
-        if cap is not None:
-            fastest = self.solve(force, deadline, cap=None, bounded=bounded, multiplier=multiplier)
-            if fastest.peak.nbytes <= cap:
+    def solve(self, ask: Ask, limits: Limits = UNLIMITED) -> Solution:
+        """The best placement of the whole graph; see `choose`."""
+        for proven in (True, False)[: 1 if ask.bounded else 2]:
+            if (known := dataclasses.replace(ask, bounded=proven)) in self.solved:
+                return self.solved[known]
+        if ask.cap is not None:
+            fastest = self.solve(self.ask(ask.force, bounded=ask.bounded), limits)
+            if fastest.peak.nbytes <= ask.cap:
                 return fastest
+        cutoff = limits.cutoff if ask.bounded and self.request.stages == 1 else math.inf
+        found = choose_named(
+            self.graph,
+            self.prices,
+            self.space(ask.force),
+            self.folding,
+            cap=ask.cap,
+            gap=self.request.gap,
+            time_limit=None if limits.deadline is None else max(0.1, left(limits.deadline)),
+            memory_price=ask.memory_price,
+            bounded=ask.bounded,
+            recompute=ask.recompute,
+            offload=self.offload if self.request.stages == 1 else Offload.NONE,
+            cutoff=cutoff / self.request.micro_batches,
+        )
+        self.solved[ask] = found
+        return found
+
+    def space(self, force: Force | None) -> Space:
+        """The strategies and layouts to choose from; made once."""
         if force not in self.spaces:
             if force is not None:
                 check_force(self.graph, self.prices, force)
@@ -445,46 +380,7 @@ class MeshProblem:
                 local_outputs=self.request.leaves_parts(self.graph),
                 shard_state=self.request.shard_state,
             )
-        prices = self.prices
-        if multiplier is not None:
-            part = multiplier * prices.overlap * prices.once
-            prices = self.priced_with(shown=multiplier, credit=part)
-        found = choose_named(
-            self.graph,
-            prices,
-            self.spaces[force],
-            self.folding,
-            cap=cap,
-            gap=self.request.gap,
-            time_limit=None if deadline is None else max(0.1, left(deadline)),
-            memory_price=memory_price,
-            bounded=bounded,
-            recompute=recompute,
-            offload=self.offload if self.request.stages == 1 else Offload.NONE,
-            cutoff=self.cutoff / self.request.micro_batches
-            if bounded and self.request.stages == 1
-            else math.inf,
-        )
-        if multiplier is None:
-            found = dataclasses.replace(found, bound=found.bound - self.most_hidden(found.bound))
-        self.solved[force, cap, memory_price, bounded, recompute, multiplier] = found
-        return found
-
-    def most_hidden(self, bound: float) -> float:
-        """Of the seconds that placements are compared by what sums of gradients may hide, at most: those of
-        all weights that learn over all axes, or the overlap's part of the least that a placement takes."""
-        prices, mesh = self.prices, self.mesh
-        if not prices.overlap:
-            return 0.0
-        whole = (R,) * len(mesh.shape)
-        sums = sum(
-            prices.gradient_sync(item.name, Move(axis, whole, (*whole[:axis], B, *whole[axis + 1 :])))
-            for item in self.graph.inputs
-            if item.kind is InputKind.PARAMETER and item.spec.requires_grad
-            for axis in mesh.axes
-            if mesh.shape[axis] > 1
-        )
-        return prices.once * min(sums, prices.overlap * bound)
+        return self.spaces[force]
 
 
 def stageable(graph: Graph, request: Request) -> list[ScheduleKind]:

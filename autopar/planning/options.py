@@ -27,6 +27,7 @@ from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
 from autopar.core.offload import Offload
 from autopar.core.outputs import Outputs
+from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError, cut_text
@@ -300,6 +301,18 @@ class SearchOptions(TypedDict, total=False):
             "from forward to backward, and weights neither; auto chooses for each weight.",
         ),
     ]
+    dtype: Annotated[
+        str | None,
+        Option(
+            metavar="fp32|bf16|fp16",
+            default=Precision.FP32.value,
+            types=(object,),
+            read=partial(_choice, "--dtype", Precision),
+            help="What autocast computes in; weights stay as they are.",
+            more="As torch.autocast around every call: with fp32 nothing is cast. Where the caller is under "
+            "torch.autocast itself, that holds.",
+        ),
+    ]
     costdb: Annotated[
         str | None,
         Option(metavar="PATH", types=(Path,), example='"costs.db"', help="Database of measurements."),
@@ -440,6 +453,17 @@ class ParallelizeOptions(PlanOptions, total=False):
             "backward, and offload nothing. Costs are those of operators that run one by one.",
         ),
     ]
+    overlap: Annotated[
+        bool | None,
+        Option(
+            default=False,
+            words=(bool,),
+            help="Start gathers of weights in shards early, beside compute, where memory is left.",
+            more="In plans without stages, by groups of gathers; up to two more groups of full tensors are "
+            "in memory then, and a group for which a cap leaves less is not started early. On processes of "
+            "one machine it gains nothing.",
+        ),
+    ]
 
 
 class CompareOptions(SearchOptions, total=False):
@@ -501,7 +525,7 @@ PLAN = Door("plan", tuple(PlanOptions.__annotations__))
 PARALLELIZE = Door("parallelize", tuple(ParallelizeOptions.__annotations__), _WHOLE_STEP)
 VERIFY = Door("verify", tuple(VerifyOptions.__annotations__), {"optimizer": "sgd-momentum", "measure": False})
 COMPARE = Door("compare", tuple(CompareOptions.__annotations__), _NO_PIPELINE)
-PROFILE = Door("profile", ("mesh", "costdb"), _NO_PIPELINE)
+PROFILE = Door("profile", ("mesh", "dtype", "costdb"), _NO_PIPELINE)
 
 
 def documented(door: Door) -> Callable[[Function], Function]:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph, InputKind
@@ -32,11 +33,13 @@ from autopar.cost.machine.model import CoRunners, CostModel, Progress
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
+from autopar.planning.apart import MEASURED as NOISE
+from autopar.planning.apart import Apart, complexity, margin
+from autopar.planning.ask import Limits
 from autopar.planning.estimates import Choice, Screened, bottleneck
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.planning.search import TOLD_APART, Decision, decide
-from autopar.results.plan import Alternative
+from autopar.planning.search import Decision, decide
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.deadline import after, is_over, left, sooner
@@ -56,13 +59,13 @@ PER_RANKS = 2  # of them with one K
 # So many times as fast as its estimate a plan may turn out where operators are measured: estimates rest on
 # some that are and on some that aren't. Of the benchmark of hosts one without stages took 472 ms, not 645.
 MEASURED = 1.5
-GUESSED = 0.1  # of seconds: plans with stages and without differ by more, or the estimate may be wrong
 FAST_LINK = 100e9  # bytes/s: NVLink since V100, no PCIe
 SCREENED = 0.4  # of the time limit, at most, in which choices are compared
 ROUGH = 0.02  # gap of the placements that are screened
 SCREEN_SECONDS = 6.0  # that one of them may take
 SCARCE = 0.5  # of the cap: more state than that, and a leaner placement is screened too
 GraphOf = Callable[[int], Graph]  # micro-batches -> the graph of one
+Placed: TypeAlias = tuple[Screened, MeshProblem, Solution]
 
 
 def decide_all(
@@ -79,12 +82,14 @@ def decide_all(
     deadline: float | None = None,
     outputs: int = 0,
     least: int = 1,
+    at_once: Graph | None = None,
 ) -> Decision:
     """The best step for a global batch of `batch` samples; `stages` (pipeline ranks), `micro_batches` and
     `request.schedule` are chosen where they are None. `request.stages` and its micro-batches don't count.
 
     `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at, of
-    `least` or more. Only a batch that is computed at once, by one stage, has `outputs` bytes beside its loss.
+    `least` or more. Only a batch that is computed at once, by one stage, has `outputs` bytes beside its loss;
+    `at_once` is its graph with them, if it is to be planned with them.
     Raises InputError if nothing that is asked for can be run, InfeasibleError, with the least memory that
     would do, if no plan was found that meets the cap, SolverError if none was found in time.
     """
@@ -109,7 +114,8 @@ def decide_all(
         if asked.mesh is None:
             asked = replace(asked, mesh=choice.mesh)
         try:
-            graph = graph_of(choice.micro_batches)
+            is_plain = choice.ranks == choice.micro_batches == 1
+            graph = at_once if at_once and is_plain else graph_of(choice.micro_batches)
             found.append(
                 decide(
                     graph,
@@ -169,55 +175,8 @@ def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
             taken.append(choice)
     fitting = [each for each in choices if each.nbytes <= cap]
     alike = [each for each in fitting if each.seconds <= apart.limit(each, fitting[0])]
-    simplest = min(alike, key=_complexity, default=taken[0])
+    simplest = min(alike, key=complexity, default=taken[0])
     return taken if simplest in taken else [*taken, simplest]
-
-
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """How far the seconds of plans must differ to be told apart: by more than predictions are wrong.
-
-    Stages and none differ in what estimates know least of, bubbles and what overlaps; other plans are wrong
-    alike.
-    """
-
-    measured: bool
-
-    def limit(self, choice: Choice | Decision, other: Choice | Decision) -> float:
-        """Seconds below which `choice` is to be preferred to `other`."""
-        if not _complexity(choice) < _complexity(other):
-            return _seconds(other)
-        unstaged = _complexity(choice)[0] == 1 < _complexity(other)[0]
-        return _seconds(other) * (1 + (GUESSED if unstaged and not self.measured else TOLD_APART))
-
-    def simplest(self, decisions: Sequence[Decision]) -> Decision:
-        """The simplest of those that can't be told from the fastest."""
-        fastest = min(decisions, key=_seconds)
-        alike = [each for each in decisions if each.step.seconds <= self.limit(each, fastest)]
-        return min(alike, key=lambda each: (_complexity(each), each.step.seconds))
-
-    def passed(self, decision: Decision, best: Decision) -> Alternative:
-        """What a more complicated plan would promise beside the simpler one that is taken."""
-        ranks, count = _complexity(decision)
-        kind = f", {decision.step.schedule.kind.value}" if decision.step.schedule else ""
-        less = 1 - decision.step.seconds / best.step.seconds
-        name = f"{ranks} stages, " if ranks > 1 else ""
-        name += f"{count} micro-batches{kind}"
-        reason = f"promises {less:.1%} less, which predictions can't tell from nothing"
-        return Alternative(
-            name, decision.step.seconds, decision.step.peak_bytes, feasible=True, reason=reason
-        )
-
-
-def _seconds(choice: Choice | Decision) -> float:
-    return choice.seconds if isinstance(choice, Choice) else choice.step.seconds
-
-
-def _complexity(choice: Choice | Decision) -> tuple[int, int]:
-    """Stages, and micro-batches."""
-    if isinstance(choice, Choice):
-        return choice.ranks, choice.micro_batches
-    return choice.request.stages, choice.request.micro_batches
 
 
 def _divisors(number: int) -> list[int]:
@@ -250,14 +209,16 @@ class _Screen:
     samples: dict[int, _Sample] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     model: CostModel = field(init=False)
-    cap: float = math.inf
+    cap: float = field(init=False)  # bytes per device, inf without a cap
+
+    def __post_init__(self) -> None:
+        self.model = CostModel.of(self.cluster, self.database)
+        cap = self.request.memory if self.request.memory is not None else self.cluster.memory
+        self.cap = math.inf if cap is None else cap
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
         self.near()
-        self.model = CostModel.of(self.cluster, self.database)
-        cap = self.request.memory if self.request.memory is not None else self.cluster.memory
-        self.cap = math.inf if cap is None else cap
         found = [choice for each in self.climb(ranks) for choice in self.rated(each)]
         if not found:
             raise InputError(
@@ -373,19 +334,40 @@ class _Screen:
         )
         stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
         sample = self.sample(ranks)
-        found: list[tuple[Screened, MeshProblem, Solution]] = []
+        found: list[Placed] = []
         for mesh in self.meshes(ranks):
             if found and is_over(self.deadline):
                 break
             problem = MeshProblem(sample.graph, sample.atoms, mesh, stage, self.model, request, None, hop)
             solution = self.placed(problem, FREE)
             found.append((self.screened(problem, solution, ranks, sample), problem, solution))
-        _, problem, solution = min(found, key=lambda each: self.best([each[0]]) or (math.inf, math.inf))
+        found = self.simpler(found)
+        _, problem, solution = min(found, key=self.place)
         if solution.peak.state / ranks > SCARCE * self.cap and not is_over(self.deadline):
             price = solution.seconds / max(1, solution.peak.nbytes)
             solution = self.placed(problem, MemoryPrice(state=price, kept=price))
             return [*(each for each, _, _ in found), self.screened(problem, solution, ranks, sample)]
         return [each for each, _, _ in found]
+
+    def place(self, placed: Placed) -> tuple[float, float]:
+        """Where the best choice on a mesh is in the order."""
+        return self.best([placed[0]]) or (math.inf, math.inf)
+
+    def simpler(self, found: list[Placed]) -> list[Placed]:
+        """Without the meshes of more axes that can't be told from one of fewer."""
+        fastest = min(found, key=self.place)
+        _, problem, solution = fastest
+        for each in sorted(found, key=lambda each: (len(each[1].mesh.shape), self.place(each))):
+            other = each[1].mesh, each[2].program
+            if len(other[0].shape) >= len(problem.mesh.shape):
+                break
+            apart = 1 + margin(solution.priced, other[1])
+            if self.cluster.nodes == 1:  # alike, but for how often messages wait
+                apart = max(apart, 1 + NOISE)
+            (over, seconds), (least_over, least) = self.place(each), self.place(fastest)
+            if over <= least_over and seconds <= least * apart:
+                return [one for one in found if len(one[1].mesh.shape) <= len(other[0].shape)]
+        return found
 
     def best(self, screened: Sequence[Screened]) -> tuple[float, float] | None:
         """The place in the order of the best choice among them, if there is any."""
@@ -394,11 +376,10 @@ class _Screen:
     def placed(self, problem: MeshProblem, memory_price: MemoryPrice) -> Solution:
         """A placement of about the least seconds; what can't be had in time is waited for, up to the
         deadline."""
-        force = self.request.force
+        ask = replace(problem.ask(self.request.force, bounded=False), memory_price=memory_price)
         with contextlib.suppress(SolverError):
-            soon = sooner(self.deadline, SCREEN_SECONDS)
-            return problem.solve(force, soon, cap=None, memory_price=memory_price, bounded=False)
-        return problem.solve(force, self.deadline, cap=None, memory_price=memory_price, bounded=False)
+            return problem.solve(ask, Limits(sooner(self.deadline, SCREEN_SECONDS)))
+        return problem.solve(ask, Limits(self.deadline))
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""

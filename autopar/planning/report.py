@@ -17,6 +17,7 @@ from autopar.core.strategy import Option
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import moved, wait_seconds
 from autopar.cost.program.values import Values
+from autopar.planning.apart import error_of, measured_share
 from autopar.planning.request import Request
 from autopar.planning.step_parts import step_parts
 from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
@@ -73,9 +74,7 @@ def report(
             )
         )
     compute = sum(layer.compute for layer in layers)
-    estimated = sum(
-        prices.operator(item, program.strategies[item.name]).missing_seconds for item in graph.operators
-    )
+    measured = measured_share(solution.priced)
     pipeline = pipeline_of(graph, step, request)
     return Plan(
         program=program,
@@ -96,7 +95,8 @@ def report(
         peak_bytes=step.peak_bytes,
         state_bytes=step.state_bytes,
         memory_cap=cap,
-        measured_share=1.0 - estimated / compute if compute else 1.0,
+        measured_share=measured,
+        error=error_of(measured),
         sharded_flops_share=sharded_share(graph, kinds, layers, request.force),
         gathered_ops=tuple(
             f"{item.name} ({title_of(item.target, item.args)})"

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec
-from autopar.core.force import PURE, name_of
+from autopar.core.force import PURE, Parallelism, name_of
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CoRunners, CostModel, Progress
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
+from autopar.planning.apart import MEASURED, margin, measured_share, promise
+from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
 from autopar.planning.report import report
 from autopar.planning.request import Request
@@ -36,7 +38,6 @@ from costdb.database import Database
 
 MEASURING_ROUNDS = 6
 RIVALS = 2  # pure strategies whose operators are measured beside the winner's
-TOLD_APART = 0.03  # of measured seconds: less is noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Decision:
     cluster: ClusterSpec
     request: Request
     deadline: float | None
+    others: float = math.inf  # seconds that no step on another mesh takes less than
     notes: tuple[str, ...] = ()
     passed: tuple[Alternative, ...] = ()  # more complicated plans that promise hardly less
 
@@ -66,7 +68,7 @@ class Decision:
     def unhindered(self) -> bool:
         """Whether memory made nothing slower: the fastest placement fits as it is, or by what hides."""
         problem, cap = self.problem, self.problem.cap
-        fastest = problem.solve(self.request.force, self.deadline, cap=None)
+        fastest = problem.solve(problem.ask(self.request.force), Limits(self.deadline))
         fits = cap is None or fastest.peak.nbytes <= cap
         return fits or self.step.solution.seconds <= fastest.seconds * (1 + SAME)
 
@@ -124,35 +126,38 @@ def decide(
         known = model
         if request.measure:
             # What the first winner and its rivals use is timed together: what slows one then slows all.
-            rivals = _rivals(best[0], deadline) if compares and number == 0 else []
+            rivals = _rivals(best.problem, deadline) if compares and number == 0 else []
             model = model.measure(
-                _calls(best[0], *(each.solution for each in (best[1], *rivals))),
+                _calls(best.problem, *(each.solution for each in (best.step, *rivals))),
                 database,
                 progress,
                 co_runners,
             )
         if model is known and compares:
-            calls = _calls(best[0], *(each.solution for each in _rivals(best[0], deadline)))
+            calls = _calls(best.problem, *(each.solution for each in _rivals(best.problem, deadline)))
             model = model.measure(calls, database, progress, co_runners)
         if model is known:
             break
     else:
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         best = _best(problems, deadline, cutoff)
-    return Decision(best[0], best[1], whole, request, deadline)
+    return Decision(best.problem, best.step, whole, request, deadline, best.others)
 
 
 def finish(decision: Decision) -> Found:
     """The report of a decision, its cut refined, beside the pure strategies; one of these that is faster
     replaces it."""
     problem, request = decision.problem, decision.request
-    problem.incumbent = step = problem.refined(decision.step, decision.deadline)
+    step = problem.refined(decision.step, decision.deadline, decision.others)
     asked = request.alternatives and not request.force and not is_over(decision.deadline)
-    alternatives = strategies_beside(problem, decision.deadline) if asked else []
+    alternatives = strategies_beside(problem, Limits(decision.deadline, incumbent=step)) if asked else []
     # A pure strategy keeps to no pins: where layers are pinned it may only stand beside the plan.
+    mixed = step
     if not request.pins:
         problem, step = _prefer_simpler((problem, step), alternatives)
     rows = [_with_pins(item, step) if request.pins else item for item, _ in alternatives]
+    if step.seconds > mixed.seconds:
+        rows.append(promise("mixed", mixed.seconds, mixed.peak_bytes, step.seconds))
     plan = report(step, decision.cluster, rows, problem.cap, request)
     serial = one_device(problem, decision.cluster, decision.deadline) if asked else None
     plan = dataclasses.replace(beside(plan, decision), serial=serial)
@@ -192,7 +197,7 @@ def measure_operators(
         problem = MeshProblem(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
         for force in (None, *PURE):
             with contextlib.suppress(InfeasibleError):
-                calls += _calls(problem, problem.solve(force, deadline, cap=None, bounded=False))
+                calls += _calls(problem, problem.solve(problem.ask(force, bounded=False), Limits(deadline)))
     model = model.measure(calls, database, progress, co_runners)
     return len({call.key() for call in calls} & model.measured.keys())
 
@@ -258,17 +263,27 @@ def _check_mesh(meshes: Sequence[Mesh], cluster: ClusterSpec) -> None:
             )
 
 
-def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float) -> tuple[MeshProblem, Step]:
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """The best step, its mesh, and `others`: seconds that no step on another mesh takes less than."""
+
+    problem: MeshProblem
+    step: Step
+    others: float
+
+
+def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float) -> _Best:
     """Of all meshes; those on which nothing faster than what is found can be are left."""
     found: list[tuple[MeshProblem, Step]] = []
     failures: list[InfeasibleError | SolverError] = []
     for problem in problems:
-        problem.cutoff = min([cutoff, *(step.seconds for _, step in found)])
+        limits = Limits(deadline, min([cutoff, *(step.seconds for _, step in found)]))
         if found and is_over(deadline):
             failures.append(_too_late(problem))
             continue
         try:
-            found.append((problem, problem.plan(problem.request.force, deadline, cap=problem.cap)))
+            ask = problem.ask(problem.request.force, cap=problem.cap)
+            found.append((problem, problem.plan(ask, limits)))
         except (InfeasibleError, SolverError) as error:
             failures.append(error)
     if not found:
@@ -278,8 +293,8 @@ def _best(problems: Sequence[MeshProblem], deadline: float | None, cutoff: float
     others = [each.bound for other, each in found if other is not problem]
     if any(isinstance(error, SolverError) for error in failures):
         others.append(0.0)  # a mesh not solved in time leaves the gap open
-    problem.others = min(others, default=math.inf)
-    return problem, dataclasses.replace(step, bound=min(step.bound, problem.others))
+    least = min(others, default=math.inf)
+    return _Best(problem, dataclasses.replace(step, bound=min(step.bound, least)), least)
 
 
 def _too_late(problem: MeshProblem) -> SolverError:
@@ -313,7 +328,7 @@ def _calls(problem: MeshProblem, *solutions: Solution) -> list[Call]:
 
 def _rivals(problem: MeshProblem, deadline: float | None) -> list[Step]:
     """The `RIVALS` pure strategies that are predicted fastest."""
-    found = [step for _, step in strategies_beside(problem, deadline) if step]
+    found = [step for _, step in strategies_beside(problem, Limits(deadline)) if step]
     return sorted(found, key=lambda each: each.seconds)[:RIVALS]
 
 
@@ -327,12 +342,22 @@ def _prefer_simpler(
     best: tuple[MeshProblem, Step], alternatives: Sequence[tuple[Alternative, Step | None]]
 ) -> tuple[MeshProblem, Step]:
     """Never a plan that is predicted slower than a pure strategy: an incumbent in time may be. Between
-    measured seconds that can't be told apart the pure strategy wins, which has less that could go wrong."""
+    plans that can't be told apart the pure strategy wins, which has less that could go wrong."""
     problem, step = best
-    limit = step.seconds * (1 + (TOLD_APART if problem.request.measure and problem.model.here else 0.0))
-    faster = [item for row, item in alternatives if item and row.feasible and item.seconds < limit]
-    if not faster:
+    pure = [(row, item) for row, item in alternatives if item and row.feasible]
+    alike = [item for row, item in pure if item.seconds <= _limit(best, item, row.name)]
+    if not alike:
         return best
-    winner = min(faster, key=lambda item: item.seconds)
+    winner = min(alike, key=lambda item: item.seconds)
     solution = dataclasses.replace(winner.solution, status=step.solution.status)
     return problem, dataclasses.replace(winner, bound=min(step.bound, winner.seconds), solution=solution)
+
+
+def _limit(best: tuple[MeshProblem, Step], pure: Step, kind: str) -> float:
+    """The seconds up to which a pure strategy stands: by estimates only data parallelism is simpler than a
+    mixed plan, for an expert mixes the kinds of model parallelism."""
+    _, step = best
+    priced = step.solution.priced
+    if kind == Parallelism.BATCH.value:
+        return step.seconds * (1 + margin(priced, pure.solution.program))
+    return step.seconds * (1 + measured_share(priced) * MEASURED)

@@ -11,6 +11,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.force import PURE
 from autopar.core.mesh import Mesh
 from autopar.errors import AutoparError, InfeasibleError, SolverError
+from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.report import pipeline_of
 from autopar.planning.request import Request
@@ -22,7 +23,7 @@ from autopar.units import show_bytes
 LONGEST = 120  # characters of a reason
 
 
-def strategies_beside(problem: MeshProblem, deadline: float | None) -> list[tuple[Alternative, Step | None]]:
+def strategies_beside(problem: MeshProblem, limits: Limits) -> list[tuple[Alternative, Step | None]]:
     """Every pure strategy of the chosen mesh, solved without the cap so that its need is known, and under
     the plan's schedule alone if none could make it faster than the plan (`incumbent`); none on one device,
     which has nothing to share."""
@@ -31,7 +32,7 @@ def strategies_beside(problem: MeshProblem, deadline: float | None) -> list[tupl
         return found
     for kind in PURE:
         try:
-            step = problem.plan(kind, deadline, cap=None, bounded=False)
+            step = problem.plan(problem.ask(kind, bounded=False), limits)
         except (InfeasibleError, SolverError) as error:
             row = Alternative(kind.value, None, None, feasible=False, reason=reason_of(error))
             found.append((row, None))
@@ -63,7 +64,7 @@ def one_device(problem: MeshProblem, cluster: ClusterSpec, deadline: float | Non
         problem.hop,
     )
     try:
-        step = serial.plan(None, deadline, cap=None, bounded=False)
+        step = serial.plan(serial.ask(bounded=False), Limits(deadline))
     except (InfeasibleError, SolverError) as error:
         return Alternative(ONE_DEVICE, None, None, feasible=False, reason=reason_of(error))
     return beside(serial, ONE_DEVICE, step)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,12 +23,13 @@ from autopar.errors import AutoparError
 from autopar.planning.known_plans import kept, resized
 from autopar.planning.request import Request
 from autopar.planning.search import search
-from autopar.proof.precision import raise_model
+from autopar.proof.precision import copy_model, raise_model
 from autopar.proof.verify import Record, compare, train_eagerly, verify_simulated
 from autopar.results.plan import Plan
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.guards import Guard, Slot
 from autopar.trace.attribute_reads import recording
+from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import Arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.numbers import NotFreeError, Numbers, as_before, freed, is_number
@@ -114,7 +114,7 @@ class _Trial:
     @classmethod
     def of(cls, target: Target, plan: Plan, cluster: ClusterSpec, request: Request) -> _Trial:
         with recording() as reads:
-            traced = _trace(target, request)
+            traced = _trace(target, request, request.autocast(cluster))
         return cls(
             target, plan, cluster, request, Guard(reads), traced.arguments, _eagerly(target, traced.arguments)
         )
@@ -144,7 +144,7 @@ class _Trial:
     def judge(self, change: _Change, *, noticed: bool) -> None:
         try:
             serial_model.check(self.target.model)
-            traced = _trace(self.target, self.request) if noticed else None
+            traced = self.trace() if noticed else None
         except AutoparError:
             self.tried += 1
             self.refused.append(change.name)
@@ -163,6 +163,10 @@ class _Trial:
         elif change.slot is not None and is_number(change.new) and not self.is_free(change, traced):
             self.wrong.append(f"{change.name} as an input of the program")
 
+    def trace(self) -> Traced:
+        """The target's graph as things are."""
+        return _trace(self.target, self.request, self.request.autocast(self.cluster))
+
     def follows(self, traced: Traced) -> bool:
         """Whether a program for the changed model trains like the model."""
         plan = kept(traced.graph, [self.plan]) or resized(
@@ -180,13 +184,13 @@ class _Trial:
         assert change.slot is not None
         numbers = Numbers([change.old], [change.new])
         with suppress(AutoparError, NotFreeError), _replaced(change.slot, numbers.items[0]), freed(numbers):
-            marked = as_before(_trace(self.target, self.request).graph)
+            marked = as_before(self.trace().graph)
             decides = any(bool(formula([change.new])) is not answer for formula, answer in numbers.decisions)
             return decides or fingerprint_of(marked) == fingerprint_of(traced.graph)
         return True
 
 
-def _trace(target: Target, request: Request) -> Traced:
+def _trace(target: Target, request: Request, autocast: Autocast) -> Traced:
     """The target's graph; torch.export leaves copies of lists in modules, which are taken back."""
     states = [(vars(module), dict(vars(module))) for module in target.model.modules()]
     try:
@@ -197,6 +201,7 @@ def _trace(target: Target, request: Request) -> Traced:
             loss_fn=target.loss_fn,
             loss_only=False,
             static=request.static,
+            autocast=autocast,
         )
     finally:
         for state, before in states:
@@ -204,7 +209,7 @@ def _trace(target: Target, request: Request) -> Traced:
 
 
 def _eagerly(target: Target, arguments: Arguments) -> Record:
-    model = raise_model(deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     return train_eagerly(model, arguments, target.loss_fn, steps=1)
 
 

@@ -10,7 +10,6 @@ factor don't use it for nearly all of their flops.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,8 +28,10 @@ from autopar.planning.request import Request
 from autopar.planning.search import search
 from autopar.proof.changes import Changes, try_changes
 from autopar.proof.cutting import cutting_effect, draws, eager_parts
+from autopar.proof.low_precision import LowPrecision, compare_low_precision
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import (
+    copy_model,
     float64_by_default,
     raise_graph,
     raise_model,
@@ -55,6 +56,7 @@ from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.runtime.module import serial_model
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced, check_dense, trace
 from autopar.trace.micro_batches import MicroBatch, split_batch
@@ -62,6 +64,7 @@ from autopar.trace.target import Target
 from autopar.trace.user_source import user_line
 from costdb.database import Database
 
+CASTS = 8  # that are named of those that were raised
 FORCED_SHARE = 0.9  # of the flops of operators that have the forced factor
 
 
@@ -91,6 +94,7 @@ class Report:
 
     `changes_tried` are changes of what forward reads, each with a step of its own.
 
+    `low` is what is compared in low precision, beside the verdict in float64.
     With `cutting` the verdict is on serial training that is cut into the same micro-batches, and that differs
     from the uncut by this.
     """
@@ -100,6 +104,7 @@ class Report:
     force: Force | None
     cutting: Effect | None = None
     changes_tried: Changes | None = None
+    low: LowPrecision | None = None
 
     @property
     def vacuous(self) -> bool:
@@ -115,7 +120,8 @@ class Report:
     def passed(self) -> bool:
         agreed = not self.changes or (self.cutting is not None and self.cutting.allowed)
         follows = self.changes_tried is None or self.changes_tried.passed
-        return self.verdict.passed and agreed and follows and not self.vacuous
+        low = self.low is None or self.low.passed
+        return self.verdict.passed and agreed and follows and low and not self.vacuous
 
     def as_dict(self) -> dict[str, Any]:
         """The report as the command line's JSON shows it."""
@@ -126,6 +132,7 @@ class Report:
             "vacuous": self.vacuous,
             "cutting": self.cutting.as_dict() if self.cutting is not None and self.changes else None,
             "state_changes": self.changes_tried.as_dict() if self.changes_tried is not None else None,
+            "low_precision": self.low.as_dict() if self.low is not None else None,
             "sharded_flops_share": self.plan.sharded_flops_share,
             "gathered_ops": list(self.plan.gathered_ops),
             "raised_casts": list(self.verdict.raised_casts),
@@ -145,13 +152,17 @@ class Report:
         if self.plan.gathered_ops:
             lines.append("gathered    " + ", ".join(self.plan.gathered_ops))
         if self.verdict.raised_casts:
-            lines.append("raised to float64: " + ", ".join(self.verdict.raised_casts))
+            shown, rest = self.verdict.raised_casts[:CASTS], self.verdict.raised_casts[CASTS:]
+            more = f" and {len(rest)} more" if rest else ""
+            lines.append(f"raised to float64: {', '.join(shown)}{more}")
         verdict = "equals" if self.verdict.passed else "DIFFERS from"
         alike = " that is cut alike" if self.changes else ""
         lines.append(
             f"mesh {self.plan.mesh}: parallel training {verdict} serial training{alike} "
             f"({TOLERANCE:.0e} allowed)"
         )
+        if self.low is not None:
+            lines.append(str(self.low))
         if self.changes_tried is not None:
             lines.append(str(self.changes_tried))
         if self.changes:
@@ -207,6 +218,7 @@ def check(
             plan=plan,
             asked=asked,
         )
+    autocast = request.autocast(cluster)
     traced = trace(
         target.model,
         target.args,
@@ -214,15 +226,21 @@ def check(
         loss_fn=target.loss_fn,
         loss_only=False,
         static=request.static,
+        autocast=autocast,
     )
     _check_loss(target, traced)
     plan = _plan(traced.graph, cluster, request, database, plan)
     if processes:
-        verdict = _verify_processes(target, traced, plan, cluster, steps, static=request.static)
+        verdict = _verify_processes(
+            target, traced, plan, cluster, steps, static=request.static, autocast=autocast
+        )
     else:
         verdict = verify_simulated(target.model, traced, plan.program, loss_fn=target.loss_fn, steps=steps)
     tried = try_changes(target, plan, cluster, request, most=changes) if changes and verdict.passed else None
-    return Report(plan, verdict, request.force, changes_tried=tried)
+    low = compare_low_precision(
+        target.model, traced, plan.program, autocast, loss_fn=target.loss_fn, steps=steps
+    )
+    return Report(plan, verdict, request.force, changes_tried=tried, low=low)
 
 
 def _check_pipeline(
@@ -239,12 +257,13 @@ def _check_pipeline(
     """The same for stages and micro-batches, against the serial model that takes the batch at once."""
     arguments = flatten_arguments(target.args, target.kwargs)
     count = request.micro_batches
-    traced, shorter = trace_lengths(target, count, request.batch_dims, request.static)
+    autocast = request.autocast(cluster)
+    traced, shorter = trace_lengths(target, count, request.batch_dims, autocast, request.static)
     plan = _plan(traced.graph, cluster, request, database, plan)
     if shorter and (plan.pipeline.is_staged or not processes):
         check_plan(plan.program, traced.graph, shorter.graph)
     graph, casts = raise_graph(traced.graph)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     tensors = tuple(map(raise_tensor, arguments.tensors))
     batch = split_batch(traced.cutting, tensors, count, find=model.get_buffer)
     disagreement: Disagreement = {}
@@ -253,6 +272,7 @@ def _check_pipeline(
             _job(target, traced, plan, cluster, arguments.tensors, steps),
             batch_dims=request.batch_dims,
             static=request.static,
+            autocast=autocast,
         )
         ours, disagreement = train_on_processes(job)
     else:
@@ -282,16 +302,26 @@ def _check_pipeline(
 
     random = count > 1 and draws(graph)
     serially = in_parts if random else at_once
-    verdict = judge(ours, copy.deepcopy(model), serially, casts, disagreement)
+    verdict = judge(ours, copy_model(model), serially, casts, disagreement)
+    whole = trace_lengths(target, 1, None, autocast)[0]
+    low = compare_low_precision(
+        target.model,
+        whole,
+        plan.program if count == 1 else None,
+        autocast,
+        loss_fn=target.loss_fn,
+        steps=steps,
+    )
     if count == 1 or (verdict.passed and not random):
-        return Report(plan, verdict, request.force)
+        return Report(plan, verdict, request.force, low=low)
     effect = cutting_effect(model, at_once, in_parts, random=random)
     if not random:
         verdict = judge(ours, model, in_parts, casts, disagreement)
     cutting = traced.cutting
     assert cutting is not None
     allowed = asked and cutting.by_statistics
-    return Report(plan, verdict, request.force, Effect(effect, count, cutting.change, allowed))
+    told = Effect(effect, count, cutting.change, allowed)
+    return Report(plan, verdict, request.force, told, low=low)
 
 
 def _plan(
@@ -342,7 +372,7 @@ def _check_micro_batches(target: Target, count: int, said: Said | None, static: 
 
     cutting = parts_of(whole, target.args, target.kwargs, said).cutting()
     batch = split_batch(cutting, arguments.tensors, count, weigh=False)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     causes = (_failure(target, model, arguments, micro.tensors, number) for number, micro in enumerate(batch))
     number, cause = next(((place, each) for place, each in enumerate(causes) if each is not None), (0, None))
     if cause is None or _failure(target, model, arguments, arguments.tensors) is not None:
@@ -382,12 +412,20 @@ def _check_loss(target: Target, traced: Traced) -> None:
 
 
 def _verify_processes(
-    target: Target, traced: Traced, plan: Plan, cluster: ClusterSpec, steps: int, *, static: tuple[str, ...]
+    target: Target,
+    traced: Traced,
+    plan: Plan,
+    cluster: ClusterSpec,
+    steps: int,
+    *,
+    static: tuple[str, ...],
+    autocast: Autocast,
 ) -> Verdict:
     _, casts = raise_graph(traced.graph)
-    job = replace(_job(target, traced, plan, cluster, traced.arguments.tensors, steps), static=static)
+    job = _job(target, traced, plan, cluster, traced.arguments.tensors, steps)
+    job = replace(job, static=static, autocast=autocast)
     ours, disagreement = train_on_processes(job)
-    model = raise_model(copy.deepcopy(target.model))
+    model = raise_model(copy_model(target.model))
     constants = written_constants(traced.graph)
 
     def serially(model: nn.Module) -> Record:

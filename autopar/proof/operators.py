@@ -56,6 +56,11 @@ class OneOperator:
             tensor.requires_grad_(may_learn(tensor.dtype) and not fixed)
         self.graph = self._graph(tuple(args), dict(kwargs))
 
+    def value(self, name: str) -> Tensor | None:
+        """That of an operand which a rule may take for a constant: integers."""
+        tensor = self.tensors[name]
+        return None if may_learn(tensor.dtype) else tensor
+
     def serial(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Results of the unsplit call and its operands (fresh leaves)."""
         operands = {
@@ -74,7 +79,7 @@ class OneOperator:
             for name, tensor in self.tensors.items()
         }
         inputs = tuple(
-            GraphInput(name, InputKind.USER, name, spec, mutated=name in self.buffers)
+            GraphInput(name, InputKind.USER, name, spec, mutated=name in self.buffers, value=self.value(name))
             for name, spec in specs.items()
         )
         state = torch.get_rng_state()

@@ -12,6 +12,7 @@ order of memory, which for an operand that is a transposed view is another one, 
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,13 @@ def raise_model(model: nn.Module) -> nn.Module:
     """The model, its parameters and buffers raised where they are: `double()` leaves complex ones alone."""
     model._apply(lambda tensor: tensor.to(raised(tensor.dtype)))  # in place, as double() does it
     return model
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """A deep copy, also of a model that holds compressed sparse matrices, which torch doesn't copy so."""
+    held = [*model.buffers(), *(value for module in model.modules() for value in vars(module).values())]
+    sparse = (item for item in held if isinstance(item, Tensor) and item.layout is not torch.strided)
+    return copy.deepcopy(model, {id(item): item.detach().clone() for item in sparse})
 
 
 def raise_graph(graph: Graph) -> tuple[Graph, tuple[str, ...]]:

@@ -40,6 +40,7 @@ from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import find_loss, flatten_arguments, flatten_results
 from autopar.trace.export import Traced, trace
 from autopar.trace.simplify import only_loss
@@ -60,6 +61,7 @@ class Job:
     steps: int
     batch_dims: Said | None = None
     static: tuple[str, ...] = ()
+    autocast: Autocast = Autocast()  # around the calls that are traced
 
     @property
     def by_steps(self) -> bool:
@@ -117,13 +119,13 @@ def _copy_state(state: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def trace_lengths(
-    target: Target, count: int, said: Said | None, static: Sequence[str] = ()
+    target: Target, count: int, said: Said | None, autocast: Autocast, static: Sequence[str] = ()
 ) -> tuple[Traced, Traced | None]:
     """The graph of the first of `count` micro-batches, with its loss alone, and that of shorter ones; `said`
     are the dims of samples that the user says."""
 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        return trace(target.model, args, kwargs, loss_fn=target.loss_fn, static=static)
+        return trace(target.model, args, kwargs, loss_fn=target.loss_fn, static=static, autocast=autocast)
 
     if count == 1:
         traced = whole(target.args, target.kwargs)
@@ -136,10 +138,10 @@ def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
     """The target's graphs in float64, traced as the parent did: from the model as it is."""
     if job.by_steps:
         count = job.plan.pipeline.micro_batches
-        traced, shorter = trace_lengths(target, count, job.batch_dims, job.static)
+        traced, shorter = trace_lengths(target, count, job.batch_dims, job.autocast, job.static)
     else:
         args, kwargs = flatten_arguments(target.args, target.kwargs).rebuild(job.tensors)
-        traced, shorter = _whole(target, args, kwargs, job.static), None
+        traced, shorter = _whole(target, args, kwargs, job), None
     difference = fingerprint_of(traced.graph).difference(job.plan.graph)
     if difference is not None:
         raise CheckError(
@@ -151,8 +153,16 @@ def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
     return _raise(traced), _raise(shorter) if shorter else None
 
 
-def _whole(target: Target, args: Any, kwargs: Any, static: Sequence[str]) -> Traced:
-    return trace(target.model, args, kwargs, loss_fn=target.loss_fn, loss_only=False, static=static)
+def _whole(target: Target, args: Any, kwargs: Any, job: Job) -> Traced:
+    return trace(
+        target.model,
+        args,
+        kwargs,
+        loss_fn=target.loss_fn,
+        loss_only=False,
+        static=job.static,
+        autocast=job.autocast,
+    )
 
 
 def _raise(traced: Traced) -> Traced:

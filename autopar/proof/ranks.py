@@ -26,6 +26,7 @@ from autopar.core.placement import Layout, R
 from autopar.errors import CheckError
 from autopar.proof.precision import in_float64
 from autopar.proof.simulated import Call, simulate, simulate_typed
+from autopar.rewrite.rank_program import RankProgram
 from autopar.runtime.saved.offload import moves, saving_there
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.sharding.atoms import Dims
@@ -59,9 +60,10 @@ def _run(
     steps = list(zip(*(program.graph.nodes for program in programs), strict=True))
     for nodes in steps:
         _check_alike(nodes)
-        for node, environment, local in zip(nodes, environments, inputs, strict=True):
+        for program, node, environment, local in zip(programs, nodes, environments, inputs, strict=True):
             if node.op == "placeholder":
-                environment[node] = local[str(node.target)]
+                name = str(node.target)
+                environment[node] = local[name] if name in local else _constants(program)[name]
         if nodes[0].op == "call_function":
             _step(nodes, environments, meaning)
         if nodes[0].op == "call_module":
@@ -72,6 +74,12 @@ def _run(
                 for node, environment in zip(nodes, environments, strict=True)
             ]
     raise AssertionError("a program without an output")
+
+
+def _constants(program: HasGraph) -> Mapping[str, Tensor]:
+    """What a rank's program holds from the start."""
+    assert isinstance(program, RankProgram), "a module takes all that it holds as its inputs"
+    return program.constants
 
 
 def _check_alike(nodes: Sequence[fx.Node]) -> None:

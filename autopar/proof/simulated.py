@@ -45,6 +45,7 @@ def simulate(target: Any, calls: Sequence[Call]) -> list[Tensor]:
 TRANSPOSED = {
     "p_to_r": "r_to_b",
     "r_to_b": "p_to_r",
+    "r_to_b_wide": "p_to_r",
     "s_to_r": "r_to_s",
     "s_to_r_again": "r_to_s",
     "r_to_s": "s_to_r",
@@ -96,6 +97,10 @@ def _max_everywhere(ranks: Sequence[Arguments]) -> list[Tensor]:
 
 def _unchanged(ranks: Sequence[Arguments]) -> list[Tensor]:
     return _tensors(ranks)
+
+
+def _waited(ranks: Sequence[Arguments]) -> list[Tensor]:
+    return [rank["handle"] for rank in ranks]
 
 
 def _first_only(ranks: Sequence[Arguments]) -> list[Tensor]:
@@ -234,13 +239,23 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "p_to_r": _sum_everywhere,
     "p_to_b": _sum_everywhere,
     "r_to_b": _unchanged,
+    "r_to_b_wide": _unchanged,
     "b_to_r": _unchanged,
     "r_to_p": _first_only,
     "b_to_p": _first_only,
     "s_to_r": _gather,
     "s_to_b": _gather,
+    "s_to_b_wide": _gather,
     "s_to_r_again": _gather,
     "s_to_b_again": _gather,
+    "start_s_to_r": _gather,  # of a move in two halves the first does all
+    "start_s_to_b": _gather,
+    "start_s_to_r_again": _gather,
+    "start_s_to_b_again": _gather,
+    "wait_s_to_r": _waited,
+    "wait_s_to_b": _waited,
+    "wait_s_to_r_again": _waited,
+    "wait_s_to_b_again": _waited,
     "p_to_s": _scatter_sum,
     "r_to_s": _slice,
     "b_to_s": _slice,

@@ -11,7 +11,6 @@ taken tensor by tensor: some true gradients are 0 (a key's bias), and need the f
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from autopar.core.placement import Layout
 from autopar.core.program import Program
 from autopar.errors import AutoparError, CheckError, InputError
 from autopar.proof.precision import (
+    copy_model,
     float64_by_default,
     raise_graph,
     raise_model,
@@ -49,6 +49,7 @@ from autopar.trace.call_signature import (
 from autopar.trace.checkpoint_regions import inlined
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, mask_seed
+from autopar.trace.structure import parts_of
 from autopar.trace.user_source import user_line
 
 TOLERANCE = 1e-9
@@ -111,7 +112,7 @@ def verify_simulated(
     """Prove `program` for `traced` on simulated ranks."""
     graph, casts = raise_graph(traced.graph)
     dims = Dims(graph, find_atoms(graph), program.mesh)
-    serial_model = raise_model(copy.deepcopy(model))
+    serial_model = raise_model(copy_model(model))
     with float64_by_default():
         ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
     constants = written_constants(traced.graph)
@@ -305,13 +306,21 @@ def backward(loss: Tensor | None, leaves: Sequence[Tensor]) -> None:
 
 
 def simulate_training(
-    model: nn.Module, arguments: Arguments, graph: Graph, program: Program, dims: Dims, *, steps: int
+    model: nn.Module,
+    arguments: Arguments,
+    graph: Graph,
+    program: Program,
+    dims: Dims,
+    *,
+    steps: int,
+    lift: Callable[[Tensor], Tensor] = raise_tensor,
 ) -> Record:
-    """The same steps by all ranks' programs; `model` gives the first parameters and is not changed."""
+    """The same steps by all ranks' programs; `model` gives the first parameters and is not changed. `lift`
+    makes the tensors of the start."""
     written = [rewrite(graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices)]
     programs = [recomputing(each.graph, each, graph, program, name="Rank") for each in written]
     record = Record()
-    full = start_tensors(model, arguments, graph)
+    full = start_tensors(model, arguments, graph, lift)
     names = {item.name: item for item in graph.inputs}
     learned = [
         name for name, item in names.items() if item.kind is InputKind.PARAMETER and full[name].requires_grad
@@ -322,6 +331,8 @@ def simulate_training(
     for step in range(steps):
         torch.manual_seed(seed(step))
         locals_ = distribute(full, program.inputs, dims)
+        for local, each in zip(locals_, written, strict=True):
+            local.update(each.constants)
         outputs = run(programs, locals_, meaning=meaning_for(graph))
         count = len(graph.outputs)
         _check_replicas(outputs, graph)
@@ -345,16 +356,18 @@ def simulate_training(
     return record
 
 
-def start_tensors(model: nn.Module, arguments: Arguments, graph: Graph) -> Tensors:
-    """Every input of the graph, whole, as fresh float64 leaves."""
+def start_tensors(
+    model: nn.Module, arguments: Arguments, graph: Graph, lift: Callable[[Tensor], Tensor] = raise_tensor
+) -> Tensors:
+    """Every input of the graph, whole, as fresh leaves, in float64 by `raise_tensor`."""
     users = dict(zip(arguments.paths, arguments.tensors, strict=True))
-    return start_state(model, graph) | {
-        item.name: raise_tensor(users[item.target]) for item in graph.inputs if item.kind is InputKind.USER
+    return start_state(model, graph, lift) | {
+        item.name: lift(users[item.target]) for item in graph.inputs if item.kind is InputKind.USER
     }
 
 
-def start_state(model: nn.Module, graph: Graph) -> Tensors:
-    """Every input of the graph that is not the user's, whole, as fresh float64 leaves."""
+def start_state(model: nn.Module, graph: Graph, lift: Callable[[Tensor], Tensor] = raise_tensor) -> Tensors:
+    """Every input of the graph that is not the user's, whole, as fresh leaves."""
     state: Mapping[str, Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -366,9 +379,9 @@ def start_state(model: nn.Module, graph: Graph) -> Tensors:
                 continue
             case InputKind.CONSTANT:
                 assert item.value is not None
-                found[item.name] = raise_tensor(item.value)
+                found[item.name] = lift(item.value)
             case _:
-                found[item.name] = raise_tensor(state[item.target])
+                found[item.name] = lift(state[item.target])
     return found
 
 
@@ -433,7 +446,7 @@ def judge(
     `train` makes of a serial model what they should have; the one given is changed. A verdict that fails also
     says what rounding does to it.
     """
-    theirs = train(copy.deepcopy(model))
+    theirs = train(copy_model(model))
     verdict = _worse(compare(ours, theirs, casts), disagreement or {})
     if verdict.passed or math.inf in verdict.max_error.values():
         return verdict
@@ -492,6 +505,9 @@ def difference(mine: Tensor | None, wanted: Tensor | None, floor: float) -> floa
     """The relative error of one tensor; infinite if one side lacks it."""
     if mine is None or wanted is None or mine.shape != wanted.shape:
         return float("inf")
+    if mine.layout is not torch.strided:  # structure, which no step changes
+        pairs = zip(parts_of(mine), parts_of(wanted), strict=True)
+        return max(difference(one, other, floor) for one, other in pairs)
     if not wanted.numel():
         return 0.0
     a, b = widest(mine), widest(wanted)
@@ -501,6 +517,8 @@ def difference(mine: Tensor | None, wanted: Tensor | None, floor: float) -> floa
 
 
 def _magnitude(tensor: Tensor) -> float:
+    if tensor.layout is not torch.strided:
+        return _magnitude(parts_of(tensor)[-1])
     finite = widest(tensor).abs()
     finite = finite[finite.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0

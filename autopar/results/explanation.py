@@ -14,6 +14,8 @@ from autopar.results.plan import Layer, Plan
 from autopar.results.step_parts import StepParts
 from autopar.results.text import text_of
 
+SAME = 1e-3  # of a step: less can't be told from nothing
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -119,6 +121,11 @@ class Change:
     reason: str = ""
 
 
+def binds(cap: int, free: Outcome, base: Outcome) -> bool:
+    """Whether the cap keeps the base from what is there without it, and that is faster."""
+    return free.peak_bytes > cap and free.step_seconds < base.step_seconds * (1 - SAME)
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why a plan is as it is; `print` it, or take `as_dict()`.
@@ -143,9 +150,10 @@ class Explanation:
 
     @property
     def memory_binds(self) -> bool:
-        """Whether the plan would be faster without the memory cap."""
+        """Whether a faster plan was found without the memory cap, which takes more than that."""
         free = self.memory[0].outcome if self.memory else None
-        return bool(free and self.base and free.step_seconds < self.base.bound)
+        cap = self.plan.memory_cap if self.plan else None
+        return bool(free and self.base and cap is not None and binds(cap, free, self.base))
 
     def as_dict(self) -> dict[str, Any]:
         """The explanation as the command line's JSON shows it."""

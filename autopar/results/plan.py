@@ -98,7 +98,8 @@ class Plan:
     a note says what it covers. Seconds are those of a whole step with all micro-batches; `compute` and
     `communication` of the average pipeline rank, which does nothing for a share `bubble` of the step.
     Bytes are those of the fullest rank. `measured_share` is the part of predicted operator time that
-    rests on measurements. `graph` is what was planned, one micro-batch of it, and `devices` what for.
+    rests on measurements; predicted steps that differ by less than `error`, relatively, can't be told apart.
+    `graph` is what was planned, one micro-batch of it, and `devices` what for.
     """
 
     program: Program
@@ -126,6 +127,7 @@ class Plan:
     offloaded: tuple[Offloaded, ...] = ()
     offload_seconds: float = 0.0  # of the step, that it waits for copies to and from host memory
     graph: Fingerprint = Fingerprint()
+    error: float = 0.0
     devices: str = ""  # nodes, devices of each and their kind, as in "2 x 4 h100"
     parts: StepParts = StepParts()  # of the step, which they add up to
     serial: Alternative | None = None  # one device of the cluster by itself, with as many micro-batches
@@ -167,6 +169,7 @@ class Plan:
             "state_bytes": self.state_bytes,
             "memory_cap": self.memory_cap,
             "measured_share": self.measured_share,
+            "error": self.error,
             "sharded_flops_share": self.sharded_flops_share,
             "gathered_ops": list(self.gathered_ops),
             "layers": [

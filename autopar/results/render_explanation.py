@@ -7,13 +7,11 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from autopar.results.explanation import Change, Choice, Explanation, LayerChoices, Outcome
+from autopar.results.explanation import SAME, Change, Choice, Explanation, LayerChoices, Outcome
 from autopar.results.plan_words import operator_name, split_of
 from autopar.results.render_step import signed
 from autopar.results.text import as_text, text_of
 from autopar.units import show_bytes, show_seconds
-
-CLOSE = 1e-3  # of the step: shorter prices can't be told from nothing
 
 
 @text_of.register
@@ -67,7 +65,7 @@ def _choice(choice: Choice, base: Outcome, *, chosen: bool) -> list[str]:
     own = [show_seconds(choice.compute), show_seconds(choice.communication), show_bytes(choice.saved)]
     price = "" if chosen else signed(outcome.price(base))
     whole = [show_seconds(outcome.step_seconds), price, f"{outcome.gap:.2%}", show_bytes(outcome.peak_bytes)]
-    guessed = base.measured_share > outcome.measured_share + CLOSE
+    guessed = base.measured_share > outcome.measured_share + SAME
     remark = "chosen" if chosen else f"{outcome.measured_share:.0%} measured" if guessed else ""
     return [_split(choice), *own, *whole, remark]
 
@@ -85,7 +83,7 @@ def _why(layer: LayerChoices, base: Outcome) -> str:
         return "There is no other way to split it."
     price = runner.outcome.price(base)
     least, most = runner.outcome.least(base), runner.outcome.most(base)
-    if price < CLOSE * base.step_seconds:
+    if price < SAME * base.step_seconds:
         verdict = "is as good"
     else:
         verdict = f"costs {show_seconds(price)} (from {signed(least)} to {signed(most)}, by both gaps)"
@@ -95,7 +93,7 @@ def _why(layer: LayerChoices, base: Outcome) -> str:
             ("compute", runner.compute, chosen.compute),
             ("communication", runner.communication, chosen.communication),
         )
-        if abs(theirs - mine) > CLOSE * base.step_seconds
+        if abs(theirs - mine) > SAME * base.step_seconds
     ]
     here = f"{', '.join(against)} in it" if against else "about the same in it"
     elsewhere = price - sum((runner.compute - chosen.compute, runner.communication - chosen.communication))
@@ -118,7 +116,8 @@ def _binds(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
         yield (
             f"{'Memory binds: ' if change is found.memory[0] else ''}{change.what} a step takes "
             f"{show_seconds(change.outcome.step_seconds)} (gap {change.outcome.gap:.2%}) and "
-            f"{show_bytes(change.outcome.peak_bytes)}, which saves {show_seconds(max(0.0, saves))}."
+            f"{show_bytes(change.outcome.peak_bytes)}, which saves "
+            f"{show_seconds(saves) if saves > 0 else 'nothing that was found'}."
         )
 
 

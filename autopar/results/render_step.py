@@ -40,7 +40,8 @@ def told_parts(difference: StepParts, *, least: float) -> list[str]:
 def step_lines(plan: Plan) -> Iterator[str]:
     """The step, and the parts that add up to it."""
     whose = "on an average device" if plan.pipeline.is_staged else "on each device"
-    yield f"step      {show_seconds(plan.step_seconds)} predicted, {whose} the sum of"
+    error = f" ± {plan.error:.0%}" if plan.error else ""
+    yield f"step      {show_seconds(plan.step_seconds)}{error} predicted, {whose} the sum of"
     parts = [(seconds, what) for seconds, what in _parts(plan) if seconds > SHOWN * plan.step_seconds]
     for seconds, what in parts:
         share = seconds / plan.step_seconds if plan.step_seconds else 0.0

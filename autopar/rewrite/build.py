@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autopar.core.gathering import Gathering
-from autopar.core.graph import Graph, InputKind
+from autopar.core.graph import Graph, InputKind, TensorSpec
+from autopar.core.part import whole as whole_part
 from autopar.core.pipeline import stages_of_uses
+from autopar.core.placement import replicated
 from autopar.core.program import Program
 from autopar.results.plan import Plan
 from autopar.rewrite.defer_sync import Deferred, defer
+from autopar.rewrite.overlap import overlap
 from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.samples import find_samples
@@ -25,25 +29,41 @@ from autopar.trace.export import Traced
 
 
 def build(
-    traced: Traced, plan: Plan, *, rank: int, exact_random: bool, device: torch.device | None = None
+    traced: Traced,
+    plan: Plan,
+    *,
+    rank: int,
+    exact_random: bool,
+    device: torch.device | None = None,
+    room: float = 0.0,
 ) -> Executable:
-    """One rank's executable under `plan`, which has no stages; needs no process group."""
+    """One rank's executable under `plan`, which has no stages; needs no process group.
+
+    Gathers of weights that take at most `room` bytes together start early.
+    """
     graph, program = traced.graph, plan.program
     dims = Dims(graph, find_atoms(graph), plan.mesh)
     mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, deferred = defer(mine.graph, parameters, _gathered_once(program))
+    if room > 0:
+        full = {
+            item.name: math.prod(item.spec.shape) * item.spec.dtype.itemsize
+            for item in graph.inputs
+            if item.name in parameters
+        }
+        body = overlap(body, full, room=room, steps=mine.steps, segments=program.recompute)
     outputs = _outputs(graph, plan, dims, rank, graph.outputs)
     parting = {item.key for item in outputs if item.key is not None}
     return Executable(
         mesh=plan.mesh,
         module=recomputing(body, mine, traced.graph, program, name="ParallelProgram"),
-        inputs=_parts(traced, plan, dims, rank, deferred),
+        inputs=(*_parts(traced, plan, dims, rank, deferred), *_made_for(mine, plan)),
         outputs=outputs,
         writes=tuple(buffer for buffer, _ in graph.writes),
         rebuild=traced.results.rebuild,
         groups=tuple(sorted(_group_keys(body) | _deferred_keys(deferred) | parting)),
-        constants={item.target: item.value for item in graph.inputs if item.value is not None},
+        constants=_constants(graph, mine),
         plan=plan,
         layers=mine.layers,
         samples=find_samples(graph, program.inputs, dims),
@@ -103,8 +123,8 @@ def _stage(
     graph = traced.graph
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, deferred = defer(program.graph, parameters, _gathered_once(plan.program))
-    inputs = [item for item in _parts(traced, plan, dims, place, deferred) if item.name in program.inputs]
-    constants = {item.target: item.value for item in graph.inputs if item.value is not None}
+    parts = (*_parts(traced, plan, dims, place, deferred), *_made_for(whole, plan))
+    inputs = [item for item in parts if item.name in program.inputs]
     return Executable(
         mesh=plan.mesh,
         module=recomputing(body, whole, graph, plan.program, name=f"Stage{stage}"),
@@ -113,7 +133,7 @@ def _stage(
         writes=program.writes,
         rebuild=traced.results.rebuild,
         groups=tuple(sorted(_group_keys(body) | _deferred_keys(deferred))),
-        constants=constants,
+        constants=_constants(graph, whole),
         plan=plan,
         stage=stage,
         received=program.received,
@@ -144,6 +164,38 @@ def _parts(
         )
         for item in traced.graph.inputs
     )
+
+
+def _made_for(program: RankProgram, plan: Plan) -> tuple[InputPart, ...]:
+    """How a rank takes the constants that were made for it: whole."""
+    return tuple(
+        InputPart(
+            name=name,
+            kind=InputKind.CONSTANT,
+            target=name,
+            spec=TensorSpec(tuple(value.shape), value.dtype),
+            layout=replicated(len(plan.mesh.shape)),
+            part=whole_part(value.shape),
+        )
+        for name, value in program.emitter.constants.items()
+    )
+
+
+def _constants(graph: Graph, program: RankProgram) -> dict[str, Tensor]:
+    """The values of all constants of a rank's program; of those that it doesn't use, nothing is kept."""
+    used = {str(node.target) for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    found = {item.target: item for item in graph.inputs if item.value is not None}
+    values = {
+        target: item.value if item.name in used else _nothing(item.value)
+        for target, item in found.items()
+        if item.value is not None
+    }
+    return values | program.emitter.constants
+
+
+def _nothing(value: Tensor) -> Tensor:
+    """A tensor of this shape and dtype that takes no memory."""
+    return torch.zeros((), dtype=value.dtype).expand(value.shape)
 
 
 def _outputs(graph: Graph, plan: Plan, dims: Dims, rank: int, names: Sequence[str]) -> tuple[OutputPart, ...]:

@@ -7,7 +7,8 @@ operator that caused it, and no process group is needed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +32,15 @@ class Written:
 
 
 class GraphEmitter:
-    """An `Emitter` that appends to an fx.Graph; `written` and `collectives` are for pricing."""
+    """An `Emitter` that appends to an fx.Graph; `written` and `collectives` are for pricing, one that
+    never `runs`."""
 
-    def __init__(self, *, device: torch.device | None = None) -> None:
-        self.graph = fx.Graph()
+    def __init__(self, *, device: torch.device | None = None, runs: bool = True) -> None:
+        self.graph, self.runs = fx.Graph(), runs
         self.device = device
         self.meta: dict[fx.Node, torch.Tensor] = {}
+        self.constants: dict[str, torch.Tensor] = {}  # of this rank, by placeholder
+        self.known: dict[object, fx.Node] = {}  # their nodes, by key
         self.written: list[Written] = []
         self.collectives: list[tuple[str, tuple[Any, ...], TensorSpec]] = []
 
@@ -46,6 +50,19 @@ class GraphEmitter:
             spec.shape, dtype=spec.dtype, device=_META, requires_grad=spec.requires_grad
         )
         return node
+
+    def constant(self, key: object, spec: TensorSpec, make: Callable[[], torch.Tensor]) -> fx.Node:
+        """A placeholder for what the rank's program holds from the start; one for each key. It is made only
+        where the program is to run."""
+        if key not in self.known:
+            places = [node for node in self.graph.nodes if node.op == "placeholder"]
+            name = f"part_{len(self.constants)}"
+            before = self.graph.inserting_after(places[-1]) if places else nullcontext()
+            with before:
+                node = self.graph.placeholder(name)
+            self.meta[node] = torch.empty(spec.shape, dtype=spec.dtype, device=_META)
+            self.known[key], self.constants[name] = node, make() if self.runs else self.meta[node]
+        return self.known[key]
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -82,10 +99,12 @@ class GraphEmitter:
     def collective(self, target: Any, args: Sequence[Any], shape: Sequence[int]) -> fx.Node:
         node = self.graph.call_function(target, tuple(args))
         operand = self.meta[args[0]]
-        learns = any(self.meta[item].requires_grad for item in node.all_input_nodes)
-        spec = TensorSpec(tuple(operand.shape), operand.dtype, learns)
+        requires_grad = any(self.meta[item].requires_grad for item in node.all_input_nodes)
+        spec = TensorSpec(tuple(operand.shape), operand.dtype, requires_grad)
         self.collectives.append((str(target), tuple(args[1:]), spec))
-        self.meta[node] = torch.empty(tuple(shape), dtype=operand.dtype, device=_META, requires_grad=learns)
+        self.meta[node] = torch.empty(
+            tuple(shape), dtype=operand.dtype, device=_META, requires_grad=requires_grad
+        )
         return node
 
     def shape(self, value: fx.Node) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.convert.moves import canonical, effect, gathers
+from autopar.convert.moves import canonical, effect, gathers, sums_gradients
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, TensorSpec
 from autopar.core.move import Move
@@ -21,6 +21,7 @@ from autopar.core.placement import Layout, Shard, show
 from autopar.core.program import Program
 from autopar.errors import CheckError
 from autopar.rewrite.emit import GraphEmitter
+from autopar.runtime.collectives.placement_moves import WIDE
 from autopar.runtime.saved.offload import offload
 from autopar.runtime.saved.regather import AGAIN
 from autopar.sharding.atoms import Dims
@@ -39,6 +40,12 @@ class RankProgram:
     emitter: GraphEmitter
     layers: dict[str, str]
     steps: dict[str, int]
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """What this rank's program takes beside the graph's inputs, by placeholder: parts made for it."""
+        used = {str(node.target) for node in self.graph.nodes if node.op == "placeholder" and node.users}
+        return {name: value for name, value in self.emitter.constants.items() if name in used}
 
     def module(self) -> fx.GraphModule:
         return fx.GraphModule(torch.nn.Module(), self.graph, class_name="ParallelProgram")
@@ -71,6 +78,7 @@ class _Writer:
     ) -> None:
         self.graph, self.program, self.dims, self.coordinate = graph, program, dims, tuple(coordinate)
         self.exact_random = exact_random
+        self.wide = graph.cast_weights
         self.emitter = GraphEmitter(device=device)
         self.values: dict[tuple[str, Layout], fx.Node] = {}
         self.layers: dict[str, str] = {}
@@ -176,7 +184,8 @@ class _Writer:
     def convert(self, name: str, move: Move) -> fx.Node:
         source = self.value(name, move.source)
         again = gathers(move) and self.program.gathering(name) is Gathering.AGAIN
-        target = getattr(torch.ops.autopar, effect(move).name + AGAIN * again).default
+        wide = name in self.wide and sums_gradients(move) and self.graph.specs[name].requires_grad
+        target = getattr(torch.ops.autopar, effect(move).name + AGAIN * again + WIDE * wide).default
         key = self.dims.mesh.key((move.axis,))
         args: list[object] = [source, key]
         before, after = move.placements

@@ -88,7 +88,7 @@ class _Splitter:
 
     def classify(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self.made_from[node] = frozenset({self.kinds[str(node.target)]})
+            self.made_from[node] = frozenset({self.kinds.get(str(node.target), InputKind.CONSTANT)})
         elif node.op == "call_function":
             if self.is_free(node):
                 self.made_from[node] = self.sources(node)

@@ -7,5 +7,6 @@ execute       programs and pipeline stages, run
 compiled      programs by torch.compile
 saved         what autograd keeps for backward, or does not
 collectives   moves between placements, and operators that communicate
+sparse_kernel   products of a rank's block of a sparse matrix
 registry      the namespace `torch.ops.autopar`
 """

@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import networkx as nx
 
@@ -180,7 +181,7 @@ class Dims:
         self.options: dict[int, tuple[Option, ...]] = {}
         self.strategies: dict[int, tuple[tuple[Option, ...], ...]] = {}
         self.sign_of: dict[str, int] = {}
-        self.signs: dict[object, int] = {}
+        self.memo: dict[object, Any] = {}  # what rules have cut for ranks, by what it depends on
         self._anchors: dict[Atom, tuple[Atom, Fraction, int]] = {}
         self._anchor()
 
@@ -243,8 +244,10 @@ class Dims:
         return self._cuts[key]
 
     def way_of_cutting(self, component: Atom) -> object:
-        """Equal for components that are cut alike, by whatever sizes."""
-        return self._length(component), self._anchors.get(component), component in self._weights
+        """Equal for components that are cut alike on one mesh, by whatever sizes; also of other graphs."""
+        base, *way = self._anchors.get(component, (component,))
+        followed = self._length(base), base in self._weights, *way
+        return self._length(component), component in self._weights, followed
 
     def _make_cut(self, component: Atom, sizes: tuple[int, ...]) -> Cut:
         length = self._length(component)

@@ -14,7 +14,7 @@ names it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -90,6 +90,9 @@ class Emitter(Protocol):
     def collective(self, target: Any, args: Sequence[Any], shape: Sequence[int]) -> Handle:
         """Append a collective whose result has `shape` on this rank."""
 
+    def constant(self, key: object, spec: TensorSpec, make: Callable[[], torch.Tensor]) -> Handle:
+        """A tensor that the rank holds from the start, which `make` gives; one for each key."""
+
     def shape(self, value: Handle) -> tuple[int, ...]:
         """The local shape of a value."""
 
@@ -145,6 +148,18 @@ class Site(Instance):
 
     def key(self, axes: Iterable[int]) -> str:
         return self.mesh.key(axes)
+
+    def value_of(self, operand: int) -> torch.Tensor | None:
+        """The value of an operand that is a constant of the graph."""
+        name = self.operands[operand]
+        return next((item.value for item in self.dims.graph.inputs if item.name == name), None)
+
+    def range_of(self, name: str, layout: Layout) -> tuple[int, int]:
+        """The rows [start, stop) of dim 0 of a tensor that this rank has; they must be one range."""
+        shard = Shard(0)
+        if shard not in layout:
+            return 0, self.dims.graph.specs[name].shape[0]
+        return self.dims.rows(name, shard, layout, self.coordinate)
 
     def local_call(self, **overrides: Any) -> Handle:
         """The operator on the local operands, some arguments replaced by name."""

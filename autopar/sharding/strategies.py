@@ -9,6 +9,8 @@ from autopar.core.strategy import Option, Strategy
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.rule import Instance, rule_of
 
+_NUMBERS: dict[object, int] = {}  # of signs, in the order in which they were met
+
 
 def find_atoms(graph: Graph) -> Atoms:
     """Refine every dim of `graph` over everything that its operators do to it."""
@@ -19,8 +21,8 @@ def find_atoms(graph: Graph) -> Atoms:
 
 
 def sign_of(operation: Operator, dims: Dims) -> int:
-    """A number that operators have in common whose strategies and local shapes are the same: those that do
-    the same to tensors that are alike and cut alike."""
+    """A number that operators have in common whose strategies and local shapes are the same on a mesh: those
+    that do the same to tensors that are alike and cut alike, in whatever graph."""
     if operation.name not in dims.sign_of:
         specs = dims.graph.specs
         args = map_refs((operation.args, operation.kwargs), lambda ref: str(specs[ref.name]))
@@ -40,7 +42,7 @@ def sign_of(operation: Operator, dims: Dims) -> int:
             tuple(order[atom] for atom in atoms),
             tuple(dims.way_of_cutting(atom) for atom in order),
         )
-        dims.sign_of[operation.name] = dims.signs.setdefault(sign, len(dims.signs))
+        dims.sign_of[operation.name] = _NUMBERS.setdefault(sign, len(_NUMBERS))
     return dims.sign_of[operation.name]
 
 

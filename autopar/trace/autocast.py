@@ -27,11 +27,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Call, TensorSpec, map_refs
+from autopar.core.precision import Precision
 
 aten = torch.ops.aten
 
 KERNELS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 OFF: Mapping[str, torch.dtype | None] = dict.fromkeys(KERNELS)
+_DTYPES = {Precision.FP32: None, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 # What only moves or renames numbers: it may come before a cast or after it.
 _INDIFFERENT = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.constant_pad_nd.default}
 # What can't run without a device that isn't there, and what CUDA's kernels make of it.
@@ -45,6 +47,11 @@ class Autocast:
 
     device: str = "cpu"
     dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, device: str, precision: Precision) -> Autocast:
+        """The state around calls that compute in so many bits."""
+        return cls(device, _DTYPES[precision])
 
     @classmethod
     def now(cls, device: str) -> Autocast:
@@ -132,7 +139,7 @@ class Casting:
         empty = partial(_empty, device=device or self._device)
         with self._mode, torch.no_grad(), autocast_set({**OFF, self._device: dtype}):
             args, kwargs = map_specs((args, kwargs), empty)
-            with _Log() as log:
+            with KernelLog() as log:
                 results = target(*args, **kwargs)
         tensors = [item for item in pytree.tree_leaves(results) if isinstance(item, torch.Tensor)]
         return _Ran(tuple(item.dtype for item in tensors), Counter(log.calls))
@@ -152,17 +159,18 @@ class _Ran:
         return self.results == other.results and ours == theirs
 
 
-class _Log(TorchDispatchMode):
-    """Notes what runs, and on which dtypes; inside a kernel nothing is cast."""
+class KernelLog(TorchDispatchMode):
+    """Notes what runs, and on which dtypes; inside a kernel nothing is cast, but where kernels are `real`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, real: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Any] = []
+        self.real = real
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        disabled: Any = torch._C._DisableAutocast  # ships without types
+        disabled: Any = nullcontext if self.real else torch._C._DisableAutocast  # ships without types
         with disabled():
             result = func(*args, **(kwargs or {}))
         views = any(item.alias_info for item in func._schema.returns)
@@ -235,16 +243,15 @@ def _set(states: Mapping[str, torch.dtype | None]) -> None:
 def tracing_under(autocast: Autocast, traced_on: str) -> Iterator[None]:
     """Within, Python that asks for autocast finds this state, whatever the device that is traced on.
 
-    Regions for a device that isn't there, which torch would disable, are those of the traced one. The meta
-    device has no autocast of its own; a model on it is traced as on its autocast's.
+    Regions for a device that isn't there, which torch would disable, are those of the traced one, which casts
+    nothing by itself where it is the meta device.
     """
-    if not torch.amp.is_autocast_available(traced_on):
-        traced_on = autocast.device
     states = {**OFF, autocast.device: autocast.dtype, traced_on: autocast.dtype}
     original = torch.amp.autocast_mode.autocast.__init__
 
     def on_traced(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original(self, traced_on if device_type == autocast.device else device_type, *args, **kwargs)
+        ours = device_type in (autocast.device, "meta")
+        original(self, traced_on if ours else device_type, *args, **kwargs)
 
     with patch.object(torch.amp.autocast_mode.autocast, "__init__", on_traced), autocast_set(states):
         yield

@@ -99,15 +99,31 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argument
 
 
 def refuse_sparse(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise InputError for those of the named tensors that are sparse or nested."""
-    found = {name: _layout(tensor) for name, tensor in tensors if _layout(tensor) != "strided"}
+    """Raise InputError for those of the named tensors that are nested, or sparse but no plain matrices."""
+    found = {name: said for name, tensor in tensors if (said := _odd_layout(tensor)) is not None}
     if found:
         raise InputError(
             where=", ".join(found),
             found=", ".join(f"a {layout} tensor" for layout in found.values()),
-            wanted="dense tensors, which plans can cut",
-            remedy="take its to_dense(), or of a nested one torch.nested.to_padded_tensor(tensor, padding)",
+            wanted="dense tensors, which plans can cut, or sparse_coo or sparse_csr matrices of numbers",
+            remedy="take its to_dense() or to_sparse_csr(), or of a nested one "
+            "torch.nested.to_padded_tensor(tensor, padding)",
         )
+
+
+def _odd_layout(tensor: torch.Tensor) -> str | None:
+    """What is odd about a tensor's layout: of sparse ones plain matrices are not."""
+    layout, kind = _layout(tensor), type(tensor)
+    if kind.__module__.startswith("torch_geometric"):
+        return f"{kind.__name__} (by as_tensor() a plain one)"
+    if layout == "strided":
+        return None
+    plain = layout in ("sparse_coo", "sparse_csr") and tensor.dim() == 2
+    if plain and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
+        return f"{layout} that learns: make it in forward of values that do,"
+    if plain and tensor.dense_dim() > 0:
+        return f"hybrid {layout}"
+    return None if plain else layout if tensor.dim() == 2 else f"{layout} {tensor.dim()}-dim"
 
 
 def _layout(tensor: torch.Tensor) -> str:

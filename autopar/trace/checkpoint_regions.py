@@ -35,8 +35,8 @@ def inlined() -> Iterator[None]:
 
         @staticmethod
         def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-            learns = any(isinstance(item, torch.Tensor) and item.requires_grad for item in args)
-            with _region(next(numbers)), nullcontext() if learns else torch.no_grad():
+            requires_grad = any(isinstance(item, torch.Tensor) and item.requires_grad for item in args)
+            with _region(next(numbers)), nullcontext() if requires_grad else torch.no_grad():
                 return function(*args)
 
     def around(*_: Any, **__: Any) -> Iterator[None]:

@@ -30,7 +30,9 @@ from autopar.core.graph import (
     may_learn,
 )
 from autopar.errors import TraceError
+from autopar.trace.fused_products import with_products
 from autopar.trace.simplify import without_dead_code
+from autopar.trace.sparse_products import PRODUCT
 from autopar.trace.structure import digest_of
 
 aten = torch.ops.aten
@@ -43,6 +45,7 @@ _INDEXED = {
     aten.index_put.default,
     aten.scatter_add.default,
     aten.scatter_reduce.two,
+    PRODUCT,
 }
 _RAISED = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 
@@ -91,7 +94,7 @@ class _Folding:
             operators=(*operators, *kept),
             specs=self.specs | {item.name: item.spec for item in made},
         )
-        return without_dead_code(_without_twins(without_dead_code(graph)))
+        return _without_twins(with_products(_without_twins(without_dead_code(graph))))
 
     def folds(self, item: Operator) -> bool:
         """Whether the operator follows from constants, of which at least one isn't made of numbers alone."""
@@ -175,6 +178,9 @@ class _Folding:
                 found = self.placed(item, str(item.args[4]), include_self=include)
             case aten.index.Tensor:
                 found = self.picked(item)
+            case _ if item.target is PRODUCT:
+                self.check_entries(item)
+                return [item]
             case _:
                 found = None
         result = item if found is None else found
@@ -240,6 +246,14 @@ class _Folding:
             name = self.known(rows + length * (rows < 0), index.name)
         return replace(item, target=aten.index_select.default, args=(source, dim, Ref(name)), kwargs={})
 
+    def check_entries(self, item: Operator) -> None:
+        """Raise TraceError for a sparse matrix with rows or columns that aren't there."""
+        lengths = int(item.args[4]), self.specs[item.args[3].name].shape[0]
+        for index, length in zip(item.args[:2], lengths, strict=True):
+            rows = self.value(index.name)
+            if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < length:
+                raise _out_of_range(item, f"rows {int(rows.min())} to {int(rows.max())} of {length}")
+
     def check_rows(self, item: Operator) -> None:
         """Raise TraceError for constant rows that a tensor hasn't."""
         if item.target not in (aten.index_select.default, aten.index_add.default, aten.index_reduce.default):
@@ -270,7 +284,7 @@ def _without_twins(graph: Graph) -> Graph:
     )
     outputs = tuple(same.get(name, name) for name in graph.outputs)
     writes = tuple((buffer, same.get(name, name)) for buffer, name in graph.writes)
-    return replace(graph, operators=operators, outputs=outputs, writes=writes)
+    return without_dead_code(replace(graph, operators=operators, outputs=outputs, writes=writes))
 
 
 def _are_one(one: Tensor, other: Tensor) -> bool:

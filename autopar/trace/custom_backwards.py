@@ -47,7 +47,7 @@ def caught(model: nn.Module) -> Iterator[None]:
     def apply(function: Any, *args: Any) -> Any:
         if tracer.busy or function.__module__.startswith(_OURS):
             return super(_Single, function).apply(*args)
-        if not _learns(args):
+        if not _requires_grad(args):
             return _without_gradients(function, args)
         return tracer.apply(function, args)
 
@@ -55,7 +55,7 @@ def caught(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _learns(args: Sequence[Any]) -> bool:
+def _requires_grad(args: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(item, Tensor) and item.requires_grad for item in args)
 
 

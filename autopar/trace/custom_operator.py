@@ -118,7 +118,9 @@ class _Shaped(torch.autograd.Function):
         if any(isinstance(gradient, (FakeTensor, FunctionalTensor)) for gradient in gradients):
             raise CustomGradientError
         pairs = zip(ctx.saved_tensors, ctx.learning, strict=False)
-        return None, *(torch.empty_like(operand) if learns else None for operand, learns in pairs)
+        return None, *(
+            torch.empty_like(operand) if requires_grad else None for operand, requires_grad in pairs
+        )
 
 
 def _run(operands: Sequence[Tensor], *rest: Any) -> list[Tensor]:

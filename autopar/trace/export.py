@@ -23,7 +23,7 @@ from autopar.core.graph import Graph, may_learn
 from autopar.core.structure import Structure
 from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedError, cut_text
 from autopar.trace.attribute_reads import reading
-from autopar.trace.autocast import OFF, Autocast, autocast_set, tracing_under
+from autopar.trace.autocast import KERNELS, OFF, Autocast, autocast_set, tracing_under
 from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
@@ -53,7 +53,9 @@ from autopar.trace.structure import (
     edge_lists,
     holding,
     may_be_edges,
+    refuse_sparse_operators,
     said_structure,
+    sparse_structure,
 )
 from autopar.trace.torch_checks import traceable
 from autopar.trace.uncollected import uncollected
@@ -179,7 +181,8 @@ def trace(
     _check_loss(model, loss_fn, known)
     autocast = autocast or Autocast.now("cpu")
     once = partial(_trace, model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
-    traced = _with_structure(once, model, arguments, said_structure(static, model, arguments))
+    said = said_structure(static, model, arguments) | sparse_structure(model, arguments)
+    traced = _with_structure(once, model, arguments, said)
     if known.met_in(traced.graph):
         traced = once(structure=traced.structure, evaluates=traced.evaluates, by_name=True)
         if (met := known.met_in(traced.graph)) is not None:
@@ -203,7 +206,11 @@ def _with_structure(
         if not seen <= traced.asked | said:
             traced = once(structure=said | traced.asked, evaluates=True)
     more = edge_lists(traced.graph, arguments)
-    return traced if more <= traced.structure else once(structure=traced.structure | more, evaluates=True)
+    has_sparse = any(spec.layout is not torch.strided for spec in traced.graph.specs.values())
+    if not more <= traced.structure or (has_sparse and not traced.evaluates):
+        traced = once(structure=traced.structure | more, evaluates=True)
+    refuse_sparse_operators(traced.graph)
+    return traced
 
 
 def _name_way_out(error: ValuesAskedError, model: nn.Module, arguments: Arguments) -> None:
@@ -244,6 +251,7 @@ def _trace(
     )
     device = next((item.device.type for item in (*model.parameters(), *arguments.tensors)), "cpu")
     traced = tuple(item for place, item in enumerate(arguments.tensors) if place not in structure.users)
+    device = device if device in KERNELS else "cpu"  # on whose behalf meta tensors are traced
     try:
         with (
             inlined(),

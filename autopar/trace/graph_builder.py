@@ -72,6 +72,7 @@ _NO_GRADIENT = {
 }
 
 
+_SPARSE_GRADIENTS = {aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx}
 _BEFORE = "compute it before the call and pass it"
 
 
@@ -171,7 +172,7 @@ class GraphBuilder:
         user_grad = kind is InputKind.USER and bool(
             self.arguments.tensors[self.arguments.paths.index(target)].requires_grad
         )
-        self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, (not frozen) or user_grad)
+        self.specs[name] = _spec(value, requires_grad=(not frozen) or user_grad)
         held = {**self.exported.state_dict, **self.exported.constants}
         constant = held[target].detach() if kind is InputKind.CONSTANT else None
         self.inputs[name] = GraphInput(
@@ -212,7 +213,7 @@ class GraphBuilder:
         if not isinstance(value, torch.Tensor):
             return value
         name = _input_name(InputKind.CONSTANT, str(node.target), taken=self.specs)
-        self.specs[name] = TensorSpec(tuple(value.shape), value.dtype)
+        self.specs[name] = _spec(value)
         self.inputs[name] = GraphInput(
             name, InputKind.CONSTANT, str(node.target), self.specs[name], value=value.detach()
         )
@@ -316,10 +317,10 @@ class GraphBuilder:
             assert isinstance(value, torch.Tensor)
             if value.dtype != before.dtype:
                 self.retyped.add(name)
-            learns = (
+            requires_grad = (
                 differentiable and may_learn(value.dtype) and _may_learn_of(target, args, names.index(name))
             )
-            self.specs[name] = TensorSpec(tuple(value.shape), value.dtype, learns)
+            self.specs[name] = _spec(value, requires_grad=requires_grad)
         operation = Operator(
             title,
             target,
@@ -393,9 +394,12 @@ class GraphBuilder:
             return name
         key = name, dtype, region_of(node)
         if key not in self.casts:
-            learns = spec.requires_grad and may_learn(dtype)
+            requires_grad = spec.requires_grad and may_learn(dtype)
             self.casts[key] = self.add(
-                node, aten.to.dtype, (Ref(name), dtype), replace(spec, dtype=dtype, requires_grad=learns)
+                node,
+                aten.to.dtype,
+                (Ref(name), dtype),
+                replace(spec, dtype=dtype, requires_grad=requires_grad),
             )
         return self.casts[key]
 
@@ -443,7 +447,8 @@ class GraphBuilder:
         """Raise TraceError for an embedding that learns by sparse gradients, which buckets don't take."""
         names = [item.name for item in target._schema.arguments]
         if (
-            "sparse" not in names
+            target not in _SPARSE_GRADIENTS
+            or "sparse" not in names
             or not isinstance(args[0], Ref)
             or not self.specs[args[0].name].requires_grad
         ):
@@ -566,8 +571,8 @@ class GraphBuilder:
     def scatter(self, node: fx.Node, view: Operator, base: str, name: str) -> str:
         """`base` with the tensor `name` where `view` looks; of complex tensors both parts, as torch has
         derivatives of such writes for real ones alone."""
-        learns = self.specs[base].requires_grad or self.specs[name].requires_grad
-        spec, rest = replace(self.specs[base], requires_grad=learns), view.args[1:]
+        requires_grad = self.specs[base].requires_grad or self.specs[name].requires_grad
+        spec, rest = replace(self.specs[base], requires_grad=requires_grad), view.args[1:]
         if not spec.dtype.is_complex:
             return self.add(node, _SCATTERS[view.target], (Ref(base), Ref(name), *rest), spec)
         parts = [Ref(self.both_parts(node, each)) for each in (base, name)]
@@ -636,6 +641,12 @@ class GraphBuilder:
     def refuse(self, node: fx.Node, found: str, wanted: str, remedy: str) -> TraceError:
         where = source_of(node) or f"module {module_of(node) or 'of the whole model'}"
         return TraceError(where=where, found=found, wanted=wanted, remedy=remedy)
+
+
+def _spec(value: torch.Tensor, *, requires_grad: bool = False) -> TensorSpec:
+    """What a tensor is; a sparse one, of which a program takes no part, without a shape."""
+    shape = tuple(value.shape) if value.layout is torch.strided else ()
+    return TensorSpec(shape, value.dtype, requires_grad, value.layout)
 
 
 def _itself(node: fx.Node) -> fx.Node:

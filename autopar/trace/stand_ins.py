@@ -163,7 +163,9 @@ class _Evaluation:
         torch.default_generator.manual_seed(draw)
         results = run(leaves, numbers)
         learning = [item.requires_grad for item in results]
-        wholes = [item for item, learns in zip(like or results, learning, strict=True) if learns]
+        wholes = [
+            item for item, requires_grad in zip(like or results, learning, strict=True) if requires_grad
+        ]
         seeds = [_seed(item, draw, place) for place, item in enumerate(wholes)]
         for dim, indices in (part or {}).items():
             seeds = [seed.index_select(dim, indices) for seed in seeds]

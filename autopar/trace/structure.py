@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.structure import Structure
-from autopar.errors import InputError
+from autopar.errors import InputError, TraceError
 from autopar.trace.call_signature import Arguments
+from autopar.trace.sparse_products import PRODUCT, Entries, entries_of, product_call
 
 aten = torch.ops.aten
 
@@ -36,49 +38,16 @@ _PLACING = {
     aten.index_add.default,
     aten.index_reduce.default,
 }
+_SPARSE = {aten.sparse_coo_tensor.indices_size, aten._sparse_coo_tensor_unsafe.default}
 _MAKERS = {"arange", "zeros", "ones", "full", "tensor", "eye"}
 _RANDOM = ("rand", "bernoulli", "multinomial", "dropout", "normal", "poisson", "exponential")
-_MOVING = {  # give elements of their operands, unrounded
-    *("__getitem__", "index_select", "masked_select", "cat", "concat", "stack", "view", "reshape", "flatten"),
-    *(
-        "squeeze",
-        "unsqueeze",
-        "t",
-        "transpose",
-        "permute",
-        "clone",
-        "contiguous",
-        "detach",
-        "select",
-        "narrow",
-    ),
-    *(
-        "expand",
-        "expand_as",
-        "repeat",
-        "repeat_interleave",
-        "flip",
-        "sort",
-        "unbind",
-        "split",
-        "chunk",
-        "gather",
-    ),
-    *(
-        "unique",
-        "unique_consecutive",
-        "take",
-        "numpy",
-        "T",
-        "mT",
-        "view_as",
-        "to",
-        "cpu",
-        "alias",
-        "tile",
-        "roll",
-    ),
-}
+_MOVED = """
+    __getitem__ index_select masked_select cat concat stack view reshape flatten squeeze unsqueeze t T mT
+    transpose permute clone contiguous detach select narrow expand expand_as repeat repeat_interleave flip
+    unbind split chunk gather unique unique_consecutive take numpy view_as to cpu alias tile roll values sort
+    indices _values _indices col_indices crow_indices to_dense to_sparse to_sparse_csr
+"""
+_MOVING = frozenset(_MOVED.split())  # give elements of their operands, unrounded
 _ABOUT = {"size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous", "get_device"}
 
 
@@ -112,6 +81,14 @@ def asked_of(structure: Structure, mode: object, arguments: Arguments) -> Struct
     return Structure(users, structure.buffers & names)
 
 
+def sparse_structure(model: nn.Module, arguments: Arguments) -> Structure:
+    """The sparse matrices of a call and its model."""
+    sparse = {place for place, item in enumerate(arguments.tensors) if item.layout is not torch.strided}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    held = {name for name, item in buffers.items() if item.layout is not torch.strided}
+    return Structure(frozenset(sparse), frozenset(held))
+
+
 def argument_name(path: str, model: nn.Module) -> str:
     """What forward calls the argument at a path."""
     names = list(inspect.signature(model.forward).parameters)
@@ -133,8 +110,8 @@ def edge_lists(graph: Graph, arguments: Arguments) -> Structure:
             follows[item.name] = frozenset((item.name,))
     found: set[str] = set()
     for operation in graph.operators:
-        if operation.target in _PLACING:
-            index = operation.args[2]
+        if operation.target in _PLACING or operation.target in _SPARSE:
+            index = operation.args[0 if operation.target in _SPARSE else 2]
             found |= follows.get(getattr(index, "name", ""), frozenset())
         operands = [name for name in operation.operands if name not in follows]
         if not operands or all(name not in kinds and not _has_inputs(name, graph) for name in operands):
@@ -147,6 +124,19 @@ def edge_lists(graph: Graph, arguments: Arguments) -> Structure:
         frozenset(places[item.target] for item in inputs if item.kind is InputKind.USER),
         frozenset(item.target for item in inputs if item.kind is InputKind.BUFFER),
     )
+
+
+def refuse_sparse_operators(graph: Graph) -> None:
+    """Raise TraceError for an operator that takes or makes a sparse tensor, which none does but products."""
+    for operation in graph.operators:
+        names = (*operation.operands, *(name for name in operation.results if name))
+        if any(graph.specs[name].layout is not torch.strided for name in names):
+            raise TraceError(
+                where=operation.source or f"module {operation.module or 'of the whole model'}",
+                found=f"{operation.target} on a sparse tensor",
+                wanted="products of a sparse matrix that is a graph's structure, and a dense one",
+                remedy="multiply by A @ x, torch.sparse.mm or addmm, or do the rest before the call",
+            )
 
 
 def _has_inputs(name: str, graph: Graph) -> bool:
@@ -184,6 +174,9 @@ class Evaluating(TorchFunctionMode):
     def __init__(self, known: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._known = {id(tensor): (tensor, frozenset((name,))) for name, tensor in known.items()}
+        self._matrices: dict[int, tuple[Tensor, Entries]] = {}  # sparse ones, with what keeps the identity
+        self._ordered: dict[int, Entries] = {}  # by the identity of a matrix's entries, which are kept
+        self._kept: list[Entries] = []
         self.asked: set[str] = set()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,6 +185,12 @@ class Evaluating(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if not tensors:
             return self._make(function, name, args, kwargs)
+        if any(tensor.layout is not torch.strided or id(tensor) in self._matrices for tensor in tensors):
+            found = product_call(name, args, kwargs, self._entries, self._multiply)
+            if found is not None:
+                return found
+        if (made := self._learned(function, name, args, kwargs)) is not None:
+            return made
         if not any(map(self._is_known, tensors)):
             return function(*args, **kwargs)
         if name in _ABOUT or (name == "__get__" and _says_shape(function)):
@@ -247,6 +246,59 @@ class Evaluating(TorchFunctionMode):
             self.asked |= sources
         return results
 
+    # -- sparse matrices ----------------------------------------------------------------------------
+
+    def _entries(self, matrix: Any) -> Entries | None:
+        """Those of a sparse matrix that is structure, or whose places are."""
+        if not isinstance(matrix, Tensor):
+            return None
+        if id(matrix) not in self._matrices and matrix.layout is not torch.strided and self._is_known(matrix):
+            with _outside():
+                self._matrices[id(matrix)] = (matrix, entries_of(matrix))
+        found = self._matrices.get(id(matrix))
+        return None if found is None else found[1]
+
+    def _multiply(self, entries: Entries, x: Tensor) -> Tensor:
+        known = not _is_traced(entries.values)
+        if id(entries) not in self._ordered:
+            with _outside():
+                order = torch.argsort(entries.rows, stable=True)
+                is_ordered = torch.equal(order, torch.arange(len(order), device=order.device))
+                rows, columns = entries.rows[order].clone(), entries.columns[order].clone()
+                values = entries.values[order].clone() if known else entries.values
+            for made in (order, rows, columns, *([values] if known else [])):
+                self._known[id(made)] = (made, frozenset())
+            if not known and not is_ordered:
+                values = values.index_select(0, order)
+            self._ordered[id(entries)] = Entries(rows, columns, values, entries.shape)
+            self._kept.append(entries)
+        ready = self._ordered[id(entries)]
+        made_of: Tensor = PRODUCT(ready.rows, ready.columns, ready.values, x, ready.shape[0])
+        return made_of
+
+    def _learned(self, function: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
+        """A sparse matrix whose values are traced and whose places are structure, and what it is seen as."""
+        if name == "sparse_coo_tensor" and len(args) > 2 and self._is_known(args[0]) and _is_traced(args[1]):
+            result: Tensor = function(*args, **kwargs)
+            rows, columns = self._evaluated(lambda: tuple(args[0].unbind(0)))
+            self._matrices[id(result)] = (result, Entries(rows, columns, args[1], tuple(args[2])))
+            return result
+        if args and _is_traced(args[0]) and id(args[0]) in self._matrices:
+            before = self._matrices[id(args[0])][1]
+            if name == "t" or (name == "transpose" and {args[1] % 2, args[2] % 2} == {0, 1}):
+                result = function(*args, **kwargs)
+                self._matrices[id(result)] = (result, before.transposed)
+                return result
+            if name == "coalesce":
+                same: Tensor = args[0]
+                return same
+        return None
+
+    @staticmethod
+    def _evaluated(call: Callable[[], Any]) -> Any:
+        with _outside():
+            return call()
+
     def _rows_of_masks(self, index: Any) -> Any:
         """An index with the rows that are True in place of each mask that is known."""
         items = index if isinstance(index, tuple) else (index,)
@@ -261,17 +313,13 @@ class Evaluating(TorchFunctionMode):
         return tuple(found) if isinstance(index, tuple) or len(found) != 1 else found[0]
 
 
-_SIZED = {
-    *(
-        "nonzero",
-        "argwhere",
-        "masked_select",
-        "unique",
-        "unique_consecutive",
-        "bincount",
-        "repeat_interleave",
-    ),
-}
+_SIZED = frozenset(
+    ["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave"]
+)
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, Tensor) and isinstance(value, (FakeTensor, nn.Parameter))
 
 
 def _says_shape(function: Any) -> bool:
@@ -279,6 +327,9 @@ def _says_shape(function: Any) -> bool:
 
 
 def _rounds(tensor: Tensor) -> bool:
+    """Whether a tensor holds numbers that arithmetic rounds; a sparse matrix is structure all the same."""
+    if tensor.layout is not torch.strided:
+        return False
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 

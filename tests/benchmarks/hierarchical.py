@@ -13,6 +13,7 @@ Source: hierarchical searches are common; Zheng et al., Alpa, 2022, section 2, n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
@@ -22,6 +23,7 @@ from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CoRunners
 from autopar.errors import InfeasibleError
+from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.planning.search import MEASURING_ROUNDS, Decision, Found, decide, finish
@@ -56,8 +58,8 @@ def decide_all(
     for _ in range(MEASURING_ROUNDS):
         joint = decide(graph, cluster, request, database=database, co_runners=co_runners)
         found: dict[Way, Outcome] = {Way.JOINT: finish(joint)}
-        for way, starts in _cuts(joint.problem).items():
-            found[way] = _decide_after(joint, starts)
+        for way, starts in cuts(joint.problem).items():
+            found[way] = decide_after(joint, starts)
         model = joint.problem.model
         calls = [call for each in found.values() if isinstance(each, Found) for call in _calls(graph, each)]
         if not request.measure or model.measure(calls, database, co_runners=co_runners) is model:
@@ -65,7 +67,7 @@ def decide_all(
     return found
 
 
-def _cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
+def cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
     """The first operators of stages where the cut comes before the placement."""
     stages, count = joint.request.stages, len(joint.graph.operators)
     serial = MeshProblem(
@@ -78,7 +80,7 @@ def _cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
         None,
         joint.hop,
     )
-    cut = serial.plan(None, None, cap=None).cut
+    cut = serial.plan(serial.ask()).cut
     assert cut is not None
     return {
         Way.CUT_FIRST: cut.starts,
@@ -86,7 +88,7 @@ def _cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
     }
 
 
-def _decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
+def decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
     """The best placement for this cut."""
     same = joint.problem
     problem = MeshProblem(
@@ -101,8 +103,8 @@ def _decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
         places=(*starts, len(same.graph.operators)),
     )
     try:
-        step = problem.plan(same.request.force, joint.deadline, cap=same.cap)
-        return finish(replace(joint, problem=problem, step=step))
+        step = problem.plan(problem.ask(same.request.force, cap=same.cap), Limits(joint.deadline))
+        return finish(replace(joint, problem=problem, step=step, others=math.inf))
     except InfeasibleError as error:
         return error
 

@@ -18,13 +18,13 @@ def made(*operands: TensorSpec) -> tuple[torch.Tensor, ...]:
     return fill(call, CPU, random(call, CPU))[2]
 
 
-def spec(*shape: int, dtype: torch.dtype, learns: bool = False) -> TensorSpec:
-    return TensorSpec(shape, dtype, learns)
+def spec(*shape: int, dtype: torch.dtype, requires_grad: bool = False) -> TensorSpec:
+    return TensorSpec(shape, dtype, requires_grad)
 
 
 def test_floats_lie_where_roots_and_logarithms_do() -> None:
     torch.manual_seed(0)
-    one, two = made(spec(100, 3, dtype=FLOATS, learns=True), spec(5, dtype=torch.float64))
+    one, two = made(spec(100, 3, dtype=FLOATS, requires_grad=True), spec(5, dtype=torch.float64))
     assert one.shape == (100, 3) and one.requires_grad and not two.requires_grad
     assert two.dtype == torch.float64
     assert 0.5 <= one.min() < 0.6 and 1.4 < one.max() < 1.5

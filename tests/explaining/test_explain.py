@@ -38,11 +38,8 @@ class Blocks(nn.Module):
 
 
 def target(batch: int = 4096) -> Target:
-    """On the meta device: nothing is computed."""
-    with torch.device("meta"):
-        model = Blocks()
-        args = (torch.zeros(batch, 1024), torch.zeros(batch, dtype=torch.long))
-    return Target(model, args, {}, F.cross_entropy, "blocks")
+    args = (torch.zeros(batch, 1024), torch.zeros(batch, dtype=torch.long))
+    return Target(Blocks(), args, {}, F.cross_entropy, "blocks")
 
 
 @cache
@@ -63,7 +60,7 @@ def tight() -> Explanation:
 
 
 def cap() -> int:
-    return round(0.75 * plan(force="batch").peak_bytes)
+    return round(0.9 * plan(force="batch").peak_bytes)
 
 
 def test_the_price_of_a_choice_is_that_of_a_plan_in_which_it_is_pinned() -> None:
@@ -144,4 +141,4 @@ def test_a_plan_with_stages_is_explained_with_its_stages() -> None:
     found = autopar.explain(target(), NODE, "head", what_if="devices=4", **options)
     assert found.base and "2 stages" in found.base.pipeline and found.plan
     assert found.base.step_seconds == pytest.approx(found.plan.step_seconds, rel=1e-6)
-    assert all(each.outcome and "2 stages" in each.outcome.pipeline for each in found.what_if)
+    assert all(each.outcome and "micro-batches" in each.outcome.pipeline for each in found.what_if)

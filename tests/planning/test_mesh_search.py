@@ -183,7 +183,7 @@ def fastest(problem: MeshProblem, programs: Sequence[Program]) -> float:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 def test_no_placement_and_no_cut_beats_the_bound_under_any_of_several_schedules(seed: int) -> None:
     problem, programs = small_problem(seed, KINDS)
-    found, best = problem.plan(None, None, cap=None), fastest(problem, programs)
+    found, best = problem.plan(problem.ask()), fastest(problem, programs)
     assert best * (1 - CLOSE) <= found.seconds
     assert 0 < found.bound <= best * (1 + CLOSE)
     assert found.gap == pytest.approx(1 - found.bound / found.seconds, abs=CLOSE)
@@ -193,7 +193,7 @@ def test_a_plan_that_another_beats_has_a_bound_that_none_does(monkeypatch: pytes
     """Where nothing near the fastest placement is looked at, one that can be cut more evenly is missed."""
     monkeypatch.setattr("autopar.planning.mesh_search.is_worthwhile", lambda *args, **how: False)
     problem, programs = small_problem(8, (ScheduleKind.ONE_F_ONE_B,))
-    found, best = problem.plan(None, None, cap=None), fastest(problem, programs)
+    found, best = problem.plan(problem.ask()), fastest(problem, programs)
     assert found.seconds > 1.05 * best
     assert 0 < found.bound <= best * (1 + CLOSE)
 

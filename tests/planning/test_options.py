@@ -16,6 +16,7 @@ from autopar.core.costs import OPTIMIZERS, OptimizerState
 from autopar.core.force import Parallelism
 from autopar.core.gathering import ShardState
 from autopar.core.offload import Offload
+from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
@@ -43,6 +44,7 @@ NAMES = {  # of the options that are one of some names
     "offload": [choice.value for choice in Offload],
     "shard_state": [level.value for level in ShardState],
     "optimizer": [*OPTIMIZERS],
+    "dtype": [kind.value for kind in Precision],
 }
 
 
@@ -144,7 +146,7 @@ def test_an_unknown_option_is_a_type_error_that_names_those_near(call: Any, foun
 def test_the_environment_says_an_option_by_words_of_its_type(option: str) -> None:
     words: list[Any] = ["2", 2, 0.5, True, None, [2]]
     taken = [word for word in words if _is_read(option, word)]
-    if option in ("measure", "compile"):
+    if option in ("measure", "compile", "overlap"):
         assert taken == [True]
     elif option in ("gap", "time_limit"):
         assert taken == [2, 0.5]

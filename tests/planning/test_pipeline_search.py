@@ -14,17 +14,19 @@ from torch import Tensor, nn
 
 from autopar.api import plan
 from autopar.cluster import ClusterSpec, Link
+from autopar.core.force import Parallelism
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError, InputError, SolverError, TraceError
+from autopar.planning.apart import Apart, error_of, unlike
 from autopar.planning.estimates import Choice
-from autopar.planning.pipeline_search import ROUGH, Apart, _few, _Screen, decide_all
+from autopar.planning.pipeline_search import ROUGH, _few, _Screen, decide_all
 from autopar.planning.request import Request
 from autopar.planning.search import Decision, _prefer_simpler, decide, finish, search
 from autopar.results.plan import Alternative
-from autopar.solve.placement.search import CutoffError
+from autopar.solve.placement.search import CutoffError, Solution
 from autopar.solve.stages import step
 from autopar.solve.stages.step import Step
 from autopar.trace.export import trace
@@ -136,7 +138,6 @@ def test_models_that_fit_on_one_device_of_a_node_with_fast_links_have_no_stages(
 ) -> None:
     """Its weights and their state take 0.81 GB: at 1 GB there is no room beside them."""
     screen = _Screen(graph_of, [1, 2, 4, 8, 16], BATCH, cluster, OPEN, None)
-    screen.model, screen.cap = CostModel.of(cluster, None), cluster.memory or math.inf
     assert screen.is_simple() == simple
 
 
@@ -169,19 +170,43 @@ def test_a_plan_that_cannot_beat_a_known_one_is_not_sought() -> None:
             decide(graph, CLUSTER, request, cutoff=known.seconds / 2)
 
 
-def test_of_seconds_that_can_not_be_told_apart_the_pure_strategy_s_win() -> None:
-    graph = graph_of(1)
-    decision = decide(graph, ClusterSpec.local(2), Request(measure=False, alternatives=False))
-    slower = replace(decision.step, seconds=decision.step.seconds * 1.02)
-    row = Alternative("batch", slower.seconds, slower.peak_bytes, feasible=True)
+@pytest.mark.parametrize("slower", [1.02, 1.09, 1.11])
+def test_a_pure_strategy_stands_beside_a_mixed_plan_that_estimates_cannot_tell_from_it(slower: float) -> None:
+    decision = decide(graph_of(1), ClusterSpec(devices_per_node=2, device="h100"), Request(**AUTO))
+    problem, best = decision.problem, decision.step
+    other = problem.plan(Parallelism.CHANNEL, None, cap=None).solution  # does all but views otherwise
+    apart = unlike(best.solution.priced, other.program)
 
-    def chosen(*, measure: bool) -> Step:
-        problem = replace(decision.problem, request=Request(measure=measure))
-        return _prefer_simpler((problem, decision.step), [(row, slower)])[1]
+    def chosen(solution: Solution, kind: str = "batch") -> Step:
+        pure = replace(best, seconds=slower * best.seconds, solution=solution)
+        row = Alternative(kind, pure.seconds, pure.peak_bytes, feasible=True)
+        return _prefer_simpler((problem, best), [(row, pure)])[1]
 
-    assert chosen(measure=True).seconds == slower.seconds
-    assert chosen(measure=True).bound == decision.step.bound  # on all plans, whichever is taken
-    assert chosen(measure=False) == decision.step
+    assert 0.5 < apart < 1
+    assert chosen(best.solution) == best  # what does the same is wrong alike: it would be slower
+    assert (chosen(other) == best) == (slower >= 1 + 0.1 * apart)
+    assert chosen(other, "channel") == best  # model parallelism is mixed by experts, too
+    assert chosen(other).bound == best.bound  # on all plans, whichever is taken
+
+
+def test_of_pure_strategies_the_fastest_stands_also_where_it_is_the_plan_itself() -> None:
+    decision = decide(graph_of(1), ClusterSpec(devices_per_node=2, device="h100"), Request(**AUTO))
+    problem, best = decision.problem, decision.step
+    other = problem.plan(Parallelism.CHANNEL, None, cap=None).solution
+    steps = [best, replace(best, seconds=1.01 * best.seconds, solution=other)]
+    rows = [(Alternative("batch", each.seconds, each.peak_bytes, feasible=True), each) for each in steps]
+    assert _prefer_simpler((problem, best), rows)[1].seconds == best.seconds
+
+
+def test_what_is_measured_is_told_apart_sooner() -> None:
+    assert (error_of(0.0), error_of(1.0)) == (0.1, 0.03)
+    assert error_of(0.5) == pytest.approx(0.065)
+
+
+def test_a_mesh_of_fewer_axes_stands_where_more_promise_hardly_anything() -> None:
+    cluster = ClusterSpec(devices_per_node=4, device="h100", memory="80GB", intra=Link(2e-6, 450e9))
+    found = finish(decide_all(graph_of, BATCH, cluster, OPEN)).plan
+    assert found.mesh == Mesh((4,))
 
 
 def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,11 @@ def serial(model: Model, *, noise: float = 0.0) -> dict[str, Tensor]:
 
 def leaves(model: Model) -> dict[str, Tensor]:
     """The graph's inputs, fresh."""
-    learns = {item.name: item.spec.requires_grad for item in model.graph.inputs}
-    return {name: item.detach().clone().requires_grad_(learns[name]) for name, item in model.tensors.items()}
+    requires_grad = {item.name: item.spec.requires_grad for item in model.graph.inputs}
+    return {
+        name: item.detach().clone().requires_grad_(requires_grad[name])
+        for name, item in model.tensors.items()
+    }
 
 
 def evaluate(

@@ -203,7 +203,7 @@ def traps(model: Model, program: Program, dims: Dims, pipeline: Pipeline) -> set
     cut = split(rewrite(graph, program, dims, rank=0), graph, pipeline.starts)
     inputs = {item.name: item for item in graph.inputs}
     held = Counter(name for stage in cut for name in stage.inputs)
-    learns = {n for n, i in inputs.items() if i.kind is InputKind.PARAMETER and i.spec.requires_grad}
+    requires_grad = {n for n, i in inputs.items() if i.kind is InputKind.PARAMETER and i.spec.requires_grad}
     integers = {
         n for n, i in inputs.items() if i.kind is InputKind.USER and not i.spec.dtype.is_floating_point
     }
@@ -212,7 +212,7 @@ def traps(model: Model, program: Program, dims: Dims, pipeline: Pipeline) -> set
     last = [item.target for item in graph.operators if graph.loss in item.results]
     found = {
         "relay": any(relayed(stage) for stage in cut),
-        "tied weight on two stages": any(held[name] > 1 for name in learns),
+        "tied weight on two stages": any(held[name] > 1 for name in requires_grad),
         "batch norm before the last stage": any(
             "batch_norm" in str(call) for part in calls[:-1] for call in part
         ),

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.api import verify
 from autopar.cluster import ClusterSpec
-from tests.trace.graph_nets import HIDDEN, SumOfNeighbours, target
+from tests.trace.graph_nets import (
+    HIDDEN,
+    HeldLayer,
+    SparseLayer,
+    SumOfNeighbours,
+    WeightedLayer,
+    adjacency,
+    target,
+)
 
 Layer = Callable[[int, int], nn.Module]
 
@@ -34,15 +43,23 @@ def layers() -> dict[str, Layer]:
     }
 
 
-def prove(layer: Layer, devices: int, force: str | None) -> None:
+def prove(
+    layer: Layer,
+    devices: int,
+    force: str | Mapping[str, Sequence[str]] | None,
+    *,
+    structure: Tensor | None = None,
+    mesh: str | None = None,
+) -> None:
     report = verify(
-        target(layer),
+        target(layer, structure=structure),
         ClusterSpec.local(devices),
         steps=2,
         changes=0,
         stages=1,
         micro_batches=1,
         force=force,
+        mesh=mesh,
     )
     assert report.verdict.passed, report.verdict
 
@@ -55,6 +72,40 @@ def test_sums_over_edges_are_those_of_the_serial_model(force: str) -> None:
 @pytest.mark.parametrize("name", ["gcn", "gat"])
 def test_unedited_layers_train_as_alone(name: str) -> None:
     prove(layers()[name], 2, "batch")
+
+
+VARIANTS = [
+    *(("2", (factor,)) for factor in "ijf"),
+    *(("2x2", factors) for factors in (("i", "j"), ("j", "i"), ("i", "f"), ("i", "i"))),
+    *(("2x3", factors) for factors in (("j", "f"), ("f", "i"))),
+]
+QUICK = [("2x2", ("i", "j")), ("2", ("j",))]
+SPARSE: dict[str, tuple[Layer, Tensor | None]] = {
+    "coo": (SparseLayer, adjacency("coo")),
+    "csr": (SparseLayer, adjacency("csr")),
+    "held": (HeldLayer, None),
+    "weighted": (WeightedLayer, None),
+}
+
+
+def prove_variant(name: str, mesh: str, factors: Sequence[str]) -> None:
+    """Every product of the net is split by these factors, one for each axis."""
+    layer, structure = SPARSE[name]
+    names = ["product", "product_1"] if name != "held" else [f"product_{n}" for n in range(1, 4)]
+    devices = math.prod(map(int, mesh.split("x")))
+    prove(layer, devices, dict.fromkeys(names, factors), structure=structure, mesh=mesh)
+
+
+@pytest.mark.parametrize(("name", "variant"), [("csr", QUICK[0]), ("weighted", QUICK[1])])
+def test_sparse_products_stay_where_they_are_in_blocks(name: str, variant: tuple[str, Sequence[str]]) -> None:
+    prove_variant(name, *variant)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", SPARSE)
+def test_every_variant_of_sparse_products_is_right(name: str, variant: tuple[str, Sequence[str]]) -> None:
+    prove_variant(name, *variant)
 
 
 @pytest.mark.long

@@ -185,6 +185,32 @@ def test_folding_finds_the_optimum_and_bounds_it_from_below() -> None:
         assert folded.bound <= free.seconds * (1 + CLOSE)
 
 
+def towers() -> Graph:
+    """Four blocks of one kind, four of another that all read what the first gave."""
+    s = Script()
+    x = s.call(aten.tanh.default, Ref(s.user(8, 6, grad=True)))
+    for _ in range(4):
+        h = s.call(aten.linear.default, Ref(x), Ref(s.weight(6, 6)))
+        x = s.call(aten.add.Tensor, Ref(s.call(aten.gelu.default, Ref(h))), Ref(x))
+    y = memory = s.call(aten.exp.default, Ref(x))
+    for _ in range(4):
+        h = s.call(aten.mul.Tensor, Ref(s.linear(y, 6)), Ref(memory))
+        y = s.call(aten.sub.Tensor, Ref(h), Ref(memory))
+    return s.graph(s.call(aten.sum.default, Ref(y)))
+
+
+def test_folding_two_runs_of_which_one_reads_the_other_bounds_all_plans_from_below() -> None:
+    graph = towers()
+    for seed in range(3):
+        prices = random_prices(graph, Mesh((2,)), Random(seed))
+        folding = fold(graph, prices.dims)
+        assert folding.count == 8
+        free = choose(graph, prices, build_space(graph, prices, unfolded(graph)), unfolded(graph), gap=1e-9)
+        folded = choose(graph, prices, build_space(graph, prices, folding), folding, gap=1e-9)
+        assert folded.bound <= free.seconds * (1 + CLOSE)
+        assert free.seconds * (1 - CLOSE) <= folded.seconds <= 1.1 * free.seconds
+
+
 def test_the_status_is_true_however_short_the_time() -> None:
     """With no time there is no plan, or one whose bound holds and whose status says what is known."""
     graph = blocks(3)

@@ -35,6 +35,54 @@ class SumOfNeighbours(nn.Module):
         return torch.zeros(len(x), messages.shape[1]).index_add(0, target, messages)
 
 
+def adjacency(layout: str = "coo", *, seed: int = 0) -> Tensor:
+    """The weighted matrix of these edges, from source to target: y = A x adds up what comes in."""
+    source, target = edges(seed=seed)
+    weights = torch.linspace(0.5, 1.5, len(source))
+    made = torch.sparse_coo_tensor(torch.stack((target, source)), weights, (VERTICES, VERTICES)).coalesce()
+    return made if layout == "coo" else made.to_sparse_csr()
+
+
+class SparseLayer(nn.Module):
+    """A layer by a product with a sparse matrix that is passed."""
+
+    def __init__(self, features: int, out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, out)
+
+    def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return torch.addmm(self.linear.bias, matrix, x @ self.linear.weight.t())
+
+
+class HeldLayer(nn.Module):
+    """The matrix is a buffer, and is used as it is and transposed."""
+
+    matrix: Tensor
+
+    def __init__(self, features: int, out: int, layout: str = "csr") -> None:
+        super().__init__()
+        self.linear, self.back = nn.Linear(features, out), nn.Linear(features, out)
+        self.register_buffer("matrix", adjacency(layout))
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        out: Tensor = torch.sparse.mm(self.matrix, self.linear(x)) + self.matrix.t() @ self.back(x)
+        return out
+
+
+class WeightedLayer(nn.Module):
+    """Every edge has a weight that is learned."""
+
+    def __init__(self, features: int, out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, out)
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 70))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        made = torch.sparse_coo_tensor(edge_index.flip(0), self.weight, (len(x), len(x)))
+        out: Tensor = made @ self.linear(x)
+        return out
+
+
 class Net(nn.Module):
     """Two layers, a skip, batch norm and dropout."""
 
@@ -50,11 +98,14 @@ class Net(nn.Module):
         return out
 
 
-def target(layer: Callable[[int, int], nn.Module], name: str = "net") -> Target:
+def target(
+    layer: Callable[[int, int], nn.Module], name: str = "net", *, structure: Tensor | None = None
+) -> Target:
     """A net of such layers, of whose vertices some are labelled."""
     torch.manual_seed(0)
     labelled = torch.rand(VERTICES) > 0.4
-    inputs = (torch.randn(VERTICES, FEATURES), edges(), torch.randint(0, CLASSES, (VERTICES,)))
+    graph = edges() if structure is None else structure
+    inputs = (torch.randn(VERTICES, FEATURES), graph, torch.randint(0, CLASSES, (VERTICES,)))
 
     def loss(out: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(out[labelled], labels[labelled])

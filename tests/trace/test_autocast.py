@@ -99,6 +99,16 @@ def test_a_graph_gives_what_eager_code_gives_under_autocast(
         torch.testing.assert_close(own, other, atol=1e-3, rtol=2e-2)
 
 
+def test_a_model_on_the_meta_device_is_traced_under_autocast_of_the_cpu() -> None:
+    with torch.device("meta"):
+        model, batch = nn.Linear(3, 2), torch.empty(4, 3)
+    plain = trace(model, (batch,)).graph
+    assert [item.target for item in plain.operators] == [aten.linear.default]
+    with torch.autocast("cpu", dtype=BF16):
+        cast = trace(model, (batch,)).graph
+    assert cast.specs[cast.outputs[0]].dtype == BF16
+
+
 def test_equal_casts_of_a_tensor_are_one() -> None:
     graph = trace(Net(plain), (torch.randn(5, 6),), autocast=Autocast("cpu", BF16)).graph
     made = [(*item.operands, item.args[1]) for item in casts(graph)]
@@ -138,6 +148,18 @@ def test_a_region_for_cuda_is_found_where_there_is_none() -> None:
     assert not casts(trace(Net(body), (torch.randn(5, 6),), autocast=Autocast("cpu")).graph)
     graph = trace(Net(body), (torch.randn(5, 6),), autocast=Autocast("cuda")).graph
     assert {item.args[1] for item in casts(graph)} == {FP16}
+
+
+def test_a_model_without_memory_is_cast_alike() -> None:
+    with torch.device("meta"):
+        ghost, x = Net(repeated), torch.randn(5, 6)
+    for device in ("cpu", "cuda"):
+        autocast = Autocast(device, BF16)
+        graphs = [
+            trace(net, (each,), autocast=autocast).graph
+            for net, each in ((ghost, x), (Net(repeated), torch.randn(5, 6)))
+        ]
+        assert graphs[0].specs == graphs[1].specs
 
 
 def test_doubles_are_left_alone() -> None:
@@ -253,3 +275,23 @@ def test_the_lists_of_both_kinds_of_devices_are_known_here(device: str) -> None:
             cast = casting.find(sample.target, args, kwargs, {}, BF16)
             found[cast.results[0] is BF16].add(sample.target)
     assert found == {True: LOWER, False: WIDER[device]}
+
+
+class OnAnyDevice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.first(x)
+        return self.second(x.float()).sum()
+
+
+def test_a_model_on_the_meta_device_is_traced_as_one_that_is_there() -> None:
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            found.append(trace(OnAnyDevice(), (torch.zeros(2, 4),)).graph)
+    here, on_paper = ([str(item.target) for item in graph.operators] for graph in found)
+    assert here == on_paper and here.count("aten.to.dtype") == 4

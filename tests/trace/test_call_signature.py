@@ -68,8 +68,11 @@ def test_any_mapping_names_the_arguments() -> None:
 
 
 SPARSE = {
-    "sparse_coo": torch.eye(2).to_sparse(),
-    "sparse_csr": torch.eye(2).to_sparse_csr(),
+    "hybrid sparse_coo": torch.eye(2).to_sparse(1),
+    "sparse_coo 3-dim": torch.ones(2, 2, 2).to_sparse(),
+    "sparse_csr 3-dim": torch.ones(2, 2, 2).to_sparse_csr(),
+    "sparse_bsr": torch.ones(2, 2).to_sparse_bsr((1, 1)),
+    "sparse_coo that learns": torch.eye(2).to_sparse().requires_grad_(),
     "nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
     "nested jagged": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
 }
@@ -77,10 +80,18 @@ SPARSE = {
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_and_nested_arguments_are_refused_by_name_all_at_once(name: str) -> None:
-    layout = name.split()[0]
-    wanted = f"argument input_1_edges, argument mask: found a {layout} tensor, a {layout} tensor, .*to_dense"
+    layout = "nested" if "nested" in name else name
+    found = f"found a {layout}.* tensor, a {layout}.* tensor, .*to_dense"
+    wanted = f"argument input_1_edges, argument mask: {found}"
     with pytest.raises(InputError, match=wanted):
         flatten_arguments((X, {"edges": SPARSE[name]}), {"mask": SPARSE[name]})
+
+
+def test_edges_in_a_type_of_pytorch_geometric_are_refused_by_name() -> None:
+    geometric = pytest.importorskip("torch_geometric")
+    edges = geometric.EdgeIndex([[0, 1], [1, 0]], sparse_size=(2, 2))
+    with pytest.raises(InputError, match=r"argument input_1: found a EdgeIndex \(by as_tensor\(\)"):
+        flatten_arguments((X, edges), {})
 
 
 # Outputs

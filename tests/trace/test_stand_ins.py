@@ -36,8 +36,8 @@ def runs(forward: Callable[..., Tensor], backward: Backward) -> tuple[Run, Run]:
     return run, lambda operands, numbers: (forward(*operands),)
 
 
-def spec(*shape: int, learns: bool = True) -> TensorSpec:
-    return TensorSpec(shape, torch.float32, learns)
+def spec(*shape: int, requires_grad: bool = True) -> TensorSpec:
+    return TensorSpec(shape, torch.float32, requires_grad)
 
 
 def same(x: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.core.graph import InputKind
+from autopar.core.graph import InputKind, Operator, map_refs
 from autopar.errors import InputError, TraceError, ValuesAskedError
 from autopar.trace.export import Traced, trace
-from tests.trace.graph_nets import FEATURES, VERTICES, SumOfNeighbours, edges
+from autopar.trace.sparse_products import PRODUCT
+from tests.trace.graph_nets import FEATURES, VERTICES, SumOfNeighbours, WeightedLayer, adjacency, edges
 
 aten = torch.ops.aten
 
@@ -24,6 +25,10 @@ def traced(forward: object, *inputs: Tensor, static: tuple[str, ...] = ()) -> Tr
 
 def users(found: Traced) -> list[str]:
     return [item.target for item in found.graph.inputs if item.kind is InputKind.USER]
+
+
+def products(found: Traced) -> list[Operator]:
+    return [item for item in found.graph.operators if item.target is PRODUCT]
 
 
 def test_an_edge_list_is_seen_and_a_table_of_two_rows_is_not() -> None:
@@ -43,8 +48,8 @@ def test_sizes_that_follow_from_edges_are_those_of_the_graph() -> None:
     x, pairs = torch.randn(VERTICES, FEATURES), edges()
     found = traced(without_loops, x, pairs)
     kept = int((pairs[0] != pairs[1]).sum())
-    picks = [item for item in found.graph.operators if item.target is aten.index_select.default]
-    assert [found.graph.specs[item.results[0] or ""].shape for item in picks] == [(kept, FEATURES)]
+    (product,) = products(found)
+    assert found.graph.specs[product.operands[0]].shape == (kept,)
 
 
 def test_degrees_are_one_constant_in_as_many_digits_as_a_proof_has() -> None:
@@ -64,9 +69,9 @@ def test_scatters_of_whole_rows_are_told_as_such() -> None:
     def most(x: Tensor, edge_index: Tensor) -> Tensor:
         source, target = edge_index
         rows = target.view(-1, 1).expand(-1, x.shape[1])
-        zeros = torch.zeros_like(x)
-        largest = zeros.scatter_reduce(0, rows, x[source], "amax", include_self=False)
-        return largest + zeros.scatter_add(0, rows, x[source])
+        zeros, messages = torch.zeros_like(x), x[source].exp()
+        largest = zeros.scatter_reduce(0, rows, messages, "amax", include_self=False)
+        return largest + zeros.scatter_add(0, rows, messages)
 
     found = traced(most, torch.randn(VERTICES, FEATURES), edges())
     targets = {item.target for item in found.graph.operators}
@@ -116,3 +121,70 @@ def test_edges_out_of_range_are_refused_with_the_line() -> None:
     pairs[0, 7] = VERTICES
     with pytest.raises(TraceError, match=rf"graph_nets.*rows 0 to {VERTICES} of {VERTICES}"):
         trace(SumOfNeighbours(FEATURES, 3), (torch.randn(VERTICES, FEATURES), pairs))
+
+
+def weighted(x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
+    source, target = edge_index
+    return x.index_add(0, target, weight.view(-1, 1) * x[source])
+
+
+def test_sums_of_neighbours_are_products_with_the_entries_by_rows() -> None:
+    x, pairs = torch.randn(VERTICES, FEATURES), edges()
+    weight = torch.rand(pairs.shape[1])
+    found = traced(weighted, x, pairs, weight)
+    (product,) = products(found)
+    values = {item.name: item.value for item in found.graph.inputs}
+    assert bool((values[product.operands[0]].diff() >= 0).all())
+    values |= {"input_0": x, "input_2": weight}
+    for item in found.graph.operators:
+        args, kwargs = map_refs((item.args, item.kwargs), lambda ref: values[ref.name])
+        values[item.results[0] or ""] = item.target(*args, **kwargs)
+    wanted = weighted(x, pairs, weight)
+    assert torch.allclose(values[found.graph.outputs[0]], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_messages_that_are_used_otherwise_stay() -> None:
+    def twice(x: Tensor, edge_index: Tensor) -> Tensor:
+        source, target = edge_index
+        messages = x[source]
+        return x.index_add(0, target, messages) * messages.sum()
+
+    assert not products(traced(twice, torch.randn(VERTICES, FEATURES), edges()))
+
+
+# Sparse matrices
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_products_with_a_sparse_matrix_are_one_operator_however_they_are_written(layout: str) -> None:
+    def everything(x: Tensor, matrix: Tensor) -> Tensor:
+        y = matrix @ x + torch.sparse.mm(matrix, x) + torch.addmm(x, matrix, x, beta=0.5, alpha=2)
+        y = y + matrix.t() @ x + (x.t() @ matrix).t() + torch.mv(matrix, x[:, 0])[:, None]
+        return y + torch.sparse.addmm(x, matrix, x)
+
+    x, matrix = torch.randn(VERTICES, FEATURES), adjacency(layout)
+    found = traced(everything, x, matrix)
+    assert users(found) == ["input_0"] and found.structure.users == {1}
+    assert len(products(found)) == 7
+    values = {item.name: item.value for item in found.graph.inputs}
+    values["input_0"] = x
+    for item in found.graph.operators:
+        args, kwargs = map_refs((item.args, item.kwargs), lambda ref: values[ref.name])
+        (values[item.results[0] or ""],) = (item.target(*args, **kwargs),)
+    wanted = everything(x, matrix)
+    assert torch.allclose(values[found.graph.outputs[0]], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_values_of_a_matrix_that_is_made_in_forward_may_learn() -> None:
+    found = trace(WeightedLayer(FEATURES, 3), (torch.randn(VERTICES, FEATURES), edges()))
+    (product,) = products(found)
+    assert found.graph.specs[product.operands[2]].requires_grad and found.structure.users == {1}
+
+
+def test_other_operators_on_sparse_matrices_are_refused_with_the_line() -> None:
+    def scaled(x: Tensor, matrix: Tensor) -> Tensor:
+        return (matrix * x) @ x
+
+    square = torch.randn(VERTICES, VERTICES)
+    with pytest.raises(TraceError, match=r"test_structure\.py:\d+.*on a sparse tensor.*torch\.sparse\.mm"):
+        traced(scaled, square, adjacency())

@@ -21,7 +21,11 @@ import torch
 from autopar.core.costs import DeviceModel, Footprint, OperatorCost
 from autopar.core.graph import Call, TensorSpec, may_learn
 from autopar.cost.machine.flops import Flops, training_flops
+<<<<<<< HEAD
 from autopar.cost.machine.kernels import work_seconds
+=======
+from autopar.runtime.sparse_kernel import SPMM
+>>>>>>> main
 from costdb import operands
 from costdb.footprint import footprint, saved_bytes
 from costdb.measurement import Measurement
@@ -96,7 +100,7 @@ def forward_bytes(call: Call, found: Footprint) -> int:
     given = [spec.nbytes for spec in operands.specs(call)]
     if call.target.overloadpacket in GATHERS:
         given[0] = min(given[0], written)
-    return sum(given) + written
+    return sum(given) + written + rows_again(call)
 
 
 def backward_bytes(call: Call, found: Footprint) -> int:
@@ -105,7 +109,16 @@ def backward_bytes(call: Call, found: Footprint) -> int:
     arriving = sum(result.nbytes for result in found.results if result and result.requires_grad)
     if not _own(found) and wanted == arriving:
         return 0
-    return arriving + saved_bytes(call, found) + wanted
+    gradients = sum(spec.requires_grad for spec in operands.specs(call))
+    return arriving + saved_bytes(call, found) + wanted + gradients * rows_again(call)
+
+
+def rows_again(call: Call) -> int:
+    """Bytes of rows that a sparse product reads, one for each entry."""
+    if call.target is not SPMM:
+        return 0
+    values, x = operands.specs(call)[2:4]
+    return values.numel * x.shape[1] * x.dtype.itemsize
 
 
 def _own(found: Footprint) -> list[TensorSpec]:

@@ -5,11 +5,13 @@ Closed forms for the operators that models are made of, in the words of their sh
     mm, bmm, matmul, linear   2 |y| k              k the contracted size
     convolution               2 |y| |w|/o          o filters, so |w|/o multiply-adds an output
     transposed convolution    2 |x| |w|/i          i input channels
+    sparse @ dense            2 nnz |y|/rows       each stored entry times a row
     attention                 2 b h s t (e + d)    s queries, t keys of size e, values of size d
+    lstm, gru, rnn            2 b s |w|            s steps; w all matrices of all layers, both ways
 
 Each gradient of a product costs what the product does, so backward is forward times the number of
 its differentiable factors; fused attention computes the scores once more: 2 b h s t (3 e + 2 d).
-What else may hold products (einsum, recurrent layers) runs on the meta device under torch's own
+What else may hold products (einsum) runs on the meta device under torch's own
 counter, which is slower; anything else has none.
 """
 
@@ -91,6 +93,32 @@ def _attention(call: Call) -> Flops:
     return Flops(scores * (e + d), scores * (3 * e + 2 * d) if trained else 0)
 
 
+def _sparse_product(call: Call) -> Flops:
+    """spmm(crow, column, values, x, ...): one multiply-add for each entry and column of x."""
+    given = operands.specs(call)
+    values, x = given[2], given[3]
+    return _gradients_alike(2 * values.numel * x.shape[1], values, x)
+
+
+def _recurrent(call: Call) -> Flops:
+    """x, the states and the weights of each layer and direction: of the input, then of the state."""
+    given = operands.specs(call)
+    x, state = given[:2]
+    rows, samples = x.numel // x.shape[-1], state.numel // state.shape[0] // state.shape[-1]
+    matrices = [spec for spec in given[2:] if len(spec.shape) == 2]
+    directions, learns = 2 if call.args[7] else 1, any(spec.requires_grad for spec in given)
+    forward = backward = 0
+    for number, weight in enumerate(matrices):
+        learned = rows * weight.requires_grad
+        if number % 2:  # the first step's state may have no gradient
+            learned += (rows if state.requires_grad else rows - samples) * learns
+        else:
+            learned += rows * (x.requires_grad if number < 2 * directions else learns)
+        forward += 2 * rows * weight.numel
+        backward += 2 * learned * weight.numel
+    return Flops(forward, backward)
+
+
 def _gradients_alike(forward: int, *factors: TensorSpec) -> Flops:
     return Flops(forward, forward * sum(factor.requires_grad for factor in factors))
 
@@ -102,6 +130,7 @@ def _result(call: Call) -> TensorSpec:
 
 
 _FORMS: dict[Any, Form] = {
+    torch.ops.autopar_graphs.spmm: _sparse_product,
     ATEN.mm: _product(0, 1),
     ATEN.bmm: _product(0, 1),
     ATEN.matmul: _product(0, 1),
@@ -116,6 +145,10 @@ _FORMS: dict[Any, Form] = {
     ATEN.conv_transpose3d: _transposed_convolution,
     ATEN.convolution: _any_convolution,
     ATEN.scaled_dot_product_attention: _attention,
+    ATEN.lstm: _recurrent,
+    ATEN.gru: _recurrent,
+    ATEN.rnn_tanh: _recurrent,
+    ATEN.rnn_relu: _recurrent,
 }
 
 

@@ -106,21 +106,22 @@ class _Reader:
 
     def written(self, item: Written) -> CallMemory:
         """A local call, or a draw of autopar's own."""
-        takes = tuple(self.number[node] for node in item.operands)
+        places = tuple(self.number.get(node) for node in item.operands)  # None: held from the start
+        takes = tuple(place for place in places if place is not None)
         if item.call.target.namespace == "autopar":
             return CallMemory(takes, self.given(item.results), frozenset(), 0, ())
         found, both = footprint(item.call, self.kind), passes(item.call, self.kind)
-        aliases = [None if alias is None else takes[alias] for alias in found.aliases]
+        aliases = [None if alias is None else places[alias] for alias in found.aliases]
         gives = self.given(item.results, aliases)
         if item.call.target in SHRUNK and self.nbytes(item.results[0]) < self.nbytes(item.operands[0]):
             gives = (replace(gives[0], nbytes=self.nbytes(item.operands[0])),)
         made = [each.value for each in gives]
-        keeps = {takes[place] for place in found.saved.operands}
+        keeps = {taken for place in found.saved.operands if (taken := places[place]) is not None}
         keeps |= {made[place] for place in found.saved.results}
         gradients = tuple(
             Gradient(taken, slope.nbytes, None if slope.alias is None else made[slope.alias])
-            for taken, slope in zip(takes, both.slopes, strict=True)
-            if slope is not None
+            for taken, slope in zip(places, both.slopes, strict=True)
+            if slope is not None and taken is not None
         )
         new, slopes = sum(each.nbytes for each in gives), sum(each.nbytes for each in gradients)
         return CallMemory(

@@ -32,6 +32,7 @@ from autopar.cost.machine.flops import flops
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.calls import OperatorCalls, read_calls
 from autopar.cost.operators.halo_convolution import foreign, strip_calls
+from autopar.cost.operators.known_prices import Known, known_prices
 from autopar.cost.operators.saved import Kept, keep, stand_ins
 from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, Written
@@ -108,30 +109,43 @@ class Prices:
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    _networks: dict[Any, Network] = field(default_factory=dict)
+    _known: Known | None = None
     _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
     _parameters: frozenset[str] = frozenset()
+    _constants: frozenset[str] = frozenset()
+    _cast_weights: frozenset[str] = frozenset()
     _weights: frozenset[str] = frozenset()  # the parameters and what is made of them alone
 
     def __post_init__(self) -> None:
         parameters = (item.name for item in self.graph.inputs if item.kind is InputKind.PARAMETER)
         self._parameters = frozenset(parameters)
+        constants = (item.name for item in self.graph.inputs if item.kind is InputKind.CONSTANT)
+        self._constants = frozenset(constants)
         weights = set(self._parameters)
         for item in self.graph.operators:
             if item.operands and weights.issuperset(item.operands):
                 weights.update(name for name in item.results if name)
         self._weights = frozenset(weights)
+        self._cast_weights = self.graph.cast_weights
 
     @property
     def device(self) -> DeviceModel:
         return self.model.device
 
     @property
+<<<<<<< HEAD
     def overlap(self) -> float:
         """The part of a backward pass that sums of gradients may hide behind."""
         return self.device.kernels.overlap if self.device.kernels and self.training else 0.0
+=======
+    def known(self) -> Known:
+        """What equal operators and tensors of other graphs cost on this mesh."""
+        if self._known is None:
+            self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
+        return self._known
+>>>>>>> main
 
     # -- operators ----------------------------------------------------------------------------------
 
@@ -141,11 +155,25 @@ class Prices:
         same = sign_of(operation, self.dims), id(strategy)
         if same in self._priced:
             return self._priced[same][1]
-        key = self._key(operation, strategy)
-        if key not in self._operators:
-            self._operators[key] = self._price(operation, strategy)
-        self._priced[same] = strategy, self._operators[key]
-        return self._operators[key]
+        sign = self._sign(operation, strategy)
+        # Not Python that reads what it likes, nor what depends on constants' values.
+        is_general = operation.target is not CUSTOM and self._constants.isdisjoint(operation.operands)
+        found = self.known.operators.get(sign) if is_general else None
+        if found is None:
+            key = self._key(operation, strategy)
+            if key not in self._operators:
+                self._operators[key] = self._price(operation, strategy)
+            found = self._operators[key]
+            if is_general:
+                self.known.operators[sign] = found
+        self._priced[same] = strategy, found
+        return found
+
+    def _sign(self, operation: Operator, strategy: Strategy) -> Any:
+        """Equal for operators of all graphs, and strategies, that have one price on this mesh."""
+        own = [(name in self._parameters, name in self._weights) for name in operation.operands]
+        factors = tuple(option.factor for option in strategy)
+        return sign_of(operation, self.dims), operation.order, factors, tuple(own)
 
     def _key(self, operation: Operator, strategy: Strategy) -> Any:
         specs, place = self.graph.specs, self._place(operation, strategy)
@@ -192,7 +220,7 @@ class Prices:
 
     def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
         """What the operator's rule writes for the rank that is priced, its operands and results."""
-        emitter, place = GraphEmitter(), self._place(operation, strategy)
+        emitter, place = GraphEmitter(runs=False), self._place(operation, strategy)
         values = []
         for index, name in enumerate(operation.operands):
             layout = tuple(option.operands[index] for option in strategy)
@@ -345,20 +373,33 @@ class Prices:
         """Seconds of a conversion in the forward and in the backward pass."""
         nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
         change, weight = Change(move.axis, *move.placements), name in self._parameters
-        return self._change(change, nbytes, learns=self._learns(name), weight=weight)
+        return self._change(
+            change, nbytes, requires_grad=self._requires_grad(name), weight=weight, wide=self._wide(name)
+        )
 
-    def _change(self, change: Change, nbytes: int, *, learns: bool, weight: bool) -> tuple[float, float]:
-        """Seconds of a change of placement of a tensor whose larger part, before or after, has `nbytes`."""
+    def _wide(self, name: str) -> float:
+        """How many times the bytes of a tensor its gradient has where it is summed over ranks."""
+        return 4 / self.graph.specs[name].dtype.itemsize if name in self._cast_weights else 1.0
+
+    def _change(
+        self, change: Change, nbytes: int, *, requires_grad: bool, weight: bool, wide: float
+    ) -> tuple[float, float]:
+        """Seconds of a change of placement of a tensor whose larger part, before or after, has `nbytes`; sums
+        of its gradient have `wide` times as many."""
         what = change.effect
-        key = what.name, change.axis, nbytes, learns, weight
+        wide = wide if what.name in ("r_to_b", "s_to_b") else 1.0
+        key = what.name, change.axis, nbytes, requires_grad, weight, wide
         if key not in self._moves:
             full = nbytes * (self.dims.mesh.shape[change.axis] if what.name == "s_to_s" else 1)
             fresh = self._fresh(full) if weight and what.forward is Action.ALL_GATHER else 0.0
-            back = fresh + self._action(what.backward, full, change.axis) if learns else 0.0
+            back = (
+                fresh + self._action(what.backward, round(wide * full), change.axis) if requires_grad else 0.0
+            )
+            back += 2 * self._copy(full) if requires_grad and wide > 1 else 0.0  # to float32 and back
             self._moves[key] = fresh + self._action(what.forward, full, change.axis), back
         return self._moves[key]
 
-    def _learns(self, name: str) -> bool:
+    def _requires_grad(self, name: str) -> bool:
         return self.training and self.graph.specs[name].requires_grad
 
     def network(
@@ -367,33 +408,35 @@ class Prices:
         """The tensor's moves between all layouts of `placements` that are legal, or `fixed`, with seconds;
         a weight's as of every micro-batch. Made once for all tensors that are cut alike."""
         key = self.kind(name), placements, alike, fixed
-        if key not in self._networks:
-            self._networks[key] = network(
+        if key not in self.known.networks:
+            self.known.networks[key] = network(
                 placements,
                 legal=lambda layout: layout in fixed or self.dims.legal(name, layout),
                 price=lambda layouts: self._changes(name, layouts),
                 alike=alike,
             )
-        return self._networks[key]
+        return self.known.networks[key]
 
     def kind(self, name: str) -> Any:
         """Equal for tensors whose layouts have the same parts and whose moves cost the same."""
         spec, atoms = self.graph.specs[name], self.dims.atoms
         cuts = tuple(
-            atoms.components[name, dim, atom]
+            self.dims.way_of_cutting(atoms.components[name, dim, atom])
             for dim, lengths in enumerate(atoms.of[name])
             for atom in range(len(lengths))
         )
-        return spec, atoms.of[name], cuts, name in self._parameters
+        return spec, atoms.of[name], cuts, name in self._parameters, name in self._cast_weights
 
     def _changes(self, name: str, layouts: Sequence[Layout]) -> PriceOfChange:
         """Seconds of changes between numbers of `layouts`."""
         sizes = np.array([self.local_bytes(name, layout) for layout in layouts])
-        learns, weight = self._learns(name), name in self._parameters
+        requires_grad, weight = self._requires_grad(name), name in self._parameters
 
         def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
             different, back = np.unique(np.maximum(sizes[source], sizes[target]), return_inverse=True)
-            price = partial(self._change, change, learns=learns, weight=weight)
+            price = partial(
+                self._change, change, requires_grad=requires_grad, weight=weight, wide=self._wide(name)
+            )
             parts = [price(nbytes) for nbytes in different.tolist()]
             whole = [sum(each) for each in parts]
             if weight and change.effect.name == "r_to_b":
@@ -482,13 +525,13 @@ class Prices:
     def state_bytes(self, name: str, layout: Layout) -> int:
         """A parameter with its gradient and optimizer state; frozen ones have neither."""
         nbytes = self.local_bytes(name, layout)
-        if not self._learns(name):
+        if not self._requires_grad(name):
             return nbytes
         return round(nbytes * (2 + self.optimizer.ratio)) + self.optimizer.fixed
 
     def update(self, name: str, layout: Layout) -> float:
         """Seconds of the optimizer's step on a parameter: each of its tensors is read and written."""
-        if not self._learns(name):
+        if not self._requires_grad(name):
             return 0.0
         return 2 * self.state_bytes(name, layout) / self.device.bandwidth
 

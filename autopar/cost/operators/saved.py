@@ -70,7 +70,8 @@ def keep(
         extra += found.saved.extra_bytes
     places = {value: index for index, value in enumerate(values)}
     ends = {root.get(result, result): index for index, result in enumerate(results)}
-    own = [value for value in kept if value not in places and value not in ends]
+    held = set(emitter.known.values())  # from the start, whatever backward needs
+    own = [value for value in kept if value not in places and value not in ends and value not in held]
     extra += sum(emitter.meta[value].numel() * emitter.meta[value].element_size() for value in own)
     return Kept(
         operands=frozenset(places[value] for value in kept if value in places),

@@ -42,8 +42,8 @@ def regathers(priced: PricedProgram) -> Iterator[Regather]:
         for index, name in enumerate(item.operands):
             if name in again and index in prices.operator(item, strategy).kept.operands:
                 layout = tuple(option.operands[index] for option in strategy)
-                learns = priced.graph.specs[name].requires_grad
-                value = values.of[name, canonical(layout, differentiable=learns)]
+                requires_grad = priced.graph.specs[name].requires_grad
+                value = values.of[name, canonical(layout, differentiable=requires_grad)]
                 seconds = sum(
                     prices.move_parts(name, each.move)[0]
                     for each in _path(value, values)

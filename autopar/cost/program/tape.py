@@ -157,8 +157,8 @@ class _Recorder:
         )
 
     def tidy(self, name: str, layout: Layout) -> Layout:
-        learns = self.prices.training and self.graph.specs[name].requires_grad
-        return canonical(layout, differentiable=learns)
+        requires_grad = self.prices.training and self.graph.specs[name].requires_grad
+        return canonical(layout, differentiable=requires_grad)
 
     def new(self, name: str, nbytes: int, root: int | None = None) -> int:
         value = len(self.root)

@@ -173,8 +173,8 @@ def free_tensors(graph: Graph) -> frozenset[str]:
         if _is_random(item) or not made_from.keys() >= set(item.operands):
             continue
         sources: frozenset[InputKind] = frozenset().union(*(made_from[name] for name in item.operands))
-        learns = any(graph.specs[name].requires_grad for name in item.results if name)
-        shared = InputKind.PARAMETER in sources or learns
+        requires_grad = any(graph.specs[name].requires_grad for name in item.results if name)
+        shared = InputKind.PARAMETER in sources or requires_grad
         if InputKind.USER not in sources or not shared:
             made_from |= {name: sources for name in item.results if name}
     return frozenset(made_from)

@@ -152,8 +152,10 @@ def intervals(
     for value in priced.values.of.values():
         nbytes = prices.local_bytes(value.name, value.layout)
         seconds = send_recv(nbytes, hop)
-        learns = prices.training and priced.graph.specs[value.name].requires_grad
-        for row, amount in zip(rows, (seconds, seconds * learns, nbytes, nbytes * learns), strict=True):
+        requires_grad = prices.training and priced.graph.specs[value.name].requires_grad
+        for row, amount in zip(
+            rows, (seconds, seconds * requires_grad, nbytes, nbytes * requires_grad), strict=True
+        ):
             row.add(value, amount)
     send, send_back, received, received_back = (row.total() for row in rows)
     back = received_back[None, :]

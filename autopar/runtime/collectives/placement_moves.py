@@ -17,6 +17,9 @@ Y's gradient to X's. Call it the *transposed* move; each operator's backward cal
 `s_to_r_again` and `s_to_b_again` gather weights whose full copy does not stay between forward and backward
 (`regather`).
 
+`r_to_b_wide` and `s_to_b_wide` are those of weights that were cast to fewer bits: gradients of fewer bits are
+summed in float32, and the sums rounded once.
+
 Arguments. `group` is a group key. A split dim is seen as (`blocks`, length), and of each block's
 length the rank with index k owns `sizes[k]`:
 
@@ -39,13 +42,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime import registry
+from autopar.runtime import registry, sparse_kernel
 from autopar.runtime.collectives import batch_norm, convolution, groups, transport
 from autopar.runtime.collectives.memory_format import memory_format
 from autopar.runtime.collectives.row_ranges import Rows, expect, overlap
 from autopar.runtime.saved import regather
 
-__all__ = ["batch_norm", "convolution"]  # so that importing this module registers every operator
+__all__ = [
+    "batch_norm",
+    "convolution",
+    "sparse_kernel",
+]  # so that importing this module registers every operator
 
 Arguments: TypeAlias = tuple[Any, ...]  # of an operator, after its tensor
 
@@ -295,6 +302,7 @@ def _exchange_add_shape(x: Tensor, *arguments: Any) -> Tensor:
 
 # -- registration -------------------------------------------------------------------------------
 
+WIDE = "_wide"  # ends the names of moves whose gradients are summed in float32
 WHOLE = "(Tensor x, str group) -> Tensor"
 ALIAS = "(Tensor(a) x, str group) -> Tensor(a)"
 SPLIT = "(Tensor x, str group, int dim, int blocks, int[] sizes) -> Tensor"
@@ -311,7 +319,7 @@ def _move(
     schema: str,
     kernel: Callable[..., Tensor],
     shape: Callable[..., Tensor],
-    transposed: str,
+    transposed: str | Callable[..., Tensor],
     turned: Callable[[Arguments], Arguments] = lambda arguments: arguments,
     *,
     is_local: bool = False,
@@ -322,13 +330,18 @@ def _move(
         ctx.arguments = inputs[1:]
 
     def backward(ctx: Any, gradient: Tensor) -> Arguments:
-        back = registry.operator(transposed)(gradient, *turned(ctx.arguments))
+        back = _called(transposed)(gradient, *turned(ctx.arguments))
         return (back, *(None for _ in ctx.arguments))
 
     registry.functional(name, schema, kernel, shape=shape, setup=setup, backward=backward, is_local=is_local)
 
 
-def _alias(name: str, transposed: str) -> None:
+def _called(move: str | Callable[..., Tensor]) -> Callable[..., Tensor]:
+    called: Callable[..., Tensor] = registry.operator(move) if isinstance(move, str) else move
+    return called
+
+
+def _alias(name: str, transposed: str | Callable[..., Tensor]) -> None:
     """Register a move that does nothing forward: no copy, an alias with the transposed backward."""
 
     class Alias(torch.autograd.Function):
@@ -339,10 +352,21 @@ def _alias(name: str, transposed: str) -> None:
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-            return registry.operator(transposed)(gradient, ctx.group), None
+            return _called(transposed)(gradient, ctx.group), None
 
     apply: Any = Alias.apply  # ships without types
     registry.composite(name, ALIAS, lambda x, group: apply(x, group))
+
+
+def _wide(name: str) -> Callable[..., Tensor]:
+    """The move `name`, which sums, in float32."""
+
+    def move(gradient: Tensor, *arguments: Any) -> Tensor:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total: Tensor = registry.operator(name)(gradient.to(wide), *arguments)
+        return total.to(gradient.dtype)
+
+    return move
 
 
 _move("p_to_r", WHOLE, _all_reduce, _same, "r_to_b")
@@ -351,9 +375,11 @@ _move("r_to_p", WHOLE, _keep_on_first, _same, "b_to_r", is_local=True)
 _move("b_to_p", WHOLE, _keep_on_first, _same, "b_to_p", is_local=True)
 _alias("r_to_b", "p_to_r")
 _alias("b_to_r", "r_to_p")
+_alias("r_to_b_wide", _wide("p_to_r"))
 
 _move("s_to_r", SPLIT, _all_gather, _full, "r_to_s")
 _move("s_to_b", SPLIT, _all_gather, _full, "p_to_s")
+_move("s_to_b_wide", SPLIT, _all_gather, _full, _wide("p_to_s"))
 _move("s_to_r_again", SPLIT, _gather_again("s_to_r"), _full, "r_to_s")
 _move("s_to_b_again", SPLIT, _gather_again("s_to_b"), _full, "p_to_s")
 _move("p_to_s", SPLIT, _reduce_scatter, _local, "s_to_b")

@@ -72,6 +72,7 @@ class StagedProgram:
         self.group = pipeline_group(made, timeout)
         self._tied = _tied_groups(made, timeout)
         self._weights: Sequence[float] = ()
+        self._scale: Tensor | None = None  # of the losses from which backward starts
         self._schedule, self._sends = schedule_of(made, self._stages, self._weighted, self.group, device)
         self._raised = False
 
@@ -79,21 +80,23 @@ class StagedProgram:
     def _is_last(self) -> bool:
         return any(each.stage == self.executable.pipeline.num_stages - 1 for each in self.executable.stages)
 
-    def train(self, batch: Sequence[MicroBatch]) -> Tensor:
+    def train(self, batch: Sequence[MicroBatch], scale: Tensor | None = None) -> Tensor:
         """Forward and backward of all micro-batches; the loss of the batch, on every rank.
 
-        Gradients are added to the parameters' `.grad`.
+        Gradients, those of the loss times `scale`, are added to the parameters' `.grad`.
         """
         self._begin(batch)
+        self._scale = scale
         with self._whole():
             losses = self._run(len(batch), self._schedule.step)
             self._deliver()
             self._end()
-            return self._share(losses)
+            return self._share(losses if scale is None else [loss / scale for loss in losses])
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> Tensor:
         """The loss of the batch, on every rank, without gradients."""
         self._begin(batch)
+        self._scale = None
         with torch.no_grad(), self._whole():
             losses = self._run(len(batch), self._schedule.eval)
             self._end()
@@ -147,7 +150,8 @@ class StagedProgram:
         return [loss.detach() for loss in losses]
 
     def _weighted(self, loss: Tensor, number: Tensor) -> Tensor:
-        return loss * self._weights[int(number)]
+        loss = loss * self._weights[int(number)]
+        return loss if self._scale is None else loss * self._scale
 
     def _share(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of the losses, from the rank that holds the last stage."""
@@ -214,12 +218,12 @@ def pipeline_group(made: StagedExecutable, timeout: timedelta) -> dist.ProcessGr
 def _tied_groups(made: StagedExecutable, timeout: timedelta) -> dict[str, dist.ProcessGroup | None]:
     """For each weight on several pipeline ranks the group of its copies, None on other ranks; collective."""
     devices = made.mesh.num_devices
-    learns = {item.target: item.spec.requires_grad for item in made.inputs}
+    requires_grad = {item.target: item.spec.requires_grad for item in made.inputs}
     found: dict[str, dist.ProcessGroup | None] = {}
     known: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for target in sorted(made.holders):
         holders = made.holders[target]
-        if len(holders) < 2 or not learns[target]:
+        if len(holders) < 2 or not requires_grad[target]:
             continue
         if holders not in known:
             known[holders] = None

@@ -16,10 +16,12 @@ free_numbers       numbers that a program takes anew at each call
 whole_model        the serial model for a while, with all of its weights
 rank_states        what the ranks of all stages hold
 optimizers         optimizers on sharded parameters
+whole_steps        steps on whole parameters, or on parts as plain tensors
 optimizer_values   one value of an optimizer's state, between how it lies and serial order
 optimizer_states   state dicts of optimizers in serial order
 named_states       torch's state dicts by names, full or in shards
 clipping           gradient clipping over stages
+loss_scaling       loss scaling for float16 over stages
 sampler            which samples each rank loads
 agreement          what ranks must have in common
 local_inputs       calls where every rank passes its own samples

@@ -1,8 +1,8 @@
 """Optimizers on sharded parameters: the slow way round is avoided, the impossible refused by name.
 
-Element-wise optimizers (SGD, Adam, AdamW and the like) compute on DTensors what they compute on the
-full tensors, and torch itself refuses those of its own that it cannot split. What is left are
-optimizers that take a whole matrix as one thing, and that run on shards with another result.
+Element-wise optimizers (SGD, Adam, AdamW and the like) and norms of single parameters (LARS, LAMB) compute on
+DTensors what they compute on the full tensors. Those that DTensors can't take have a way of their own
+(whole_steps.py). What is left are optimizers of all parameters together, of which stages have a part.
 
 Each operation on a DTensor costs some 50 us of Python beside the arithmetic, and each is one more
 pass over memory. Where the user leaves the choice to torch, a step takes the fastest way there is:
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -33,30 +33,29 @@ from autopar.runtime.parameters.parameters import distribute, local
 
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _FUSED_DTYPES = (torch.float32, torch.float64)  # of fewer bits, fused steps round less often than others
-# What each does that shards don't allow.
-_WHOLE_TENSOR = {
-    "Muon": "orthogonalises each matrix as one",  # in bfloat16, whose sums depend on the shards
-    "Adafactor": "takes norms of whole matrices, rows and columns",
-    "Rprop": "selects elements by their signs, which DTensor can't",
-}
+# What each does that stages don't allow, nor shards of unequal sizes, which DTensor doesn't flatten.
+_TOGETHER = {"LBFGS": "takes one step along all parameters"}
 
 
-def refuse_whole_tensor(owner: object, mesh: DeviceMesh) -> None:
-    """From now on, while `owner` lives, such an optimizer's step on shards of `mesh` raises InputError."""
+def refuse_together(owner: object, mesh: DeviceMesh, *, staged: bool) -> None:
+    """From now on, while `owner` lives, such an optimizer's step of parameters on `mesh` raises InputError,
+    where these are of one stage or lie in unequal shards."""
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _WHOLE_TENSOR]
-        if kinds and any(
-            _is_sharded(item, mesh) for group in optimizer.param_groups for item in group["params"]
-        ):
+        kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _TOGETHER]
+        if not kinds:
+            return
+        held = [item for group in optimizer.param_groups for item in group["params"] if _is_on(item, mesh)]
+        if (staged and held) or any(map(_is_uneven, held)):
             raise InputError(
                 where=f"optimizer {type(optimizer).__name__}",
-                found="parameters that are sharded",
-                wanted=f"whole ones: {kinds[0]} {_WHOLE_TENSOR[kinds[0]]}",
-                remedy='use Adam, AdamW or SGD, or plan with force="batch" and shard_state="none"',
+                found="the parameters of one pipeline stage" if staged else "parameters in unequal shards",
+                wanted=f"all parameters alike: {kinds[0]} {_TOGETHER[kinds[0]]}",
+                remedy="use an optimizer that steps each parameter by itself, or plan without stages, with "
+                'force="batch" and shard_state="none"',
             )
 
-    _at_steps(register_optimizer_step_pre_hook, owner, check)
+    at_steps(register_optimizer_step_pre_hook, owner, check)
 
 
 def step_fast(owner: object, mesh: DeviceMesh) -> None:
@@ -80,8 +79,8 @@ def step_fast(owner: object, mesh: DeviceMesh) -> None:
             group[way] = None
 
     chosen: list[tuple[dict[str, Any], str]] = []
-    _at_steps(register_optimizer_step_pre_hook, owner, choose)
-    _at_steps(register_optimizer_step_post_hook, owner, restore)
+    at_steps(register_optimizer_step_pre_hook, owner, choose)
+    at_steps(register_optimizer_step_post_hook, owner, restore)
 
 
 # -- optimizers that were there before ----------------------------------------------------------
@@ -122,7 +121,7 @@ def take_over(
                         remedy="make the optimizer after parallelize, of parallel.parameters()",
                     )
 
-    _at_steps(register_optimizer_step_pre_hook, owner, check)
+    at_steps(register_optimizer_step_pre_hook, owner, check)
 
 
 def _optimizers_of(parts: Mapping[int, Placed]) -> list[torch.optim.Optimizer]:
@@ -174,7 +173,7 @@ def _part_of(value: Any, placed: Placed, mesh: DeviceMesh) -> Any:
 _hooks: list[tuple[weakref.ref[object], RemovableHandle]] = []
 
 
-def _at_steps(register: Callable[[Any], RemovableHandle], owner: object, hook: Callable[..., None]) -> None:
+def at_steps(register: Callable[[Any], RemovableHandle], owner: object, hook: Callable[..., None]) -> None:
     """Call `hook` at every optimizer's steps while `owner` lives, and then until the next one comes: where an
     owner dies, torch may just be walking through its hooks."""
     for known in [each for each in _hooks if each[0]() is None]:
@@ -191,8 +190,13 @@ def _is_on(parameter: Any, mesh: DeviceMesh) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh == mesh
 
 
-def _is_sharded(parameter: Any, mesh: DeviceMesh) -> bool:
-    return _is_on(parameter, mesh) and any(placement.is_shard() for placement in parameter.placements)
+def _is_uneven(parameter: DTensor) -> bool:
+    """Whether the ranks' parts differ in size."""
+    pieces = [1] * parameter.dim()
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            pieces[placement.dim] *= parameter.device_mesh.size(axis)
+    return any(size % count for size, count in zip(parameter.shape, pieces, strict=True))
 
 
 # -- fused steps --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
 from typing import Any, Unpack, cast
@@ -110,6 +111,18 @@ class ParallelModule(nn.Module):
         """
         return self._autopar.train_step(*args, **kwargs)
 
+    def scaled_by(self, scaler: torch.amp.GradScaler) -> AbstractContextManager[None]:
+        """Within, backward of each `train_step` starts from the loss times the scaler's factor.
+
+            with parallel.scaled_by(scaler):
+                loss = parallel.train_step(*batch)
+            scaler.step(optimizer)
+            scaler.update()
+
+        The loss that it returns is the loss itself.
+        """
+        return self._autopar.scaled_by(scaler)
+
     @entered
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
@@ -174,11 +187,11 @@ class ParallelModule(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of this rank. On a pipeline rank where none learns one more comes, without a name and without
         elements: no optimizer takes an empty list."""
-        learns = False
+        requires_grad = False
         for item in super().parameters(recurse):
-            learns = learns or item.requires_grad
+            requires_grad = requires_grad or item.requires_grad
             yield item
-        for item in () if learns else self._autopar.nothing:
+        for item in () if requires_grad else self._autopar.nothing:
             item.requires_grad_()  # again, where all were frozen before
             yield item
 

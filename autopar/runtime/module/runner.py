@@ -14,7 +14,7 @@ import copy
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from operator import attrgetter
@@ -49,15 +49,17 @@ from autopar.runtime.module.free_numbers import bind, check_alike, trial
 from autopar.runtime.module.growing_calls import GrowingCalls, calling_method, inside
 from autopar.runtime.module.guards import Guard
 from autopar.runtime.module.local_inputs import LocalInputs
+from autopar.runtime.module.loss_scaling import factor_of, share_infinities
 from autopar.runtime.module.named_states import speak_by_names
 from autopar.runtime.module.optimizer_states import speak_serial_order
-from autopar.runtime.module.optimizers import refuse_whole_tensor, step_fast, take_over
+from autopar.runtime.module.optimizers import refuse_together, step_fast, take_over
 from autopar.runtime.module.program_cache import STATES, Entry, ProgramCache
 from autopar.runtime.module.rank_states import Held, State
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
 from autopar.runtime.module.structure_guard import StructureGuard
 from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.module.whole_steps import step_whole
 from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
 from autopar.runtime.parameters.global_scalars import read_whole_scalars
 from autopar.runtime.parameters.parameters import (
@@ -75,6 +77,7 @@ from autopar.trace.micro_batches import MicroBatch, mask_seed, split_batch
 from autopar.trace.module_state import Inside
 from autopar.trace.numbers import NotFreeError
 from autopar.trace.simplify import no_loss
+from autopar.trace.structure import parts_of
 
 COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
 GRAPHS = 12  # programs for calls that differ in their graph alone, before another graph is refused
@@ -170,6 +173,7 @@ class Runner:
         self._local = LocalInputs(dist.get_rank()) if local_inputs else None
         self._local_outputs = local_outputs
         self._agreement = Agreement(device, local_inputs=local_inputs)
+        self._scaler: torch.amp.GradScaler | None = None  # of the losses of steps
         self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
         self._stream: Stream | None = None  # where ranks draw masks; None: from the default generator
         self._batch: int | None = None  # samples of the first global batch
@@ -214,6 +218,16 @@ class Runner:
         with collective("train_step"):
             return self._step(args, kwargs, learn=True)
 
+    @contextmanager
+    def scaled_by(self, scaler: torch.amp.GradScaler) -> Iterator[None]:
+        """Within, backward of each step starts from the loss times the scaler's factor; the loss that
+        `train_step` returns is the loss itself."""
+        before, self._scaler = self._scaler, scaler
+        try:
+            yield
+        finally:
+            self._scaler = before
+
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of one global batch on every rank, as `train_step` returns it, without gradients."""
         with collective("eval_step"):
@@ -222,6 +236,7 @@ class Runner:
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, learn: bool) -> Tensor:
         call = flatten_arguments(args, kwargs)
         self._require_global("train_step")
+        scale = factor_of(self._scaler, self._device) if self._scaler and learn else None
         with torch.set_grad_enabled(learn):
             self._agree(call)
             program = self._current = self._program(call, step=self._by_steps)
@@ -230,10 +245,10 @@ class Runner:
             if isinstance(program, StagedProgram):
                 _refuse_input_gradients(call)
                 with without_autocast(self._device.type):
-                    loss = program.train(batch) if learn else program.evaluate(batch)
+                    loss = program.train(batch, scale) if learn else program.evaluate(batch)
             else:
                 assert isinstance(program, Bound)
-                loss = self._accumulate(call, batch, program, learn=learn)
+                loss = self._accumulate(call, batch, program, scale, learn=learn)
         self.tree.leave(self._left)
         return loss
 
@@ -290,7 +305,7 @@ class Runner:
         held = {name: item for name, item in self.tree.root.named_parameters() if item.grad is not None}
         mine = [item.grad for name, item in held.items() if item.grad is not None and self._counts(name)]
         group = None if isinstance(self._current, Bound | None) else self._current.group
-        dtype = norm_dtype(dtype for dtype, learns in self._states().values() if learns)
+        dtype = norm_dtype(dtype for dtype, requires_grad in self._states().values() if requires_grad)
         with collective("clip_grad_norm_"):
             norm = total_norm(mine, float(norm_type), dtype=dtype, group=group, device=self._device)
         if error_if_nonfinite and not norm.isfinite():
@@ -310,7 +325,13 @@ class Runner:
         return self._holders[name][0] == dist.get_rank() // self._mesh[0].num_devices
 
     def _accumulate(
-        self, call: Arguments, batch: Sequence[MicroBatch], first: Bound, *, learn: bool
+        self,
+        call: Arguments,
+        batch: Sequence[MicroBatch],
+        first: Bound,
+        scale: Tensor | None,
+        *,
+        learn: bool,
     ) -> Tensor:
         """One micro-batch after the other; a longer one's program may not fit the shorter. With exact
         masks each is drawn from the step's seed and its number, as in stages."""
@@ -330,7 +351,7 @@ class Runner:
                     raise no_loss()
                 loss = loss * micro.weight
                 if learn:
-                    loss.backward()
+                    (loss if scale is None else loss * scale).backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum(0)
 
@@ -702,6 +723,7 @@ class Runner:
             self._held, self.nothing = Held(self._device), (nothing(mesh),)
             self.tree.nothing = self.nothing
             refuse_torch_clipping(mesh)
+            share_infinities(mesh)
         if dist.get_world_size() > 1 and not self._exact_random:
             self._stream = shared_stream()
         serial_model.check_plain(self.tree.root)
@@ -712,11 +734,16 @@ class Runner:
         numbers = any(not item.spec.shape for item in self._pinned.values())
         read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
         take_plain_tensors(self, mesh, self._obstacle())
-        refuse_whole_tensor(self, mesh)
-        step_fast(self, mesh)
+        self._look_at_steps(mesh)
         speak_serial_order()
         speak_by_names()
         return mesh
+
+    def _look_at_steps(self, mesh: DeviceMesh) -> None:
+        """Let optimizers step these parameters in the way that is right and fast, or be refused."""
+        refuse_together(self, mesh, staged=self._pipeline.is_staged)
+        step_whole(self, mesh, staged=self._pipeline.is_staged)
+        step_fast(self, mesh)
 
     def _obstacle(self) -> str:
         """Why plain tensors outside the program don't lie as parameters do; empty where they do."""
@@ -749,8 +776,7 @@ class Runner:
             runner._held = Held(self._device)
         if self._mesh is not None:
             take_plain_tensors(runner, self._mesh[1], self._obstacle())
-            refuse_whole_tensor(runner, self._mesh[1])
-            step_fast(runner, self._mesh[1])
+            runner._look_at_steps(self._mesh[1])
         return twin
 
     def _plans(self, key: tuple[Hashable, ...]) -> list[Plan]:
@@ -781,6 +807,8 @@ class Runner:
         if holders and dist.get_rank() // devices not in holders:
             return None, stored
         mine = part.part.take(values).to(self._device)
+        if mine.layout is not torch.strided:
+            return mine, stored
         mine = mine.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
         if isinstance(full, nn.Parameter):
             outer = distribute(part, mine, self._mesh[1])
@@ -792,10 +820,12 @@ class Runner:
         if full.is_meta:
             values = torch.zeros(full.shape, dtype=full.dtype)
             return values.fill_(float("nan")) if may_learn(full.dtype) else values
-        values = full.detach().clone(memory_format=torch.contiguous_format)
+        dense = {"memory_format": torch.contiguous_format} if full.layout is torch.strided else {}
+        values = full.detach().clone(**dense)
         if self._broadcast:
             values = values.to(self._device)
-            dist.broadcast(values, src=0)
+            for part in parts_of(values):
+                dist.broadcast(part, src=0)
         return values
 
     def _check(self, made: Executable | StagedExecutable) -> DeviceMesh:

@@ -343,10 +343,10 @@ class UserTree:
                     if whole is None or _keeps_values(tensor):
                         continue
                     if _join(path, name) in states:
-                        dtype, learns = states[_join(path, name)]
+                        dtype, requires_grad = states[_join(path, name)]
                         if whole.dtype != dtype:
                             whole.data = without_memory(whole.detach(), dtype)
-                        whole.requires_grad_(learns)
+                        whole.requires_grad_(requires_grad)
                     held[name] = whole
                     if tensor is not None:
                         places[id(tensor)] = whole
@@ -356,7 +356,9 @@ class UserTree:
 
 def _keeps_values(tensor: Tensor | None) -> bool:
     """Whether a trace may see a tensor itself, since its values may be structure: integers that lie whole."""
-    return tensor is not None and type(tensor) is Tensor and not may_learn(tensor.dtype) and tensor.dim() > 0
+    if type(tensor) is not Tensor or tensor is None:
+        return False
+    return tensor.layout is not torch.strided or (not may_learn(tensor.dtype) and tensor.dim() > 0)
 
 
 def placed_trees() -> list[UserTree]:
@@ -450,7 +452,8 @@ def _without_memory(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     made: dict[int, Tensor] = {}
     for tensor in full.values():
         if id(tensor) not in made:
-            empty = without_memory(tensor.detach())
+            is_sparse = tensor.layout is not torch.strided
+            empty = tensor.detach() if is_sparse else without_memory(tensor.detach())
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return {name: made[id(tensor)] for name, tensor in full.items()}

@@ -83,7 +83,7 @@ class _Tensor:
     names: tuple[str, ...]
     whole: Tensor
     part: Tensor | None
-    learns: bool
+    requires_grad: bool
     now: Tensor | None = None  # what is there in the end
 
     @property
@@ -112,10 +112,10 @@ class _Whole:
         whole = stored.gather(part)
         if part is not None and whole.data_ptr() == local(part).data_ptr():
             whole = whole.clone()
-        learns = self._states[name][1]
+        requires_grad = self._states[name][1]
         if self._tree.is_parameter(name):
-            whole = nn.Parameter(whole, learns)
-        return _Tensor(names, whole, part, learns)
+            whole = nn.Parameter(whole, requires_grad)
+        return _Tensor(names, whole, part, requires_grad)
 
     # -- while it lasts -------------------------------------------------------------------------------
 
@@ -159,9 +159,13 @@ class _Whole:
         self._check()
         self._check_alike()
         for item in self._tensors:
-            learns = item.now is not None and item.now.requires_grad
-            if item.part is not None and learns != item.learns and isinstance(item.part, nn.Parameter):
-                item.part.requires_grad_(learns)
+            requires_grad = item.now is not None and item.now.requires_grad
+            if (
+                item.part is not None
+                and requires_grad != item.requires_grad
+                and isinstance(item.part, nn.Parameter)
+            ):
+                item.part.requires_grad_(requires_grad)
             if self._is_changed(item):
                 assert item.part is not None
                 local(item.part).copy_(self._cut(item))

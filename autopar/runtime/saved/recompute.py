@@ -91,7 +91,7 @@ class _Once:
     ) -> None:
         self._body, self._between, self._to_the_end = body, between, to_the_end
         self._kept: Sequence[Tensor | Anew] | None = [anew(each) or each.detach() for each in arguments]
-        self._learns = [each.requires_grad for each in arguments]
+        self._requires_grad = [each.requires_grad for each in arguments]
         self._boxes: list[weakref.ref[_Saved]] = []
         self._first, self._second = create_selective_checkpoint_contexts(_policy)
         self._random = torch.get_rng_state(), *get_device_states(*arguments)
@@ -131,7 +131,8 @@ class _Once:
 
         cpu, devices, states = self._random
         learning = [
-            each.detach().requires_grad_(learns) for each, learns in zip(arguments, self._learns, strict=True)
+            each.detach().requires_grad_(requires_grad)
+            for each, requires_grad in zip(arguments, self._requires_grad, strict=True)
         ]
         with torch.random.fork_rng(devices), noting(), torch.enable_grad(), suppress(_Made):
             torch.set_rng_state(cpu)

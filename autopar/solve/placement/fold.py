@@ -3,7 +3,8 @@
     embed  [ln qkv attn proj add ln fc gelu fc add]  [ln qkv ... add]  ...  [ln qkv ... add]  ln head
             repetition 0                              1                      N - 1
 
-Operators at the same place of the N repetitions form one *class* with one strategy.
+Operators at the same place of the N repetitions form one *class* with one strategy. An encoder and a
+decoder, or the levels of a convolutional net, are several such runs, with classes of their own.
 """
 
 from __future__ import annotations
@@ -13,40 +14,69 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from autopar.core.force import Pins
 from autopar.core.graph import Graph, Operator, map_refs
 from autopar.sharding.atoms import Dims
+
+LEAST = 8  # operators that a further run makes superfluous: fewer aren't worth a plan of less freedom
 
 
 @dataclass(frozen=True, slots=True)
 class Folding:
     """`class_of` names for each operator the operator that stands for its class; `repetition` says
-    in which repetition it is (0 outside); `count` is N, 1 if nothing repeats."""
+    in which repetition of its run it is (none outside); `count` are all repetitions, 1 if nothing repeats."""
 
     class_of: Mapping[str, str]
     repetition: Mapping[str, int]
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Equal blocks of `period` operators, one behind the other from number `start` on."""
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.period * self.count
+
+
 def fold(graph: Graph, dims: Dims, pins: Pins | None = None) -> Folding:
-    """Find the run of equal blocks that covers most operators; equal ones are pinned alike."""
+    """Find the run of equal blocks that covers most operators, then others before and behind it; equal ones
+    are pinned alike."""
     operators = graph.operators
     numbers: dict[Any, int] = {}
     signs = tuple(
         numbers.setdefault((_sign(item, graph, dims), pin_of(item, pins or {})), len(numbers))
         for item in operators
     )
-    start, period, count = _longest_run(signs)
+    runs = _runs(graph, signs, 0, len(signs))
+    class_of, repetition = {item.name: item.name for item in operators}, {}
+    for run in runs:
+        for index in range(run.start, run.stop):
+            block, place = divmod(index - run.start, run.period)
+            # The first block may take what others don't.
+            class_of[operators[index].name] = operators[run.start + run.period + place].name
+            repetition[operators[index].name] = block
+    return Folding(class_of, repetition, sum(run.count for run in runs) or 1)
+
+
+def _runs(graph: Graph, signs: tuple[int, ...], first: int, stop: int) -> list[Run]:
+    """The runs among the operators [first, stop), in order."""
+    start, period, count = _longest_run(signs[first:stop])
+    start += first
     while count > 2 and not _same_wiring(graph, start, period, count):
         count -= 1
-    if count <= 2:
-        return Folding({item.name: item.name for item in operators}, {}, 1)
-    class_of, repetition = {item.name: item.name for item in operators}, {}
-    for index in range(start, start + period * count):
-        place = (index - start) % period
-        class_of[operators[index].name] = operators[start + period + place].name
-        repetition[operators[index].name] = (index - start) // period
-    return Folding(class_of, repetition, count)
+    run = Run(start, period, count)
+    whole = stop - first == len(signs)
+    if count <= 2 or not whole and period * (count - 1) < LEAST:
+        return []
+    return [*_runs(graph, signs, first, run.start), run, *_runs(graph, signs, run.stop, stop)]
 
 
 def pin_of(operation: Operator, pins: Pins) -> tuple[str | None, ...] | None:
@@ -62,20 +92,22 @@ def _sign(operation: Operator, graph: Graph, dims: Dims) -> Any:
     return operation.target, str(args), results
 
 
-@lru_cache(maxsize=16)  # meshes and sizes of micro-batches mostly don't change what repeats
+@lru_cache(maxsize=64)  # meshes and sizes of micro-batches mostly don't change what repeats
 def _longest_run(signs: tuple[int, ...]) -> tuple[int, int, int]:
     """(start, period, count) of the repetition that leaves fewest distinct operators."""
     best, found = 0, (0, max(1, len(signs)), 1)
+    numbers = np.array(signs, dtype=np.intp)
     for period in range(1, len(signs) // 2 + 1):
-        run = 0
-        for index in range(len(signs) - period + 1):
-            if index < len(signs) - period and signs[index] == signs[index + period]:
-                run += 1
-                continue
-            count = run // period + 1
-            if count > 1 and period * (count - 1) > best:
-                best, found = period * (count - 1), (index - run, period, count)
-            run = 0
+        if len(signs) - period <= best:
+            break  # no run of longer blocks spares more
+        unlike = np.flatnonzero(numbers[:-period] != numbers[period:])
+        ends = np.concatenate([[-1], unlike, [len(signs) - period]])
+        spared = np.diff(ends) - 1  # operators that are like those a period later, run by run
+        spared -= spared % period
+        longest = int(np.argmax(spared))
+        if spared[longest] > best:
+            best = int(spared[longest])
+            found = (int(ends[longest]) + 1, period, best // period + 1)
     return found
 
 

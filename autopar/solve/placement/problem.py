@@ -376,8 +376,8 @@ class Problem:
         hubs R, P and B, through which changes lead that are illegal or, on some links, slower.
         """
         ends = dict.fromkeys(itertools.chain(sources, *(use.needs for use in uses)))
-        learns = self.prices.training and self.graph.specs[name].requires_grad
-        placements = list(interesting(ends, differentiable=learns))
+        requires_grad = self.prices.training and self.graph.specs[name].requires_grad
+        placements = list(interesting(ends, differentiable=requires_grad))
         for axes in self.alike:
             joined = dict.fromkeys(itertools.chain.from_iterable(placements[axis] for axis in axes))
             for axis in axes:
@@ -487,7 +487,7 @@ class Problem:
     def hold_copy(self, tensor: TensorClass, layout: Layout, leaving: int, copies: dict[Layout, int]) -> None:
         """The full gradient of a weight that is gathered once; the copy itself is kept by who reads it, if it
         isn't counted here."""
-        if not self.learns(tensor.name):
+        if not self.requires_grad(tensor.name):
             return
         if self.prices.once == 1.0:  # it is scattered as soon as it comes
             return
@@ -514,7 +514,7 @@ class Problem:
     def input_sources(self, tensor: TensorClass) -> dict[Stored, int]:
         """x[t, p] of an input, and of a weight in shards for each way of gathering it."""
         count = len(tensor.members)
-        learns = self.is_parameter(tensor.name) and self.learns(tensor.name)
+        requires_grad = self.is_parameter(tensor.name) and self.requires_grad(tensor.name)
         variables: dict[Stored, int] = {}
         for stored in itertools.chain.from_iterable(
             self.stored(tensor.name, layout) for layout in self.space.inputs[tensor.name]
@@ -527,7 +527,7 @@ class Problem:
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
                 self.hold(nbytes, variables[stored], lasts=True)
                 self.resting.append((float(nbytes), variables[stored]))
-                if learns and not self.prices.accumulates:
+                if requires_grad and not self.prices.accumulates:
                     gradient = self.prices.local_bytes(tensor.name, layout) * count
                     self.coming.append((float(gradient), variables[stored]))
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
@@ -563,7 +563,7 @@ class Problem:
         """Whether the tensor is on the device all the time: what the user passes comes and goes."""
         return name in self.kinds and self.kinds[name].kind is not InputKind.USER
 
-    def learns(self, name: str) -> bool:
+    def requires_grad(self, name: str) -> bool:
         return self.prices.training and self.graph.specs[name].requires_grad
 
     def is_parameter(self, name: str) -> bool:

@@ -158,6 +158,7 @@ def build_space(
     anchors = anchored(graph, prices.dims)
     strategies: dict[str, Sequence[Strategy]] = {}
     pruned: dict[object, list[Strategy]] = {}
+    cast_weights = graph.cast_weights
     pins = dict(pins or {})
     used: set[str] = set()
     for item in graph.operators:
@@ -168,7 +169,7 @@ def build_space(
         pin = pin_of(item, pins)
         if pin is None:
             offered = useful(item, offered, prices, anchors)
-        if force is not None:
+        if force is not None and cast_weights.isdisjoint(item.results):  # where weights lie isn't forced
             offered = forced(item, offered, force, kinds, prices)
         elif pin is None:
             offered = idle(offered, prices.dims)

@@ -183,13 +183,13 @@ class Exchange:
     def farthest(self, name: str) -> float:
         """Seconds of the dearest conversion of a tensor between a layout that it has in * and any that
         somebody may make or want, either way."""
-        learns = self.prices.training and self.graph.specs[name].requires_grad
+        requires_grad = self.prices.training and self.graph.specs[name].requires_grad
         own = self.own[name]
-        ends = {canonical(layout, differentiable=learns) for layout in self.layouts(name)} | own
+        ends = {canonical(layout, differentiable=requires_grad) for layout in self.layouts(name)} | own
         if len(ends) == 1:
             return 0.0
         fixed = frozenset(end for end in ends if not self.prices.dims.legal(name, end))
-        placements = interesting(sorted(ends, key=str), differentiable=learns)
+        placements = interesting(sorted(ends, key=str), differentiable=requires_grad)
         key = self.prices.kind(name), placements, frozenset(own), frozenset(ends), fixed
         if key not in self.known:
             network = self.prices.network(name, placements, fixed=fixed)

@@ -242,8 +242,8 @@ class Mixture:
         return found[::-1]
 
     def tidy(self, name: str, layout: Layout) -> Layout:
-        learns = self.prices.training and self.graph.specs[name].requires_grad
-        return canonical(layout, differentiable=learns)
+        requires_grad = self.prices.training and self.graph.specs[name].requires_grad
+        return canonical(layout, differentiable=requires_grad)
 
 
 def is_placed_alike(one: Program, other: Program) -> bool:

@@ -51,15 +51,20 @@ def priced(
     return Prices(graph, Dims(graph, atoms, mesh), cluster, CostModel(device, {}, CollectiveTable({})))
 
 
+def anew(prices: Prices, *, model: CostModel | None = None, training: bool = True) -> Prices:
+    """Prices of the same graph by another model, or without training."""
+    return Prices(prices.graph, prices.dims, prices.cluster, model or prices.model, training=training)
+
+
 def of_tensors(
     *shape: int,
     dtype: torch.dtype = torch.float32,
-    learns: bool = True,
+    requires_grad: bool = True,
     device: DeviceModel = GPU,
     ranks: tuple[int, ...] = (2,),
 ) -> Prices:
     """Of a user's tensor `x` and a weight `w` that are alike, with no operator."""
-    spec = TensorSpec(shape, dtype, learns)
+    spec = TensorSpec(shape, dtype, requires_grad)
     inputs = (GraphInput("x", InputKind.USER, "x", spec), GraphInput("w", InputKind.PARAMETER, "w", spec))
     graph = Graph(inputs, (), ("x",), {"x": spec, "w": spec})
     return priced(graph, Atoms(graph, [], []), device=device, ranks=ranks)
@@ -121,7 +126,7 @@ def test_a_cpu_packs_and_unpacks_besides(source: object, target: object, more: t
 def test_what_does_not_learn_has_no_way_back(
     source: object, target: object, wanted: tuple[float, float]
 ) -> None:
-    frozen, used = of_tensors(4, 6, learns=False), of_tensors(4, 6)
+    frozen, used = of_tensors(4, 6, requires_grad=False), of_tensors(4, 6)
     used.training = False
     for prices in (frozen, used):
         assert parts(prices, source, target) == (wanted[0], 0)
@@ -142,7 +147,7 @@ def test_what_does_not_learn_has_no_way_back(
     ids=str,
 )
 def test_bytes_are_those_of_the_dtype(dtype: torch.dtype, size: int) -> None:
-    prices = of_tensors(4, 6, dtype=dtype, learns=False)
+    prices = of_tensors(4, 6, dtype=dtype, requires_grad=False)
     assert prices.local_bytes("x", (R,)) == 24 * size
     assert prices.local_bytes("x", (S,)) == 12 * size
     assert parts(prices, S, R) == (1 + 12 * size, 0)
@@ -175,7 +180,7 @@ def test_a_cpu_gathers_a_weight_into_fresh_memory_in_both_passes() -> None:
         ahead = GATHER + 4 * 96
         assert parts(of_tensors(4, 6, device=CPU), S, target, "x") == (ahead, back)
         assert parts(of_tensors(4, 6, device=CPU), S, target, "w") == (COPY + ahead, COPY + back)
-        frozen = of_tensors(4, 6, device=CPU, learns=False)
+        frozen = of_tensors(4, 6, device=CPU, requires_grad=False)
         assert parts(frozen, S, target, "w") == (COPY + ahead, 0)
         assert parts(of_tensors(4, 6), S, target, "w") == parts(of_tensors(4, 6), S, target, "x")
 
@@ -192,7 +197,7 @@ def test_a_small_gradient_takes_its_share_of_a_bucket() -> None:
 def test_a_gradient_that_is_cheaper_by_itself_stays_out_of_the_bucket() -> None:
     prices = of_tensors(4, 6)
     memory_price = {(Collective.ALL_REDUCE, 2, 1): ((96, 5.0), (BUCKET_BYTES, 1e9))}
-    prices.model = replace(prices.model, collectives=CollectiveTable(memory_price))
+    prices = anew(prices, model=replace(prices.model, collectives=CollectiveTable(memory_price)))
     assert prices.gradient_sync("w", SYNC) == COPY + 5
 
 
@@ -232,7 +237,7 @@ def test_the_update_reads_and_writes_a_weight_its_gradient_and_the_optimizers_st
 
 
 def test_what_does_not_learn_has_no_update() -> None:
-    frozen, used = of_tensors(4, 6, learns=False), of_tensors(4, 6)
+    frozen, used = of_tensors(4, 6, requires_grad=False), of_tensors(4, 6)
     used.training = False
     for prices in (frozen, used):
         assert prices.state_bytes("w", (R,)) == 96
@@ -367,7 +372,7 @@ def test_sharing_cores_slows_compute_and_not_what_is_exchanged() -> None:
     prices, operation, strategy = convolved()
     alone = prices.operator(operation, strategy)
     prices, operation, strategy = convolved()
-    prices.model = replace(prices.model, contention=3.0)
+    prices = anew(prices, model=replace(prices.model, contention=3.0))
     shared = prices.operator(operation, strategy)
     each_way = alone.communication / 2
     assert shared.communication == alone.communication
@@ -379,7 +384,7 @@ def test_sharing_cores_slows_compute_and_not_what_is_exchanged() -> None:
 
 def test_without_training_there_is_no_backward_and_nothing_is_kept() -> None:
     prices, operation, strategy = convolved()
-    prices.training = False
+    prices = anew(prices, training=False)
     found = prices.operator(operation, strategy)
     assert found.compute == OWN[0] + 2 * STRIP[0]
     assert found.communication == AROUND + 1 + 2 * 72
@@ -393,7 +398,7 @@ def test_what_is_measured_is_not_missing() -> None:
     own = prices.operator(operation, strategy).calls[0]
     known = Measurement(own.key(), 5.0, 7.0, Saved(), 0, None, runs=3, spread=0.0)
     prices, operation, strategy = convolved()
-    prices.model = replace(prices.model, measured={own.key(): known})
+    prices = anew(prices, model=replace(prices.model, measured={own.key(): known}))
     found = prices.operator(operation, strategy)
     assert found.compute == 5 + 7 + 2 * sum(STRIP)
     assert found.missing_seconds == 2 * sum(STRIP)

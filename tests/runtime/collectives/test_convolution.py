@@ -174,9 +174,9 @@ def _with_frozen() -> list[tuple[bool, ...]]:
     groups.setup(Mesh((2,)), ["a@2"], timeout=TIMEOUT)
     place, found = groups.index("a@2"), []
     split = same([0, 4, 7], 3)
-    for learns in ((True, False), (False, True), (False, False)):
-        x = split.part(split.x, place, split.cut).requires_grad_(learns[0])
-        weight = split.weight.clone().requires_grad_(learns[1])
+    for requires_grad in ((True, False), (False, True), (False, False)):
+        x = split.part(split.x, place, split.cut).requires_grad_(requires_grad[0])
+        weight = split.weight.clone().requires_grad_(requires_grad[1])
         assert split.bias is not None
         bias = split.bias.clone().requires_grad_()
         ops.convolution(x, weight, bias, *split.arguments("a@2", place)).sum().backward()

@@ -50,6 +50,8 @@ MOVES: dict[str, tuple[str, str, Draw]] = {
     "r_to_p": ("R", "P", whole),
     "b_to_r": ("B", "R", whole),
     "b_to_p": ("B", "P", whole),
+    "r_to_b_wide": ("R", "B", whole),
+    "s_to_b_wide": ("S", "B", gathering),
     "s_to_r": ("S", "R", gathering),
     "s_to_b": ("S", "B", gathering),
     "s_to_r_again": ("S", "R", gathering),
@@ -101,6 +103,22 @@ def _check_adjoint(
     if source == "B":
         wanted = expected(case, source, target)
         torch.testing.assert_close(sum(slopes), sum(wanted[rank][1] for rank in ranks))
+
+
+def summed_gradient(name: str) -> float:
+    """Of the first element: 256 on rank 0, and 0.5 on the others, which bfloat16 loses beside 256."""
+    groups.setup(parse_key("a@4")[0], {"a@4"}, timeout=TIMEOUT)
+    rest = ("a@4",) if name.startswith("r") else ("a@4", 0, 1, [1, 1, 1, 1])
+    x = torch.zeros(4 if name.startswith("r") else 1, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.full((4,), 256.0 if torch.distributed.get_rank() == 0 else 0.5, dtype=torch.bfloat16)
+    operator(name)(x, *rest).backward(gradient)
+    assert x.grad is not None and x.grad.dtype == torch.bfloat16
+    return float(x.grad[0])
+
+
+@pytest.mark.parametrize("name", ["r_to_b_wide", "s_to_b_wide"])
+def test_gradients_of_cast_weights_are_summed_in_float32(name: str, pools: Pools) -> None:
+    assert pools(4).run(summed_gradient, name) == [258.0] * 4  # 257.5, rounded once
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -157,8 +175,12 @@ def test_every_dtype_moves(dtype: torch.dtype, pools: Pools) -> None:
 
 X = (2, 6, 3)
 CALLS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("p_to_r", "r_to_b", "p_to_b", "r_to_p", "b_to_r", "b_to_p", "max_reduce"), ()),
-    **dict.fromkeys(("s_to_r", "s_to_b", "s_to_r_again", "s_to_b_again", "s_to_p"), (DIM, 2, [3, 3])),
+    **dict.fromkeys(
+        ("p_to_r", "r_to_b", "r_to_b_wide", "p_to_b", "r_to_p", "b_to_r", "b_to_p", "max_reduce"), ()
+    ),
+    **dict.fromkeys(
+        ("s_to_r", "s_to_b", "s_to_b_wide", "s_to_r_again", "s_to_b_again", "s_to_p"), (DIM, 2, [3, 3])
+    ),
     **dict.fromkeys(("p_to_s", "r_to_s", "b_to_s"), (DIM, 2, [1, 2])),
     "s_to_s": (DIM, 1, [6, 6], 0, 1, [2, 0]),
     "exchange": (DIM, 2, [0, 3, 6], [-1, 2], [4, 7], 0.0),

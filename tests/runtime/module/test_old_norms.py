@@ -41,9 +41,9 @@ def _trained(name: str) -> None:
         make(name), forced_compiler(Mesh((2,)), ["filter"]), describe=describe, device=torch.device("cpu")
     )
     ours.prepare(X)
-    for batch, learns in ((X, True), (X[:2], True), (X, False)):  # in eval mode no power iteration
+    for batch, requires_grad in ((X, True), (X[:2], True), (X, False)):  # in eval mode no power iteration
         for net in (theirs, ours):
-            net.train(learns)
+            net.train(requires_grad)
             net.zero_grad()
             net(batch).backward()
             torch.optim.SGD(net.parameters(), 0.1).step()

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar.core.mesh import Mesh
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
-from autopar.runtime.module.optimizers import _at_steps, _hooks
+from autopar.runtime.module.optimizers import _hooks, at_steps
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
@@ -160,11 +160,11 @@ def test_an_owner_that_dies_during_a_step_leaves_torch_s_hooks_alone() -> None:
         seen.append(len(_hooks))
 
     for owner in owners:
-        _at_steps(register_optimizer_step_pre_hook, owner, die)
+        at_steps(register_optimizer_step_pre_hook, owner, die)
     del owner
     optimizer.step()
     assert not owners and len(seen) == 2
-    _at_steps(register_optimizer_step_pre_hook, weight, die)
+    at_steps(register_optimizer_step_pre_hook, weight, die)
     optimizer.step()
     assert len(seen) == 3 and seen[-1] < seen[0]
     _hooks.pop()[1].remove()

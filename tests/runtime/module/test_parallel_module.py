@@ -511,19 +511,6 @@ def test_a_replaced_parameter_is_refused_by_name(pools: Pools) -> None:
     on_ranks(pools, "batch", _replaced)
 
 
-def _whole_tensor(plan: str) -> None:
-    _, ours = prepared(plan)
-    weights = [item for item in ours.parameters() if item.ndim == 2]
-    ours(*batch()).backward()
-    for kind in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.Rprop):
-        with pytest.raises(InputError, match=rf"optimizer {kind.__name__}: .*sharded.*force=\"batch\""):
-            kind(weights, lr=0.01).step()
-
-
-def test_a_whole_tensor_optimizer_is_refused_on_shards(pools: Pools) -> None:
-    on_ranks(pools, "filter", _whole_tensor)
-
-
 def _autocast(plan: str) -> None:
     serial, ours = make_net().float(), parallel(make_net().float(), plan)
     x, y = (item.float() for item in batch())

@@ -10,9 +10,18 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import InputError
+from autopar.proof.precision import copy_model
 from autopar.runtime.module import runner
 from tests.pool import Pool
-from tests.trace.graph_nets import CLASSES, FEATURES, VERTICES, SumOfNeighbours, edges
+from tests.trace.graph_nets import (
+    CLASSES,
+    FEATURES,
+    VERTICES,
+    HeldLayer,
+    SumOfNeighbours,
+    adjacency,
+    edges,
+)
 
 Pools = Callable[[int], Pool]
 EXACT = 1e-12
@@ -104,3 +113,31 @@ def always_others() -> str:
 def test_a_graph_that_changes_at_each_call_is_refused_by_name(pools: Pools) -> None:
     for said in pools(2).run(always_others):
         assert "the values of input_1: found another graph" in said
+
+
+def sparse() -> tuple[float, float, list[int], bool]:
+    """Gaps of gradients, and of a call with other values in the matrix; programs; is the state dict right?"""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    matrix, x = adjacency("csr"), torch.randn(VERTICES, FEATURES)
+    model = HeldLayer(FEATURES, CLASSES, "coo")
+    serial = copy_model(model)
+    parallel = autopar.parallelize(
+        model, autopar.ClusterSpec.local(2), (x, matrix), measure=False, force={"product": ["i"]}
+    )
+    parallel(x, matrix).square().sum().backward()
+    serial(x, matrix).square().sum().backward()
+    found, wanted = parallel.linear.weight.grad.full_tensor(), serial.linear.weight.grad
+    programs = [len(parallel._autopar._programs)]
+    for each in (parallel, serial):
+        each.matrix._values().mul_(2)
+    later = float((parallel(x, matrix) - serial(x, matrix)).abs().max())
+    programs.append(len(parallel._autopar._programs))
+    same = torch.equal(parallel.state_dict()["matrix"].to_dense(), serial.matrix.to_dense())
+    torch.set_default_dtype(torch.float32)
+    return float((found - wanted).abs().max()), later, programs, same
+
+
+def test_a_sparse_buffer_is_structure_with_its_values(pools: Pools) -> None:
+    for gap, later, programs, same in pools(2).run(sparse):
+        assert gap < EXACT and later < EXACT and programs == [1, 2] and same

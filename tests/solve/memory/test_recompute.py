@@ -200,7 +200,7 @@ def compare(problem: MeshProblem, programs: Sequence[Program], ways: Sequence[tu
     for cap in (None, *peaks[:2], *peaks[2 :: max(1, len(peaks) // 6)]):
         best = min(seconds for seconds, nbytes in steps if cap is None or nbytes <= cap)
         try:
-            found = problem.plan(None, None, cap=cap)
+            found = problem.plan(problem.ask(cap=cap))
         except InfeasibleError:
             assert cap and cap < 1.1 * peaks[0], "levels of recomputing are few"
             continue

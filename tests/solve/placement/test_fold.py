@@ -88,3 +88,34 @@ def test_blocks_that_read_from_elsewhere_end_the_run(near: Sequence[bool], count
     folding = folded(skips(near))
     assert folding.count == count
     assert len(folding.repetition) == (2 * count if count > 1 else 0)
+
+
+def test_an_encoder_and_a_decoder_are_two_runs() -> None:
+    """Of unlike blocks, five and four; the decoder's read what the encoder gave, too."""
+    s = Script()
+    x = s.call(aten.tanh.default, Ref(s.user(8, 8, grad=True)))
+    for _ in range(5):
+        x = s.call(aten.add.Tensor, Ref(s.call(aten.sin.default, Ref(x))), Ref(x))
+        x = s.call(aten.neg.default, Ref(x))
+    memory = y = s.call(aten.exp.default, Ref(x))
+    for _ in range(4):
+        y = s.call(aten.mul.Tensor, Ref(s.call(aten.cos.default, Ref(y))), Ref(memory))
+        y = s.call(aten.sub.Tensor, Ref(y), Ref(memory))
+    graph = s.graph(s.call(aten.sum.default, Ref(y)))
+    folding = folded(graph)
+    assert folding.count == 9
+    assert len(folding.repetition) == 5 * 3 + 4 * 3
+    names = [item.name for item in graph.operators]
+    assert {folding.class_of[name] for name in names[1:16]} == {*names[4:7]}
+    assert {folding.class_of[name] for name in names[17:29]} == {*names[20:23]}
+
+
+def test_few_operators_beside_a_long_run_are_left_alone() -> None:
+    s = Script()
+    x = s.call(aten.tanh.default, Ref(s.user(8, 8, grad=True)))
+    for _ in range(10):
+        x = s.call(aten.add.Tensor, Ref(s.call(aten.sin.default, Ref(x))), Ref(x))
+    for _ in range(3):
+        x = s.call(aten.neg.default, Ref(x))
+    folding = folded(s.graph(s.call(aten.sum.default, Ref(x))))
+    assert folding.count == 10 and len(folding.repetition) == 20

@@ -54,11 +54,11 @@ def test_no_placement_is_below(seed: int) -> None:
         before = priced.least(MemoryPrice(price, price))
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_names_of_alike_axes_are_forgotten_where_no_plan_is_sought(learns: bool) -> None:
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_names_of_alike_axes_are_forgotten_where_no_plan_is_sought(requires_grad: bool) -> None:
     """With the names of three alike axes, and without them, the bound is that of the fastest placement."""
     s = Script()
-    product = s.call(aten.mul.Tensor, Ref(s.user(4, 6, grad=learns)), Ref(s.user(4, 6)))
+    product = s.call(aten.mul.Tensor, Ref(s.user(4, 6, grad=requires_grad)), Ref(s.user(4, 6)))
     graph = s.graph(s.call(aten.sum.default, Ref(product)))
     cluster = ClusterSpec(devices_per_node=8, intra=Link(1e-6, 1e8))
     dims = Dims(graph, find_atoms(graph), Mesh((2, 2, 2)))

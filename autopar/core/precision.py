@@ -1,0 +1,13 @@
+"""The dtypes of mixed precision, by the names that options have for them; torch's are in `trace/autocast`."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Precision(Enum):
+    """What products and other operators compute in, while weights stay as they are."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"

@@ -1,0 +1,44 @@
+"""Prices that are known already: on one mesh of one cluster equal operators cost the same in whatever graph.
+
+A search prices the graph of one micro-batch to screen choices, then that of others, and of the whole batch;
+most of their operators, and all of one that is sought again, are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from autopar.cluster import ClusterSpec
+from autopar.convert.network import Network
+from autopar.core.mesh import Mesh
+from autopar.cost.machine.collectives import CollectiveTable
+from autopar.cost.machine.model import CostModel
+
+if TYPE_CHECKING:
+    from autopar.cost.operators.prices import Price
+
+MOST = 16  # meshes and clusters that are remembered
+
+
+@dataclass(slots=True)
+class Known:
+    """Prices by what they depend on beside the mesh, the cluster and whether there is a backward pass."""
+
+    operators: dict[Any, Price] = field(default_factory=dict)
+    networks: dict[Any, Network] = field(default_factory=dict)
+
+
+_KNOWN: dict[Any, Known] = {}
+
+
+def known_prices(cluster: ClusterSpec, mesh: Mesh, model: CostModel, *, training: bool) -> Known:
+    """What is known for such a mesh; nothing where something is measured, or may be, which changes prices."""
+    if model.here or model.measured or model.corrections or model.collectives != CollectiveTable({}):
+        return Known()
+    key = cluster, mesh, model.device, model.contention, training
+    found = _KNOWN.pop(key, None) or Known()
+    while len(_KNOWN) >= MOST:
+        del _KNOWN[next(iter(_KNOWN))]
+    _KNOWN[key] = found
+    return found

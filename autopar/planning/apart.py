@@ -1,0 +1,111 @@
+"""Which plans can't be told apart, for predictions are wrong by so much: of those the simplest stands.
+
+error           3 % of the seconds that are measured, 10 % of those that are estimated
+pure or mixed   that of what the two do differently: what they share is wrong alike
+mesh            the same, fewer axes before more
+stages or none  all of it: they differ in what estimates know least of, bubbles and what overlaps
+micro-batches   3 %, with as many stages fewer before more: wrong alike
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autopar.core.program import Program
+from autopar.core.strategy import Strategy
+from autopar.cost.program.priced_program import PricedProgram
+from autopar.planning.estimates import Choice
+from autopar.results.plan import Alternative
+
+if TYPE_CHECKING:
+    from autopar.planning.search import Decision
+
+MEASURED = 0.03  # of measured seconds: less is noise
+ESTIMATED = 0.1  # of estimated ones: rooflines know no kernels, and no host that can't keep up
+
+IN_VAIN = "which predictions can't tell from nothing"  # why a plan is passed over that promises more
+
+
+def error_of(measured_share: float) -> float:
+    """By how much predicted seconds must differ to be told apart, relatively, if so much of them is
+    measured."""
+    return measured_share * MEASURED + (1.0 - measured_share) * ESTIMATED
+
+
+def measured_share(priced: PricedProgram) -> float:
+    """The part of predicted operator time that rests on measurements."""
+    found = priced.operator_prices
+    compute = sum(each.compute for each in found)
+    return 1.0 - sum(each.missing_seconds for each in found) / compute if compute else 1.0
+
+
+def margin(priced: PricedProgram, other: Program) -> float:
+    """By how much slower a simpler `other` may be predicted and stand, relatively; it may be of a mesh of
+    fewer axes."""
+    share = measured_share(priced)
+    return share * MEASURED + (1.0 - share) * ESTIMATED * unlike(priced, other)
+
+
+def unlike(priced: PricedProgram, other: Program) -> float:
+    """The part of a program's operator time that is spent otherwise than in another."""
+    total = alike = 0.0
+    for item, price in zip(priced.graph.operators, priced.operator_prices, strict=True):
+        total += price.seconds
+        if _factors(priced.program.strategies[item.name]) == _factors(other.strategies[item.name]):
+            alike += price.seconds
+    return 1.0 - alike / total if total else 0.0
+
+
+def _factors(strategy: Strategy) -> object:
+    """Equal for strategies of one mesh that are equal, and for those that share one factor among all
+    devices."""
+    factors = [option.factor for option in strategy]
+    return factors[0] if len(set(factors)) == 1 else tuple(factors)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How far the seconds of steps with other stages and micro-batches must differ to be told apart."""
+
+    measured: bool
+
+    def limit(self, choice: Choice | Decision, other: Choice | Decision) -> float:
+        """Seconds below which `choice` is to be preferred to `other`."""
+        if not complexity(choice) < complexity(other):
+            return seconds_of(other)
+        unstaged = complexity(choice)[0] == 1 < complexity(other)[0]
+        return seconds_of(other) * (1 + (error_of(self.measured) if unstaged else MEASURED))
+
+    def simplest(self, decisions: Sequence[Decision]) -> Decision:
+        """The simplest of those that can't be told from the fastest."""
+        fastest = min(decisions, key=seconds_of)
+        alike = [each for each in decisions if each.step.seconds <= self.limit(each, fastest)]
+        return min(alike, key=lambda each: (complexity(each), each.step.seconds))
+
+    def passed(self, decision: Decision, best: Decision) -> Alternative:
+        """What a more complicated plan would promise beside the simpler one that is taken."""
+        ranks, count = complexity(decision)
+        kind = f", {decision.step.schedule.kind.value}" if decision.step.schedule else ""
+        name = f"{ranks} stages, " if ranks > 1 else ""
+        name += f"{count} micro-batches{kind}"
+        return promise(name, decision.step.seconds, decision.step.peak_bytes, best.step.seconds)
+
+
+def promise(name: str, seconds: float, nbytes: int, taken: float) -> Alternative:
+    """A plan that is passed over, although it promises less than the seconds of the one that is `taken`."""
+    reason = f"promises {1 - seconds / taken:.1%} less, {IN_VAIN}"
+    return Alternative(name, seconds, nbytes, feasible=True, reason=reason)
+
+
+def seconds_of(choice: Choice | Decision) -> float:
+    """Predicted seconds of a step."""
+    return choice.seconds if isinstance(choice, Choice) else choice.step.seconds
+
+
+def complexity(choice: Choice | Decision) -> tuple[int, int]:
+    """Stages, and micro-batches."""
+    if isinstance(choice, Choice):
+        return choice.ranks, choice.micro_batches
+    return choice.request.stages, choice.request.micro_batches

@@ -1,0 +1,41 @@
+"""What is asked of the search on one mesh, and how long it may go on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from autopar.core.force import Force
+from autopar.core.recompute import Recompute
+from autopar.solve.placement.problem import FREE, MemoryPrice
+from autopar.solve.stages.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A placement that is asked for, and the key of the one that is found: under `force` and a `cap` of bytes
+    per device, at a price of memory, with a proven bound or without."""
+
+    force: Force | None = None
+    cap: int | None = None
+    memory_price: MemoryPrice = FREE
+    recompute: Recompute = Recompute.NONE
+    bounded: bool = True
+
+    @property
+    def uncapped(self) -> Ask:
+        """The same where memory has no end."""
+        return replace(self, cap=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Ends of a search: nothing is sought after the `deadline`, nor where no step takes less than `cutoff`
+    seconds. What can't be faster than the `incumbent` is timed under its schedule alone."""
+
+    deadline: float | None = None
+    cutoff: float = math.inf
+    incumbent: Step | None = None
+
+
+UNLIMITED = Limits()

@@ -1,0 +1,44 @@
+"""What was asked before, and its limits, change nothing of what is found for an ask."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from autopar.core.mesh import Mesh
+from autopar.planning.ask import Limits
+from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.request import Request
+from autopar.sharding.strategies import find_atoms
+from autopar.solve.placement.search import CutoffError
+from tests.solve.brute_force import chain, random_prices
+
+
+def problem() -> MeshProblem:
+    graph = chain()
+    known = random_prices(graph, Mesh((2,)), Random(0))
+    request = Request(mesh=Mesh((2,)))
+    hop = known.cluster.intra
+    return MeshProblem(graph, find_atoms(graph), Mesh((2,)), known.cluster, known.model, request, None, hop)
+
+
+def test_an_ask_is_answered_once_and_what_is_proved_serves_who_needs_no_proof() -> None:
+    one = problem()
+    found = one.solve(one.ask())
+    assert one.solve(one.ask()) is found
+    assert one.solve(replace(one.ask(), bounded=False)) is found
+    other = problem()
+    loose = other.solve(other.ask(bounded=False))
+    assert loose.bound == -math.inf
+    assert other.solve(other.ask()).bound > 0
+
+
+def test_a_cutoff_ends_its_own_search_alone() -> None:
+    one = problem()
+    seconds = problem().plan(one.ask()).seconds
+    with pytest.raises(CutoffError):
+        one.plan(one.ask(), Limits(cutoff=seconds / 2))
+    assert one.plan(one.ask()).seconds == seconds
