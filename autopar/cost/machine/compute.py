@@ -21,11 +21,8 @@ import torch
 from autopar.core.costs import DeviceModel, Footprint, OperatorCost
 from autopar.core.graph import Call, TensorSpec, may_learn
 from autopar.cost.machine.flops import Flops, training_flops
-<<<<<<< HEAD
 from autopar.cost.machine.kernels import work_seconds
-=======
 from autopar.runtime.sparse_kernel import SPMM
->>>>>>> main
 from costdb import operands
 from costdb.footprint import footprint, saved_bytes
 from costdb.measurement import Measurement

@@ -135,17 +135,18 @@ class Prices:
         return self.model.device
 
     @property
-<<<<<<< HEAD
     def overlap(self) -> float:
         """The part of a backward pass that sums of gradients may hide behind."""
         return self.device.kernels.overlap if self.device.kernels and self.training else 0.0
-=======
+
+    @property
     def known(self) -> Known:
         """What equal operators and tensors of other graphs cost on this mesh."""
         if self._known is None:
-            self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
+            usual = self.shown == 1.0 and not self.credit
+            found = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
+            self._known = found if usual else Known()
         return self._known
->>>>>>> main
 
     # -- operators ----------------------------------------------------------------------------------
 

@@ -87,8 +87,7 @@ def _table(
     mesh, model = Mesh((cluster.num_devices,)), CostModel.of(cluster, None)
     request = Request(mesh=mesh, pins=pinned or None, measure=False, alternatives=False, optimizer=ONCE)
     problem = MeshProblem(graph, find_atoms(graph), mesh, cluster, model, request, None, cluster.intra)
-<<<<<<< HEAD
-    priced = problem.solve(None, None, cap=None).priced
+    priced = problem.solve(problem.ask()).priced
     places = _places(graph)
     exchanges: list[list[tuple[float, float]]] = [[] for _ in places[1:]]
     gathered, prices = [0.0 for _ in places[1:]], problem.prices
@@ -100,10 +99,6 @@ def _table(
             gathered[piece] += max(0, whole - part) if gathers(value.move) else 0.0
     table = intervals(priced, Link(0.0, 1.0), places=places)
     return table, list(zip(exchanges, gathered, strict=True))
-=======
-    priced = problem.solve(problem.ask()).priced
-    return intervals(priced, Link(0.0, 1.0), places=_places(graph))
->>>>>>> main
 
 
 def _places(graph: Graph) -> Sequence[int]:
