@@ -27,6 +27,7 @@ from autopar.core.mesh import parse_key
 from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.core.strategy import Option, Strategy
+from autopar.cost.machine import nccl
 from autopar.cost.machine.flops import flops
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.calls import OperatorCalls, read_calls
@@ -59,6 +60,7 @@ class Price:
     only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
     `missing_seconds` the part of `compute` that is an estimate; `kept` what stays in memory for backward.
     `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
+    Sums of gradients may hide `behind` so many seconds, for which `credit` is taken off.
     """
 
     compute: float
@@ -71,10 +73,12 @@ class Price:
     forward: float = 0.0
     weights: float = 0.0
     again: float = 0.0
+    behind: float = 0.0
+    credit: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.communication + self.tie
+        return self.compute + self.communication + self.tie - self.credit
 
     @property
     def backward(self) -> float:
@@ -98,6 +102,8 @@ class Prices:
     once: float = 1.0
     micro_batches: int = 1
     accumulates: bool = False  # whether gradients of several micro-batches add up
+    shown: float = 1.0  # of gradient sums in buckets, a multiplier
+    credit: float = 0.0  # of the backward seconds of operators, behind which such sums hide
     _operators: dict[Any, Price] = field(default_factory=dict)
     _priced: dict[tuple[int, int], tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
@@ -129,10 +135,17 @@ class Prices:
         return self.model.device
 
     @property
+    def overlap(self) -> float:
+        """The part of a backward pass that sums of gradients may hide behind."""
+        return self.device.kernels.overlap if self.device.kernels and self.training else 0.0
+
+    @property
     def known(self) -> Known:
         """What equal operators and tensors of other graphs cost on this mesh."""
         if self._known is None:
-            self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
+            usual = self.shown == 1.0 and not self.credit
+            found = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
+            self._known = found if usual else Known()
         return self._known
 
     # -- operators ----------------------------------------------------------------------------------
@@ -248,7 +261,8 @@ class Prices:
         talk = sum(map(sum, inner))
         work = sum(flops(item) for item in local)
         ahead = sum(item.forward_seconds for item in costs) * self.model.contention
-        weights = (compute - ahead) * self._weights_share(operation, work)
+        behind = compute - ahead
+        weights = behind * self._weights_share(operation, work)
         ahead += sum(before for before, _ in inner)
         kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         calls = local + strips
@@ -261,7 +275,20 @@ class Prices:
         )
         tie = TIE * (sum(sizes) + kept.extra_bytes) / self.device.bandwidth
         again *= self.model.contention
-        return Price(compute, talk, missing, work, calls, kept, tie, ahead, weights, again)
+        return Price(
+            compute,
+            talk,
+            missing,
+            work,
+            calls,
+            kept,
+            tie,
+            forward=ahead,
+            weights=weights,
+            again=again,
+            behind=behind,
+            credit=self.credit * behind,
+        )
 
     def _weights_share(self, operation: Operator, flops: int) -> float:
         """The part of the operator's backward pass that gives gradients of weights alone.
@@ -454,8 +481,14 @@ class Prices:
         link, nodes = self._links[key]
         # A GPU copies much faster than its links send.
         copy_rate = self.device.bandwidth if self.device.kind == "cpu" else math.inf
-        table = self.model.collectives
-        return table.cost(kind, nbytes, size, link, nodes=nodes, copy_rate=copy_rate).seconds
+        estimate = None
+        if self.device.kernels:
+            group = nccl.Group(size, nodes, self.cluster.intra, self.cluster.inter)
+            estimate = nccl.seconds(kind, nbytes, group)
+        found = self.model.collectives.cost(
+            kind, nbytes, size, link, nodes=nodes, copy_rate=copy_rate, estimate=estimate
+        )
+        return found.seconds
 
     def weight_move(self, name: str, move: Move, *, leads: bool) -> float:
         """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
@@ -475,10 +508,10 @@ class Prices:
         if seconds == 0.0:
             return 0.0
         if nbytes >= ALONE_BYTES:
-            return self._collective(Collective.ALL_REDUCE, nbytes, (axis,))
+            return self.shown * self._collective(Collective.ALL_REDUCE, nbytes, (axis,))
         share = nbytes / BUCKET_BYTES
         shared = self._collective(Collective.ALL_REDUCE, BUCKET_BYTES, (axis,)) * share + self._copy(nbytes)
-        return min(seconds, shared)
+        return self.shown * min(seconds, shared)
 
     # -- state ----------------------------------------------------------------------------------------
 
