@@ -57,7 +57,7 @@ from autopar.planning.options import (
     settle,
     settle_beside_plan,
 )
-from autopar.planning.request import check_cluster, check_timeout, request_of
+from autopar.planning.request import check_cluster, check_overlap, check_timeout, request_of
 from autopar.proof.changes import MOST
 from autopar.proof.check import Report, check, check_input
 from autopar.results.announce import Announcer
@@ -225,6 +225,7 @@ def parallelize(
     if decided is not None:
         request = request.settled(decided)
         compiler = replace(compiler, request=request, plan=decided, plan_binds=given is not None)
+    check_overlap(request)
     parallel = ParallelModule(
         model,
         compiler,

@@ -32,6 +32,7 @@ from autopar.planning.search import Decision, beside, decide, finish, search
 from autopar.results.announce import Announcer
 from autopar.results.plan import Plan
 from autopar.rewrite.build import build, build_stages
+from autopar.rewrite.overlap import room_of
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
 from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
 from autopar.sharding.atoms import Dims
@@ -116,7 +117,8 @@ class Compiler:
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)
         if not plan.pipeline.is_staged:
-            return build(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
+            room = room_of(self.cap(request), plan.peak_bytes) if request.overlap else 0.0
+            return build(traced, plan, rank=rank, device=device, exact_random=self.exact_random, room=room)
         made = build_stages(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
         if not step:
             return made
@@ -126,6 +128,10 @@ class Compiler:
         rest = build_stages(shorter, plan, rank=rank, device=device, exact_random=self.exact_random)
         check_programs(made, rest)
         return replace(made, shorter=rest.stages)
+
+    def cap(self, request: Request) -> int | None:
+        """Bytes of a device that a plan may take, None where nobody says."""
+        return self.cluster.memory if request.memory is None else request.memory
 
     def given(self, traced: Traced) -> Plan | None:
         """The plan that is there already, if it is for this graph; raises InputError if it has to be."""

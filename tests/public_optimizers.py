@@ -10,47 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class LARS(Optimizer):
-    """Layer-wise rates: a matrix's is in proportion to its norm over its gradient's (You et al., 2017)."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        *,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        trust: float = 0.02,
-    ) -> None:
-        given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
-        super().__init__(params, given)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for item in group["params"]:
-                if item.grad is None:
-                    continue
-                update = item.grad
-                if item.ndim > 1:
-                    update = update.add(item, alpha=group["weight_decay"])
-                    weight, gradient = torch.norm(item), torch.norm(update)
-                    one = torch.ones_like(weight)
-                    rate = torch.where(
-                        weight > 0.0,
-                        torch.where(gradient > 0, group["trust"] * weight / gradient, one),
-                        one,
-                    )
-                    update = update.mul(rate)
-                state = self.state[item]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(item)
-                state["momentum"].mul_(group["momentum"]).add_(update)
-                item.add_(state["momentum"], alpha=-group["lr"])
-        return loss
-
-
 class LAMB(Optimizer):
     """Adam's step, scaled for each parameter by its norm over the step's (You et al., 2019)."""
 

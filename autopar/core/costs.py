@@ -141,11 +141,35 @@ def wrong_optimizer(found: str, wanted: str) -> InputError:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernels:
+    """How a GPU runs operators, beside its roofline: its multiprocessors, the part of a product's rate that
+    fused attention reaches forward and backward, and the part of a backward pass that sums of gradients may
+    hide behind. Estimates, all but the first."""
+
+    units: int
+    attention: float
+    attention_backward: float
+    overlap: float
+
+    def __post_init__(self) -> None:
+        parts = {"attention": self.attention, "attention_backward": self.attention_backward}
+        refuse_bad("kernels of a GPU", overlap=self.overlap, **parts)
+        if self.units < 1 or not min(parts.values()) > 0 or self.overlap > 1:
+            raise InputError(
+                where="kernels of a GPU",
+                found=str(self),
+                wanted="units and parts above 0, and an overlap of at most 1",
+                remedy="measure again",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceModel:
     """A roofline: what a device reaches on large matrix products and on plain memory traffic.
 
     `kind` is the torch device type; `flops` are (dtype, flop/s) pairs; `bandwidth` is bytes read
-    plus bytes written per second; `launch_seconds` is the least that any operator takes.
+    plus bytes written per second; `launch_seconds` is the least that any operator takes; `kernels` says how
+    a known GPU runs them, None where products of all sizes have one rate.
     """
 
     name: str
@@ -153,6 +177,7 @@ class DeviceModel:
     flops: tuple[tuple[torch.dtype, float], ...]
     bandwidth: float
     launch_seconds: float
+    kernels: Kernels | None = None
 
     def __post_init__(self) -> None:
         rates = {str(dtype).removeprefix("torch."): rate for dtype, rate in self.flops}

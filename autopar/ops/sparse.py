@@ -15,14 +15,16 @@ block once, when its program is written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from autopar.core.graph import TensorSpec
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
-from autopar.sharding.sparse_blocks import Block, block_of
+from autopar.sharding.sparse_blocks import block_of
 from autopar.trace.sparse_products import PRODUCT
 
 aten = torch.ops.aten
@@ -47,20 +49,20 @@ class Product(Rule):
 
     def lower(self, site: Site) -> Sequence[Handle]:
         rows, columns = self.ranges(site)
-        key = "block", *site.operands[:2], rows, columns
-        if key not in site.dims.memo:
-            site.dims.memo[key] = self.cut(site, rows, columns)
-        kept, block = site.dims.memo[key]
-        forms = (block.crow, block.column, block.crow_transposed, block.row, block.order)
-        crow, column, *transposed = (
-            site.emitter.constant((*key, place), form) for place, form in enumerate(forms)
-        )
+        key = *site.operands[:2], rows, columns
+        kept = self.entries(site, rows, columns)
+        count, index = len(kept), partial(TensorSpec, dtype=torch.int64)
+        lengths = rows[1] - rows[0] + 1, count, columns[1] - columns[0] + 1, count, count
+
+        def form(place: int) -> Handle:
+            return site.emitter.constant(
+                (*key, place), index((lengths[place],)), lambda: self.block(site, rows, columns)[place]
+            )
+
+        crow, column, *transposed = map(form, range(len(lengths)))
         values = self.values(site, kept, key)
-        return (
-            site.call(
-                torch.ops.autopar_graphs.spmm.default, crow, column, values, site.values[3], *transposed
-            ),
-        )
+        target = torch.ops.autopar_graphs.spmm.default
+        return (site.call(target, crow, column, values, site.values[3], *transposed),)
 
     def ranges(self, site: Site) -> tuple[tuple[int, int], tuple[int, int]]:
         """The rows and the columns of the rank's block."""
@@ -69,23 +71,43 @@ class Product(Rule):
         rows = site.range_of(result, site.result_layout())
         return rows, site.range_of(site.operands[3], site.operand_layout(3))
 
-    def cut(self, site: Site, rows: tuple[int, int], columns: tuple[int, int]) -> tuple[Tensor, Block]:
-        """Which entries lie in these rows and columns, and the block that they are."""
+    def entries(self, site: Site, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """Which entries lie in these rows and columns."""
+        key = "entries", *site.operands[:2], rows, columns
+        if key not in site.dims.memo:
+            row, column = self.places(site)
+            mine = (row >= rows[0]) & (row < rows[1]) & (column >= columns[0]) & (column < columns[1])
+            site.dims.memo[key] = mine.nonzero()[:, 0]
+        found: Tensor = site.dims.memo[key]
+        return found
+
+    def block(self, site: Site, rows: tuple[int, int], columns: tuple[int, int]) -> tuple[Tensor, ...]:
+        """The forms of the block that they are."""
+        key = "block", *site.operands[:2], rows, columns
+        if key not in site.dims.memo:
+            row, column = self.places(site)
+            kept = self.entries(site, rows, columns)
+            shape = rows[1] - rows[0], columns[1] - columns[0]
+            site.dims.memo[key] = block_of(row[kept] - rows[0], column[kept] - columns[0], shape).forms
+        found: tuple[Tensor, ...] = site.dims.memo[key]
+        return found
+
+    def places(self, site: Site) -> tuple[Tensor, Tensor]:
+        """The row and the column of every entry."""
         row, column = site.value_of(0), site.value_of(1)
         assert row is not None and column is not None, "the places of a product's entries are constants"
-        mine = (row >= rows[0]) & (row < rows[1]) & (column >= columns[0]) & (column < columns[1])
-        kept = mine.nonzero()[:, 0]
-        shape = rows[1] - rows[0], columns[1] - columns[0]
-        return kept, block_of(row[kept] - rows[0], column[kept] - columns[0], shape)
+        return row, column
 
     def values(self, site: Site, kept: Tensor, key: tuple[object, ...]) -> Handle:
         """The values of the rank's entries: cut now if they are known, else picked of what they come to."""
         known = site.value_of(2)
         if known is not None and not site.spec(2).requires_grad:
-            return site.emitter.constant((*key, site.operands[2]), known[kept].contiguous())
+            spec = TensorSpec((len(kept),), known.dtype)
+            return site.emitter.constant((*key, site.operands[2]), spec, lambda: known[kept].contiguous())
         if not site.sharding_axes("i", "j"):
             return site.values[2]
-        mine = site.emitter.constant((*key, "kept"), kept)
+        spec = TensorSpec((len(kept),), torch.int64)
+        mine = site.emitter.constant((*key, "kept"), spec, lambda: kept)
         return site.call(aten.index_select.default, site.values[2], 0, mine)
 
     def samples(self) -> Iterable[Sample]:

@@ -95,7 +95,7 @@ class Screened:
         bubble = others * max(0.0, self.scaled(cost.micro_batch - split, micro_batches)) / several
         slowest = cost.micro_batch / self.ranks if several > 1 else self.slowest
         busy = micro_batches * max(self.scaled(slowest, micro_batches), hop)
-        return busy + (cost.sync + cost.update + bubble) / self.ranks + 2 * others * hop
+        return busy + (cost.exposed + cost.update + bubble) / self.ranks + 2 * others * hop
 
     def nbytes(self, kind: ScheduleKind | None, micro_batches: int, kept: int) -> float:
         """Estimated bytes of the fullest rank."""

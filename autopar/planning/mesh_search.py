@@ -15,10 +15,12 @@ from functools import cache, partial
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.force import Force, name_of
-from autopar.core.graph import Graph
+from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
+from autopar.core.move import Move
 from autopar.core.offload import Offload
 from autopar.core.pipeline import kept_starts, stages_per_rank
+from autopar.core.placement import B, R
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind
@@ -52,6 +54,7 @@ KNOWN_STEPS = 2  # the same, where a plan that fits is known
 BOUNDED = (0.5, 0.8, 1.0, 1.2, 1.6)  # times what a byte has cost: prices for a bound
 SAME = 1e-9  # of seconds: less is rounding
 NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
+MULTIPLIERS = 5  # tried of what hides: 1, 0, and between
 MIXED = 3  # placements, beside a step's own, that its operators may follow
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
 
@@ -76,17 +79,7 @@ class MeshProblem:
             for kind in stageable(self.graph, request)
         ]
         self.dims = Dims(self.graph, self.atoms, self.mesh)
-        self.prices = Prices(
-            self.graph,
-            self.dims,
-            self.cluster,
-            self.model,
-            training=self.request.training,
-            optimizer=self.request.optimizer,
-            once=once(self.request.stages, self.request.micro_batches),
-            micro_batches=self.request.micro_batches,
-            accumulates=self.request.training and self.request.micro_batches > 1,
-        )
+        self.prices = self.priced_with(shown=1.0, credit=0.0)
         self.folding = fold(self.graph, self.dims, self.request.pins)
 
     dims: Dims = dataclasses.field(init=False)
@@ -96,6 +89,23 @@ class MeshProblem:
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Ask, Solution] = dataclasses.field(default_factory=dict)
+
+    def priced_with(self, *, shown: float, credit: float) -> Prices:
+        """The prices, of sums of gradients the part that is `shown`, and that `credit` for what they hide
+        behind."""
+        return Prices(
+            self.graph,
+            self.dims,
+            self.cluster,
+            self.model,
+            training=self.request.training,
+            optimizer=self.request.optimizer,
+            once=once(self.request.stages, self.request.micro_batches),
+            micro_batches=self.request.micro_batches,
+            accumulates=self.request.training and self.request.micro_batches > 1,
+            shown=shown,
+            credit=credit,
+        )
 
     def ask(self, force: Force | None = None, *, cap: int | None = None, bounded: bool = True) -> Ask:
         """Ask for a placement with parts recomputed as the request says."""
@@ -126,7 +136,7 @@ class MeshProblem:
         if self.request.relay:
             return unstaged(self.solve(self.ask(ask.force), limits), 1)
         if self.request.stages == 1:
-            return unstaged(self.solve(ask, limits), self.request.micro_batches)
+            return self.whole(ask, limits)
         fastest = self.solve(ask.uncapped, limits)
         try:
             found = self.cut(fastest, ask, limits)
@@ -139,6 +149,40 @@ class MeshProblem:
                 raise
             return near
         return (self.near(fastest, found, ask, limits) if ask.bounded else None) or found
+
+    def whole(self, ask: Ask, limits: Limits) -> Step:
+        """The best step without stages.
+
+        Sums S of gradients hide behind backward B: E >= S - theta B and E >= 0. With a multiplier on that
+        row, in [0, 1], a solve is one of other costs, and bounds all plans: 1 is right where sums show, 0
+        where they hide, and between the two it is bisected by whether they hide in the answer.
+        """
+        count = self.request.micro_batches
+        if not self.prices.overlap:
+            return unstaged(self.solve(ask, limits), count)
+        found, bound = list[Step](), 0.0
+        low, high, multiplier = 0.0, 1.0, 1.0
+        for _ in range(MULTIPLIERS):
+            try:
+                solution = self.solve(dataclasses.replace(ask, multiplier=multiplier), limits)
+            except (CutoffError, SolverError) as error:
+                if not found:
+                    raise
+                bound = max(bound, limits.cutoff) if isinstance(error, CutoffError) else bound
+                break
+            priced = PricedProgram(self.prices, solution.program)
+            placed = dataclasses.replace(solution, priced=priced, seconds=priced.seconds)
+            found.append(unstaged(placed, count))
+            best = min(found, key=lambda step: step.seconds)
+            bound = max(bound, found[-1].bound)
+            if best.seconds - bound <= max(self.request.gap, SAME) * best.seconds:
+                break
+            if found[-1].cost.exposed_sums:
+                low = multiplier
+            else:
+                high = multiplier
+            multiplier = 0.0 if len(found) == 1 else (low + high) / 2
+        return dataclasses.replace(best, bound=min(bound, best.seconds))
 
     def cut(self, fastest: Solution, ask: Ask, limits: Limits) -> Step:
         """The best step of the fastest placement, or under a cap of others for which memory has a price."""
@@ -342,13 +386,18 @@ class MeshProblem:
             if (known := dataclasses.replace(ask, bounded=proven)) in self.solved:
                 return self.solved[known]
         if ask.cap is not None:
-            fastest = self.solve(self.ask(ask.force, bounded=ask.bounded), limits)
+            free = self.ask(ask.force, bounded=ask.bounded)
+            fastest = self.solve(dataclasses.replace(free, multiplier=ask.multiplier), limits)
             if fastest.peak.nbytes <= ask.cap:
                 return fastest
         cutoff = limits.cutoff if ask.bounded and self.request.stages == 1 else math.inf
+        prices = self.prices
+        if ask.multiplier is not None:
+            credit = ask.multiplier * prices.overlap * prices.once
+            prices = self.priced_with(shown=ask.multiplier, credit=credit)
         found = choose_named(
             self.graph,
-            self.prices,
+            prices,
             self.space(ask.force),
             self.folding,
             cap=ask.cap,
@@ -360,8 +409,26 @@ class MeshProblem:
             offload=self.offload if self.request.stages == 1 else Offload.NONE,
             cutoff=cutoff / self.request.micro_batches,
         )
+        if ask.multiplier is None:
+            found = dataclasses.replace(found, bound=found.bound - self.most_hidden(found.bound))
         self.solved[ask] = found
         return found
+
+    def most_hidden(self, bound: float) -> float:
+        """Of the seconds that placements are compared by what sums of gradients may hide, at most: those of
+        all weights that learn over all axes, or the overlap's part of the least that a placement takes."""
+        prices, mesh = self.prices, self.mesh
+        if not prices.overlap:
+            return 0.0
+        whole = (R,) * len(mesh.shape)
+        sums = sum(
+            prices.gradient_sync(item.name, Move(axis, whole, (*whole[:axis], B, *whole[axis + 1 :])))
+            for item in self.graph.inputs
+            if item.kind is InputKind.PARAMETER and item.spec.requires_grad
+            for axis in mesh.axes
+            if mesh.shape[axis] > 1
+        )
+        return prices.once * min(sums, prices.overlap * bound)
 
     def space(self, force: Force | None) -> Space:
         """The strategies and layouts to choose from; made once."""

@@ -453,6 +453,17 @@ class ParallelizeOptions(PlanOptions, total=False):
             "backward, and offload nothing. Costs are those of operators that run one by one.",
         ),
     ]
+    overlap: Annotated[
+        bool | None,
+        Option(
+            default=False,
+            words=(bool,),
+            help="Start gathers of weights in shards early, beside compute, where memory is left.",
+            more="In plans without stages, by groups of gathers; up to two more groups of full tensors are "
+            "in memory then, and a group for which a cap leaves less is not started early. On processes of "
+            "one machine it gains nothing.",
+        ),
+    ]
 
 
 class CompareOptions(SearchOptions, total=False):

@@ -33,6 +33,7 @@ from autopar.cost.machine.model import CoRunners, CostModel, Progress
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
+from autopar.planning.apart import MEASURED as NOISE
 from autopar.planning.apart import Apart, complexity, margin
 from autopar.planning.ask import Limits
 from autopar.planning.estimates import Choice, Screened, bottleneck
@@ -361,6 +362,8 @@ class _Screen:
             if len(other[0].shape) >= len(problem.mesh.shape):
                 break
             apart = 1 + margin(solution.priced, other[1])
+            if self.cluster.nodes == 1:  # alike, but for how often messages wait
+                apart = max(apart, 1 + NOISE)
             (over, seconds), (least_over, least) = self.place(each), self.place(fastest)
             if over <= least_over and seconds <= least * apart:
                 return [one for one in found if len(one[1].mesh.shape) <= len(other[0].shape)]

@@ -139,7 +139,7 @@ def pipeline_of(graph: Graph, step: Step, request: Request) -> Pipeline:
 def _communication(step: Step, compute: float, request: Request) -> float:
     """Seconds that a rank spends on communication in a step; with stages that of the average rank."""
     hops = sum(stage.send_output + stage.send_gradient for stage in step.cut.stages) if step.cut else 0.0
-    sync = sum(stage.sync for stage in step.cut.stages) if step.cut else step.cost.sync
+    sync = sum(stage.sync for stage in step.cut.stages) if step.cut else step.cost.exposed
     repeated = max(0.0, step.cost.micro_batch - compute) + hops
     return (request.micro_batches * repeated + sync) / request.stages
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
+
 from autopar.cluster import ClusterSpec
 from autopar.core.costs import ADAM, OptimizerState
 from autopar.core.force import Force, Pins
@@ -20,6 +22,7 @@ from autopar.core.placement import Layout
 from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
+from autopar.cost.machine.devices import GPUS
 from autopar.errors import InputError, cut_text
 from autopar.planning.optimizer_state import state_of
 from autopar.planning.options import DEFAULT_GAP, PIPELINE, Options
@@ -73,6 +76,7 @@ class Request:
     dtype: Precision = Precision.FP32  # what calls compute in that aren't under autocast themselves
     stages_of_uses: Mapping[str, tuple[int, ...]] | None = None  # of parameters that lie already
     compile: bool = False  # programs
+    overlap: bool = False  # gathers of weights and compute
     relay: bool = False  # the stages run one after the other: a call without gradients, no step
 
     def autocast(self, cluster: ClusterSpec) -> Autocast:
@@ -134,6 +138,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
     """
     check_cluster(cluster)
     values = options.read()
+    _check_dtype(values["dtype"], cluster)
     force = values["force"]
     request = Request(
         mesh=values["mesh"],
@@ -151,6 +156,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         dtype=values["dtype"],
         batch_dims=values["batch_dims"],
         compile=values["compile"],
+        overlap=values["overlap"],
         static=values["static"],
     )
     if request.compile:
@@ -168,12 +174,25 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
     return replace(request, stages=ranks, micro_batches=count), None
 
 
+def check_overlap(request: Request) -> None:
+    """Raise InputError where gathers are to start early in stages."""
+    if request.overlap and request.stages > 1:
+        raise InputError(
+            where="--overlap",
+            found=f"a plan with {request.stages} stages",
+            wanted="one without, in which gathers of weights start early",
+            remedy="leave out --overlap, or write --stages 1",
+        )
+
+
 def _compiled(request: Request) -> Request:
     """The request where programs are compiled: nothing is offloaded unless it is asked for, which is refused,
     as are schedules that split backward."""
     found = []
     if request.offload is Offload.ALL:
         found.append(("--offload all", "none or auto", "leave out --offload"))
+    if request.overlap:
+        found.append(("--overlap", "no gathers that start early", "leave out --overlap"))
     if request.schedule in SPLIT_BACKWARD:
         kinds = ", ".join(kind.value for kind in request.runnable())
         found.append((f"--schedule {request.schedule.value}", kinds, "leave out --schedule"))
@@ -182,7 +201,7 @@ def _compiled(request: Request) -> Request:
         raise InputError(
             where="--compile",
             found=" and ".join(names),
-            wanted=", ".join(wanted) + ": a compiled backward is one piece, which keeps its tensors",
+            wanted=", ".join(wanted) + ": a compiled backward is one piece",
             remedy=" and ".join(remedies) + ", or --compile",
         )
     return replace(request, offload=Offload.NONE)
@@ -196,6 +215,22 @@ def check_cluster(cluster: object) -> None:
             found=f"{cut_text(repr(cluster), 80)}, a {type(cluster).__name__}",
             wanted="a ClusterSpec",
             remedy="write ClusterSpec.local(2), or ClusterSpec.from_toml(file)",
+        )
+
+
+def _check_dtype(dtype: Precision, cluster: ClusterSpec) -> None:
+    """Raise InputError for bfloat16 on GPUs that only emulate it, slower than they compute in float32."""
+    known, wanted = GPUS.get(cluster.device.lower()), Autocast.of(cluster.device_type, dtype).dtype
+    rates = dict(known.flops) if known is not None else {}
+    lacks = wanted in rates and rates[wanted] <= rates[torch.float32]
+    if wanted is torch.bfloat16 and cluster.device == "cuda" and torch.cuda.is_available():
+        lacks = not torch.cuda.is_bf16_supported(including_emulation=False)
+    if lacks:
+        raise InputError(
+            where="--dtype",
+            found=f"{dtype.value} on {cluster.device}, whose tensor cores lack it",
+            wanted="a dtype that the devices compute in",
+            remedy="write --dtype fp16 and train with torch.amp.GradScaler, or --dtype fp32",
         )
 
 

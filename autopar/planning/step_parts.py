@@ -40,7 +40,12 @@ def step_parts(step: Step, pipeline: Pipeline) -> StepParts:
         copies = sum(wait_seconds(priced))
         rest = step.cost.micro_batch - repeated.total - copies
         each = replace(repeated, communication=max(0.0, rest), copies=copies)
-        return replace(scaled(each, pipeline.micro_batches), sums=step.cost.sync, optimizer=step.cost.update)
+        return replace(
+            scaled(each, pipeline.micro_batches),
+            sums=step.cost.exposed,
+            optimizer=step.cost.update,
+            hidden=step.cost.hidden,
+        )
     return staged_parts(
         scaled(repeated, pipeline.micro_batches / pipeline.ranks),
         simulate(order_of(pipeline), step.cut.stages),

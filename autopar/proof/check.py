@@ -28,6 +28,7 @@ from autopar.planning.request import Request
 from autopar.planning.search import search
 from autopar.proof.changes import Changes, try_changes
 from autopar.proof.cutting import cutting_effect, draws, eager_parts
+from autopar.proof.low_precision import LowPrecision, compare_low_precision
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import (
     copy_model,
@@ -93,6 +94,7 @@ class Report:
 
     `changes_tried` are changes of what forward reads, each with a step of its own.
 
+    `low` is what is compared in low precision, beside the verdict in float64.
     With `cutting` the verdict is on serial training that is cut into the same micro-batches, and that differs
     from the uncut by this.
     """
@@ -102,6 +104,7 @@ class Report:
     force: Force | None
     cutting: Effect | None = None
     changes_tried: Changes | None = None
+    low: LowPrecision | None = None
 
     @property
     def vacuous(self) -> bool:
@@ -117,7 +120,8 @@ class Report:
     def passed(self) -> bool:
         agreed = not self.changes or (self.cutting is not None and self.cutting.allowed)
         follows = self.changes_tried is None or self.changes_tried.passed
-        return self.verdict.passed and agreed and follows and not self.vacuous
+        low = self.low is None or self.low.passed
+        return self.verdict.passed and agreed and follows and low and not self.vacuous
 
     def as_dict(self) -> dict[str, Any]:
         """The report as the command line's JSON shows it."""
@@ -128,6 +132,7 @@ class Report:
             "vacuous": self.vacuous,
             "cutting": self.cutting.as_dict() if self.cutting is not None and self.changes else None,
             "state_changes": self.changes_tried.as_dict() if self.changes_tried is not None else None,
+            "low_precision": self.low.as_dict() if self.low is not None else None,
             "sharded_flops_share": self.plan.sharded_flops_share,
             "gathered_ops": list(self.plan.gathered_ops),
             "raised_casts": list(self.verdict.raised_casts),
@@ -156,6 +161,8 @@ class Report:
             f"mesh {self.plan.mesh}: parallel training {verdict} serial training{alike} "
             f"({TOLERANCE:.0e} allowed)"
         )
+        if self.low is not None:
+            lines.append(str(self.low))
         if self.changes_tried is not None:
             lines.append(str(self.changes_tried))
         if self.changes:
@@ -230,7 +237,10 @@ def check(
     else:
         verdict = verify_simulated(target.model, traced, plan.program, loss_fn=target.loss_fn, steps=steps)
     tried = try_changes(target, plan, cluster, request, most=changes) if changes and verdict.passed else None
-    return Report(plan, verdict, request.force, changes_tried=tried)
+    low = compare_low_precision(
+        target.model, traced, plan.program, autocast, loss_fn=target.loss_fn, steps=steps
+    )
+    return Report(plan, verdict, request.force, changes_tried=tried, low=low)
 
 
 def _check_pipeline(
@@ -293,15 +303,25 @@ def _check_pipeline(
     random = count > 1 and draws(graph)
     serially = in_parts if random else at_once
     verdict = judge(ours, copy_model(model), serially, casts, disagreement)
+    whole = trace_lengths(target, 1, None, autocast)[0]
+    low = compare_low_precision(
+        target.model,
+        whole,
+        plan.program if count == 1 else None,
+        autocast,
+        loss_fn=target.loss_fn,
+        steps=steps,
+    )
     if count == 1 or (verdict.passed and not random):
-        return Report(plan, verdict, request.force)
+        return Report(plan, verdict, request.force, low=low)
     effect = cutting_effect(model, at_once, in_parts, random=random)
     if not random:
         verdict = judge(ours, model, in_parts, casts, disagreement)
     cutting = traced.cutting
     assert cutting is not None
     allowed = asked and cutting.by_statistics
-    return Report(plan, verdict, request.force, Effect(effect, count, cutting.change, allowed))
+    told = Effect(effect, count, cutting.change, allowed)
+    return Report(plan, verdict, request.force, told, low=low)
 
 
 def _plan(

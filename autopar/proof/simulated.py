@@ -99,6 +99,10 @@ def _unchanged(ranks: Sequence[Arguments]) -> list[Tensor]:
     return _tensors(ranks)
 
 
+def _waited(ranks: Sequence[Arguments]) -> list[Tensor]:
+    return [rank["handle"] for rank in ranks]
+
+
 def _first_only(ranks: Sequence[Arguments]) -> list[Tensor]:
     first, *others = _tensors(ranks)
     return [first, *(torch.zeros_like(x) for x in others)]
@@ -244,6 +248,14 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "s_to_b_wide": _gather,
     "s_to_r_again": _gather,
     "s_to_b_again": _gather,
+    "start_s_to_r": _gather,  # of a move in two halves the first does all
+    "start_s_to_b": _gather,
+    "start_s_to_r_again": _gather,
+    "start_s_to_b_again": _gather,
+    "wait_s_to_r": _waited,
+    "wait_s_to_b": _waited,
+    "wait_s_to_r_again": _waited,
+    "wait_s_to_b_again": _waited,
     "p_to_s": _scatter_sum,
     "r_to_s": _slice,
     "b_to_s": _slice,

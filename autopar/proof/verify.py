@@ -306,13 +306,21 @@ def backward(loss: Tensor | None, leaves: Sequence[Tensor]) -> None:
 
 
 def simulate_training(
-    model: nn.Module, arguments: Arguments, graph: Graph, program: Program, dims: Dims, *, steps: int
+    model: nn.Module,
+    arguments: Arguments,
+    graph: Graph,
+    program: Program,
+    dims: Dims,
+    *,
+    steps: int,
+    lift: Callable[[Tensor], Tensor] = raise_tensor,
 ) -> Record:
-    """The same steps by all ranks' programs; `model` gives the first parameters and is not changed."""
+    """The same steps by all ranks' programs; `model` gives the first parameters and is not changed. `lift`
+    makes the tensors of the start."""
     written = [rewrite(graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices)]
     programs = [recomputing(each.graph, each, graph, program, name="Rank") for each in written]
     record = Record()
-    full = start_tensors(model, arguments, graph)
+    full = start_tensors(model, arguments, graph, lift)
     names = {item.name: item for item in graph.inputs}
     learned = [
         name for name, item in names.items() if item.kind is InputKind.PARAMETER and full[name].requires_grad
@@ -348,16 +356,18 @@ def simulate_training(
     return record
 
 
-def start_tensors(model: nn.Module, arguments: Arguments, graph: Graph) -> Tensors:
-    """Every input of the graph, whole, as fresh float64 leaves."""
+def start_tensors(
+    model: nn.Module, arguments: Arguments, graph: Graph, lift: Callable[[Tensor], Tensor] = raise_tensor
+) -> Tensors:
+    """Every input of the graph, whole, as fresh leaves, in float64 by `raise_tensor`."""
     users = dict(zip(arguments.paths, arguments.tensors, strict=True))
-    return start_state(model, graph) | {
-        item.name: raise_tensor(users[item.target]) for item in graph.inputs if item.kind is InputKind.USER
+    return start_state(model, graph, lift) | {
+        item.name: lift(users[item.target]) for item in graph.inputs if item.kind is InputKind.USER
     }
 
 
-def start_state(model: nn.Module, graph: Graph) -> Tensors:
-    """Every input of the graph that is not the user's, whole, as fresh float64 leaves."""
+def start_state(model: nn.Module, graph: Graph, lift: Callable[[Tensor], Tensor] = raise_tensor) -> Tensors:
+    """Every input of the graph that is not the user's, whole, as fresh leaves."""
     state: Mapping[str, Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -369,9 +379,9 @@ def start_state(model: nn.Module, graph: Graph) -> Tensors:
                 continue
             case InputKind.CONSTANT:
                 assert item.value is not None
-                found[item.name] = raise_tensor(item.value)
+                found[item.name] = lift(item.value)
             case _:
-                found[item.name] = raise_tensor(state[item.target])
+                found[item.name] = lift(state[item.target])
     return found
 
 

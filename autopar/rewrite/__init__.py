@@ -3,6 +3,7 @@
 build                   the passes, from traced graph and plan to executable
 rank_program            Graph and Program -> fx.Graph
 emit                    writes it call by call, and knows every local shape
+overlap                 gathers of weights, started early
 recompute               parts that are computed again in backward, as modules
 defer_sync              gradient sums and gathers, once a step
 split_stages            the programs of pipeline stages

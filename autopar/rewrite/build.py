@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from autopar.core.placement import replicated
 from autopar.core.program import Program
 from autopar.results.plan import Plan
 from autopar.rewrite.defer_sync import Deferred, defer
+from autopar.rewrite.overlap import overlap
 from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.samples import find_samples
@@ -27,14 +29,30 @@ from autopar.trace.export import Traced
 
 
 def build(
-    traced: Traced, plan: Plan, *, rank: int, exact_random: bool, device: torch.device | None = None
+    traced: Traced,
+    plan: Plan,
+    *,
+    rank: int,
+    exact_random: bool,
+    device: torch.device | None = None,
+    room: float = 0.0,
 ) -> Executable:
-    """One rank's executable under `plan`, which has no stages; needs no process group."""
+    """One rank's executable under `plan`, which has no stages; needs no process group.
+
+    Gathers of weights that take at most `room` bytes together start early.
+    """
     graph, program = traced.graph, plan.program
     dims = Dims(graph, find_atoms(graph), plan.mesh)
     mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, deferred = defer(mine.graph, parameters, _gathered_once(program))
+    if room > 0:
+        full = {
+            item.name: math.prod(item.spec.shape) * item.spec.dtype.itemsize
+            for item in graph.inputs
+            if item.name in parameters
+        }
+        body = overlap(body, full, room=room, steps=mine.steps, segments=program.recompute)
     outputs = _outputs(graph, plan, dims, rank, graph.outputs)
     parting = {item.key for item in outputs if item.key is not None}
     return Executable(

@@ -7,7 +7,7 @@ operator that caused it, and no process group is needed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +32,11 @@ class Written:
 
 
 class GraphEmitter:
-    """An `Emitter` that appends to an fx.Graph; `written` and `collectives` are for pricing."""
+    """An `Emitter` that appends to an fx.Graph; `written` and `collectives` are for pricing, one that
+    never `runs`."""
 
-    def __init__(self, *, device: torch.device | None = None) -> None:
-        self.graph = fx.Graph()
+    def __init__(self, *, device: torch.device | None = None, runs: bool = True) -> None:
+        self.graph, self.runs = fx.Graph(), runs
         self.device = device
         self.meta: dict[fx.Node, torch.Tensor] = {}
         self.constants: dict[str, torch.Tensor] = {}  # of this rank, by placeholder
@@ -50,16 +51,17 @@ class GraphEmitter:
         )
         return node
 
-    def constant(self, key: object, value: torch.Tensor) -> fx.Node:
-        """A placeholder for what the rank's program holds from the start; one for each key."""
+    def constant(self, key: object, spec: TensorSpec, make: Callable[[], torch.Tensor]) -> fx.Node:
+        """A placeholder for what the rank's program holds from the start; one for each key. It is made only
+        where the program is to run."""
         if key not in self.known:
             places = [node for node in self.graph.nodes if node.op == "placeholder"]
             name = f"part_{len(self.constants)}"
             before = self.graph.inserting_after(places[-1]) if places else nullcontext()
             with before:
                 node = self.graph.placeholder(name)
-            self.meta[node] = torch.empty(value.shape, dtype=value.dtype, device=_META)
-            self.known[key], self.constants[name] = node, value
+            self.meta[node] = torch.empty(spec.shape, dtype=spec.dtype, device=_META)
+            self.known[key], self.constants[name] = node, make() if self.runs else self.meta[node]
         return self.known[key]
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:

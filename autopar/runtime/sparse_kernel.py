@@ -7,6 +7,7 @@ backward to values                      one dot product for each entry
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from autopar.sharding.sparse_blocks import block_of
 from autopar.trace.sparse_products import NAMESPACE
+
+# Said once by every process that multiplies; what is used of it here is proved by tests.
+warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
 
 _custom_op: Any = torch.library.custom_op  # ships without types
 

@@ -14,7 +14,7 @@ names it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -90,8 +90,8 @@ class Emitter(Protocol):
     def collective(self, target: Any, args: Sequence[Any], shape: Sequence[int]) -> Handle:
         """Append a collective whose result has `shape` on this rank."""
 
-    def constant(self, key: object, value: torch.Tensor) -> Handle:
-        """A tensor that the rank holds from the start, made for it; one for each key."""
+    def constant(self, key: object, spec: TensorSpec, make: Callable[[], torch.Tensor]) -> Handle:
+        """A tensor that the rank holds from the start, which `make` gives; one for each key."""
 
     def shape(self, value: Handle) -> tuple[int, ...]:
         """The local shape of a value."""

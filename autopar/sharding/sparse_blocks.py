@@ -18,6 +18,11 @@ class Block:
     row: Tensor
     order: Tensor
 
+    @property
+    def forms(self) -> tuple[Tensor, ...]:
+        """All of it, as the kernel takes it."""
+        return self.crow, self.column, self.crow_transposed, self.row, self.order
+
 
 def block_of(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Block:
     """The forms of a block whose entries are in the order of rows."""

@@ -3,6 +3,7 @@
 export               nn.Module -> Graph, by torch.export
 graph_builder        writes the exported graph down as operators
 structure            evaluates what follows from a graph's edges alone
+fused_products       sums of neighbours as such products
 sparse_products      products of sparse matrices as one operator
 constant_folding     folds what follows from constants
 autocast             what torch.autocast does to operators

@@ -139,7 +139,7 @@ class Casting:
         empty = partial(_empty, device=device or self._device)
         with self._mode, torch.no_grad(), autocast_set({**OFF, self._device: dtype}):
             args, kwargs = map_specs((args, kwargs), empty)
-            with _Log() as log:
+            with KernelLog() as log:
                 results = target(*args, **kwargs)
         tensors = [item for item in pytree.tree_leaves(results) if isinstance(item, torch.Tensor)]
         return _Ran(tuple(item.dtype for item in tensors), Counter(log.calls))
@@ -159,17 +159,18 @@ class _Ran:
         return self.results == other.results and ours == theirs
 
 
-class _Log(TorchDispatchMode):
-    """Notes what runs, and on which dtypes; inside a kernel nothing is cast."""
+class KernelLog(TorchDispatchMode):
+    """Notes what runs, and on which dtypes; inside a kernel nothing is cast, but where kernels are `real`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, real: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Any] = []
+        self.real = real
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        disabled: Any = torch._C._DisableAutocast  # ships without types
+        disabled: Any = nullcontext if self.real else torch._C._DisableAutocast  # ships without types
         with disabled():
             result = func(*args, **(kwargs or {}))
         views = any(item.alias_info for item in func._schema.returns)
@@ -245,8 +246,6 @@ def tracing_under(autocast: Autocast, traced_on: str) -> Iterator[None]:
     Regions for a device that isn't there, which torch would disable, are those of the traced one, which casts
     nothing by itself where it is the meta device.
     """
-    if not torch.amp.is_autocast_available(traced_on):  # of the meta device; its tensors are cast by nobody
-        traced_on = autocast.device
     states = {**OFF, autocast.device: autocast.dtype, traced_on: autocast.dtype}
     original = torch.amp.autocast_mode.autocast.__init__
 

@@ -113,7 +113,9 @@ def refuse_sparse(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def _odd_layout(tensor: torch.Tensor) -> str | None:
     """What is odd about a tensor's layout: of sparse ones plain matrices are not."""
-    layout = _layout(tensor)
+    layout, kind = _layout(tensor), type(tensor)
+    if kind.__module__.startswith("torch_geometric"):
+        return f"{kind.__name__} (by as_tensor() a plain one)"
     if layout == "strided":
         return None
     plain = layout in ("sparse_coo", "sparse_csr") and tensor.dim() == 2

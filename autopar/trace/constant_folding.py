@@ -30,6 +30,7 @@ from autopar.core.graph import (
     may_learn,
 )
 from autopar.errors import TraceError
+from autopar.trace.fused_products import with_products
 from autopar.trace.simplify import without_dead_code
 from autopar.trace.sparse_products import PRODUCT
 from autopar.trace.structure import digest_of
@@ -93,7 +94,7 @@ class _Folding:
             operators=(*operators, *kept),
             specs=self.specs | {item.name: item.spec for item in made},
         )
-        return without_dead_code(_without_twins(without_dead_code(graph)))
+        return _without_twins(with_products(_without_twins(without_dead_code(graph))))
 
     def folds(self, item: Operator) -> bool:
         """Whether the operator follows from constants, of which at least one isn't made of numbers alone."""
@@ -283,7 +284,7 @@ def _without_twins(graph: Graph) -> Graph:
     )
     outputs = tuple(same.get(name, name) for name in graph.outputs)
     writes = tuple((buffer, same.get(name, name)) for buffer, name in graph.writes)
-    return replace(graph, operators=operators, outputs=outputs, writes=writes)
+    return without_dead_code(replace(graph, operators=operators, outputs=outputs, writes=writes))
 
 
 def _are_one(one: Tensor, other: Tensor) -> bool:

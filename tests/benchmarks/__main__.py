@@ -3,6 +3,7 @@
 python -m tests.benchmarks                      all of them, some 30 minutes
 python -m tests.benchmarks data-parallel        those whose name starts so
 python -m tests.benchmarks --json --rounds 50
+python -m tests.benchmarks ablation             no steps: plans of ways that are simpler (ablation.py)
 python -m tests.benchmarks published FILE.csv   predictions beside published runs
 """
 
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.runtime.launch.launch import run_function
+from tests.benchmarks import ablation
 from tests.benchmarks.cases import BENCHMARKS, Benchmark, run
 from tests.benchmarks.contest import Timed
 from tests.benchmarks.published.__main__ import app as published
@@ -134,6 +136,9 @@ def main(
     costdb: Annotated[str | None, typer.Option(help="folder of cost databases to go on with")] = None,
 ) -> None:
     """Time autopar's programs beside eager, DistributedDataParallel and each other."""
+    if names and names[0] == "ablation":
+        ablation.main(names[1:])
+        return
     chosen = [item for item in BENCHMARKS if not names or any(item.name.startswith(name) for name in names)]
     if not chosen or allocator not in (*ALLOCATORS, "both"):
         raise typer.BadParameter(

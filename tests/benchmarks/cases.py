@@ -23,6 +23,7 @@ from tests.benchmarks.contest import Contestant, Timed, compete
 SEED = 0
 RATE = 1e-3  # small: the numbers stay finite whatever the net
 MOMENTUM = 0.9
+COMPILED = "compiled "
 BUDGET = 40.0  # seconds: more rounds than asked for while they take no longer
 PURE = tuple(kind.value for kind in KINDS)
 
@@ -40,7 +41,7 @@ class Subject:
 class Benchmark:
     """`ours` against `theirs` (the fastest of several) on `make()`; the ratio of their times should be
     at most `target`, and those `beside` are timed with them. Names of contestants: eager, ddp, apart, auto,
-    or a pure kind of parallelism."""
+    or a pure kind of parallelism, all but apart also "compiled ..."."""
 
     name: str
     make: Callable[[], Subject]
@@ -100,6 +101,10 @@ BENCHMARKS = (
     Benchmark("own-plan digits", digits_256, "auto", PURE, 1.05),
     Benchmark("own-plan photographs", crops, "auto", PURE, 1.05),
     Benchmark("own-plan characters", characters_16, "auto", PURE, 1.05),
+    Benchmark("compiled digits", digits_256, "compiled auto", ("auto",), 1.0),
+    Benchmark("compiled characters", characters_16, "compiled auto", ("auto",), 1.0),
+    Benchmark("compiled-ddp digits", digits_256, "compiled auto", ("compiled ddp",), 1.02),
+    Benchmark("compiled-ddp characters", characters_16, "compiled auto", ("compiled ddp",), 1.02),
     Benchmark("own-loss", language_model, "auto", ("ddp",), 1.02),
     Benchmark("large-linear", vgg_64, "auto", ("ddp",), 0.6),
 )
@@ -120,20 +125,21 @@ def run(name: str, rounds: int, costdb: str) -> Timed:
 
 def _contestant(who: str, benchmark: Benchmark, costdb: str) -> Contestant | None:
     torch.manual_seed(SEED)
-    subject = benchmark.make()
-    match who:
+    subject, compiles = benchmark.make(), who.startswith(COMPILED)
+    as_it_is: Callable[[nn.Module], Any] = torch.compile if compiles else lambda model: model
+    match who.removeprefix(COMPILED):
         case "eager":
-            return Contestant(_step(subject.model, subject), alone=True)
+            return Contestant(_step(as_it_is(subject.model), subject), alone=True)
         case "ddp":
-            parallel = DistributedDataParallel(subject.model)
+            parallel = as_it_is(DistributedDataParallel(subject.model))
             return Contestant(_step(parallel, _share(subject)))
         case "apart":  # on its own rows, without their neighbours: what a split in space could gain at most
             return Contestant(_step(subject.model, _share(subject, dim=2)))
-        case _:
-            return _planned(who, subject, benchmark.processes, costdb)
+        case kind:
+            return _planned(kind, subject, benchmark.processes, costdb, compiles=compiles)
 
 
-def _planned(who: str, subject: Subject, processes: int, costdb: str) -> Contestant | None:
+def _planned(who: str, subject: Subject, processes: int, costdb: str, *, compiles: bool) -> Contestant | None:
     args, kwargs = _split(subject.inputs)
     try:
         parallel = autopar.parallelize(
@@ -145,12 +151,13 @@ def _planned(who: str, subject: Subject, processes: int, costdb: str) -> Contest
             force=None if who == "auto" else who,
             optimizer="sgd-momentum",
             costdb=costdb,
+            compile=compiles,
         )
     except autopar.errors.InfeasibleError:
         return None  # no layer of this net has such a factor
     step = _step(parallel, Subject(parallel, subject.inputs))
     plan = parallel.plan
-    return Contestant(step, predicted=plan.step_seconds, program=(plan.program, plan.pipeline))
+    return Contestant(step, predicted=plan.step_seconds, program=(compiles, plan.program, plan.pipeline))
 
 
 def _split(inputs: tuple[Tensor, ...] | dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

@@ -58,8 +58,8 @@ def decide_all(
     for _ in range(MEASURING_ROUNDS):
         joint = decide(graph, cluster, request, database=database, co_runners=co_runners)
         found: dict[Way, Outcome] = {Way.JOINT: finish(joint)}
-        for way, starts in _cuts(joint.problem).items():
-            found[way] = _decide_after(joint, starts)
+        for way, starts in cuts(joint.problem).items():
+            found[way] = decide_after(joint, starts)
         model = joint.problem.model
         calls = [call for each in found.values() if isinstance(each, Found) for call in _calls(graph, each)]
         if not request.measure or model.measure(calls, database, co_runners=co_runners) is model:
@@ -67,7 +67,7 @@ def decide_all(
     return found
 
 
-def _cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
+def cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
     """The first operators of stages where the cut comes before the placement."""
     stages, count = joint.request.stages, len(joint.graph.operators)
     serial = MeshProblem(
@@ -88,7 +88,7 @@ def _cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
     }
 
 
-def _decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
+def decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
     """The best placement for this cut."""
     same = joint.problem
     problem = MeshProblem(

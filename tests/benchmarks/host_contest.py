@@ -86,13 +86,13 @@ def contest(network: str, names: tuple[str, ...], rounds: int, costdb: str) -> F
     """The contenders called so on this rank; the same on every rank."""
     torch.set_num_threads(1)
     worker.init()
-    serial = _serial_losses()
+    serial = serial_losses()
     steps: dict[str, Contestant] = {}
     plans: dict[str, str] = {}
     errors: dict[str, float] = {}
     refused: dict[str, str] = {}
     for name in names:
-        _say(f"{network} links: {name}")
+        say(f"{network} links: {name}")
         try:
             step, plan = _contender(name, _cluster(NETWORKS[network]), costdb)
         except InfeasibleError as error:
@@ -101,34 +101,39 @@ def contest(network: str, names: tuple[str, ...], rounds: int, costdb: str) -> F
         errors[name] = check_losses(name, [float(step()) for _ in range(STEPS)], serial)
         steps[name] = Contestant(step, predicted=plan.step_seconds if plan else None)
         plans[name] = _shape(plan) if plan else "-"
-    _say(f"{network} links: {rounds} rounds")
+    say(f"{network} links: {rounds} rounds")
     timed = compete(steps, rounds=rounds, keep=(OURS, *DATA_PARALLEL))
     return Found(timed, plans, errors, refused)
 
 
 def _cluster(network: Network) -> ClusterSpec:
     """The hosts as one describes them: each has its share of this machine's cores."""
+    return cluster_of(network.link)
+
+
+def cluster_of(link: Link) -> ClusterSpec:
+    """The hosts with such links between them."""
     share = (os.cpu_count() or 1) / HOSTS
-    return ClusterSpec(nodes=HOSTS, devices_per_node=1, cores=share, inter=network.link)
+    return ClusterSpec(nodes=HOSTS, devices_per_node=1, cores=share, inter=link)
 
 
-def _model() -> characters.GPT:
+def make_model(sequence: int = SEQUENCE) -> characters.GPT:
     torch.manual_seed(SEED)
     vocabulary = len(set(characters.text()))
-    return characters.gpt(BLOCKS, HIDDEN, HEADS, vocabulary, SEQUENCE, dropout=0.0)
+    return characters.gpt(BLOCKS, HIDDEN, HEADS, vocabulary, sequence, dropout=0.0)
 
 
-def _batch() -> tuple[Tensor, Tensor]:
-    return next(characters.batches(BATCH, SEQUENCE))
+def make_batch(count: int = BATCH, sequence: int = SEQUENCE) -> tuple[Tensor, Tensor]:
+    return next(characters.batches(count, sequence))
 
 
 def _contender(name: str, cluster: ClusterSpec, costdb: str) -> tuple[Callable[[], Tensor], Plan | None]:
     """A training step on a fresh model, which returns the global loss, and autopar's plan for it."""
     if name in DATA_PARALLEL:
         return _data_parallel(DATA_PARALLEL[name]), None
-    batch = _batch()
+    batch = make_batch()
     parallel = autopar.parallelize(
-        _model(), cluster, batch, optimizer="sgd-momentum", costdb=costdb, **PLANNED[name]
+        make_model(), cluster, batch, optimizer="sgd-momentum", costdb=costdb, **PLANNED[name]
     )
     pipeline = parallel.plan.pipeline
     by_steps = pipeline.is_staged or pipeline.micro_batches > 1
@@ -140,14 +145,14 @@ def _contender(name: str, cluster: ClusterSpec, costdb: str) -> tuple[Callable[[
         loss.backward()
         return loss.detach()
 
-    return _trained(parallel, learn), parallel.plan
+    return trained(parallel, learn), parallel.plan
 
 
 def _data_parallel(bucket: int) -> Callable[[], Tensor]:
     """DistributedDataParallel on this rank's samples; equal shares, so the loss is the mean of all."""
-    model = DistributedDataParallel(_model(), bucket_cap_mb=bucket)
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=bucket)
     rank, size = dist.get_rank(), dist.get_world_size()
-    share = [item.chunk(size)[rank].contiguous() for item in _batch()]
+    share = [item.chunk(size)[rank].contiguous() for item in make_batch()]
 
     def learn() -> Tensor:
         loss: Tensor = model(*share)
@@ -156,10 +161,10 @@ def _data_parallel(bucket: int) -> Callable[[], Tensor]:
         dist.all_reduce(total)
         return total / size
 
-    return _trained(model, learn)
+    return trained(model, learn)
 
 
-def _trained(model: torch.nn.Module, learn: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def trained(model: torch.nn.Module, learn: Callable[[], Tensor]) -> Callable[[], Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
 
     def step() -> Tensor:
@@ -171,18 +176,18 @@ def _trained(model: torch.nn.Module, learn: Callable[[], Tensor]) -> Callable[[]
     return step
 
 
-def _serial_losses() -> list[float]:
+def serial_losses(count: int = BATCH, sequence: int = SEQUENCE) -> list[float]:
     """Those of the model in one process: rank 0 trains it, all know them."""
     losses = torch.zeros(STEPS, dtype=torch.float64)
     if dist.get_rank() == 0:
-        model, batch = _model(), _batch()
+        model, batch = make_model(sequence), make_batch(count, sequence)
 
         def learn() -> Tensor:
             loss: Tensor = model(*batch)
             loss.backward()
             return loss.detach()
 
-        step = _trained(model, learn)
+        step = trained(model, learn)
         losses = torch.tensor([float(step()) for _ in range(STEPS)], dtype=torch.float64)
     dist.broadcast(losses, src=0)
     return list(losses.tolist())
@@ -215,6 +220,6 @@ def _shape(plan: Plan) -> str:
     return text if plan.mesh.num_devices == 1 else f"{text}, each on mesh {plan.mesh}"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)

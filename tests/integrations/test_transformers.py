@@ -170,6 +170,20 @@ def test_another_model_trains_and_resumes_as_on_one_process(
     assert ours[3] == theirs[3]
 
 
+def _mixed(folder: Path, serial: bool) -> Any:
+    with launched():
+        model: Any = Net() if serial else parallel(Net())
+        given = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8, "save_strategy": "no"}
+        run = trainer(folder, model, Pairs(32, 1), max_steps=4, bf16=True, logging_steps=1, **given)
+        run.train()
+        return [entry["loss"] for entry in logged(run) if "loss" in entry]
+
+
+def test_mixed_precision_of_the_trainer_is_the_programs(pools: Pools) -> None:
+    theirs, ours = beside_serial(pools, _mixed)
+    assert len(ours) == 4 and ours == pytest.approx(theirs, rel=1e-2)  # sums of bfloat16 in another order
+
+
 def _refusals(folder: str) -> list[str]:
     from autopar.integrations.transformers import Trainer
 

@@ -96,10 +96,33 @@ def test_the_gap_of_a_step_by_hand() -> None:
 
 
 def test_the_bound_of_a_step_counts_every_micro_batch() -> None:
-    """What is done once has its share in the seconds of each."""
+    """What is done once has its share in the seconds of each, but for what hides."""
     step = found_for(mesh=Mesh((4,)), micro_batches=4).step
-    assert step.seconds == pytest.approx(4 * step.solution.seconds)
-    assert step.bound == pytest.approx(4 * step.solution.bound)
+    assert step.seconds == pytest.approx(4 * step.solution.seconds - step.cost.hidden)
+    assert step.bound >= 4 * step.solution.bound * (1 - CLOSE)  # another multiplier may bound it closer
+
+
+def test_sums_of_gradients_hide_behind_a_part_of_the_backward_pass_on_gpus_alone() -> None:
+    """Forced batch parallelism sums every gradient: on H100s half of backward hides it, on CPUs none."""
+    for device, part in (("h100", 0.5), ("cpu", 0.0)):
+        cluster = replace_device(CLUSTER, device)
+        request = Request(**PLAIN, mesh=Mesh((4,)), force=Parallelism.BATCH)
+        cost = search(wide(), cluster, request).step.cost
+        assert cost.summed > 0
+        assert 0 <= cost.hidden <= min(cost.summed, part * cost.backward)
+        assert cost.of(3) == pytest.approx(3 * cost.micro_batch + cost.sync - cost.hidden + cost.update)
+        assert (cost.hidden > 0) == (part > 0)
+
+
+def replace_device(cluster: ClusterSpec, device: str) -> ClusterSpec:
+    return ClusterSpec(devices_per_node=cluster.devices_per_node, device=device, intra=cluster.intra)
+
+
+def test_a_step_whose_sums_may_hide_is_near_its_bound() -> None:
+    """What is left is the gap of a program with whole numbers to its multipliers."""
+    for asked in ({}, {"micro_batches": 4}, {"memory": 20_000_000}):
+        step = found_for(mesh=Mesh((4,)), **asked).step
+        assert step.bound <= step.seconds <= 1.05 * step.bound
 
 
 def test_the_bound_over_several_meshes_is_the_least_of_theirs() -> None:
@@ -184,7 +207,7 @@ def test_a_mesh_without_a_plan_in_time_leaves_the_gap_open(monkeypatch: pytest.M
             raise SolverError(where="solver", found="no plan in time", wanted="one", remedy="wait")
         return patient(problem, *args, **how)
 
-    assert found_for().plan.gap < 0.01
+    assert found_for().plan.gap < 0.05
     monkeypatch.setattr(MeshProblem, "plan", hasty)
     plan = found_for().plan
     assert plan.gap == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +12,10 @@ from torch import Tensor, nn
 from autopar import api
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import InputKind
+from autopar.core.precision import Precision
+from autopar.errors import InputError
+from autopar.planning.options import PLAN, Options
+from autopar.planning.request import request_of
 from autopar.results.plan import Plan
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.atoms import Dims
@@ -58,6 +65,14 @@ def test_low_precision_is_faster_and_takes_less() -> None:
     fp32, bf16 = (planned(dtype, force="batch")[0] for dtype in ("fp32", "bf16"))
     assert bf16.step_seconds < fp32.step_seconds / 3  # 67 and 989 TFLOP/s
     assert bf16.state_bytes == fp32.state_bytes and bf16.peak_bytes < fp32.peak_bytes
+
+
+def test_bfloat16_on_gpus_that_lack_it_is_refused_with_what_they_have() -> None:
+    old = replace(GPUS, device="v100")
+    with pytest.raises(InputError, match="--dtype: found bf16 on v100.*--dtype fp16.*GradScaler"):
+        request_of(Options(PLAN, dtype="bf16"), old)
+    for cluster, dtype in ((old, "fp16"), (old, "fp32"), (GPUS, "bf16"), (ClusterSpec.local(2), "bf16")):
+        assert request_of(Options(PLAN, dtype=dtype), cluster)[0].dtype is Precision(dtype)
 
 
 def test_weights_and_biases_that_are_cast_are_known() -> None:

@@ -146,7 +146,7 @@ def test_an_unknown_option_is_a_type_error_that_names_those_near(call: Any, foun
 def test_the_environment_says_an_option_by_words_of_its_type(option: str) -> None:
     words: list[Any] = ["2", 2, 0.5, True, None, [2]]
     taken = [word for word in words if _is_read(option, word)]
-    if option in ("measure", "compile"):
+    if option in ("measure", "compile", "overlap"):
         assert taken == [True]
     elif option in ("gap", "time_limit"):
         assert taken == [2, 0.5]

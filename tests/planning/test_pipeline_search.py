@@ -174,7 +174,7 @@ def test_a_plan_that_cannot_beat_a_known_one_is_not_sought() -> None:
 def test_a_pure_strategy_stands_beside_a_mixed_plan_that_estimates_cannot_tell_from_it(slower: float) -> None:
     decision = decide(graph_of(1), ClusterSpec(devices_per_node=2, device="h100"), Request(**AUTO))
     problem, best = decision.problem, decision.step
-    other = problem.plan(Parallelism.CHANNEL, None, cap=None).solution  # does all but views otherwise
+    other = problem.plan(problem.ask(Parallelism.CHANNEL)).solution  # does all but views otherwise
     apart = unlike(best.solution.priced, other.program)
 
     def chosen(solution: Solution, kind: str = "batch") -> Step:
@@ -192,7 +192,7 @@ def test_a_pure_strategy_stands_beside_a_mixed_plan_that_estimates_cannot_tell_f
 def test_of_pure_strategies_the_fastest_stands_also_where_it_is_the_plan_itself() -> None:
     decision = decide(graph_of(1), ClusterSpec(devices_per_node=2, device="h100"), Request(**AUTO))
     problem, best = decision.problem, decision.step
-    other = problem.plan(Parallelism.CHANNEL, None, cap=None).solution
+    other = problem.plan(problem.ask(Parallelism.CHANNEL)).solution
     steps = [best, replace(best, seconds=1.01 * best.seconds, solution=other)]
     rows = [(Alternative("batch", each.seconds, each.peak_bytes, feasible=True), each) for each in steps]
     assert _prefer_simpler((problem, best), rows)[1].seconds == best.seconds

@@ -87,6 +87,13 @@ def test_sparse_and_nested_arguments_are_refused_by_name_all_at_once(name: str) 
         flatten_arguments((X, {"edges": SPARSE[name]}), {"mask": SPARSE[name]})
 
 
+def test_edges_in_a_type_of_pytorch_geometric_are_refused_by_name() -> None:
+    geometric = pytest.importorskip("torch_geometric")
+    edges = geometric.EdgeIndex([[0, 1], [1, 0]], sparse_size=(2, 2))
+    with pytest.raises(InputError, match=r"argument input_1: found a EdgeIndex \(by as_tensor\(\)"):
+        flatten_arguments((X, edges), {})
+
+
 # Outputs
 
 

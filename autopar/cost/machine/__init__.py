@@ -3,7 +3,9 @@
 model                 all that is known about a cluster's speed
 devices               rooflines, from data sheets or calibrated here
 compute               seconds of an operator
+kernels               products on a GPU, by size
 flops                 floating-point operations of a call
 collectives           seconds of a collective
+nccl                  the same on GPUs, by size
 measure_collectives   collectives of a running process group, measured
 """

@@ -16,7 +16,8 @@
 
 Source: Thakur, Rabenseifner and Gropp, 2005.
 
-Processes on CPUs also pack, unpack and add, which takes them as long as sending: `copied`.
+On known GPUs nccl.py has forms of its own. Processes on CPUs also pack, unpack and add, which takes them as
+long as sending: `copied`.
 """
 
 from __future__ import annotations
@@ -138,9 +139,10 @@ class CollectiveTable:
         *,
         nodes: int = 1,
         copy_rate: float = math.inf,
+        estimate: float | None = None,
     ) -> CollectiveCost:
-        """The measured cost where there are points on both sides, else the closed form, marked, in which
-        a rank copies `copy_rate` bytes per second.
+        """The measured cost where there are points on both sides, else an `estimate`, or the closed form, in
+        which a rank copies `copy_rate` bytes per second; both marked.
 
         Below the smallest point the latency rules, so its time is an estimate from above; beyond the
         largest the bandwidth rules, so its time grows in proportion. Both count as estimates.
@@ -148,6 +150,8 @@ class CollectiveTable:
         points = self.points.get((kind, size, nodes), ())
         if size == 1:
             return CollectiveCost(0.0, measured=False)
+        if not points and estimate is not None:
+            return CollectiveCost(estimate, measured=False)
         if not points:
             copying = copied(kind, nbytes, size) / copy_rate
             return CollectiveCost(seconds(kind, nbytes, size, link) + copying, measured=False)

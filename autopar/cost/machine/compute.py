@@ -6,8 +6,9 @@
     backward   reads the results' gradients and what was saved, writes the operands' gradients;
                a product launches one kernel for each of these
 
-Bytes that caches save, and the inefficiency of small or thin products, are not in it: the answer is
-an estimate and marked so.
+On known GPUs products take as long as their tiles (kernels.py), launches go on while kernels run, so that
+an operator takes the larger of the two, and views take nothing. Bytes that caches save, and elsewhere the
+inefficiency of small or thin products, are not in it: the answer is an estimate and marked so.
 Source: Williams, Waterman and Patterson, Roofline, 2009.
 """
 
@@ -20,6 +21,8 @@ import torch
 from autopar.core.costs import DeviceModel, Footprint, OperatorCost
 from autopar.core.graph import Call, TensorSpec, may_learn
 from autopar.cost.machine.flops import Flops, training_flops
+from autopar.cost.machine.kernels import work_seconds
+from autopar.runtime.sparse_kernel import SPMM
 from costdb import operands
 from costdb.footprint import footprint, saved_bytes
 from costdb.measurement import Measurement
@@ -58,22 +61,32 @@ def estimate(call: Call, device: DeviceModel) -> OperatorCost:
 
 
 def _forward(call: Call, found: Footprint, work: Flops, device: DeviceModel) -> float:
-    return device.launch_seconds + _roof(call, work.forward, forward_bytes(call, found), device)
+    moved = forward_bytes(call, found)
+    return _launched(1, _roof(call, work.forward, moved, device), device)
 
 
 def _backward(call: Call, found: Footprint, work: Flops, device: DeviceModel) -> float:
     wanted = [spec for spec in operands.specs(call) if spec.requires_grad]
     if not (wanted and any(result and result.requires_grad for result in found.results)):
         return 0.0
-    launches = len(wanted) if work.backward else 1
-    return launches * device.launch_seconds + _roof(call, work.backward, backward_bytes(call, found), device)
+    launches, moved = len(wanted) if work.backward else 1, backward_bytes(call, found)
+    return _launched(launches, _roof(call, work.backward, moved, device, backward=True), device)
 
 
-def _roof(call: Call, work: int, moved: int, device: DeviceModel) -> float:
+def _launched(launches: int, seconds: float, device: DeviceModel) -> float:
+    """With launches, while which a GPU does what it was given before; it has nothing to do for a view."""
+    if device.kernels is None:
+        return launches * device.launch_seconds + seconds
+    return max(launches * device.launch_seconds, seconds) if seconds else 0.0
+
+
+def _roof(call: Call, work: int, moved: int, device: DeviceModel, *, backward: bool = False) -> float:
     if not work:
         return moved / device.bandwidth
     dtype = next(spec.dtype.to_real() for spec in operands.specs(call) if may_learn(spec.dtype))
-    return max(work / device.rate(dtype), moved / device.bandwidth)
+    rate = device.rate(dtype)
+    seconds = work_seconds(call, device.kernels, rate, backward=backward) if device.kernels else None
+    return max(work / rate if seconds is None else seconds, moved / device.bandwidth)
 
 
 def forward_bytes(call: Call, found: Footprint) -> int:
@@ -84,7 +97,7 @@ def forward_bytes(call: Call, found: Footprint) -> int:
     given = [spec.nbytes for spec in operands.specs(call)]
     if call.target.overloadpacket in GATHERS:
         given[0] = min(given[0], written)
-    return sum(given) + written
+    return sum(given) + written + rows_again(call)
 
 
 def backward_bytes(call: Call, found: Footprint) -> int:
@@ -93,7 +106,16 @@ def backward_bytes(call: Call, found: Footprint) -> int:
     arriving = sum(result.nbytes for result in found.results if result and result.requires_grad)
     if not _own(found) and wanted == arriving:
         return 0
-    return arriving + saved_bytes(call, found) + wanted
+    gradients = sum(spec.requires_grad for spec in operands.specs(call))
+    return arriving + saved_bytes(call, found) + wanted + gradients * rows_again(call)
+
+
+def rows_again(call: Call) -> int:
+    """Bytes of rows that a sparse product reads, one for each entry."""
+    if call.target is not SPMM:
+        return 0
+    values, x = operands.specs(call)[2:4]
+    return values.numel * x.shape[1] * x.dtype.itemsize
 
 
 def _own(found: Footprint) -> list[TensorSpec]:

@@ -2,7 +2,8 @@
 
 Source of the peaks: NVIDIA's data sheets of V100 SXM2 (2018), A100 SXM4 80 GB (2021), H100 SXM5
 (2023) and H200 SXM (2024); dense rates, without sparsity; float64 on vector units; float32 without
-TF32, as torch multiplies by default.
+TF32, as torch multiplies by default. Parts of the peak that attention reaches are of the order that
+FlashAttention-2 (Dao, 2023) reports; it runs on V100s by other kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from autopar.core.costs import DeviceModel
+from autopar.core.costs import DeviceModel, Kernels
 from autopar.errors import InputError
 from costdb.database import Database
 from costdb.setting import Setting
@@ -19,19 +20,31 @@ from costdb.timing import Mark, repeat
 
 # What large operators reach of the data sheet's figures: assumptions until the device is measured.
 MATRIX_FRACTION = 0.7
+HOPPER_FRACTION = 0.5  # as fitted to published training steps, in which links and memory are busy too
 BANDWIDTH_FRACTION = 0.8
 GPU_LAUNCH_SECONDS = 5e-6  # order of a kernel launch from eager torch; an assumption too
+OVERLAP = 0.5  # of a backward pass: buckets of gradients become full one after the other
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
-def _gpu(name: str, *, flops: dict[torch.dtype, float], bandwidth: float) -> DeviceModel:
+def _gpu(
+    name: str,
+    *,
+    flops: dict[torch.dtype, float],
+    bandwidth: float,
+    units: int,
+    attention: tuple[float, float],
+    fraction: float = MATRIX_FRACTION,
+) -> DeviceModel:
+    forward, backward = attention
     return DeviceModel(
         name=name,
         kind="cuda",
-        flops=tuple((dtype, MATRIX_FRACTION * peak) for dtype, peak in flops.items()),
+        flops=tuple((dtype, fraction * peak) for dtype, peak in flops.items()),
         bandwidth=BANDWIDTH_FRACTION * bandwidth,
         launch_seconds=GPU_LAUNCH_SECONDS,
+        kernels=Kernels(units, forward / fraction, backward / fraction, OVERLAP),
     )
 
 
@@ -39,10 +52,31 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         # No bfloat16 on its tensor cores: emulated at the rate of float32.
-        _gpu("v100", flops={F16: 125e12, BF16: 15.7e12, F32: 15.7e12, F64: 7.8e12}, bandwidth=900e9),
-        _gpu("a100", flops={F16: 312e12, BF16: 312e12, F32: 19.5e12, F64: 9.7e12}, bandwidth=2.039e12),
-        _gpu("h100", flops={F16: 989e12, BF16: 989e12, F32: 67e12, F64: 34e12}, bandwidth=3.35e12),
-        _gpu("h200", flops={F16: 989e12, BF16: 989e12, F32: 67e12, F64: 34e12}, bandwidth=4.8e12),
+        _gpu(
+            "v100",
+            flops={F16: 125e12, BF16: 15.7e12, F32: 15.7e12, F64: 7.8e12},
+            bandwidth=900e9,
+            units=80,
+            attention=(0.4, 0.3),
+        ),
+        _gpu(
+            "a100",
+            flops={F16: 312e12, BF16: 312e12, F32: 19.5e12, F64: 9.7e12},
+            bandwidth=2.039e12,
+            units=108,
+            attention=(0.6, 0.5),
+        ),
+        *(
+            _gpu(
+                name,
+                flops={F16: 989e12, BF16: 989e12, F32: 67e12, F64: 34e12},
+                bandwidth=bandwidth,
+                units=132,
+                attention=(0.34, 0.27),
+                fraction=HOPPER_FRACTION,
+            )
+            for name, bandwidth in (("h100", 3.35e12), ("h200", 4.8e12))
+        ),
     )
 }
 

@@ -27,6 +27,7 @@ from autopar.core.mesh import parse_key
 from autopar.core.move import Move
 from autopar.core.placement import Layout
 from autopar.core.strategy import Option, Strategy
+from autopar.cost.machine import nccl
 from autopar.cost.machine.flops import flops
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.calls import OperatorCalls, read_calls
@@ -59,6 +60,7 @@ class Price:
     only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
     `missing_seconds` the part of `compute` that is an estimate; `kept` what stays in memory for backward.
     `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
+    Sums of gradients may hide `behind` so many seconds, for which `credit` is taken off.
     """
 
     compute: float
@@ -71,10 +73,12 @@ class Price:
     forward: float = 0.0
     weights: float = 0.0
     again: float = 0.0
+    behind: float = 0.0
+    credit: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.communication + self.tie
+        return self.compute + self.communication + self.tie - self.credit
 
     @property
     def backward(self) -> float:
@@ -98,12 +102,14 @@ class Prices:
     once: float = 1.0
     micro_batches: int = 1
     accumulates: bool = False  # whether gradients of several micro-batches add up
+    shown: float = 1.0  # of gradient sums in buckets, a multiplier
+    credit: float = 0.0  # of the backward seconds of operators, behind which such sums hide
     _operators: dict[Any, Price] = field(default_factory=dict)
     _priced: dict[tuple[int, int], tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    _known: Known = field(init=False)
+    _known: Known | None = None
     _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
@@ -123,11 +129,24 @@ class Prices:
                 weights.update(name for name in item.results if name)
         self._weights = frozenset(weights)
         self._cast_weights = self.graph.cast_weights
-        self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
 
     @property
     def device(self) -> DeviceModel:
         return self.model.device
+
+    @property
+    def overlap(self) -> float:
+        """The part of a backward pass that sums of gradients may hide behind."""
+        return self.device.kernels.overlap if self.device.kernels and self.training else 0.0
+
+    @property
+    def known(self) -> Known:
+        """What equal operators and tensors of other graphs cost on this mesh."""
+        if self._known is None:
+            usual = self.shown == 1.0 and not self.credit
+            found = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
+            self._known = found if usual else Known()
+        return self._known
 
     # -- operators ----------------------------------------------------------------------------------
 
@@ -140,14 +159,14 @@ class Prices:
         sign = self._sign(operation, strategy)
         # Not Python that reads what it likes, nor what depends on constants' values.
         is_general = operation.target is not CUSTOM and self._constants.isdisjoint(operation.operands)
-        found = self._known.operators.get(sign) if is_general else None
+        found = self.known.operators.get(sign) if is_general else None
         if found is None:
             key = self._key(operation, strategy)
             if key not in self._operators:
                 self._operators[key] = self._price(operation, strategy)
             found = self._operators[key]
             if is_general:
-                self._known.operators[sign] = found
+                self.known.operators[sign] = found
         self._priced[same] = strategy, found
         return found
 
@@ -202,7 +221,7 @@ class Prices:
 
     def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
         """What the operator's rule writes for the rank that is priced, its operands and results."""
-        emitter, place = GraphEmitter(), self._place(operation, strategy)
+        emitter, place = GraphEmitter(runs=False), self._place(operation, strategy)
         values = []
         for index, name in enumerate(operation.operands):
             layout = tuple(option.operands[index] for option in strategy)
@@ -242,7 +261,8 @@ class Prices:
         talk = sum(map(sum, inner))
         work = sum(flops(item) for item in local)
         ahead = sum(item.forward_seconds for item in costs) * self.model.contention
-        weights = (compute - ahead) * self._weights_share(operation, work)
+        behind = compute - ahead
+        weights = behind * self._weights_share(operation, work)
         ahead += sum(before for before, _ in inner)
         kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         calls = local + strips
@@ -255,7 +275,20 @@ class Prices:
         )
         tie = TIE * (sum(sizes) + kept.extra_bytes) / self.device.bandwidth
         again *= self.model.contention
-        return Price(compute, talk, missing, work, calls, kept, tie, ahead, weights, again)
+        return Price(
+            compute,
+            talk,
+            missing,
+            work,
+            calls,
+            kept,
+            tie,
+            forward=ahead,
+            weights=weights,
+            again=again,
+            behind=behind,
+            credit=self.credit * behind,
+        )
 
     def _weights_share(self, operation: Operator, flops: int) -> float:
         """The part of the operator's backward pass that gives gradients of weights alone.
@@ -376,14 +409,14 @@ class Prices:
         """The tensor's moves between all layouts of `placements` that are legal, or `fixed`, with seconds;
         a weight's as of every micro-batch. Made once for all tensors that are cut alike."""
         key = self.kind(name), placements, alike, fixed
-        if key not in self._known.networks:
-            self._known.networks[key] = network(
+        if key not in self.known.networks:
+            self.known.networks[key] = network(
                 placements,
                 legal=lambda layout: layout in fixed or self.dims.legal(name, layout),
                 price=lambda layouts: self._changes(name, layouts),
                 alike=alike,
             )
-        return self._known.networks[key]
+        return self.known.networks[key]
 
     def kind(self, name: str) -> Any:
         """Equal for tensors whose layouts have the same parts and whose moves cost the same."""
@@ -448,8 +481,14 @@ class Prices:
         link, nodes = self._links[key]
         # A GPU copies much faster than its links send.
         copy_rate = self.device.bandwidth if self.device.kind == "cpu" else math.inf
-        table = self.model.collectives
-        return table.cost(kind, nbytes, size, link, nodes=nodes, copy_rate=copy_rate).seconds
+        estimate = None
+        if self.device.kernels:
+            group = nccl.Group(size, nodes, self.cluster.intra, self.cluster.inter)
+            estimate = nccl.seconds(kind, nbytes, group)
+        found = self.model.collectives.cost(
+            kind, nbytes, size, link, nodes=nodes, copy_rate=copy_rate, estimate=estimate
+        )
+        return found.seconds
 
     def weight_move(self, name: str, move: Move, *, leads: bool) -> float:
         """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
@@ -469,10 +508,10 @@ class Prices:
         if seconds == 0.0:
             return 0.0
         if nbytes >= ALONE_BYTES:
-            return self._collective(Collective.ALL_REDUCE, nbytes, (axis,))
+            return self.shown * self._collective(Collective.ALL_REDUCE, nbytes, (axis,))
         share = nbytes / BUCKET_BYTES
         shared = self._collective(Collective.ALL_REDUCE, BUCKET_BYTES, (axis,)) * share + self._copy(nbytes)
-        return min(seconds, shared)
+        return self.shown * min(seconds, shared)
 
     # -- state ----------------------------------------------------------------------------------------
 

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autopar.convert.moves import effect
 from autopar.core.graph import InputKind
+from autopar.core.move import Move
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import wait_seconds
@@ -23,12 +25,14 @@ class StepCost:
     """Seconds on one rank for the whole graph: `forward` and `backward` of one micro-batch, the latter
     with all that is computed again, both with what they wait for copies to and from the host, and once a step
     the sums of gradients that wait for the last one, with the gathers of weights that are gathered once, and
-    the optimizer's `update`."""
+    the optimizer's `update`. Of `sync` so many seconds are `hidden` behind the last backward pass."""
 
     forward: float
     backward: float
     sync: float
     update: float
+    hidden: float = 0.0
+    summed: float = 0.0  # of `sync` what could hide
 
     @property
     def micro_batch(self) -> float:
@@ -40,7 +44,17 @@ class StepCost:
 
     def of(self, micro_batches: int) -> float:
         """Seconds of a step on one group of ranks, without stages."""
-        return micro_batches * self.micro_batch + self.sync + self.update
+        return micro_batches * self.micro_batch + self.exposed + self.update
+
+    @property
+    def exposed_sums(self) -> bool:
+        """Whether sums take longer than what they could hide behind."""
+        return self.hidden < self.summed
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of the sums that nothing hides."""
+        return self.sync - self.hidden
 
 
 def step_cost(priced: PricedProgram) -> StepCost:
@@ -50,26 +64,35 @@ def step_cost(priced: PricedProgram) -> StepCost:
     backward = sum(cost.backward for cost in costs)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     used = {name for item in graph.operators for name in item.operands}  # others get no gradient, no update
-    sync = 0.0
+    sync = summed = 0.0
     update = sum(prices.update(name, priced.program.inputs[name]) for name in parameters if name in used)
     backward += sum(each.seconds for each in regathers(priced))
     for value in priced.values.of.values():
         if value.move is None:
             continue
         if value.leads:
-            sync += prices.gradient_sync(value.name, value.move)
+            seconds = prices.gradient_sync(value.name, value.move)
+            sync += seconds
+            summed += seconds if is_bucketed(value.move) else 0.0
         else:
             before, after = move_seconds(prices, value, name_is_weight=value.name in parameters)
             forward, backward = forward + before, backward + after
     backward += again_seconds(priced)
     waits = wait_seconds(priced)
     forward, backward = forward + waits[0], backward + waits[1]
-    found = StepCost(forward, backward, sync, update)
+    hidden = 0.0 if prices.credit else min(summed, prices.overlap * sum(cost.behind for cost in costs))
+    found = StepCost(forward, backward, sync, update, hidden, summed)
     if not math.isfinite(found.weighted(1.0)):
         raise CheckError(
             where="plan", found=f"{found.weighted(1.0)} s", wanted="a finite time", remedy="profile again"
         )
     return found
+
+
+def is_bucketed(move: Move) -> bool:
+    """Whether a weight's conversion is the all-reduce of a gradient, which starts when its bucket is full;
+    weights that lie in shards are gathered, and their gradients scattered, while nothing else runs."""
+    return effect(move).name == "r_to_b"
 
 
 def move_seconds(prices: Prices, value: Value, *, name_is_weight: bool) -> tuple[float, float]:

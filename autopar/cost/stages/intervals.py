@@ -17,7 +17,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.convert.moves import effect
 from autopar.core.costs import LinkLike
 from autopar.core.graph import InputKind
 from autopar.core.schedule import ALWAYS_SPLIT, SPLIT_BACKWARD, ScheduleKind
@@ -28,7 +27,7 @@ from autopar.cost.program.gathering import copies, copy_bytes, regathers
 from autopar.cost.program.peak_memory import footing
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.recompute import repeated
-from autopar.cost.program.step import move_seconds
+from autopar.cost.program.step import is_bucketed, move_seconds
 from autopar.cost.program.values import Value
 from autopar.cost.stages.split_backward import Halves, beside, halves
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
@@ -52,7 +51,8 @@ class Intervals:
     cut p takes `send` seconds and `send_back` for its gradients; it has `received` bytes, and its gradients
     `received_back`. When the sums of a stage's gradients start they need `summing` bytes. What differs where
     backward is split `halves` say. `calling` is what each forward and backward takes beside its operators,
-    `splitting` what a micro-batch takes more where a schedule splits its backward in two.
+    `splitting` what a micro-batch takes more where a schedule splits its backward in two. Of `sync` the
+    `summed` seconds hide behind the part `overlap` of a stage's last backward.
     """
 
     places: tuple[int, ...]
@@ -75,6 +75,8 @@ class Intervals:
     summing: Table
     calling: Table | float = 0.0
     splitting: Table | float = 0.0
+    summed: Table | float = 0.0
+    overlap: float = 0.0
 
     def scheduled(self, kind: ScheduleKind) -> Intervals:
         """The stages as a schedule runs them. If it splits backward, torch looks for where gradients of
@@ -85,15 +87,18 @@ class Intervals:
             working, early = self.halves.apart, self.halves.apart_early
         elif split:
             early = self.halves.made
+        hiding = self.weight_gradient + (0.0 if split else self.input_gradient)
         return replace(
             self,
             forward=self.forward + self.calling,
             input_gradient=self.input_gradient + self.calling + (self.splitting if split else 0.0),
             weight_gradient=self.weight_gradient + (self.calling if split else 0.0),
+            sync=self.sync - np.minimum(self.summed, self.overlap * hiding),
             working=working,
             early=early,
             calling=0.0,
             splitting=0.0,
+            summed=0.0,
         )
 
     @property
@@ -141,7 +146,7 @@ def intervals(
     """
     prices = priced.prices
     sums = _Seconds(priced, places)
-    state, sync, update, gradients, largest, buckets = _weights(priced, hop, places)
+    state, sync, update, gradients, largest, buckets, summed = _weights(priced, hop, places)
     kept, working, early, split = _memory(priced, places, gradients, largest * prices.accumulates, starts)
     rows = [_Crossing(places) for _ in range(4)]
     for value in priced.values.of.values():
@@ -183,6 +188,8 @@ def intervals(
         summing=np.triu(_summing(buckets, kept) + np.where(buckets > 0, at_hand, 0.0), 1),
         calling=_host_seconds(prices) * CALL_SECONDS * np.triu(np.ones_like(kept), 1),
         splitting=_host_seconds(prices) * SPLIT_SECONDS * np.triu(np.subtract.outer(places, places).T, 1),
+        summed=np.minimum(summed, sync),  # but for rounding
+        overlap=prices.overlap,
     )
 
 
@@ -249,13 +256,13 @@ class _Seconds:
 
 def _weights(
     priced: PricedProgram, hop: LinkLike, places: Sequence[int]
-) -> tuple[Table, Table, Table, Table, Table, Table]:
+) -> tuple[Table, Table, Table, Table, Table, Table, Table]:
     """State, gradient sums, updates, and the bytes of all gradients, of the largest and of those that are
-    summed in buckets, of every stage's weights.
+    summed in buckets, of every stage's weights, and of the sums those that may hide.
 
     A weight on several stages has a copy on each, and its gradient is summed over them besides.
     """
-    state, sync, update, gradients, buckets = (Rectangles(places) for _ in range(5))
+    state, sync, update, gradients, buckets, hiding = (Rectangles(places) for _ in range(6))
     prices, layouts, values = priced.prices, priced.program.inputs, priced.values
     largest = np.zeros(len(priced.graph.operators))
     full = copies(priced)
@@ -282,14 +289,23 @@ def _weights(
     summed: dict[str, Value] = {}  # of each weight the last of its sums over single axes
     for value in values.of.values():
         if value.move is not None and value.leads:
-            sync.add_each(value.carriers, prices.gradient_sync(value.name, value.move))
-            if effect(value.move).name == "r_to_b":
+            seconds = prices.gradient_sync(value.name, value.move)
+            sync.add_each(value.carriers, seconds)
+            if is_bucketed(value.move):
                 summed[value.name] = value
+                hiding.add_each(value.carriers, seconds)
     for name, value in summed.items():
         nbytes = prices.local_bytes(name, value.layout)
         buckets.add_each(value.carriers, float(nbytes) if nbytes < ALONE_BYTES else 0.0)
-    most = _most(largest, places)
-    return state.total(), sync.total(), update.total(), gradients.total(), most, buckets.total()
+    return (
+        state.total(),
+        sync.total(),
+        update.total(),
+        gradients.total(),
+        _most(largest, places),
+        buckets.total(),
+        hiding.total(),
+    )
 
 
 def _summing(buckets: Table, kept: Table) -> Table:

@@ -205,6 +205,60 @@ def reduce_scatter(x: Tensor, parts: Sequence[Tensor], group: str) -> Tensor:
     return out
 
 
+def start_all_gather(out: Tensor, slots: Sequence[Tensor], mine: Tensor, group: str) -> Callable[[], object]:
+    """Begin `all_gather`; what is returned waits until it has ended.
+
+    Streams of one machine carry one exchange after the other, so there it has ended already.
+    """
+    me, wired = groups.index(group), groups.wires(groups.group(group)) is not None
+    even = all(slot.shape == mine.shape and slot.is_contiguous() for slot in slots)
+    if wired or (not mine.is_cpu and not even):
+        all_gather(out, slots, mine, group)
+        return lambda: None
+    if mine.is_cpu:
+        peers = [peer for peer in range(len(slots)) if peer != me]
+        moving = start([(peer, mine) for peer in peers], [(peer, slots[peer]) for peer in peers], group)
+        slots[me].copy_(mine)
+        return moving.wait
+    source = mine.contiguous().view(-1)
+    work: Any = _all_gather_single(out.view(-1), source, group=groups.group(group), async_op=True)
+    return work.wait  # type: ignore[no-any-return]
+
+
+def start_reduce_scatter(x: Tensor, parts: Sequence[Tensor], group: str) -> Callable[[], Tensor]:
+    """Begin `reduce_scatter`; what is returned waits for it and gives its result."""
+    mine, process_group = parts[groups.index(group)], groups.group(group)
+    even = all(part.shape == mine.shape for part in parts)
+    if groups.wires(process_group) is not None or (not mine.is_cpu and not even):
+        total = reduce_scatter(x, parts, group)
+        return lambda: total
+    packed = _packed(x, parts)
+    if mine.is_cpu:
+        received = x.new_empty(len(parts) * mine.numel())
+        work: Any = dist.all_to_all_single(
+            received.view(torch.uint8),
+            packed.view(torch.uint8),
+            [mine.nbytes] * len(parts),
+            [part.nbytes for part in parts],
+            group=process_group,
+            async_op=True,
+        )
+
+        def add_up() -> Tensor:
+            work.wait()
+            return received.view(len(parts), *mine.shape).sum(0, dtype=x.dtype)
+
+        return add_up
+    out = torch.empty_like(mine, memory_format=torch.contiguous_format)
+    scattering: Any = _reduce_scatter_single(out.view(-1), packed, group=process_group, async_op=True)
+
+    def arrived() -> Tensor:
+        scattering.wait()
+        return out
+
+    return arrived
+
+
 def all_to_all(
     x: Tensor, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: str
 ) -> list[Tensor]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -33,23 +33,26 @@ from autopar.runtime.parameters.parameters import distribute, local
 
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _FUSED_DTYPES = (torch.float32, torch.float64)  # of fewer bits, fused steps round less often than others
-# What each does that stages don't allow.
+# What each does that stages don't allow, nor shards of unequal sizes, which DTensor doesn't flatten.
 _TOGETHER = {"LBFGS": "takes one step along all parameters"}
 
 
-def refuse_together(owner: object, mesh: DeviceMesh) -> None:
-    """From now on, while `owner` lives, such an optimizer's step of one stage's parameters on `mesh` raises
-    InputError."""
+def refuse_together(owner: object, mesh: DeviceMesh, *, staged: bool) -> None:
+    """From now on, while `owner` lives, such an optimizer's step of parameters on `mesh` raises InputError,
+    where these are of one stage or lie in unequal shards."""
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _TOGETHER]
-        held = (item for group in optimizer.param_groups for item in group["params"])
-        if kinds and any(_is_on(item, mesh) for item in held):
+        if not kinds:
+            return
+        held = [item for group in optimizer.param_groups for item in group["params"] if _is_on(item, mesh)]
+        if (staged and held) or any(map(_is_uneven, held)):
             raise InputError(
                 where=f"optimizer {type(optimizer).__name__}",
-                found="the parameters of one pipeline stage",
-                wanted=f"those of all stages: {kinds[0]} {_TOGETHER[kinds[0]]}",
-                remedy="use an optimizer that steps each parameter by itself, or plan without stages",
+                found="the parameters of one pipeline stage" if staged else "parameters in unequal shards",
+                wanted=f"all parameters alike: {kinds[0]} {_TOGETHER[kinds[0]]}",
+                remedy="use an optimizer that steps each parameter by itself, or plan without stages, with "
+                'force="batch" and shard_state="none"',
             )
 
     at_steps(register_optimizer_step_pre_hook, owner, check)
@@ -185,6 +188,15 @@ def _is_open(group: Mapping[str, Any]) -> bool:
 
 def _is_on(parameter: Any, mesh: DeviceMesh) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh == mesh
+
+
+def _is_uneven(parameter: DTensor) -> bool:
+    """Whether the ranks' parts differ in size."""
+    pieces = [1] * parameter.dim()
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            pieces[placement.dim] *= parameter.device_mesh.size(axis)
+    return any(size % count for size, count in zip(parameter.shape, pieces, strict=True))
 
 
 # -- fused steps --------------------------------------------------------------------------------

@@ -741,8 +741,7 @@ class Runner:
 
     def _look_at_steps(self, mesh: DeviceMesh) -> None:
         """Let optimizers step these parameters in the way that is right and fast, or be refused."""
-        if self._pipeline.is_staged:
-            refuse_together(self, mesh)
+        refuse_together(self, mesh, staged=self._pipeline.is_staged)
         step_whole(self, mesh, staged=self._pipeline.is_staged)
         step_fast(self, mesh)
 

@@ -8,6 +8,9 @@ The operators `s_to_b_again` and `s_to_r_again` note what they have made. Of eve
 saves, views of what they made are known by their storage, and replaced by the way to make them anew. The
 shards are those of the forward pass: a weight that has changed since is refused, as autograd itself does.
 
+Where a program starts its gathers early, so does backward: with each tensor that it gathers anew it starts
+the one that came next in the last backward.
+
 Every saved tensor is gathered anew by itself: to share one gathered copy among several uses would make
 the number of collectives depend on when memory is freed, which ranks need not agree on.
 """
@@ -18,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,11 +48,15 @@ def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable
     graphs = [module.graph for module in program.modules() if isinstance(module, fx.GraphModule)]
     again = any(is_again(node.target) for graph in graphs for node in graph.nodes)
     away = moves(program.graph)
+    early = any(
+        is_again(node.target) and node.target._opname.startswith("wait_") for node in program.graph.nodes
+    )
+    order = dict[int, int]() if early else None
     if not again and not away and between is None:
         return program
 
     def run(*tensors: Tensor) -> Any:
-        with _freeing(between, away=away):
+        with _freeing(between, away=away, order=order):
             return program(*tensors)
 
     return run
@@ -83,16 +90,37 @@ class _Gathered:
         source = self.source
         if isinstance(source, _Gathered):
             source = source.again()
-        elif source._version != self.version:
+        else:
+            self._check(source)
+        with torch.no_grad():
+            full: Tensor = registry.operator(self.operator)(source, *self.arguments)
+        return full
+
+    def start(self) -> Callable[[], Tensor] | None:
+        """Begin `again`; None where that takes more than one collective."""
+        source = self.source
+        if isinstance(source, _Gathered):
+            return None
+        self._check(source)
+        with torch.no_grad():
+            handle = registry.operator(f"start_{self.operator}")(source, *self.arguments)
+
+        def wait() -> Tensor:
+            with torch.no_grad():
+                full: Tensor = registry.operator(f"wait_{self.operator}")(handle, source, *self.arguments)
+            return full
+
+        return wait
+
+    def _check(self, source: Tensor) -> None:
+        """Raise InputError for a weight that has changed since it was gathered."""
+        if source._version != self.version:
             raise InputError(
                 where="backward of the parallel module",
                 found=f"a weight, a shard of shape {tuple(source.shape)}, that has changed since forward",
                 wanted="the values of the forward pass, which are gathered again",
                 remedy="step the optimizer after backward, not between forward and backward",
             )
-        with torch.no_grad():
-            full: Tensor = registry.operator(self.operator)(source, *self.arguments)
-        return full
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +131,46 @@ class Anew:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
+    early: Early | None = None  # what starts such gathers ahead, and this one's number there
+    number: int = -1
 
     def again(self) -> Tensor:
         """The tensor: its collective is repeated."""
-        return self.whole.again().as_strided(self.size, self.stride, self.offset)
+        whole = self.whole.again() if self.early is None else self.early.full(self.number)
+        return whole.as_strided(self.size, self.stride, self.offset)
+
+
+class Early:
+    """The gathers of one backward, each started when the one before it is waited for.
+
+    `order` says which number came after which in the last backward: the same on all ranks, as are backwards.
+    """
+
+    def __init__(self, order: dict[int, int]) -> None:
+        self._order = order
+        self._items: list[_Gathered] = []
+        self._started: dict[int, Callable[[], Tensor]] = {}
+        self._last, self._task = -1, -1
+
+    def pack(self, item: Anew) -> Anew:
+        """The item with its number."""
+        self._items.append(item.whole)
+        return replace(item, early=self, number=len(self._items) - 1)
+
+    def full(self, number: int) -> Tensor:
+        """The tensor with this number; the next one begins to come."""
+        wait = self._started.pop(number, None)
+        while self._started:  # backward took another way: these are over, and of no use
+            self._started.popitem()[1]()
+        full = wait() if wait else self._items[number].again()
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            self._order[self._last] = number
+        self._last, self._task = number, task
+        after = self._order.get(number)
+        if after is not None and after < len(self._items) and (begun := self._items[after].start()):
+            self._started[after] = begun
+        return full
 
 
 Notes = dict[int, tuple[weakref.ref[torch.UntypedStorage], _Gathered]]  # by the storage's address
@@ -148,9 +212,13 @@ class _Packing:
 
     between: Between | None
     moving: Offloading | None
+    early: Early | None
 
     def pack(self, tensor: Tensor) -> _Packed | Box[_Packed]:
-        saved: _Packed = anew(tensor) or (self.moving.pack(tensor) if self.moving is not None else tensor)
+        found = anew(tensor)
+        if found is not None and self.early is not None:
+            found = self.early.pack(found)
+        saved: _Packed = found or (self.moving.pack(tensor) if self.moving is not None else tensor)
         return saved if self.between is None else Box(saved)
 
     def unpack(self, found: _Packed | Box[_Packed]) -> Tensor:
@@ -160,11 +228,11 @@ class _Packing:
 
 
 @contextmanager
-def _freeing(between: Between | None, *, away: bool) -> Iterator[None]:
+def _freeing(between: Between | None, *, away: bool, order: dict[int, int] | None) -> Iterator[None]:
     before = halved.set(between)
     try:
         with noting(), offloading() if away else nullcontext() as moving:
-            packing = _Packing(between, moving)
+            packing = _Packing(between, moving, None if order is None else Early(order))
             with saved_tensors_hooks(packing.pack, packing.unpack):
                 yield
     finally:

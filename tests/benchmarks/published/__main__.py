@@ -29,7 +29,7 @@ Guess = tuple[str, Sequence[float], Sequence[bool]]  # whose; seconds and whethe
 def guesses(runs: Sequence[Run], *, measured_links: bool) -> Iterator[Guess]:
     """Those of autopar and of the baselines."""
     predictor = Predictor(measured_links=measured_links)
-    found = [predictor.predict(run) for run in runs]
+    found = predictor.predict(runs)
     yield "autopar", [each.seconds for each in found], [each.fits for each in found]
     static = [baselines.fits(run) for run in runs]
     yield "alpha-beta", [baselines.alpha_beta(run) for run in runs], static

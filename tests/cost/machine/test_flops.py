@@ -15,6 +15,7 @@ from autopar.cost.machine.flops import _FORMS, Flops, flops, training_flops
 from costdb.operands import empty, fill, tensors
 
 ATEN = torch.ops.aten
+SPARSE = torch.ops.autopar_graphs.spmm
 META = torch.device("meta")
 
 
@@ -119,6 +120,15 @@ def test_by_hand() -> None:
     assert training_flops(CASES["mm"]) == Flops(2 * 5 * 7 * 3, 2 * 2 * 5 * 7 * 3)
 
 
+def test_a_sparse_product_multiplies_each_entry_with_a_row() -> None:
+    # 7 entries times rows of 5; a gradient for the values, one for the rows
+    places = TensorSpec((7,), torch.int64, False)
+    crow = TensorSpec((5,), torch.int64, False)
+    for trained, gradients in ((True, 2), (False, 1)):
+        subject = call(SPARSE.default, crow, places, x(7, requires_grad=trained), x(4, 5))
+        assert training_flops(subject) == Flops(2 * 7 * 5, gradients * 2 * 7 * 5)
+
+
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=3))
 def test_every_mm_counts_alike(sizes: list[int]) -> None:
     m, k, n = sizes
@@ -129,4 +139,4 @@ def test_every_mm_counts_alike(sizes: list[int]) -> None:
 def test_every_closed_form_is_proved() -> None:
     proved = {subject.target.overloadpacket for subject in CASES.values()}
     by_shape = {ATEN.conv_transpose1d, ATEN.conv_transpose3d, ATEN.scaled_dot_product_attention}
-    assert set(_FORMS) - proved == by_shape
+    assert set(_FORMS) - proved == by_shape | {SPARSE}

@@ -51,6 +51,11 @@ def priced(
     return Prices(graph, Dims(graph, atoms, mesh), cluster, CostModel(device, {}, CollectiveTable({})))
 
 
+def anew(prices: Prices, *, model: CostModel | None = None, training: bool = True) -> Prices:
+    """Prices of the same graph by another model, or without training."""
+    return Prices(prices.graph, prices.dims, prices.cluster, model or prices.model, training=training)
+
+
 def of_tensors(
     *shape: int,
     dtype: torch.dtype = torch.float32,
@@ -192,7 +197,7 @@ def test_a_small_gradient_takes_its_share_of_a_bucket() -> None:
 def test_a_gradient_that_is_cheaper_by_itself_stays_out_of_the_bucket() -> None:
     prices = of_tensors(4, 6)
     memory_price = {(Collective.ALL_REDUCE, 2, 1): ((96, 5.0), (BUCKET_BYTES, 1e9))}
-    prices.model = replace(prices.model, collectives=CollectiveTable(memory_price))
+    prices = anew(prices, model=replace(prices.model, collectives=CollectiveTable(memory_price)))
     assert prices.gradient_sync("w", SYNC) == COPY + 5
 
 
@@ -367,7 +372,7 @@ def test_sharing_cores_slows_compute_and_not_what_is_exchanged() -> None:
     prices, operation, strategy = convolved()
     alone = prices.operator(operation, strategy)
     prices, operation, strategy = convolved()
-    prices.model = replace(prices.model, contention=3.0)
+    prices = anew(prices, model=replace(prices.model, contention=3.0))
     shared = prices.operator(operation, strategy)
     each_way = alone.communication / 2
     assert shared.communication == alone.communication
@@ -379,7 +384,7 @@ def test_sharing_cores_slows_compute_and_not_what_is_exchanged() -> None:
 
 def test_without_training_there_is_no_backward_and_nothing_is_kept() -> None:
     prices, operation, strategy = convolved()
-    prices.training = False
+    prices = anew(prices, training=False)
     found = prices.operator(operation, strategy)
     assert found.compute == OWN[0] + 2 * STRIP[0]
     assert found.communication == AROUND + 1 + 2 * 72
@@ -393,7 +398,7 @@ def test_what_is_measured_is_not_missing() -> None:
     own = prices.operator(operation, strategy).calls[0]
     known = Measurement(own.key(), 5.0, 7.0, Saved(), 0, None, runs=3, spread=0.0)
     prices, operation, strategy = convolved()
-    prices.model = replace(prices.model, measured={own.key(): known})
+    prices = anew(prices, model=replace(prices.model, measured={own.key(): known}))
     found = prices.operator(operation, strategy)
     assert found.compute == 5 + 7 + 2 * sum(STRIP)
     assert found.missing_seconds == 2 * sum(STRIP)

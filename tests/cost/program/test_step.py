@@ -18,7 +18,7 @@ from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.search import Solution
 from autopar.solve.stages.step import unstaged
-from tests.cost.operators.test_prices import priced
+from tests.cost.operators.test_prices import anew, priced
 from tests.forced_programs import force_factors
 from tests.proof.models import Script
 
@@ -41,8 +41,7 @@ def test_a_step_is_the_sum_of_what_its_program_does() -> None:
     assert found.backward == pytest.approx((1 + 80 + 48 + 120) + (1 + 8 + 80) + kept)
     assert found.sync == pytest.approx(2 * 120 / BUCKET_BYTES + 120 + (1 + 2 * 120))
     assert found.update == 2 * (4 * 120 + 4)
-    used = priced(graph, find_atoms(graph))
-    used.training = False
+    used = anew(priced(graph, find_atoms(graph)), training=False)
     alone = PricedProgram(used, force_factors(graph, used.dims, {made: "n0", loss: "d0"})).cost
     assert alone == StepCost(forward=found.forward, backward=0, sync=0, update=0)
 

@@ -15,7 +15,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
 from tests.pool import Pool
-from tests.runtime.saved.test_regather import PLANS, train
+from tests.runtime.saved.test_regather import PLANS, _collectives, train
 
 Pools = Callable[[int], Pool]
 TRACED = "aot_eager_decomp_partition"  # all of torch.compile but the code that Inductor writes
@@ -50,6 +50,28 @@ def _train_traced(plan: str, gathering: Gathering) -> None:
 def test_traced_programs_train_as_the_serial_model(plan: str, gathering: Gathering, pools: Pools) -> None:
     shape, _, pipeline, _ = PLANS[plan]
     pools(Mesh(shape).num_devices * pipeline.ranks).run(_train_traced, plan, gathering)
+
+
+def _collectives_traced(gathering: Gathering, recomputed: bool) -> dict[str, int]:
+    with tracing():
+        return _collectives(gathering, recomputed, 2, compiles=True)
+
+
+@pytest.mark.parametrize(
+    "gathering, recomputed, gathers, scatters",
+    [
+        (Gathering.ONCE, False, 3, 3),
+        (Gathering.KEEP, False, 2 * 3, 2 * 3),
+        (Gathering.AGAIN, False, 2 * (3 + 2), 2 * 3),
+        (Gathering.AGAIN, True, 2 * (3 + 3), 2 * 3),
+    ],
+)
+def test_compiled_programs_gather_and_scatter_as_often_as_said(
+    gathering: Gathering, recomputed: bool, gathers: int, scatters: int, pools: Pools
+) -> None:
+    """In two micro-batches, of three layers. As eager ones: see there."""
+    for counts in pools(2).run(_collectives_traced, gathering, recomputed):
+        assert counts == {"all_gather": gathers, "reduce_scatter": scatters}
 
 
 @pytest.mark.long

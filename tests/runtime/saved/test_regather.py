@@ -227,7 +227,9 @@ def test_weights_that_changed_since_forward_are_refused(pools: Pools) -> None:
 Counts = dict[str, int]
 
 
-def _collectives(gathering: Gathering, recomputed: bool, micro_batches: int) -> Counts:
+def _collectives(
+    gathering: Gathering, recomputed: bool, micro_batches: int, *, compiles: bool = False
+) -> Counts:
     """How often a step gathers weights, and scatters their gradients."""
     counts: Counter[str] = Counter()
 
@@ -248,6 +250,8 @@ def _collectives(gathering: Gathering, recomputed: bool, micro_batches: int) -> 
             Mesh((2,)), ["batch"], pipeline=pipeline, gathering=gathering, recompute=recomputed
         )
         ours = ParallelModule(Deep(3).double(), compiler, describe=describe, device=CPU, by_steps=True)
+        if compiles:
+            ours.compile()
         ours.train_step(torch.randn(8, WIDTH, dtype=torch.float64))
     return dict(counts)
 

@@ -1,0 +1,102 @@
+"""Starts gathers of weights ahead of the operators that need them.
+
+    before    s_to_b(w0)  linear 0             s_to_b(w1)  linear 1            s_to_b(w2)  linear 2
+    after     start w0  wait w0  start w1  linear 0  wait w1  start w2  linear 1  wait w2  linear 2
+
+Gathers that stand side by side (a weight, its bias) are one group, started together behind the group before,
+so that one more group of full copies is in memory than is computed with. In backward the scatters of their
+gradients lie alike (`autopar.runtime.collectives.started_moves`): there a group of gradients is, too.
+
+A group that takes more than the memory that is left stays where it is. So do gathers inside of what is
+computed again, which runs twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.core.recompute import Segment
+from autopar.runtime import registry
+from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
+
+GROUPS_IN_BACKWARD = 2  # of full tensors beside those computed with: weights that come, gradients that go
+_HALVED = {registry.operator(name): name for name in HALVED}
+
+
+def overlap(
+    graph: fx.Graph,
+    nbytes: Mapping[str, int],
+    *,
+    room: float,
+    steps: Mapping[str, int],
+    segments: Sequence[Segment],
+) -> fx.Graph:
+    """A copy of `graph` whose gathers of placeholders start early, as far as they fit into `room` bytes.
+
+    `nbytes` are those of full copies, by the name of their placeholder; `steps` says for which operator each
+    node was written, `segments` which operators are computed again.
+    """
+    again = {place for first, stop in segments for place in range(first, stop)}
+    gathers = [node for node in graph.nodes if _leads(node, nbytes) and steps.get(node.name, -1) not in again]
+    groups = [group for group in _grouped(graph, gathers) if _bytes(group, nbytes) <= room]
+    place = {node: number for number, group in enumerate(groups) for node in group}
+    copy, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    started: dict[fx.Node, fx.Node] = {}
+
+    def start(number: int) -> None:
+        for node in groups[number] if number < len(groups) else ():
+            if node not in started:
+                args = fx.node.map_arg(node.args, lambda old: made[old])
+                started[node] = copy.call_function(registry.operator(START + _HALVED[node.target]), args)
+
+    for node in graph.nodes:
+        number = place.get(node)
+        if number is None:
+            made[node] = copy.node_copy(node, lambda old: made[old])
+            continue
+        start(number)
+        args = (started[node], *fx.node.map_arg(node.args, lambda old: made[old]))
+        target: Any = registry.operator(WAIT + _HALVED[node.target])
+        made[node] = copy.create_node("call_function", target, args, name=node.name)
+        if node is groups[number][-1]:
+            start(number + 1)
+    copy.lint()
+    return copy
+
+
+def room_of(cap: int | None, peak_bytes: float) -> float:
+    """Bytes that one group may take under a cap, beside a plan's peak."""
+    return math.inf if cap is None else (cap - peak_bytes) / GROUPS_IN_BACKWARD
+
+
+def _leads(node: fx.Node, names: Collection[str]) -> bool:
+    """Whether it gathers a placeholder of one of these names."""
+    if node.op != "call_function" or node.target not in _HALVED:
+        return False
+    source: Any = node.args[0]
+    return source.op == "placeholder" and str(source.target) in names
+
+
+def _grouped(graph: fx.Graph, gathers: Collection[fx.Node]) -> list[list[fx.Node]]:
+    """The gathers, those together between which nothing is computed."""
+    groups: list[list[fx.Node]] = []
+    is_open, wanted = False, set(gathers)
+    for node in graph.nodes:
+        if node in wanted:
+            if not is_open:
+                groups.append([])
+            groups[-1].append(node)
+            is_open = True
+        elif node.op == "call_function" and node.target is not torch.ops.autopar.r_to_b.default:
+            is_open = False
+    return groups
+
+
+def _bytes(group: Sequence[fx.Node], nbytes: Mapping[str, int]) -> int:
+    sources: list[Any] = [node.args[0] for node in group]
+    return sum(nbytes[str(source.target)] for source in sources)

@@ -1,0 +1,149 @@
+"""Gathers and scatters in two halves, between which other work runs.
+
+    full = s_to_b(x, ...)        handle = start_s_to_b(x, ...)
+                                 ...                                     other operators
+                                 full = wait_s_to_b(handle, x, ...)
+
+The handle is a tensor of one element, so that autograd knows both halves. The backward of a wait is the start
+of the transposed move, and that of a start its wait: what lies between the halves in forward does so in
+backward, the other way round.
+
+    forward     start 1   op 0   wait 1   op 1
+    backward    op 1   start 1'   op 0   wait 1'
+
+All ranks start and wait in the order of the program, and what moves in between on one group was started in
+that order, too: one communicator, one order. On streams of one machine, which carry one exchange after the
+other, a start does all, and a wait nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import CheckError
+from autopar.runtime import registry
+from autopar.runtime.collectives import placement_moves as moves
+from autopar.runtime.collectives import transport
+from autopar.runtime.saved import regather
+
+START, WAIT = "start_", "wait_"  # begin the names of the halves
+HALVED = ("s_to_b", "s_to_b_again", "s_to_r", "s_to_r_again")  # moves that programs start early
+_under_way: dict[int, Callable[[], Tensor]] = {}  # by the handle's storage
+Arguments = tuple[Any, ...]
+
+
+def begin(handle: Tensor, finish: Callable[[], Tensor]) -> Tensor:
+    """`handle`, of which `wait` gets what `finish` gives."""
+    _under_way[handle.untyped_storage()._cdata] = finish
+    return handle
+
+
+def end(handle: Tensor) -> Tensor:
+    """What was begun under the handle; raises CheckError the second time."""
+    finish = _under_way.pop(handle.untyped_storage()._cdata, None)
+    if finish is None:
+        raise CheckError(
+            where="wait of a collective",
+            found="one that was not started, or was waited for before",
+            wanted="one start and one wait",
+            remedy="report this model",
+        )
+    return finish()
+
+
+def start_gather(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]) -> Callable[[], Tensor]:
+    """Begin to gather; what is returned waits, and gives the full tensor."""
+    x, full = x.contiguous(), moves._full(x, group, dim, blocks, sizes)
+    parts = moves._parts(full, dim, blocks, sizes)
+    arrived = transport.start_all_gather(full, parts, moves._blocked(x, dim, blocks), group)
+
+    def finish() -> Tensor:
+        arrived()
+        return full
+
+    return finish
+
+
+def _start_scatter(
+    x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]
+) -> Callable[[], Tensor]:
+    x = x.contiguous()
+    added = transport.start_reduce_scatter(x, moves._parts(x, dim, blocks, sizes), group)
+    return lambda: added().flatten(dim, dim + 1)
+
+
+def _start_slice(x: Tensor, *arguments: Any) -> Callable[[], Tensor]:
+    mine = moves._slice(x, *arguments)
+    return lambda: mine
+
+
+def _handle(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(1)
+
+
+def _half(name: str, transposed: str, start: Callable[..., Callable[[], Tensor]]) -> None:
+    """Register both halves of a move from shards, and those of its transposed one, which follows from
+    `start` by its own."""
+
+    def begin_kernel(x: Tensor, *arguments: Any) -> Tensor:
+        return begin(_handle(x), start(x, *arguments))
+
+    def end_kernel(handle: Tensor, x: Tensor, *arguments: Any) -> Tensor:
+        full = end(handle)
+        if name.endswith(regather.AGAIN):
+            regather.note(full, name.removesuffix(regather.AGAIN), x, arguments)
+        return full
+
+    def keep_arguments(ctx: Any, inputs: Arguments, _: Tensor) -> None:
+        ctx.shape, ctx.arguments = list(inputs[0].shape), inputs[1:]
+
+    def end_back(ctx: Any, gradient: Tensor) -> Arguments:
+        back = registry.operator(WAIT + transposed)(gradient, *ctx.arguments, ctx.shape)
+        return (back, *(None for _ in ctx.arguments))
+
+    def keep_rest(ctx: Any, inputs: Arguments, _: Tensor) -> None:
+        ctx.arguments = inputs[2:]
+
+    def begin_back(ctx: Any, gradient: Tensor) -> Arguments:
+        back = registry.operator(START + transposed)(gradient, *ctx.arguments)
+        return (back, None, *(None for _ in ctx.arguments))
+
+    registry.functional(
+        START + name, moves.SPLIT, begin_kernel, shape=_handle, setup=keep_arguments, backward=end_back
+    )
+    registry.functional(
+        WAIT + name,
+        moves.SPLIT.replace("(Tensor x", "(Tensor handle, Tensor x"),
+        end_kernel,
+        shape=lambda handle, x, *arguments: moves._full(x, *arguments),
+        setup=keep_rest,
+        backward=begin_back,
+    )
+
+
+def _back(name: str, start: Callable[..., Callable[[], Tensor]]) -> None:
+    """Register both halves of a move that only backward passes make."""
+
+    def begin_kernel(x: Tensor, *arguments: Any) -> Tensor:
+        return begin(_handle(x), start(x, *arguments))
+
+    def shape_of(handle: Tensor, *arguments: Any) -> Tensor:
+        return torch.empty(arguments[-1], dtype=handle.dtype, device=handle.device)
+
+    registry.functional(START + name, moves.SPLIT, begin_kernel, shape=_handle)
+    registry.functional(
+        WAIT + name,
+        moves.SPLIT.replace("(Tensor x", "(Tensor handle").replace(")", ", int[] shape)", 1),
+        lambda handle, *_: end(handle),
+        shape=shape_of,
+    )
+
+
+_back("p_to_s", _start_scatter)
+_back("r_to_s", _start_slice)
+for _name in HALVED:
+    _half(_name, "p_to_s" if _name.startswith("s_to_b") else "r_to_s", start_gather)

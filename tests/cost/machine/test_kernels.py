@@ -1,0 +1,115 @@
+"""Products in tiles and waves, by hand: a GPU of 4 units that does 1 multiply-add in 1/2 s each, in tiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.core.costs import DeviceModel, Kernels
+from autopar.core.graph import Call, TensorSpec
+from autopar.cost.machine.compute import estimate
+from autopar.cost.machine.devices import GPUS
+from autopar.cost.machine.kernels import K0, Product, work_seconds
+from autopar.errors import InputError
+
+ATEN = torch.ops.aten
+KERNELS = Kernels(units=4, attention=0.5, attention_backward=0.25, overlap=0.5)
+GPU = DeviceModel("toy", "cuda", ((torch.float32, 4.0),), 1e30, 1e-3, KERNELS)
+
+
+def x(*shape: int, requires_grad: bool = True) -> TensorSpec:
+    return TensorSpec(shape, torch.float32, requires_grad)
+
+
+def call(target: Any, *args: Any) -> Call:
+    return Call(target, args, {})
+
+
+def test_a_product_of_full_waves_takes_its_tiles_one_after_the_other() -> None:
+    product = Product(1, 512, 256, 1024)  # four tiles of 256 x 128, one for each unit
+    assert product.seconds(4.0, 4) == 2 * 256 * 128 * (1024 + K0)
+    assert Product(1, 1024, 256, 1024).seconds(4.0, 4) == 2 * product.seconds(4.0, 4)
+    assert Product(2, 512, 256, 1024).seconds(4.0, 4) == 2 * product.seconds(4.0, 4)
+
+
+def test_what_begins_a_wave_pays_for_all_of_it() -> None:
+    full, more = Product(1, 512, 256, 128), Product(1, 513, 256, 128)
+    assert more.seconds(4.0, 4) > 1.1 * full.seconds(4.0, 4)
+
+
+def test_few_tiles_share_the_sums_of_a_long_one() -> None:
+    """One tile of 64 x 64 on four units: each sums a quarter."""
+    assert Product(1, 64, 64, 4096).seconds(4.0, 4) == pytest.approx(4 * 2 * 64 * 64 * (1024 + K0) / 4 / 0.6)
+
+
+def test_small_products_reach_a_smaller_part_of_the_rate_than_large_ones() -> None:
+    def rate(size: int) -> float:
+        return 2 * size**3 / Product(1, size, size, size).seconds(4.0, 4)
+
+    assert rate(64) < rate(256) < rate(1024) < rate(8192) < 4.0
+
+
+@pytest.mark.parametrize(
+    ("subject", "product"),
+    [
+        (call(ATEN.mm.default, x(5, 3), x(3, 7)), Product(1, 5, 7, 3)),
+        (call(ATEN.linear.default, x(2, 5, 3), x(7, 3)), Product(1, 10, 7, 3)),
+        (call(ATEN.bmm.default, x(2, 5, 3), x(2, 3, 7)), Product(2, 5, 7, 3)),
+        (call(ATEN.addmm.default, x(7), x(5, 3), x(3, 7)), Product(1, 5, 7, 3)),
+        (
+            call(ATEN.conv2d.default, x(2, 3, 8, 8), x(4, 3, 3, 3), None, [1, 1], [1, 1]),
+            Product(1, 128, 4, 27),
+        ),
+        (
+            call(ATEN.conv2d.default, x(2, 4, 8, 8), x(6, 2, 1, 1), None, [1, 1], [0, 0], [1, 1], 2),
+            Product(2, 128, 3, 2),
+        ),
+    ],
+    ids=lambda item: str(item.target) if isinstance(item, Call) else "",
+)
+def test_forms_are_products_and_so_are_their_gradients(subject: Call, product: Product) -> None:
+    def seconds(*, backward: bool) -> float | None:
+        return work_seconds(subject, KERNELS, 4.0, backward=backward)
+
+    assert seconds(backward=False) == product.seconds(4.0, 4)
+    assert seconds(backward=True) == product.left.seconds(4.0, 4) + product.right.seconds(4.0, 4)
+
+
+def test_the_gradients_of_a_product_have_its_sizes_in_other_places() -> None:
+    assert Product(2, 3, 5, 7).left == Product(2, 3, 7, 5)
+    assert Product(2, 3, 5, 7).right == Product(2, 7, 5, 3)
+
+
+def test_a_frozen_weight_has_no_gradient() -> None:
+    subject = call(ATEN.linear.default, x(128, 64), x(256, 64, requires_grad=False))
+    assert work_seconds(subject, KERNELS, 4.0, backward=True) == Product(1, 128, 64, 256).seconds(4.0, 4)
+
+
+def test_attention_does_half_of_its_work_under_a_causal_mask() -> None:
+    heads = x(1, 2, 64, 16)
+    whole = call(ATEN.scaled_dot_product_attention.default, heads, heads, heads)
+    causal = call(ATEN.scaled_dot_product_attention.default, heads, heads, heads, None, 0.0, True)
+    work = 2 * 2 * 64 * 64 * 32  # scores of 16, values of 16
+    assert work_seconds(whole, KERNELS, 4.0, backward=False) == work / (4.0 * 0.5)
+    assert work_seconds(causal, KERNELS, 4.0, backward=False) == work / (4.0 * 0.5) / 2
+    assert work_seconds(whole, KERNELS, 4.0, backward=True) == 2.5 * work / (4.0 * 0.25)
+
+
+def test_a_gpu_launches_while_kernels_run_and_does_nothing_for_a_view() -> None:
+    seldom = replace(GPU, bandwidth=1e3)
+    found = estimate(call(ATEN.relu.default, x(1000)), seldom)
+    assert found.forward_seconds == 8.0  # 4,000 bytes read and written
+    assert estimate(call(ATEN.relu.default, x(1000)), GPU).forward_seconds == 1e-3
+    assert estimate(call(ATEN.view.default, x(2, 5), [10]), GPU).forward_seconds == 0.0
+
+
+def test_known_gpus_say_how_they_run_kernels() -> None:
+    for device in GPUS.values():
+        assert device.kernels is not None and 80 <= device.kernels.units <= 132
+    with pytest.raises(InputError, match="kernels of a GPU"):
+        replace(KERNELS, units=0)
+    with pytest.raises(InputError, match="kernels of a GPU"):
+        replace(KERNELS, overlap=1.5)

@@ -1,0 +1,76 @@
+"""What a proof says of low precision: dtypes kernel by kernel, and losses beside serial reruns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.cluster import ClusterSpec
+from autopar.core.graph import Graph, Ref, map_refs
+from autopar.core.precision import Precision
+from autopar.planning.request import Request
+from autopar.proof.check import check
+from autopar.proof.low_precision import LowPrecision, compare_low_precision
+from autopar.trace.autocast import Autocast
+from autopar.trace.export import Traced, trace
+from autopar.trace.target import Target
+
+aten = torch.ops.aten
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.second(torch.relu(self.norm(self.first(x)))), x)
+
+
+def target() -> Target:
+    torch.manual_seed(0)
+    return Target(Net(), (torch.randn(8, 6),), {}, None, "")
+
+
+def without_casts(graph: Graph) -> Graph:
+    """The graph whose last product takes its operands as they were."""
+    casts = {item.results[0]: item.operands[0] for item in graph.operators if item.target is aten.to.dtype}
+    last = [item for item in graph.operators if item.target is aten.linear.default][-1]
+    args: Any = map_refs(last.args, lambda ref: Ref(casts.get(ref.name, ref.name)))
+    relu = next(item for item in graph.operators if item.target is aten.relu.default)
+    widened = replace(last, args=(*args[:1], *args[1:]))
+    wide = replace(relu, target=aten.to.dtype, args=(Ref(relu.operands[0]), torch.float32))
+    swap = {last.name: widened, relu.name: wide}
+    return replace(graph, operators=tuple(swap.get(item.name, item) for item in graph.operators))
+
+
+def test_a_proof_in_low_precision_tells_dtypes_and_losses() -> None:
+    request = Request(dtype=Precision.BF16, measure=False, schedule=None)
+    report = check(target(), ClusterSpec.local(2), request, steps=2)
+    assert report.passed and report.low is not None
+    assert report.low.kernels == 5 and not report.low.different
+    assert report.low.loss is not None and report.low.spread is not None and 0 < report.low.spread < 0.05
+    assert "bfloat16" in str(report) and report.as_dict()["low_precision"]["dtype"] == "bfloat16"
+
+
+def test_without_autocast_there_is_nothing_to_tell() -> None:
+    report = check(target(), ClusterSpec.local(2), Request(measure=False, schedule=None), steps=1)
+    assert report.low is None and report.passed
+
+
+def test_a_cast_that_is_missing_is_found_by_its_kernel() -> None:
+    case, autocast = target(), Autocast("cpu", torch.bfloat16)
+    traced = trace(case.model, case.args, autocast=autocast)
+    wrong: Traced = replace(traced, graph=without_casts(traced.graph))
+    found = compare_low_precision(case.model, wrong, None, autocast, loss_fn=None, steps=1)
+    assert found is not None and found.different == ("aten::addmm",) and not found.passed
+
+
+@pytest.mark.parametrize(("loss", "passed"), [(0.01, True), (0.02, True), (0.03, False)])
+def test_losses_may_be_as_far_as_those_of_serial_reruns(loss: float, passed: bool) -> None:
+    assert LowPrecision("bfloat16", 9, (), loss, spread=0.01).passed is passed

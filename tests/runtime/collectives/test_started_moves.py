@@ -1,0 +1,123 @@
+"""Programs whose gathers start early train as the serial model, over streams and without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.core.gathering import Gathering
+from autopar.core.mesh import Mesh
+from autopar.errors import CheckError
+from autopar.rewrite.render import describe
+from autopar.runtime.collectives import groups, transport
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.saved import regather
+from tests.pool import Pool
+from tests.runtime.forced_compiler import forced_compiler
+from tests.runtime.saved.test_regather import CPU, EXACT, batch, gap, make_net
+
+Pools = Callable[[int], Pool]
+STEPS = 4  # the second backward knows the order of the first
+
+
+def _train(gathering: Gathering, *, wired: bool, by_steps: bool = False) -> dict[str, int]:
+    """Trains beside the serial model; how many gathers were started, and how many of them in backward."""
+    started = {"gathers": 0, "in backward": 0, "scatters": 0}
+    gather, scatter = transport.start_all_gather, transport.start_reduce_scatter
+
+    def start_all_gather(*args: object) -> object:
+        started["gathers"] += 1
+        started["in backward"] += torch._C._current_graph_task_id() != -1
+        return gather(*args)  # type: ignore[arg-type]
+
+    def start_reduce_scatter(*args: object) -> object:
+        started["scatters"] += 1
+        return scatter(*args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "start_all_gather", start_all_gather)
+        patch.setattr(transport, "start_reduce_scatter", start_reduce_scatter)
+        if not wired:
+            patch.setattr(groups, "wires", lambda _: None)
+        compiler = forced_compiler(Mesh((2,)), ["batch"], gathering=gathering)
+        compiler = replace(compiler, request=replace(compiler.request, overlap=True))
+        serial, ours = make_net(), ParallelModule(make_net(), compiler, describe=describe, device=CPU)
+        ours.prepare(*batch())
+        pair = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (serial, ours)]
+        for step in range(STEPS):
+            for model, optimizer in zip((serial, ours), pair, strict=True):
+                optimizer.zero_grad()
+                model(*batch(step)).backward()
+                optimizer.step()
+        wanted = serial.state_dict()
+        assert all(gap(value, wanted[name]) < EXACT for name, value in ours.state_dict().items())
+    return started
+
+
+@pytest.mark.parametrize("wired", [True, False], ids=["streams", "process group"])
+@pytest.mark.parametrize("gathering", [Gathering.KEEP, Gathering.AGAIN], ids=lambda item: item.value)
+def test_training_equals_serial_training(gathering: Gathering, wired: bool, pools: Pools) -> None:
+    """Of the weights that are gathered again two are read in backward, for the gradients of what they took;
+    one starts ahead when the other is waited for, from the second step on."""
+    for found in pools(2).run(_train_keyed, gathering, wired):
+        assert found["gathers"] >= 5 * STEPS and found["scatters"] >= 5 * STEPS
+        assert (found["in backward"] > 0) == (gathering is Gathering.AGAIN)
+
+
+def _train_keyed(gathering: Gathering, wired: bool) -> dict[str, int]:
+    return _train(gathering, wired=wired)
+
+
+def _wait_twice() -> None:
+    groups.setup(Mesh((2,)), ["a@2"], timeout=torch.distributed.default_pg_timeout)
+    ours, x = torch.ops.autopar, torch.ones(1)
+    handle = ours.start_s_to_b(x, "a@2", 0, 1, [1, 1])
+    assert ours.wait_s_to_b(handle, x, "a@2", 0, 1, [1, 1]).tolist() == [1.0, 1.0]
+    with pytest.raises(CheckError, match="wait of a collective"):
+        ours.wait_s_to_b(handle, x, "a@2", 0, 1, [1, 1])
+
+
+def test_a_collective_is_waited_for_once(pools: Pools) -> None:
+    pools(2).run(_wait_twice)
+
+
+class _Whole:
+    """A gathered tensor that counts how it is made."""
+
+    def __init__(self, number: int, log: list[str]) -> None:
+        self.number, self.log = number, log
+
+    def again(self) -> torch.Tensor:
+        self.log.append(f"gather {self.number}")
+        return torch.tensor(self.number)
+
+    def start(self) -> Callable[[], torch.Tensor]:
+        self.log.append(f"start {self.number}")
+
+        def wait() -> torch.Tensor:
+            self.log.append(f"wait {self.number}")
+            return torch.tensor(self.number)
+
+        return wait
+
+
+def _backward(order: dict[int, int], numbers: list[int]) -> list[str]:
+    log: list[str] = []
+    early = regather.Early(order)
+    for number in range(3):
+        early.pack(regather.Anew(_Whole(number, log), torch.Size(), (), 0))  # type: ignore[arg-type]
+    for number in numbers:
+        assert early.full(number).item() == number
+    return log
+
+
+def test_backward_starts_what_came_next_in_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: dict[int, int] = {}
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 7)
+    assert _backward(order, [2, 1, 0]) == ["gather 2", "gather 1", "gather 0"]
+    assert _backward(order, [2, 1, 0]) == ["gather 2", "start 1", "wait 1", "start 0", "wait 0"]
+    assert _backward(order, [2, 0]) == ["gather 2", "start 1", "wait 1", "gather 0"]  # another way
+    assert _backward(order, [2, 0]) == ["gather 2", "start 0", "wait 0"]
