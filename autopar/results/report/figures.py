@@ -77,6 +77,7 @@ class Picture:
     colours: tuple[tuple[str, str], ...]  # class and meaning
     table: Table
     rest: str = ""  # says what is left out
+    whole: bool = False  # one bar alone, which needs no name, with its table beneath
 
 
 def seconds(key: str, value: float) -> Figure:

@@ -37,7 +37,7 @@ def model_picture(plan: Plan) -> Picture:
     if None in kinds:
         colours.append((f"kind-{WHOLE}", f"{WHOLE}: the same on every device of the axis"))
     left = len(every) - len(heavy)
-    rest = f"{left} small operators stand in the table alone." if left else ""
+    rest = f"In the table alone: {left} small operator{'s' if left > 1 else ''}." if left else ""
     if len(lines) > MOST_BARS:
         rest = f"{len(lines) - MOST_BARS} more lines are left out. {rest}"
     several = " A bar has a band for each axis, from the top." if len(plan.mesh.shape) > 1 else ""

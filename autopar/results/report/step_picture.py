@@ -53,6 +53,7 @@ def step_picture(plan: Plan) -> Picture:
         (bar,),
         tuple((f"part-{name}", MEANINGS[name]) for name in found if found[name] > SHOWN * plan.step_seconds),
         Table(("part", "seconds", "of the step"), tuple(rows)),
+        whole=True,
     )
 
 

@@ -52,7 +52,8 @@ def time_picture(plan: Plan, timeline: Timeline) -> Picture:
     kinds = {event.kind for event in drawn}
     return Picture(
         "The step over time",
-        f"{schedule.kind.value}, {schedule.micro_batches} micro-batches; blank: its stage waits.",
+        f"{schedule.kind.value} with {schedule.micro_batches} micro-batches; "
+        "a stage waits where its line is blank.",
         tuple(bars),
         tuple(colour for kind, colour in COLOURS.items() if kind in kinds),
         _stages(plan),

@@ -58,7 +58,7 @@ def test_equal_blocks_stand_once_and_small_operators_in_the_table_alone() -> Non
     words = read(page(plain())).words
     assert words.count("h.0 … h.2, each:") == words.count("h.3 … h.4, each:") == 2
     assert words.count(".attn") == 4 and words.count("last.add") == 1
-    assert "1 small operators stand in the table alone." in words
+    assert "In the table alone: 1 small operator." in words
 
 
 @pytest.mark.parametrize("plan", [hostile(), large(), staged(256, 16)], ids=["hostile", "large", "staged"])
@@ -77,6 +77,13 @@ def test_words_of_a_plan_are_text() -> None:
     assert HOSTILE[:100] in found.words and "49" not in found.words
     assert HOSTILE[:100] in hostile().cluster
     assert "<script" not in hostile()._repr_html_()
+
+
+def test_a_model_of_one_operator_has_a_name() -> None:
+    one = replace(plain(), layers=plain().layers[:1])
+    text = page(one)
+    assert text.count('<section class="one">') == 1
+    assert read(text).words.count("h.0.attn") == 2
 
 
 def test_an_old_plan_has_a_page() -> None:
@@ -102,7 +109,10 @@ def test_the_command_writes_the_page_of_a_saved_plan(
     assert main(["report", saved, "-o", str(output)]) == 0
     text = output.read_text()
     assert text == page_of(Plan.load(saved)) and str(tmp_path) not in text
-    assert "page.html: " in "".join(capsys.readouterr().out.splitlines())
+    assert main(["report", saved, "-o", str(output), "--json"]) == 0
+    told, document = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert json.loads(document) == {"report": str(output), "bytes": len(text.encode())}
+    assert "page.html: " in "".join(told.splitlines())
 
 
 def test_the_command_plans_a_target(tmp_path: Path) -> None:
