@@ -297,8 +297,8 @@ def _weights(
     for name, value in summed.items():
         nbytes = prices.local_bytes(name, value.layout)
         buckets.add_each(value.carriers, float(nbytes) if nbytes < ALONE_BYTES else 0.0)
-    tables = [each.total() for each in (state, sync, update, gradients)]
-    return *tables, _most(largest, places), buckets.total(), hiding.total()
+    most = _most(largest, places), buckets.total(), hiding.total()
+    return state.total(), sync.total(), update.total(), gradients.total(), *most
 
 
 def _summing(buckets: Table, kept: Table) -> Table:
