@@ -228,7 +228,7 @@ def _affine(normal: Tensor, rank: Arguments) -> Tensor:
     x, weight, bias = rank["x"], rank["weight"], rank["bias"]
     y = normal if weight is None else normal * weight.unsqueeze(1)
     y = y if bias is None else y + bias.unsqueeze(1)
-    return y.reshape(x.transpose(0, 1).shape).transpose(0, 1)
+    return y.reshape(x.transpose(0, 1).shape).transpose(0, 1).to(x.dtype)  # weights may have more bits
 
 
 def _copy(buffer: Tensor | None) -> Tensor | None:

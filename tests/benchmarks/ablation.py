@@ -45,11 +45,11 @@ from autopar.units import show_seconds
 from examples.characters import gpt
 from examples.photographs import unet
 from tests.benchmarks.hierarchical import Way, cuts, decide_after
-from tests.benchmarks.joint import gpus
+from tests.benchmarks.planning import cluster
 from tests.benchmarks.wide_resnet import Bottleneck
 
 Target: TypeAlias = tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor] | None]
-CLUSTER = gpus(2, 4)
+CLUSTER = cluster(2, 4)
 REQUEST = Request(
     mesh=Mesh((4,)),
     stages=2,

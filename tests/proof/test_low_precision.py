@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
+from autopar.core.force import Parallelism
 from autopar.core.graph import Graph, Ref, map_refs
 from autopar.core.precision import Precision
 from autopar.planning.request import Request
@@ -74,3 +75,12 @@ def test_a_cast_that_is_missing_is_found_by_its_kernel() -> None:
 @pytest.mark.parametrize(("loss", "passed"), [(0.01, True), (0.02, True), (0.03, False)])
 def test_losses_may_be_as_far_as_those_of_serial_reruns(loss: float, passed: bool) -> None:
     assert LowPrecision("bfloat16", 9, (), loss, spread=0.01).passed is passed
+
+
+def test_batch_norm_of_a_split_batch_keeps_the_dtype_of_its_samples() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
+    case = Target(model, (torch.randn(8, 3, 8, 8), torch.randn(8, 2, 4, 4)), {}, F.mse_loss, "")
+    request = Request(dtype=Precision.BF16, measure=False, schedule=None, force=Parallelism.BATCH)
+    report = check(case, ClusterSpec.local(2), request, steps=1)
+    assert report.passed and report.low is not None and report.low.loss is not None
