@@ -163,14 +163,16 @@ def plan(
 
     A cluster local:1-8, or FILE.toml:8-64, is a range: the best plan on more and more devices.
     """
+    from autopar.comparing.device_ranges import clusters_of, is_range
+
+    specs = clusters_of(cluster) if is_range(cluster) else [ClusterSpec.parse(cluster)]
     from autopar import api
-    from autopar.comparing.scaling import clusters_of, is_range, scale
+    from autopar.comparing.scaling import scale
     from autopar.results.draw_timeline import write_trace
     from autopar.results.progress_bar import ProgressBar
     from autopar.results.render_scaling import render_scaling
     from autopar.trace.target import load_target
 
-    specs = clusters_of(cluster) if is_range(cluster) else [ClusterSpec.parse(cluster)]
     made, bar = load_target(target), ProgressBar(progress)
 
     def planned(spec: ClusterSpec) -> Plan:

@@ -701,7 +701,7 @@ def test_broken_toml_names_the_file_and_the_line(capsys: pytest.CaptureFixture[s
 
 def test_a_branch_on_values_names_the_users_line(capsys: pytest.CaptureFixture[str]) -> None:
     error = error_of(capsys, "plan", f"{TARGETS}:branches", *LOCAL)
-    assert error["kind"] == "TraceError"
+    assert error["kind"] == "ValuesAskedError"
     assert "targets.py" in error["where"] and "if x.sum() > 0:" in error["where"]
 
 

@@ -10,11 +10,8 @@ python -m tests.benchmarks published FILE.csv   predictions beside published run
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -26,17 +23,13 @@ from rich.table import Table
 
 from autopar.runtime.launch.launch import run_function
 from tests.benchmarks import ablation
+from tests.benchmarks.allocators import ALLOCATORS, environment
 from tests.benchmarks.cases import BENCHMARKS, Benchmark, run
 from tests.benchmarks.contest import Timed
 from tests.benchmarks.published.__main__ import app as published
 from tests.benchmarks.statistics import Ratio, ratio
 
 ROUNDS = 20
-# glibc: never give memory back, and take big blocks from the heap too.
-ALLOCATORS = {
-    "default": {},
-    "tuned": {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +48,6 @@ class Row:
     predicted: dict[str, float | None]
     left_out: dict[str, float]
     same: dict[str, str]  # which of them run the program of another, and were timed as that
-
-
-@contextmanager
-def environment(settings: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(settings, OMP_NUM_THREADS="1")
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def measure(benchmark: Benchmark, allocator: str, rounds: int, folder: str) -> Row:

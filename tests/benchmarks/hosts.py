@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.errors import AutoparError
-from tests.benchmarks.__main__ import ALLOCATORS, environment
+from tests.benchmarks.allocators import ALLOCATORS, environment
 from tests.benchmarks.host_contest import DATA_PARALLEL, HOSTS, NETWORKS, OURS, PLANNED, STEPS, Found, contest
 from tests.benchmarks.namespaces import hosts, run_on_hosts
 from tests.benchmarks.statistics import Ratio, ratio

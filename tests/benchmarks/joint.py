@@ -38,7 +38,7 @@ from autopar.results.plan import Plan
 from autopar.runtime.launch.launch import run_function
 from autopar.trace.target import load_target
 from autopar.units import show_bytes, show_seconds
-from tests.benchmarks.__main__ import ALLOCATORS, environment
+from tests.benchmarks.allocators import ALLOCATORS, environment
 from tests.benchmarks.decided import STATE, Found, Trial, find_plans, run_rank
 from tests.benchmarks.hierarchical import Way
 from tests.benchmarks.statistics import Ratio, ratio

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.benchmarks import host_contest
-from tests.benchmarks.__main__ import ALLOCATORS, environment
+from tests.benchmarks.allocators import ALLOCATORS, environment
 from tests.benchmarks.contest import Timed
 from tests.benchmarks.namespaces import hosts, run_on_hosts
 from tests.benchmarks.sharded_contest import OURS, contest

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.comparing.measured import _serial_step
+from autopar.trace.autocast import Autocast
 from autopar.trace.target import Target
 
 
@@ -38,7 +39,7 @@ def test_gradients_of_a_serial_step_are_those_of_its_loss(
 ) -> None:
     ours, x, y = model(3, 2), torch.randn(4, 3), torch.randn(4, 2)
     args = (x, y) if loss_fn else (x,)
-    _serial_step(ours, Target(ours, args, kwargs, loss_fn, ""), args, kwargs)
+    _serial_step(ours, Target(ours, args, kwargs, loss_fn, ""), args, kwargs, autocast=Autocast())
     weight = ours.weight.detach().clone().requires_grad_()
     loss(x @ weight.t() + ours.bias.detach(), y).backward()
     torch.testing.assert_close(ours.weight.grad, weight.grad)

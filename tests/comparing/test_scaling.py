@@ -11,7 +11,8 @@ from torch import nn
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
-from autopar.comparing.scaling import clusters_of, is_range, scale
+from autopar.comparing.device_ranges import clusters_of, is_range
+from autopar.comparing.scaling import scale
 from autopar.errors import InfeasibleError, InputError
 from autopar.results.plan import Plan
 from autopar.results.scaling import Scaled, Scaling

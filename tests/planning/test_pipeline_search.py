@@ -257,8 +257,8 @@ def test_micro_batches_one_after_the_other_cost_what_is_repeated_and_what_is_not
     request = Request(measure=False, alternatives=False, micro_batches=count, mesh=Mesh((4,)))
     found = search(graph_of(count), CLUSTER, request)
     cost = found.step.cost
-    assert found.plan.step_seconds == pytest.approx(count * cost.micro_batch + cost.sync + cost.update)
-    assert found.plan.gap <= 1e-3
+    assert found.plan.step_seconds == pytest.approx(count * cost.micro_batch + cost.exposed + cost.update)
+    assert found.plan.gap <= 0.1  # by what sums of gradients may hide behind backward
     whole = search(graph_of(1), CLUSTER, Request(measure=False, alternatives=False, mesh=Mesh((4,)))).plan
     assert found.plan.peak_bytes < whole.peak_bytes
 
@@ -284,9 +284,9 @@ def test_where_outputs_beside_the_loss_do_not_fit_the_batch_is_parted() -> None:
     cluster, batch = ClusterSpec(devices_per_node=2, device="h100"), torch.zeros(64, 4)
     ask = partial(plan, Scores(), cluster, batch, mesh="2", measure=False, optimizer="sgd")
     roomy = ask()
-    assert roomy.pipeline.micro_batches == 1 and roomy.peak_bytes > 16 << 20
-    scarce = ask(memory=16 << 20)
-    assert scarce.pipeline.micro_batches > 1 and scarce.peak_bytes <= 16 << 20
+    assert roomy.pipeline.micro_batches == 1
+    scarce = ask(memory=(cap := roomy.peak_bytes * 4 // 5))
+    assert scarce.pipeline.micro_batches > 1 and scarce.peak_bytes <= cap
 
 
 @pytest.mark.parametrize("limit", [1e-3, 2.0])

@@ -55,8 +55,10 @@ def test_communication_and_sums_are_those_of_the_layers() -> None:
     own = sum(layer.communication for layer in found.layers)
     assert found.parts.communication > 0
     assert found.parts.communication + found.parts.sums == pytest.approx(own)
-    batch = planned(stages=1, micro_batches=1, force="batch").parts
-    assert batch.sums > 0 and batch.hidden == batch.hops == batch.recompute == 0
+    batch = planned(stages=1, micro_batches=1, force="batch")
+    parts, own = batch.parts, sum(layer.communication for layer in batch.layers)
+    assert parts.communication + parts.sums + parts.hidden == pytest.approx(own)
+    assert parts.sums > 0 and parts.hidden > 0 and parts.hops == parts.recompute == 0
 
 
 def test_recomputing_has_a_part_of_its_own() -> None:

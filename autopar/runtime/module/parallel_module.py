@@ -248,6 +248,7 @@ def _parallel_class(kind: type) -> type:
 def _forward_like(kind: Any) -> Callable[..., Any]:
     """Our forward with the signature of the user's, by which frameworks choose the columns of a batch."""
 
+    @entered
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         return self._autopar.forward(*args, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -55,6 +56,7 @@ def _masked(net: Any) -> Tensor:
 
 
 def pair(kinds: list[str], kind: type[nn.Module] = Net) -> tuple[Any, Any]:
+    gc.collect()  # modules of earlier calls, whose weights may lie otherwise on an equal mesh
     torch.manual_seed(0)
     theirs = kind().double()
     compile = forced_compiler(Mesh((2,)), kinds)
