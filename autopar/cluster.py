@@ -230,14 +230,20 @@ class ClusterSpec:
                 wanted="a number that cuts the cluster into equal parts of a node, or of whole nodes",
                 remedy=f"choose a divisor of {self.num_devices}",
             )
+        if inside:
+            return self.shaped(1, devices)
+        return self.shaped(devices // self.devices_per_node, self.devices_per_node)
+
+    def shaped(self, nodes: int, devices_per_node: int) -> ClusterSpec:
+        """So many nodes of so many devices like these, with the same links."""
         return ClusterSpec(
-            nodes=1 if inside else devices // self.devices_per_node,
-            devices_per_node=devices if inside else self.devices_per_node,
+            nodes=nodes,
+            devices_per_node=devices_per_node,
             device=self.device,
             memory=self.memory,
             cores=self.cores,
             intra=self.intra,
-            inter=None if inside else self.inter,
+            inter=self.inter if nodes > 1 else None,
             host=self.host,
             host_memory=self.host_memory,
         )

@@ -55,14 +55,4 @@ def _with_devices(whole: ClusterSpec, count: int) -> ClusterSpec:
             wanted="a part of one node, or whole nodes",
             remedy=f"choose a range that doubles to a multiple of {whole.devices_per_node}",
         )
-    return ClusterSpec(
-        nodes=max(nodes, 1),
-        devices_per_node=whole.devices_per_node if nodes else count,
-        device=whole.device,
-        memory=whole.memory,
-        cores=whole.cores,
-        intra=whole.intra,
-        inter=whole.inter if nodes > 1 else None,
-        host=whole.host,
-        host_memory=whole.host_memory,
-    )
+    return whole.shaped(nodes, whole.devices_per_node) if nodes else whole.shaped(1, count)

@@ -71,17 +71,7 @@ def resized(cluster: ClusterSpec, count: int) -> ClusterSpec:
             wanted="whole nodes",
             remedy=f"choose a multiple of {per_node}",
         )
-    return ClusterSpec(
-        nodes=nodes,
-        devices_per_node=per_node,
-        device=cluster.device,
-        memory=cluster.memory,
-        cores=cluster.cores,
-        intra=cluster.intra,
-        inter=cluster.inter if nodes > 1 else None,
-        host=cluster.host,
-        host_memory=cluster.host_memory,
-    )
+    return cluster.shaped(nodes, per_node)
 
 
 def batch_of(asked: Asked) -> int:

@@ -10,14 +10,16 @@ would share a program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from autopar.trace.attribute_reads import Reads
 from autopar.trace.user_source import calling_line
@@ -78,15 +80,11 @@ def evaluate(value: Any, tensors: Sequence[Tensor], known: dict[int, Any]) -> An
             return tensors[value.place]
         case Computed():
             if id(value) not in known:
-                args, kwargs = (evaluate(item, tensors, known) for item in (value.args, value.kwargs))
+                of = partial(evaluate, tensors=tensors, known=known)
+                args, kwargs = tree_map(of, (value.args, value.kwargs))
                 result = value.function(*args, **kwargs)
                 known[id(value)] = result if value.index is None else result[value.index]
             return known[id(value)]
-        case list() | tuple():
-            items = [evaluate(item, tensors, known) for item in value]
-            return items if isinstance(value, list) else tuple(items)
-        case dict():
-            return {key: evaluate(item, tensors, known) for key, item in value.items()}
     return value
 
 
@@ -108,7 +106,7 @@ class InputValues(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        taken = list(_tensors((args, kwargs)))
+        taken = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
         if not taken or not all(id(tensor) in self._made for tensor in taken):
             return function(*args, **kwargs)
         asked = Computed(function, self._by_value(args), self._by_value(kwargs))
@@ -146,24 +144,4 @@ class InputValues(TorchFunctionMode):
                         self._made.setdefault(id(item), (item, one))
 
     def _by_value(self, value: Any) -> Any:
-        match value:
-            case Tensor():
-                return self._made[id(value)][1]
-            case list() | tuple():
-                items = [self._by_value(item) for item in value]
-                return items if isinstance(value, list) else tuple(items)
-            case dict():
-                return {key: self._by_value(item) for key, item in value.items()}
-        return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    match value:
-        case Tensor():
-            yield value
-        case list() | tuple():
-            for item in value:
-                yield from _tensors(item)
-        case dict():
-            for item in value.values():
-                yield from _tensors(item)
+        return tree_map_only(Tensor, lambda tensor: self._made[id(tensor)][1], value)

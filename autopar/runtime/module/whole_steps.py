@@ -12,6 +12,7 @@ A gathered parameter takes its memory, its gradient's and its state's for the ti
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
@@ -44,12 +45,15 @@ def step_whole(owner: Owner, mesh: DeviceMesh, *, staged: bool) -> None:
     since then not all ranks have parameters."""
     hidden: list[tuple[DTensor, Any]] = []
     running: set[int] = set()
+    alive = weakref.ref(owner)  # torch's list of hooks would keep it
 
     def step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kinds = {kind.__name__ for kind in type(optimizer).__mro__}
         if id(optimizer) in running or not (kinds & (_WHOLE | _PARTS | _FUSED_PARTS)):
             return None
         if not kinds & (_WHOLE | _PARTS) and not any(group["fused"] for group in optimizer.param_groups):
+            return None
+        if (owner := alive()) is None:
             return None
         args, kwargs = _called(args, kwargs)
         stored = {key: item.stored for key, item in owner.tree.owned().items()}

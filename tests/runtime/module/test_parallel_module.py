@@ -601,3 +601,21 @@ def _wrapped() -> None:
 
 def test_a_ddp_model_is_refused_by_name(pools: Pools) -> None:
     pools(2).run(_wrapped)
+
+
+def _trained_and_gone() -> list[bool]:
+    torch.manual_seed(0)
+    module = ParallelModule(
+        nn.Linear(3, 2), forced_compiler(Mesh((2,)), ["batch"]), describe=describe, device=CPU
+    )
+    module(torch.ones(4, 3)).sum().backward()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    optimizer.step()
+    alive = [weakref.ref(module), weakref.ref(module._autopar)]
+    del module, optimizer
+    gc.collect()
+    return [reference() is None for reference in alive]
+
+
+def test_a_parallel_module_ends_with_its_last_reference(pools: Pools) -> None:
+    assert pools(2).run(_trained_and_gone) == [[True] * 2] * 2

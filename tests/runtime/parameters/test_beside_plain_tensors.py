@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,6 @@ from autopar.core.placement import Shard
 from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.parameters import beside_plain_tensors
 from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
 from tests.pool import Pool
 from tests.runtime.forced_compiler import forced_compiler
@@ -56,7 +56,7 @@ def _masked(net: Any) -> Tensor:
 
 
 def pair(kinds: list[str], kind: type[nn.Module] = Net) -> tuple[Any, Any]:
-    beside_plain_tensors._known.clear()  # modules of earlier tests, on an equal mesh
+    gc.collect()  # modules of earlier tests, which may lie otherwise on an equal mesh
     torch.manual_seed(0)
     theirs = kind().double()
     compile = forced_compiler(Mesh((2,)), kinds)
