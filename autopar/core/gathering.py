@@ -6,7 +6,7 @@
 | KEEP      | in every micro-batch    | in its backward | full copy, from forward to backward   | ZeRO-2   |
 | AGAIN     | in forward and backward | in its backward | nothing                               | FSDP     |
 
-A weight that is cast before it is gathered is told of by its cast: kept, or gathered again from the cast shard.
+Where a weight is cast before it is gathered, its cast has a way: KEEP, or AGAIN from the cast shard.
 """
 
 from __future__ import annotations
