@@ -7,6 +7,7 @@ converted back, so that every placement that the rule names is exercised with it
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -152,7 +153,7 @@ def differences(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int =
     found: dict[str, float] = {}
 
     def note(what: str, gap: float) -> None:
-        found[what] = max(gap, found.get(what, 0.0))
+        found[what] = max(math.inf if math.isnan(gap) else gap, found.get(what, 0.0))
 
     for local in outputs:
         for index, (ours, theirs) in enumerate(zip(local, wanted, strict=True)):

@@ -400,8 +400,9 @@ def register(rule: type[Rule]) -> type[Rule]:
 
 
 def has_linear_backward(target: Any) -> bool:
-    """Whether parts of a gradient may go through an operator's backward one by one, and be added up then."""
-    return target.namespace in LIBRARIES
+    """Whether parts of a gradient may go through an operator's backward one by one, and be added up then;
+    of Python's own functions, such as `getitem`, they may."""
+    return getattr(target, "namespace", LIBRARIES[0]) in LIBRARIES
 
 
 def rule_of(operator: Operator) -> Rule:
