@@ -240,6 +240,7 @@ class Rule(ABC):
 
     targets: ClassVar[tuple[Any, ...]] = ()
     random: ClassVar[bool] = False  # draws from the generator
+    reads_values: ClassVar[bool] = False  # of constants, by which ranks have more or less to do
 
     @abstractmethod
     def equation(self, op: Instance) -> Equation:
@@ -253,6 +254,10 @@ class Rule(ABC):
         """Write the rank's local computation; one handle for each result."""
         result = site.local_call()
         return result if isinstance(result, (tuple, list)) else (result,)
+
+    def fullest(self, site: Site) -> tuple[int, ...]:
+        """The coordinate of the rank with the most to do, of a rule that `reads_values`."""
+        return site.coordinate
 
     def relations(self, op: Instance) -> list[Relation]:
         """Groups of dims that are refined and cut alike."""
