@@ -48,7 +48,9 @@ class ProgressBar:
             self._shown(done, total, what)
         elif self._shown:
             progress, task = self._shown
-            progress.update(task, completed=done, total=total, description=what)
+            progress.update(task, description=what)
+            if total:
+                progress.update(task, completed=done, total=total)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
