@@ -143,9 +143,11 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _seconds(operation: Callable[[], object], device: torch.device) -> float:
+    """Of the fastest run: what else a machine does, or threads that wait for a core, can only add."""
+
     def run(mark: Callable[[], Mark]) -> tuple[Mark, Mark]:
         start = mark()
         operation()
         return start, mark()
 
-    return repeat(run, device, CALIBRATION_SECONDS).parts[0]
+    return repeat(run, device, CALIBRATION_SECONDS).least

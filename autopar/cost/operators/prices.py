@@ -58,7 +58,8 @@ class Price:
 
     `forward` is the part of `seconds` before the loss, `weights` the part of the backward pass that
     only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
-    `missing_seconds` the part of `compute` that is an estimate; `kept` what stays in memory for backward.
+    `missing_seconds` the part of `compute` that isn't measured, `interpolated_seconds` what of it follows
+    from other sizes; `kept` what stays in memory for backward.
     `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
     Sums of gradients may hide `behind` so many seconds, for which `credit` is taken off.
     """
@@ -75,6 +76,7 @@ class Price:
     again: float = 0.0
     behind: float = 0.0
     credit: float = 0.0
+    interpolated_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -278,6 +280,7 @@ class Prices:
         costs += [self.call(item) for item in (*local, *strips)]
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
+        between = sum(self._seconds(item) for item in costs if item.interpolated)
         inner = [self._inner(target, args, spec) for target, args, spec in emitter.collectives]
         talk = sum(map(sum, inner))
         work = sum(flops(item) for item in local)
@@ -288,7 +291,16 @@ class Prices:
         kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         calls = local + strips
         if not self.training:
-            return Price(compute, talk, missing, work, calls, Kept(aliases=kept.aliases), forward=ahead)
+            return Price(
+                compute,
+                talk,
+                missing,
+                work,
+                calls,
+                Kept(aliases=kept.aliases),
+                forward=ahead,
+                interpolated_seconds=between,
+            )
         sizes = (
             emitter.meta[values[index]].numel() * emitter.meta[values[index]].element_size()
             for index in kept.operands
@@ -309,6 +321,7 @@ class Prices:
             again=again,
             behind=behind,
             credit=self.credit * behind,
+            interpolated_seconds=between,
         )
 
     def _weights_share(self, operation: Operator, flops: int) -> float:
