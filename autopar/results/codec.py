@@ -20,15 +20,15 @@ import cattrs
 
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Broadcast, Partial, Placement, Replicate, Shard
+from autopar.core.user_text import parse_json, read_text
 from autopar.core.version import VERSION
-from autopar.errors import InputError, cut_text
+from autopar.errors import SHOWN, InputError, cut_text, show_value
 from autopar.results.whole_file import write_whole
 
 FORMAT = 2  # of a file: another number gives its fields another meaning
 READ = (FORMAT - 1, FORMAT)  # formats that are read
 HEAD = ("kind", "format", "autopar")
-SHOWN = 3  # faults of a file that an error names
-LONGEST = 60  # characters of what a file says that an error repeats
+FAULTS = 3  # of a file, that an error names
 
 Result = TypeVar("Result")
 
@@ -51,24 +51,22 @@ def load(kind: type[Result], path: str | Path) -> Result:
         return _CONVERTER.structure(document["result"], kind)
     except cattrs.BaseValidationError as cause:
         faults = cattrs.transform_error(cause, path="result")
-        more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-        raise _wrong(path, "; ".join(faults[:SHOWN]) + more, f"the fields of a {kind.__name__}") from cause
+        more = f" and {len(faults) - FAULTS} more" if len(faults) > FAULTS else ""
+        raise _wrong(path, "; ".join(faults[:FAULTS]) + more, f"the fields of a {kind.__name__}") from cause
 
 
 def _read(path: str | Path, kind: str) -> dict[str, Any]:
     """The document in a file, whose kind and versions are those wanted."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
-        found = cause.strerror if isinstance(cause, OSError) else str(cause)
-        raise _wrong(path, str(found), f"a readable JSON file of a {kind}") from cause
+        document = parse_json(read_text(path))
+    except ValueError as cause:
+        raise _wrong(path, str(cause), f"a readable JSON file of a {kind}") from cause
     if not isinstance(document, dict) or document.keys() != {*HEAD, "result"}:
         raise _wrong(path, "other JSON", f"an object of {', '.join(HEAD)} and result")
     if document["kind"] != kind:
-        raise _wrong(path, f"kind {cut_text(repr(document['kind']), LONGEST)}", f"kind {kind!r}")
+        raise _wrong(path, f"kind {show_value(document['kind'])}", f"kind {kind!r}")
     if document["format"] not in READ or isinstance(document["format"], bool):
-        found = f"format {cut_text(repr(document['format']), LONGEST)} of autopar "
-        found += cut_text(str(document["autopar"]), LONGEST)
+        found = f"format {show_value(document['format'])} of autopar {cut_text(str(document['autopar']), SHOWN)}"
         raise _wrong(path, found, f"format {' or '.join(map(str, READ))}")
     return document
 
@@ -90,7 +88,7 @@ def _placement(text: Any, _: object) -> Placement:
         return plain[text]
     shard = re.fullmatch(r"S\((\d+)(?:\.(\d+))?\)", str(text))
     if shard is None:
-        raise ValueError(f"{text!r} is no placement: S(0), S(0.1), R, P or B")
+        raise ValueError(f"{show_value(text)} is no placement: S(0), S(0.1), R, P or B")
     return Shard(int(shard[1]), int(shard[2] or 0))
 
 
