@@ -25,7 +25,6 @@ from autopar.core.user_text import LONGEST_TOML, parse_toml, read_text
 from autopar.errors import InputError, show_value
 from autopar.units import parse_bytes, parse_rate, parse_seconds, show_bytes, show_rate, show_seconds
 
-
 MOST_DEVICES = 1_000_000  # more than any cluster has, and few enough to list their meshes in a second
 MOST_BYTES = 1 << 63
 
@@ -158,7 +157,9 @@ class ClusterSpec:
         if not (world and per_node and world % per_node == 0):
             raise InputError(
                 where="environment",
-                found=", ".join(f"{name}={show_value(text)}" for name, text in zip(names, texts, strict=True)),
+                found=", ".join(
+                    f"{name}={show_value(text)}" for name, text in zip(names, texts, strict=True)
+                ),
                 wanted="whole numbers, as torchrun sets them, with equally many processes on every node",
                 remedy="start the script by `autopar run SCRIPT --cluster local:4` or by torchrun",
             )

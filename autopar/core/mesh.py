@@ -33,7 +33,9 @@ class Mesh:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.shape) <= len(AXIS_NAMES) or not all(1 <= size <= LONGEST for size in self.shape):
+        if not 1 <= len(self.shape) <= len(AXIS_NAMES) or not all(
+            1 <= size <= LONGEST for size in self.shape
+        ):
             raise InputError(
                 where="mesh",
                 found="x".join(map(show_value, self.shape)) or "no axes",

@@ -1,4 +1,4 @@
-"""Texts that users wrote, or broke, as data: parsers fail or take minutes on what is far too deep or too long.
+"""Texts that users wrote, or broke, as data: parsers fail, or take minutes, on what is too deep or too long.
 
     file ─ read_text ─ text ─ parse_json, parse_toml ─ data, whose values are still to be checked
 
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.errors import show_value
 
@@ -23,6 +23,8 @@ DIGITS = 30  # of a whole number; the largest count, of flops, has 20
 LONGEST = 64 << 20  # bytes of a file; the plan of a thousand operators has one MiB
 LONGEST_TOML = 256 << 10  # bytes of a file
 LONGEST_LINE = 4_000  # characters of a line of TOML: tomllib's time is quadratic in the dots of a key
+
+Tree = TypeVar("Tree")
 
 
 def read_text(path: str | Path, *, longest: int = LONGEST) -> str:
@@ -40,7 +42,7 @@ def read_text(path: str | Path, *, longest: int = LONGEST) -> str:
         raise ValueError(f"bytes that are no UTF-8 text, at byte {cause.start:,}") from cause
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> Any:  # noqa: ANN401  JSON may hold anything
     """The value that a text of JSON says; raises ValueError for any other, and for a key that comes twice."""
     return _parsed(partial(json.loads, text, parse_int=_whole, object_pairs_hook=_object))
 
@@ -50,11 +52,10 @@ def parse_toml(text: str) -> dict[str, Any]:
     for number, line in enumerate(text.splitlines(), 1):
         if len(line) > LONGEST_LINE:
             raise ValueError(f"more than {LONGEST_LINE:,} characters in line {number}")
-    tables: dict[str, Any] = _parsed(partial(tomllib.loads, text))
-    return tables
+    return _parsed(partial(tomllib.loads, text))
 
 
-def _parsed(parse: Callable[[], Any]) -> Any:
+def _parsed(parse: Callable[[], Tree]) -> Tree:
     """What `parse` gives, unless it is too deep, or has a number that is too long."""
     try:
         tree = parse()
@@ -68,7 +69,7 @@ def _parsed(parse: Callable[[], Any]) -> Any:
     return tree
 
 
-def _check(tree: Any) -> None:
+def _check(tree: object) -> None:
     level = [tree]
     for _ in range(DEEPEST + 1):
         for value in level:
@@ -80,7 +81,7 @@ def _check(tree: Any) -> None:
     raise _too_deep()
 
 
-def _children(value: Any) -> Iterable[Any]:
+def _children(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()

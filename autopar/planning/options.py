@@ -103,7 +103,10 @@ def _memory(memory: float | str | None) -> int | None:
     if memory is None or 1 <= memory < MOST_BYTES:
         return None if memory is None else int(memory)
     raise InputError(
-        where="memory", found=f"{show_value(memory)} bytes", wanted="a size such as 2GiB", remedy='write memory="2GiB"'
+        where="memory",
+        found=f"{show_value(memory)} bytes",
+        wanted="a size such as 2GiB",
+        remedy='write memory="2GiB"',
     )
 
 
@@ -162,7 +165,9 @@ def _count(flag: str, value: int | str | None) -> int | None:
 def _choice(flag: str, choices: type[Choice], value: str) -> Choice:
     names = {str(choice.value): choice for choice in choices}
     if not isinstance(value, str) or value not in names:
-        raise InputError(where=flag, found=show_value(value), wanted=", ".join(names), remedy="choose one of these")
+        raise InputError(
+            where=flag, found=show_value(value), wanted=", ".join(names), remedy="choose one of these"
+        )
     return names[value]
 
 

@@ -13,21 +13,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import cattrs
+from cattrs.v import format_exception
 
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Broadcast, Partial, Placement, Replicate, Shard
 from autopar.core.user_text import parse_json, read_text
 from autopar.core.version import VERSION
-from autopar.errors import SHOWN, InputError, cut_text, show_value
+from autopar.errors import SHOWN, AutoparError, InputError, cut_text, show_value
 from autopar.results.whole_file import write_whole
 
 FORMAT = 2  # of a file: another number gives its fields another meaning
 READ = (FORMAT - 1, FORMAT)  # formats that are read
 HEAD = ("kind", "format", "autopar")
+EXACTLY: Mapping[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str,), bool: (bool,)}
 FAULTS = 3  # of a file, that an error names
 
 Result = TypeVar("Result")
@@ -44,15 +48,39 @@ def save(result: object, path: str | Path) -> None:
     write_whole(Path(path), _text(document), where=f"{type(result).__name__.lower()} file {path}")
 
 
-def load(kind: type[Result], path: str | Path) -> Result:
-    """The result of that kind that `save` wrote; raises InputError for any other file."""
+def load(
+    kind: type[Result], path: str | Path, broken_laws: Callable[[Result], Iterable[str]] = lambda _: ()
+) -> Result:
+    """The result of that kind that `save` wrote, which breaks no law; raises InputError for any other file."""
     document = _read(path, kind.__name__)
     try:
-        return _CONVERTER.structure(document["result"], kind)
+        result = _CONVERTER.structure(document["result"], kind)
     except cattrs.BaseValidationError as cause:
-        faults = cattrs.transform_error(cause, path="result")
-        more = f" and {len(faults) - FAULTS} more" if len(faults) > FAULTS else ""
-        raise _wrong(path, "; ".join(faults[:FAULTS]) + more, f"the fields of a {kind.__name__}") from cause
+        faults = cattrs.transform_error(cause, path="result", format_exception=_fault)
+        raise _faulty(path, kind, faults) from cause
+    if faults := list(broken_laws(result)):
+        raise _faulty(path, kind, faults)
+    return result
+
+
+def _faulty(path: str | Path, kind: type, faults: list[str]) -> InputError:
+    more = f" and {len(faults) - FAULTS} more" if len(faults) > FAULTS else ""
+    parts = [fault.rpartition(" @ ") for fault in faults[:FAULTS]]
+    found = (
+        "; ".join(f"{cut_text(what, SHOWN)}{at}{cut_text(path, SHOWN)}" for what, at, path in parts) + more
+    )
+    return _wrong(path, found, f"the fields of a {kind.__name__}")
+
+
+def _fault(cause: BaseException, kind: type | None) -> str:
+    """What is wrong with one field."""
+    match cause:
+        case AutoparError():
+            return f"{cause.found}, where {cause.wanted} is wanted"
+        case ValueError():
+            return str(cause)
+        case _:
+            return format_exception(cause, kind)
 
 
 def _read(path: str | Path, kind: str) -> dict[str, Any]:
@@ -66,7 +94,9 @@ def _read(path: str | Path, kind: str) -> dict[str, Any]:
     if document["kind"] != kind:
         raise _wrong(path, f"kind {show_value(document['kind'])}", f"kind {kind!r}")
     if document["format"] not in READ or isinstance(document["format"], bool):
-        found = f"format {show_value(document['format'])} of autopar {cut_text(str(document['autopar']), SHOWN)}"
+        found = (
+            f"format {show_value(document['format'])} of autopar {cut_text(str(document['autopar']), SHOWN)}"
+        )
         raise _wrong(path, found, f"format {' or '.join(map(str, READ))}")
     return document
 
@@ -92,12 +122,21 @@ def _placement(text: Any, _: object) -> Placement:
     return Shard(int(shard[1]), int(shard[2] or 0))
 
 
+def _exactly(types: tuple[type, ...], value: Any, kind: type) -> Any:
+    """The value, which has one of the types: what could be made of another is not what was saved."""
+    if type(value) not in types:
+        raise ValueError(f"{show_value(value)} is no {kind.__name__}")
+    return kind(value)
+
+
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
     for printed in (Mesh, Shard, Replicate, Partial, Broadcast):
         converter.register_unstructure_hook(printed, str)
     converter.register_structure_hook(Mesh, lambda text, _: Mesh.parse(str(text)))
     converter.register_structure_hook(Placement, _placement)
+    for kind, types in EXACTLY.items():
+        converter.register_structure_hook(kind, partial(_exactly, types))
     return converter
 
 
