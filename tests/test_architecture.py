@@ -1,6 +1,6 @@
 """Dependencies point one way: a room imports those to its right, and nothing to its left.
 
-    api, cli - proof, comparing, explaining, integrations - compiler - planning - solve - cost
+    api, cli - proof, comparing, explaining, doctor, integrations - compiler - planning - solve - cost
         - rewrite, costdb - runtime, ops - trace, sharding, convert, schedules, results, cluster
         - core - units, errors
 
@@ -35,7 +35,7 @@ FLOORS = [  # the lowest first
     {"solve"},
     {"planning"},
     {"compiler"},
-    {"proof", "comparing", "explaining", "integrations"},
+    {"proof", "comparing", "explaining", "doctor", "integrations"},
     {"api"},
     {"cli"},
     {"autopar"},  # the package's own __init__

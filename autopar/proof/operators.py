@@ -29,7 +29,7 @@ from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Sample
 from autopar.sharding.strategies import find_atoms, strategies_of
-from autopar.trace.graph_builder import _HIDDEN_WRITES, USABLE_RESULTS
+from autopar.trace.written_graph import HIDDEN_WRITES, USABLE_RESULTS
 
 
 class OneOperator:
@@ -49,7 +49,7 @@ class OneOperator:
                 replaced.append(torch.float64 if leaf is torch.float32 else leaf)
         args, kwargs = pytree.tree_unflatten(replaced, self.structure)
         self.leaves = replaced
-        written = _HIDDEN_WRITES.get(sample.target, ())
+        written = HIDDEN_WRITES.get(sample.target, ())
         self.buffers = [args[place].name for place in written if isinstance(args[place], Ref)]
         for name, tensor in self.tensors.items():
             fixed = name in self.buffers or name in sample.constant
