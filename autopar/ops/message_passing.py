@@ -23,7 +23,15 @@ from autopar.core.placement import B, Shard
 from autopar.core.strategy import Option
 from autopar.sharding.atoms import Atoms, Dim, Table
 from autopar.sharding.equation import Equation, Kind
-from autopar.sharding.needed_rows import NEEDED, fetch_needed, members, needed_rows, owned_rows, remembered
+from autopar.sharding.needed_rows import (
+    NEEDED,
+    cut_key,
+    fetch_needed,
+    members,
+    needed_rows,
+    owned_rows,
+    remembered,
+)
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.trace.edge_operators import PICK, PLACE
 
@@ -117,10 +125,12 @@ class Pick(Rule):
 
         def reads(coordinate: Sequence[int]) -> Tensor:
             first, stop = _made_rows(site, coordinate)
-            return remembered(site, ("reads", first, stop), lambda: _different(index[first:stop]))
+            return remembered(
+                site, ("reads", site.operands[1], first, stop), lambda: _different(index[first:stop])
+            )
 
         needed = needed_rows(site, 0, axes, reads)
-        key = site.operands[1], edges, needed.own, axes
+        key = site.operands[1], cut_key(site, 0)
         x = fetch_needed(site, site.values[0], needed, axes, key)
         local = site.emitter.constant(
             ("pick", *key), _indices(edges[1] - edges[0]), lambda: needed.places(index[slice(*edges)])
@@ -181,12 +191,12 @@ class Place(Rule):
                 kept: Tensor = edges[(index[edges] >= first) & (index[edges] < stop)]
                 return kept
 
-            return remembered(site, ("placed", first, stop, tuple(group)), find)
+            return remembered(site, ("placed", site.operands[1], first, stop, tuple(group)), find)
 
         needed, mine = needed_rows(site, 0, axes, reads), reads(site.coordinate)
-        key = site.operands[1], made, needed.own, axes
+        key = site.operands[1], cut_key(site, 0)
         rows, count = fetch_needed(site, site.values[0], needed, axes, key), _indices(len(mine))
-        if not (needed.is_silent and len(mine) == _length(needed.own)):
+        if not needed.is_silent:  # else each has just its own
             places = site.emitter.constant(("placed", *key), count, lambda: needed.places(mine))
             rows = site.call(aten.index_select.default, rows, 0, places)
         index = site.emitter.constant(("place", *key), count, lambda: index[mine] - made[0])

@@ -29,6 +29,7 @@ from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.needed_rows import (
     NEEDED,
     NeededRows,
+    cut_key,
     fetch_needed,
     members,
     needed_rows,
@@ -50,7 +51,8 @@ class _Mine:
         self.rows = self.rows_of(site.coordinate)
         self.group = tuple(owned_rows(site, 3, place) for place in members(site, self.axes))
         self.own = owned_rows(site, 3, site.coordinate)
-        self.key = *site.operands[:2], self.rows, self.group, self.own
+        self.matrix = site.operands[:2]
+        self.key = *self.matrix, cut_key(site, 3)
 
     def rows_of(self, coordinate: Sequence[int]) -> tuple[int, int]:
         """The rows of the result that the rank at a coordinate makes."""
@@ -63,7 +65,7 @@ class _Mine:
     def entries(self, coordinate: Sequence[int]) -> Tensor:
         """Which entries the rank at a coordinate multiplies by."""
         columns = self.group_of(coordinate)
-        key = "entries", self.rows_of(coordinate), columns
+        key = "entries", *self.matrix, self.rows_of(coordinate), columns
         return remembered(self.site, key, lambda: self.find_entries(self.rows_of(coordinate), columns))
 
     def group_of(self, coordinate: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -88,11 +90,11 @@ class _Mine:
             found = self.places()[1][self.find_entries(rows, columns)]
             return len(found) + int((torch.bincount(found) > 0).sum())
 
-        return remembered(self.site, ("work", rows, columns), count)
+        return remembered(self.site, ("work", *self.matrix, rows, columns), count)
 
     def reads(self, coordinate: Sequence[int]) -> Tensor:
         """The rows of x that the rank at a coordinate reads, rising."""
-        key = "reads", self.rows_of(coordinate), self.group_of(coordinate)
+        key = "reads", *self.matrix, self.rows_of(coordinate), self.group_of(coordinate)
 
         def find() -> Tensor:
             found: Tensor = self.places()[1][self.entries(coordinate)].unique()
@@ -120,7 +122,7 @@ class _Mine:
             shape = self.rows[1] - self.rows[0], self.width
             return block_of(row[kept] - self.rows[0], local, shape).forms
 
-        return remembered(self.site, ("block", *self.key), cut)
+        return remembered(self.site, ("block", *self.matrix, self.rows, self.group, self.own), cut)
 
     def places(self) -> tuple[Tensor, Tensor]:
         """The row and the column of every entry."""

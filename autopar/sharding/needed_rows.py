@@ -39,7 +39,7 @@ class NeededRows:
     sent: Tensor
     receives: tuple[int, ...]
     sends: tuple[int, ...]
-    is_silent: bool  # whether no rank of the group reads a row of another
+    is_silent: bool  # whether no rank of the mesh reads a row of another
 
     @property
     def length(self) -> int:
@@ -75,6 +75,20 @@ def owned_rows(site: Site, operand: int, coordinate: Sequence[int]) -> Rows:
     return site.dims.rows(name, Shard(0), layout, coordinate)
 
 
+def cut_key(site: Site, operand: int) -> object:
+    """Equal where the rows of an operand and of the result are cut alike, on all ranks."""
+    result = site.operator.results[0]
+    assert result is not None
+    ends = (site.operands[operand], site.operand_layout(operand)), (result, site.result_layout())
+    axes = [tuple(axis for axis, each in enumerate(layout) if each == Shard(0)) for _, layout in ends]
+    lengths = [site.dims.graph.specs[name].shape[0] for name, _ in ends]
+    ways = [
+        site.dims.way_of_cutting(site.dims.component(name, Shard(0))) if along else length
+        for (name, _), along, length in zip(ends, axes, lengths, strict=True)
+    ]
+    return site.axes(NEEDED), *axes, *ways
+
+
 def needed_rows(site: Site, operand: int, axes: Sequence[int], reads: Reads) -> NeededRows:
     """What this rank exchanges so that all along `axes` have the rows of an operand that they read."""
     group = members(site, axes)
@@ -84,7 +98,8 @@ def needed_rows(site: Site, operand: int, axes: Sequence[int], reads: Reads) -> 
     foreign = [_within(read, rows) if rank != me else read[:0] for rank, rows in enumerate(owned)]
     sent = [_within(reads(place), mine) - mine[0] if place != group[me] else read[:0] for place in group]
     counts = tuple(map(len, foreign)), tuple(map(len, sent))
-    silent = all(_lies_in(reads(place), rows) for place, rows in zip(group, owned, strict=True))
+    everyone = members(site, site.mesh.axes)  # programs of all ranks have the same calls
+    silent = all(_lies_in(reads(place), owned_rows(site, operand, place)) for place in everyone)
     return NeededRows(mine, torch.cat(foreign), torch.cat(sent), *counts, silent)
 
 
@@ -111,8 +126,8 @@ def _within(rows: Tensor, span: Rows) -> Tensor:
 
 def remembered(site: Site, key: object, make: Callable[[], Made]) -> Made:
     """What `make` gives of an operator's constants, once for all ranks and strategies with this key."""
-    memo, whole = site.dims.memo, (site.operands, key)
-    if whole not in memo:
-        memo[whole] = make()
-    found: Made = memo[whole]
+    memo = site.dims.memo
+    if key not in memo:
+        memo[key] = make()
+    found: Made = memo[key]
     return found
