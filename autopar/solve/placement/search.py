@@ -343,8 +343,8 @@ def completed(
     recompute: Recompute,
     offload: Offload = Offload.NONE,
 ) -> Solution:
-    """The program with the parts that are computed again and the tensors that are moved to the host, if any,
-    and what it takes; without a bound."""
+    """The program with what is computed again and moved to the host, if anything, and its cost; without a
+    bound."""
     if recompute is Recompute.ALL:
         priced = everything(priced)
     if offload is Offload.ALL:

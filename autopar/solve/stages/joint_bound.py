@@ -181,8 +181,8 @@ class Exchange:
         return math.inf if fixed and far else far
 
     def farthest(self, name: str) -> float:
-        """Seconds of the dearest conversion of a tensor between a layout that it has in * and any that
-        somebody may make or want, either way."""
+        """Seconds of the dearest conversion of a tensor between a layout in * and any other, either way. The
+        others are those that somebody may make or want."""
         requires_grad = self.prices.training and self.graph.specs[name].requires_grad
         own = self.own[name]
         ends = {canonical(layout, differentiable=requires_grad) for layout in self.layouts(name)} | own
