@@ -240,6 +240,7 @@ class Rule(ABC):
 
     targets: ClassVar[tuple[Any, ...]] = ()
     random: ClassVar[bool] = False  # draws from the generator
+    numbers_alike: ClassVar[bool] = False  # floats, but for 0 and 1, change neither strategies nor costs
 
     @abstractmethod
     def equation(self, op: Instance) -> Equation:
@@ -354,6 +355,8 @@ class Regroup(Rule):
 
 class Gathered(Rule):
     """What an operator without a rule gets: gathered operands, or unsummed ones throughout."""
+
+    numbers_alike = True
 
     def equation(self, op: Instance) -> Equation:
         none = tuple((None,) * len(op.specs[name].shape) for name in op.operands)
