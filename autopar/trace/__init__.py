@@ -2,6 +2,10 @@
 
 export               nn.Module -> Graph, by torch.export
 graph_builder        writes the exported graph down as operators
+written_graph        the graph as far as it is written down
+in_place             in-place writes as single assignments
+casts                what autocast casts, as operators
+call_forms           calls in functional form, with devices by name
 structure            evaluates what follows from a graph's edges alone
 fused_products       sums of neighbours as such products
 sparse_products      products of sparse matrices as one operator

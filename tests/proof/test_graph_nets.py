@@ -75,11 +75,11 @@ def test_unedited_layers_train_as_alone(name: str) -> None:
 
 
 VARIANTS = [
-    *(("2", (factor,)) for factor in "ijf"),
-    *(("2x2", factors) for factors in (("i", "j"), ("j", "i"), ("i", "f"), ("i", "i"))),
-    *(("2x3", factors) for factors in (("j", "f"), ("f", "i"))),
+    *(("2", (factor,)) for factor in "ijfr"),
+    *(("2x2", factors) for factors in (("i", "j"), ("j", "i"), ("i", "f"), ("i", "i"), ("r", "f"))),
+    *(("2x3", factors) for factors in (("j", "f"), ("f", "i"), ("r", "j"), ("i", "r"), ("r", "r"))),
 ]
-QUICK = [("2x2", ("i", "j")), ("2", ("j",))]
+QUICK = [("2x2", ("i", "j")), ("2", ("j",)), ("2", ("r",))]
 SPARSE: dict[str, tuple[Layer, Tensor | None]] = {
     "coo": (SparseLayer, adjacency("coo")),
     "csr": (SparseLayer, adjacency("csr")),
@@ -96,7 +96,7 @@ def prove_variant(name: str, mesh: str, factors: Sequence[str]) -> None:
     prove(layer, devices, dict.fromkeys(names, factors), structure=structure, mesh=mesh)
 
 
-@pytest.mark.parametrize(("name", "variant"), [("csr", QUICK[0]), ("weighted", QUICK[1])])
+@pytest.mark.parametrize(("name", "variant"), [*zip(("csr", "weighted", "held"), QUICK, strict=True)])
 def test_sparse_products_stay_where_they_are_in_blocks(name: str, variant: tuple[str, Sequence[str]]) -> None:
     prove_variant(name, *variant)
 

@@ -77,6 +77,9 @@ class Mixture:
             if made is None:
                 return None
             moves[name] = made
+            gathering = self.programs[levels[self.made_by[name][0]]].gathering(name)
+            if gathering is not Gathering.KEEP:
+                gatherings[name] = gathering
         strategies = {
             item.name: self.programs[level].strategies[item.name]
             for item, level in zip(self.graph.operators, levels, strict=True)
