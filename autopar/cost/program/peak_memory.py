@@ -236,7 +236,7 @@ class _Replay:
             self.prices.state_bytes(item.name, self.program.inputs[item.name]) for item in state
         )
         if not self.staged:
-            lasts = self.prices.once < 1.0  # of full gradients, those that add up
+            lasts = self.prices.step_weight < 1.0  # of full gradients, those that add up
             gradients = sum(weight.nbytes + lasts * weight.full for weight in self.tape.weights)
             self.heap.hold("state", state_bytes - gradients)
             self.heap.hold("batch", self.batch_bytes())

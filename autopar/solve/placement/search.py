@@ -378,11 +378,11 @@ def _optimism(problem: Problem, priced: PricedProgram) -> float:
     """Seconds by which the program is dearer than the solver knew: where several uses of a weight part
     before its gradient is summed, it is summed for every micro-batch."""
     prices = problem.prices
-    if prices.once == 1.0:
+    if prices.step_weight == 1.0:
         return 0.0
     uses = problem.graph.consumers()
     return sum(
-        (1.0 - prices.once) * prices.gradient_sync(value.name, value.move)
+        (1.0 - prices.step_weight) * prices.gradient_sync(value.name, value.move)
         for value in priced.values.of.values()
         if value.move is not None
         and not value.leads
