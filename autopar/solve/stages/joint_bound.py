@@ -12,9 +12,10 @@ with a[p,q] the seconds of * as a stage, and k[p] what conversions at p take at 
 
     x[p,q]  >=  c[p,q] = max(T - a[0,p] - a[q,n] - k[p] - k[q], sum of the fastest strategies of [p,q))
 
-Seconds are those that placements are compared by: of a micro-batch, F + B, and w (`step_weight`) those of gradient sums
-and updates, E, of which a stage has at most e[p,q]; t[p,q] = c[p,q] - w e[p,q] bounds F + B alone. For a
-schedule of M micro-batches on K ranks that gives, by the same paths through its actions as in cut_problem.py,
+Seconds are those that placements are compared by: of a micro-batch, F + B, and w (`step_weight`) times those
+of gradient sums and updates, E, of which a stage has at most e[p,q]; t[p,q] = c[p,q] - w e[p,q] bounds F + B
+alone. For a schedule of M micro-batches on K ranks that gives, by the same paths through its actions as in
+cut_costs.py,
 
     M T / K                                        a rank works no less than the average
     M c[p,q] + F of the stages before              all its work, after the first micro-batch came
