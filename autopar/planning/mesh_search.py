@@ -42,7 +42,7 @@ from autopar.solve.placement.space import Kinds, build_space, is_heavy, kind_by_
 from autopar.solve.placement.symmetry import choose_named
 from autopar.solve.stages.cut_search import MOST_PLACES
 from autopar.solve.stages.joint_bound import MOST_OPERATORS, Exchange
-from autopar.solve.stages.local_search import is_worthwhile, improved_step
+from autopar.solve.stages.local_search import improved_step, is_worthwhile
 from autopar.solve.stages.rank_bounds import Scarcity
 from autopar.solve.stages.refine import Refinement
 from autopar.solve.stages.step import Step, staged, step_weight, unstaged
