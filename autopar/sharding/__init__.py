@@ -1,6 +1,7 @@
 """States how operators can be split: by factors, atoms, cuts and windows.
 
 equation              an operator as labels on dims
+declared              operators of the user's own, declared by an equation
 rule                  what a rule answers about a family of operators
 strategies            from a graph to its atoms and all strategies
 atoms                 into what every dim can be split
