@@ -157,7 +157,7 @@ def _count(flag: str, value: int | str | None) -> int | None:
     raise InputError(
         where=flag,
         found=show_value(value),
-        wanted=f"a whole number from 1 to {MOST:,}, or auto",
+        wanted=f"at least 1 and at most {MOST:,}, or auto",
         remedy=f"write {flag} 2",
     )
 

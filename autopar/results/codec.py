@@ -51,7 +51,7 @@ def save(result: object, path: str | Path) -> None:
 def load(
     kind: type[Result], path: str | Path, broken_laws: Callable[[Result], Iterable[str]] = lambda _: ()
 ) -> Result:
-    """The result of that kind that `save` wrote, which breaks no law; raises InputError for any other file."""
+    """The result of that kind that `save` wrote; raises InputError for any other file."""
     document = _read(path, kind.__name__)
     try:
         result = _CONVERTER.structure(document["result"], kind)

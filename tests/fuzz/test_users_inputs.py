@@ -332,7 +332,7 @@ class Reader:
 
 
 READERS = {
-    "plan": Reader(read_plan),
+    "plan": Reader(read_plan, 100),
     "cluster file": Reader(read_cluster),
     "environment": Reader(read_environment),
     "option": Reader(read_option),
