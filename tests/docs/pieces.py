@@ -99,14 +99,13 @@ class Given:
 MODULES = {"autopar": autopar, "torch": torch, "F": F, "nn": nn, "DataLoader": DataLoader}
 
 
-def run_pieces(texts: Sequence[str]) -> list[str | None]:
+def run_pieces(texts: Sequence[str], kind: type[Given] = Given) -> list[str | None]:
     """On every rank: what each piece raised, None where it ended well."""
     torch.set_num_threads(1)
-    return [_raised(text) for text in texts]
+    return [_raised(text, kind(text)) for text in texts]
 
 
-def _raised(text: str) -> str | None:
-    given = Given(text)
+def _raised(text: str, given: Given) -> str | None:
     space: dict[str, Any] = {"__name__": "piece"}
     try:
         names = [name for name in taken_for_granted(text) if not hasattr(builtins, name)]

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ import pytest
 from autopar.cluster import ClusterSpec
 from autopar.runtime.launch.launch import run_function
 from tests.docs.blocks import ELSEWHERE, HERE, PAGES, ROOT, Block, blocks_of, files_of
-from tests.docs.pieces import run_pieces, taken_for_granted
+from tests.docs.framework_pieces import GivenOfFrameworks
+from tests.docs.pieces import Given, run_pieces, taken_for_granted
 
 GIVEN = ROOT / "tests" / "docs" / "given"
 LEARNED = "docs/tutorial.md"  # whose files later pages name
 SECONDS = 600.0  # for one command
-FRAMEWORKS = "docs/frameworks.md"  # whose pieces tests/integrations runs as whole scripts
+FRAMEWORKS = "docs/frameworks.md"  # whose pieces take other things for granted
 TRIED_ELSEWHERE = {"CONTRIBUTING.md"}  # by test_recipes
 
 
@@ -34,9 +36,9 @@ def commands_of(page: str) -> list[list[str]]:
 WITH_COMMANDS = [page for page in PAGES if page not in TRIED_ELSEWHERE and commands_of(page)]
 
 
-def pieces() -> list[Block]:
+def pieces(pages: Iterable[str]) -> list[Block]:
     """Blocks of Python that are no files."""
-    blocks = [block for page in PAGES if page != FRAMEWORKS for block in blocks_of(page)]
+    blocks = [block for page in pages for block in blocks_of(page)]
     return [block for block in blocks if block.language == "python" and not block.file]
 
 
@@ -116,14 +118,19 @@ def save_plans(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_pieces_of_python_run_on_two_ranks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+@pytest.mark.parametrize("kind", [Given, GivenOfFrameworks])
+def test_pieces_of_python_run_on_two_ranks(
+    kind: type[Given], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(folder / "data"))
     monkeypatch.chdir(folder)
     for name, text in files_of("docs/custom_operators.md").items():
         (folder / name).write_text(text)
     monkeypatch.syspath_prepend(str(folder))
-    found = pieces()
-    assert len(found) > 5
-    for raised in run_function(run_pieces, 2, [block.text for block in found], timeout=SECONDS):
+    found = pieces(
+        [FRAMEWORKS] if kind is GivenOfFrameworks else [page for page in PAGES if page != FRAMEWORKS]
+    )
+    assert len(found) > 2
+    for raised in run_function(run_pieces, 2, [block.text for block in found], kind, timeout=SECONDS):
         wrong = [f"{block}\n{said}" for block, said in zip(found, raised, strict=True) if said]
         assert not wrong, "\n\n".join(wrong)
