@@ -26,7 +26,7 @@ from autopar.core.graph import Operator, Ref, TensorSpec, map_refs
 from autopar.core.placement import Layout, R, Shard
 from autopar.core.strategy import UNSUMMED, Option, Strategy
 from autopar.errors import RuleError
-from autopar.sharding.atoms import Atoms, Dim, Dims, Relation, Scaling
+from autopar.sharding.atoms import Atoms, Dim, Dims, Relation, Scaling, Table
 from autopar.sharding.equation import Equation, Kind, sharded_option, unsharded_options
 
 Handle: TypeAlias = Any  # a value in the program being written: an fx.Node
@@ -240,6 +240,7 @@ class Rule(ABC):
 
     targets: ClassVar[tuple[Any, ...]] = ()
     random: ClassVar[bool] = False  # draws from the generator
+    numbers_alike: ClassVar[bool] = False  # floats, but for 0 and 1, change neither strategies nor costs
     reads_values: ClassVar[bool] = False  # of constants, by which ranks have more or less to do
 
     @abstractmethod
@@ -284,6 +285,10 @@ class Rule(ABC):
             for dim, label in enumerate(labels)
             if name and label and label in sources
         ]
+
+    def tables(self, op: Instance, values: Mapping[str, torch.Tensor]) -> list[Table]:
+        """Which rows lie in the order of which others, by the values of constants."""
+        return []
 
     def options(self, op: Instance, atoms: Atoms) -> list[Option]:
         """Every way to run the operator on one axis."""
@@ -359,6 +364,8 @@ class Regroup(Rule):
 
 class Gathered(Rule):
     """What an operator without a rule gets: gathered operands, or unsummed ones throughout."""
+
+    numbers_alike = True
 
     def equation(self, op: Instance) -> Equation:
         none = tuple((None,) * len(op.specs[name].shape) for name in op.operands)

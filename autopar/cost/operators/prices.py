@@ -22,7 +22,7 @@ from autopar.convert.moves import Action, effect
 from autopar.convert.network import Alike, Change, Network, Numbers, Placements, Seconds, network
 from autopar.convert.network import Price as PriceOfChange
 from autopar.core.costs import ADAM, Collective, DeviceModel, OperatorCost, OptimizerState
-from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec, map_refs
+from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec
 from autopar.core.mesh import parse_key
 from autopar.core.move import Move
 from autopar.core.placement import Layout
@@ -39,7 +39,7 @@ from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import GATHER, Site, rule_of
-from autopar.sharding.strategies import sign_of
+from autopar.sharding.strategies import sign_of, text_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 
 _COLLECTIVE = {
@@ -58,7 +58,8 @@ class Price:
 
     `forward` is the part of `seconds` before the loss, `weights` the part of the backward pass that
     only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
-    `missing_seconds` the part of `compute` that is an estimate; `kept` what stays in memory for backward.
+    `missing_seconds` the part of `compute` that isn't measured, `interpolated_seconds` what of it follows
+    from other sizes; `kept` what stays in memory for backward.
     `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
     Sums of gradients may hide `behind` so many seconds, for which `credit` is taken off.
     """
@@ -75,6 +76,7 @@ class Price:
     again: float = 0.0
     behind: float = 0.0
     credit: float = 0.0
+    interpolated_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -99,7 +101,7 @@ class Prices:
     model: CostModel
     training: bool = True
     optimizer: OptimizerState = ADAM
-    once: float = 1.0
+    step_weight: float = 1.0
     micro_batches: int = 1
     accumulates: bool = False  # whether gradients of several micro-batches add up
     shown: float = 1.0  # of gradient sums in buckets, a multiplier
@@ -185,8 +187,9 @@ class Prices:
             for i, name in enumerate(operation.operands)
         )
         if operation.name not in self._texts:
-            args = map_refs((operation.args, operation.kwargs), lambda ref: str(specs[ref.name]))
-            self._texts[operation.name] = str(args)
+            results = [str(specs[name]) if name else "" for name in operation.results]
+            args = text_of(operation, lambda name: str(specs[name]))
+            self._texts[operation.name] = f"{args}{results}"
         text = self._texts[operation.name]
         return operation.target, text, shapes, self._alike(strategy), *self._values(operation)
 
@@ -278,6 +281,7 @@ class Prices:
         costs += [self.call(item) for item in (*local, *strips)]
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
+        between = sum(self._seconds(item) for item in costs if item.interpolated)
         inner = [self._inner(target, args, spec) for target, args, spec in emitter.collectives]
         talk = sum(map(sum, inner))
         work = sum(flops(item) for item in local)
@@ -288,7 +292,16 @@ class Prices:
         kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         calls = local + strips
         if not self.training:
-            return Price(compute, talk, missing, work, calls, Kept(aliases=kept.aliases), forward=ahead)
+            return Price(
+                compute,
+                talk,
+                missing,
+                work,
+                calls,
+                Kept(aliases=kept.aliases),
+                forward=ahead,
+                interpolated_seconds=between,
+            )
         sizes = (
             emitter.meta[values[index]].numel() * emitter.meta[values[index]].element_size()
             for index in kept.operands
@@ -309,6 +322,7 @@ class Prices:
             again=again,
             behind=behind,
             credit=self.credit * behind,
+            interpolated_seconds=between,
         )
 
     def _weights_share(self, operation: Operator, flops: int) -> float:
@@ -530,7 +544,7 @@ class Prices:
         """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
         the weight is stored are made once a step."""
         seconds = self.gradient_sync(name, move)
-        return self.once * seconds if leads else seconds
+        return self.step_weight * seconds if leads else seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
         """A weight's conversion: its all-reduce is that of a bucket, or of a gradient where it lies."""
