@@ -116,6 +116,25 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
+class Slope:
+    """The gradient of an operand: `nbytes` of its own, or in the storage of the gradient of result
+    `alias`."""
+
+    nbytes: int
+    alias: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """A call forward and backward: the most bytes of new storages at once, in either, and the gradients of
+    its operands in argument order, None where none is wanted."""
+
+    forward_bytes: int
+    backward_bytes: int
+    slopes: tuple[Slope | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerState:
     """What an optimizer keeps of each weight that learns: `ratio` bytes for each of its own, and `fixed`
     ones, of single numbers such as a count of steps."""

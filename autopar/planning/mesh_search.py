@@ -45,7 +45,7 @@ from autopar.solve.stages.joint_bound import MOST_OPERATORS, Exchange
 from autopar.solve.stages.local_search import is_worthwhile, near_step
 from autopar.solve.stages.rank_bounds import Scarcity
 from autopar.solve.stages.refine import Refinement
-from autopar.solve.stages.step import Step, once, staged, unstaged
+from autopar.solve.stages.step import Step, staged, step_weight, unstaged
 from autopar.solve.stages.user_checkpoints import respect
 
 PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
@@ -100,7 +100,7 @@ class MeshProblem:
             self.model,
             training=self.request.training,
             optimizer=self.request.optimizer,
-            once=once(self.request.stages, self.request.micro_batches),
+            step_weight=step_weight(self.request.stages, self.request.micro_batches),
             micro_batches=self.request.micro_batches,
             accumulates=self.request.training and self.request.micro_batches > 1,
             shown=shown,
@@ -393,7 +393,7 @@ class MeshProblem:
         cutoff = limits.cutoff if ask.bounded and self.request.stages == 1 else math.inf
         prices = self.prices
         if ask.multiplier is not None:
-            credit = ask.multiplier * prices.overlap * prices.once
+            credit = ask.multiplier * prices.overlap * prices.step_weight
             prices = self.priced_with(shown=ask.multiplier, credit=credit)
         found = choose_named(
             self.graph,
@@ -428,7 +428,7 @@ class MeshProblem:
             for axis in mesh.axes
             if mesh.shape[axis] > 1
         )
-        return prices.once * min(sums, prices.overlap * bound)
+        return prices.step_weight * min(sums, prices.overlap * bound)
 
     def space(self, force: Force | None) -> Space:
         """The strategies and layouts to choose from; made once."""

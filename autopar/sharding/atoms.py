@@ -192,8 +192,8 @@ class Dims:
         return self.atoms.of[name][dim][atom]
 
     def _anchor(self) -> None:
-        """Find, for each component joined by strides, the component whose cut it follows, the
-        scale between them and the unit that the followed cut keeps to."""
+        """Find the component whose cut each component that is joined by strides follows. Also the scale
+        between them, and the unit that the followed cut keeps to."""
         edges = nx.DiGraph()
         for scaling in self.atoms.scalings:
             ends = [(name, dim, 0) for name, dim in (scaling.source, scaling.output)]

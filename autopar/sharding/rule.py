@@ -240,6 +240,7 @@ class Rule(ABC):
 
     targets: ClassVar[tuple[Any, ...]] = ()
     random: ClassVar[bool] = False  # draws from the generator
+    numbers_alike: ClassVar[bool] = False  # floats, but for 0 and 1, change neither strategies nor costs
     reads_values: ClassVar[bool] = False  # of constants, by which ranks have more or less to do
 
     @abstractmethod
@@ -359,6 +360,8 @@ class Regroup(Rule):
 
 class Gathered(Rule):
     """What an operator without a rule gets: gathered operands, or unsummed ones throughout."""
+
+    numbers_alike = True
 
     def equation(self, op: Instance) -> Equation:
         none = tuple((None,) * len(op.specs[name].shape) for name in op.operands)

@@ -22,7 +22,7 @@ from autopar.convert.moves import Action, effect
 from autopar.convert.network import Alike, Change, Network, Numbers, Placements, Seconds, network
 from autopar.convert.network import Price as PriceOfChange
 from autopar.core.costs import ADAM, Collective, DeviceModel, OperatorCost, OptimizerState
-from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec, map_refs
+from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec
 from autopar.core.mesh import parse_key
 from autopar.core.move import Move
 from autopar.core.placement import Layout
@@ -39,7 +39,7 @@ from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import GATHER, Site, rule_of
-from autopar.sharding.strategies import sign_of
+from autopar.sharding.strategies import sign_of, text_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 
 _COLLECTIVE = {
@@ -101,7 +101,7 @@ class Prices:
     model: CostModel
     training: bool = True
     optimizer: OptimizerState = ADAM
-    once: float = 1.0
+    step_weight: float = 1.0
     micro_batches: int = 1
     accumulates: bool = False  # whether gradients of several micro-batches add up
     shown: float = 1.0  # of gradient sums in buckets, a multiplier
@@ -187,8 +187,9 @@ class Prices:
             for i, name in enumerate(operation.operands)
         )
         if operation.name not in self._texts:
-            args = map_refs((operation.args, operation.kwargs), lambda ref: str(specs[ref.name]))
-            self._texts[operation.name] = str(args)
+            results = [str(specs[name]) if name else "" for name in operation.results]
+            args = text_of(operation, lambda name: str(specs[name]))
+            self._texts[operation.name] = f"{args}{results}"
         text = self._texts[operation.name]
         return operation.target, text, shapes, self._alike(strategy), *self._values(operation)
 
@@ -543,7 +544,7 @@ class Prices:
         """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
         the weight is stored are made once a step."""
         seconds = self.gradient_sync(name, move)
-        return self.once * seconds if leads else seconds
+        return self.step_weight * seconds if leads else seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
         """A weight's conversion: its all-reduce is that of a bucket, or of a gradient where it lies."""

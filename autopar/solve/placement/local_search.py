@@ -97,8 +97,8 @@ class _Descent:
         return self.found
 
     def changed(self, *, twice: bool = False) -> bool:
-        """Whether a change, or two at once if there are few, with the same parts computed again, or none, was
-        better: then it is taken."""
+        """Whether a change was better, or two at once if there are few. The same parts are computed again,
+        or none: then it is taken."""
         better = False
         for plain, _ in self.changes(twice=twice):
             for parts in dict.fromkeys(((), self.found.program.recompute)):

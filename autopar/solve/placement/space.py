@@ -94,8 +94,8 @@ class Kinds:
         return {self.dims.component(name, item) for name, item in _placed(operation, option)}
 
     def room(self, operation: Operator, force: Force) -> int:
-        """On how many axes of two or more devices (of one, if there are no others) the operator could
-        be sharded by the kind that is forced there, were the lengths of its factors all that counts."""
+        """Counts the axes of two or more devices on which the operator could be sharded by the forced kind.
+        Axes of one device count if there are no others; only the lengths of its factors matter."""
         lengths = {wanted: self.lengths(operation, wanted) for wanted in Parallelism}
         by_axis = kind_by_axis(force, self.dims.mesh)
         axes = self.axes()

@@ -33,8 +33,8 @@ def cuts_left(operators: int) -> int:
 
 
 def is_worthwhile(operators: int, *, scarce: bool) -> bool:
-    """Whether enough placements can be cut, where memory is scarce and the fastest may be far from the best,
-    or where it is not."""
+    """Whether enough placements can be cut, where memory is scarce or where it is not. Where it is scarce,
+    the fastest may be far from the best."""
     return cuts_left(operators) >= (FEW if scarce else MANY)
 
 
