@@ -367,9 +367,9 @@ def report(
     """Write a plan as one page of HTML, which needs no network.
 
     `source` is a plan, or the file of one (PLAN.json); or what is planned first, for `cluster` and with
-    `options`: a model with its example, or "file.py:function". Then the page also shows what less memory would
-    cost, by plans that are solved for `frontier_seconds`, 30 by default. `measured` is a comparison with
-    `run=True`, or the file of one: then it shows predicted beside measured steps.
+    `options`: a model with its example, or "file.py:function". Then the page also shows what less memory
+    would cost, by plans that are solved for `frontier_seconds`, 30 by default. `measured` is a comparison
+    with `run=True`, or the file of one: then it shows predicted beside measured steps.
 
     Raises what `plan` raises, and InputError where the page can't be written.
     """
@@ -387,6 +387,8 @@ def report(
     made = load_target(str(source)) if isinstance(source, str | Path) else check_target("report", source)
     PLAN.check(said)
     check_cluster(cluster)
+    assert cluster is not None
+    assert cluster is not None
     serial_model.check(made.model)
     asked = Asked(made, cluster, said, progress)
     found = asked.plan(alternatives=True)

@@ -149,7 +149,8 @@ def plan(
     target: TargetName,
     cluster: Cluster,
     trace: Annotated[
-        str | None, typer.Option("--trace", metavar="FILE", help="Write the step over time, for a trace viewer.")
+        str | None,
+        typer.Option("--trace", metavar="FILE", help="Write the step over time, for trace viewers."),
     ] = None,
     output: Annotated[
         str | None,
@@ -268,7 +269,9 @@ def report(
     measured: Annotated[
         str | None,
         typer.Option(
-            "--measured", metavar="FILE", help="What autopar compare --measure --json printed, to show beside."
+            "--measured",
+            metavar="FILE",
+            help="Show beside it what compare --measure --json printed.",
         ),
     ] = None,
     frontier: Annotated[

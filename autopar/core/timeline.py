@@ -175,7 +175,9 @@ class Timeline:
                 own[-1] = replace(last, stop=event.stop, label="")
             else:
                 own.append(event)
-        events = sorted(chain.from_iterable(joined.values()), key=lambda each: (each.start, each.rank, each.stop))
+        events = sorted(
+            chain.from_iterable(joined.values()), key=lambda each: (each.start, each.rank, each.stop)
+        )
         return replace(self, events=tuple(events))
 
     def busy_seconds(self, rank: int) -> float:

@@ -1,9 +1,9 @@
 """Seconds and bytes as a frontier: the fastest plans that were found under memory caps, as data.
 
-    bytes ^ o                 each o was solved under a cap; a plan that is slower and needs
-          |    o  x           no less, x, isn't kept
-          |        o---o
-          +--------------->  seconds
+bytes ^ o                 each o was solved under a cap; a plan that is slower and needs
+      |    o  x           no less, x, isn't kept
+      |        o---o
+      +--------------->  seconds
 """
 
 from __future__ import annotations

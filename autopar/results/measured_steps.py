@@ -1,6 +1,6 @@
-"""Steps that were measured beside those that were predicted, as `autopar compare --measure --json` prints them.
+"""Measured steps beside predicted ones, as `autopar compare --measure --json` prints them.
 
-    {"rows": [{"name": "hybrid", "step_seconds": 0.0828, "measured_step_seconds": 0.0871, ...}], "chosen": ...}
+{"rows": [{"name": "hybrid", "step_seconds": 0.0828, "measured_step_seconds": 0.0871, ...}], ...}
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def _steps(document: Any, where: str) -> MeasuredSteps:
     if not ran:
         raise _wrong(where, "no row that ran")
     chosen = document.get("chosen")
-    return MeasuredSteps(
-        tuple(_step(row, where) for row in ran), chosen if isinstance(chosen, str) else None
-    )
+    return MeasuredSteps(tuple(_step(row, where) for row in ran), chosen if isinstance(chosen, str) else None)
 
 
 def _step(row: Mapping[str, Any], where: str) -> MeasuredStep:

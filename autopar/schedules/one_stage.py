@@ -1,7 +1,9 @@
 """A step without stages in time: the moments of every micro-batch, one after the other, and what ends it.
 
-    computes   F0 F0 F0 B0 B0 B0 F1 F1 F1 B1 B1 B1     u         F0 is one for each operator
-    sums                                     ssssssssss          those that hide begin before the end of B1
+computes   F0 F0 F0 B0 B0 B0 F1 F1 F1 B1 B1 B1     u         F0 is one for each operator
+sums                                     ssssssssss          those that hide begin before the end of B1
+
+All devices do the same, so there is one rank.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     seconds   | op 0 | op 1 | op 2 | op 2 | op 1' | op 1 | op 0 | sums | optimizer
     bytes     |  __--- ------------- ______-------  ---____
 
-Moments are those of one micro-batch, as the replay of peak_memory.py goes through it, then what is done once a
-step. Their seconds, those of the micro-batch times their number, add up to the step; the most of their bytes is
-the peak.
+Moments are those of one micro-batch, as the replay of peak_memory.py goes through it, then what is done
+once a step. Their seconds, those of the micro-batch times their number, add up to the step; the most of
+their bytes is the peak.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
@@ -51,9 +51,9 @@ def moments(priced: PricedProgram) -> tuple[Moment, ...]:
     return tuple(found)
 
 
-def seconds_by_moment(priced: PricedProgram) -> Counter[Key]:
+def seconds_by_moment(priced: PricedProgram) -> dict[Key, float]:
     """Seconds of a micro-batch by phase and operator; conversions are those of the first that takes them."""
-    prices, found = priced.prices, Counter[Key]()
+    prices, found = priced.prices, defaultdict[Key, float](float)
     weights = {item.name for item in priced.graph.inputs if item.kind is InputKind.PARAMETER}
     for place, price in enumerate(priced.operator_prices):
         found[Phase.FORWARD, place] += price.forward

@@ -1,9 +1,9 @@
 """The frontier of seconds and bytes: what less memory costs.
 
-    bytes ^ o---.
-          |     o------.
-          |            o          a step from each point to the next: in between the faster plan is known
-          +------------->  seconds
+bytes ^ o---.
+      |     o------.
+      |            o          a step from each point to the next: in between the faster plan is known
+      +------------->  seconds
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ def frontier_picture(plan: Plan, frontier: Frontier) -> Picture:
     if frontier.infeasible is not None:
         rest.append(f"No plan was found under {show_bytes(frontier.infeasible)}.")
     if frontier.untried:
-        rest.append(f"Time was over before {frontier.untried} lower cap{'s' if frontier.untried > 1 else ''}.")
+        rest.append(
+            f"Time was over before {frontier.untried} lower cap{'s' if frontier.untried > 1 else ''}."
+        )
     return Picture(
         "Time and memory",
-        "The fastest plans that were found under lower and lower memory caps, on this mesh, with these stages "
-        "and micro-batches.",
+        "The fastest plans that were found under lower and lower memory caps, on this mesh, with these "
+        "stages and micro-batches.",
         (),
         (("taken", "this plan"), ("other", "others, each solved")),
         Table(

@@ -18,7 +18,7 @@ from autopar.results.measured_steps import MeasuredSteps
 from autopar.results.plan import Plan
 from autopar.results.render_plan import advice
 from autopar.results.render_step import trust_lines
-from autopar.results.report.figures import LONGEST, Picture, key_figures
+from autopar.results.report.figures import LONGEST, key_figures
 from autopar.results.report.frontier_picture import frontier_picture
 from autopar.results.report.measured_picture import measured_picture
 from autopar.results.report.model_picture import axes_table, model_picture
@@ -103,8 +103,8 @@ def _missing(beside: Beside) -> Iterator[str]:
         yield "What less memory would cost: that is solved from the model, by autopar report TARGET."
     if beside.measured is None:
         yield (
-            "Measured steps: run autopar compare TARGET --measure --json > measured.json, then autopar report "
-            "with --measured measured.json."
+            "Measured steps: run autopar compare TARGET --measure --json > measured.json, then "
+            "autopar report with --measured measured.json."
         )
 
 

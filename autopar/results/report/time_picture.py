@@ -61,7 +61,9 @@ def time_picture(plan: Plan, timeline: Timeline) -> Picture:
         )
     else:
         bars = tuple(_of_one(drawn, units))
-        several = f", its {schedule.micro_batches} micro-batches in turn" if schedule.micro_batches > 1 else ""
+        several = (
+            f", its {schedule.micro_batches} micro-batches in turn" if schedule.micro_batches > 1 else ""
+        )
         about = f"What each device does, one after the other{several}; all devices do the same."
     return Picture(
         "The step over time",
