@@ -93,7 +93,7 @@ class _Search:
                 return
 
     def solved(self, cap: int | None) -> list[Point]:
-        """The point of a cap, none if no plan is found in time; raises InfeasibleError where none meets it."""
+        """The point of a cap, none if time was too short; raises InfeasibleError where no plan meets it."""
         limit = min(self.limit or SOLVING, max(1.0, self.deadline - time.monotonic()))
         problem = self.alternatives.like(cap=cap, request=replace(self.problem.request, time_limit=limit))
         try:

@@ -22,13 +22,13 @@ POINTS = 250  # of a curve
 FULLEST = 10  # moments that a table shows
 COLOURS: dict[EventKind, tuple[str, str]] = {
     ActionKind.FORWARD: ("time-forward", "forward"),
-    Beside.RECOMPUTE: ("part-copies", "forward again, to save memory"),
+    Beside.RECOMPUTE: ("part-recompute", "forward again, to save memory"),
     ActionKind.BACKWARD: ("time-backward", "backward"),
     ActionKind.INPUT_GRADIENT: ("time-input", "gradients of inputs"),
     ActionKind.WEIGHT_GRADIENT: ("time-weight", "gradients of weights"),
     Beside.COPIES: ("part-waits", "waits for copies"),
-    Beside.SYNC: ("part-communication", "sums of gradients"),
-    Beside.UPDATE: ("time-update", "the optimizer"),
+    Beside.SYNC: ("part-sums", "sums of gradients"),
+    Beside.UPDATE: ("part-optimizer", "the optimizer"),
 }
 PHASES = {
     Phase.FORWARD: "forward",
