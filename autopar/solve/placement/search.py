@@ -25,7 +25,7 @@ from autopar.solve.memory.recompute import everything, fit
 from autopar.solve.memory.remedies import remedies
 from autopar.solve.placement.decode import is_whole, read
 from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.local_search import Near, near
+from autopar.solve.placement.local_search import Candidate, search_locally
 from autopar.solve.placement.problem import FREE, MemoryPrice, Problem, Space
 from autopar.units import show_bytes
 
@@ -132,8 +132,8 @@ class _Search:
         """The best that changes of single choices lead to from these."""
         if self.recompute is Recompute.ALL or self.offload is Offload.ALL:
             return known[0]
-        starts = [Near(each.priced, each.seconds) for each in known]
-        best = near(
+        starts = [Candidate(each.priced, each.seconds) for each in known]
+        best = search_locally(
             self.problem(rows=cap),
             starts,
             cap,
