@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
+# Compiled modules are kept: the tests start hundreds of processes that import them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test check test-long bench plan-zoo mutants
 
 run: $(STAMP)

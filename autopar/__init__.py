@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from autopar.core.mesh import Mesh
     from autopar.errors import AutoparError
     from autopar.planning.options import PlanOptions
+    from autopar.proof.declared import verify_operator
     from autopar.results.plan import Plan
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.module.whole_model import full
+    from autopar.sharding.declared import register
 
 __all__ = [
     "AutoparError",
@@ -33,7 +35,9 @@ __all__ = [
     "full",
     "parallelize",
     "plan",
+    "register",
     "timeline",
+    "verify_operator",
 ]
 __version__ = VERSION
 _HOMES = {
@@ -49,7 +53,9 @@ _HOMES = {
     "full": "autopar.runtime.module.whole_model",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
+    "register": "autopar.sharding.declared",
     "timeline": "autopar.api",
+    "verify_operator": "autopar.proof.declared",
 }
 
 

@@ -32,7 +32,7 @@ from autopar.compiler import Compiler
 from autopar.core.mesh import Mesh
 from autopar.core.outputs import Outputs
 from autopar.core.timeline import Timeline
-from autopar.cost.machine.model import Progress
+from autopar.cost.machine.measuring import Progress
 from autopar.errors import InputError
 from autopar.explaining.asked import Asked
 from autopar.explaining.explain import explained
@@ -64,6 +64,7 @@ from autopar.results.announce import Announcer
 from autopar.results.comparison import Comparison
 from autopar.results.explanation import Explanation
 from autopar.results.plan import Plan
+from autopar.results.progress_bar import ProgressLines
 from autopar.rewrite.render import describe
 from autopar.runtime.collectives import random
 from autopar.runtime.compiled.compiler import check_compiler
@@ -217,6 +218,7 @@ def parallelize(
         costdb=asked.costdb,
         exact_random=exact_random,
         timeout=timeout,
+        progress=None if quiet else ProgressLines.begun(),
         announce=None if quiet else Announcer(),
     )
     random.share_state()

@@ -27,7 +27,7 @@ from rich.console import Console, Group, RenderableType
 
 from autopar import __version__
 from autopar.cluster import ClusterSpec
-from autopar.errors import INTERRUPTED, AutoparError, InfeasibleError, InputError, WorkerError
+from autopar.errors import INTERRUPTED, AutoparError, CheckError, InfeasibleError, InputError, WorkerError
 from autopar.planning.options import (
     COMPARE,
     OPTIONS,
@@ -509,6 +509,29 @@ def profile(
     made = load_target(target) if target else None
     found = api.profile(spec, made, bar=ProgressBar(progress), **options)
     return Answer(found.as_dict(), str(found))
+
+
+@app.command()
+def doctor(
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="local:N|FILE.toml", help="Also start, or meet, its ranks."),
+    ] = None,
+    costdb: Annotated[str | None, typer.Option(metavar="FILE", help=OPTIONS["costdb"].help)] = None,
+    as_json: AsJson = False,
+) -> Answer:
+    """Examine the installation, and the machines and links of a cluster.
+
+    For several nodes start it on all of them, by srun or torchrun -m autopar doctor.
+    """
+    spec = None if cluster is None else ClusterSpec.parse(cluster)
+    from autopar.doctor.examine import examine
+    from autopar.results.render_examination import render_examination
+
+    found = examine(spec, costdb=costdb)
+    if found is None:  # another rank tells
+        return Answer({"rank": int(os.environ["RANK"])}, "")
+    return Answer(found.as_dict(), render_examination(found), 0 if found.passed else CheckError.exit_code)
 
 
 # -- streams and exit codes -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.outputs import Outputs
 from autopar.core.program import Program
-from autopar.cost.machine.model import CoRunners, Progress
+from autopar.cost.machine.measuring import Budget, CoRunners, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.known_plans import kept, resized
@@ -268,14 +268,14 @@ class Compiler:
         A model that mixes samples keeps one micro-batch, unless more are asked for.
         """
         stages, micro_batches, exactly = auto
-        deadline = after(self.request.time_limit)
+        deadline, budget = after(self.request.time_limit), Budget(self.request.measure_seconds)
         whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
         plain = replace(self.request, stages=1, micro_batches=1)
         if whole.loss is None and stages in (None, 1) and micro_batches in (None, 1):
-            return self.find(whole, plain, co_runners)
+            return self.find(whole, plain, co_runners, budget)
         parts = self.parts(model, args, kwargs, whole)
         kept, note = _kept(parts, micro_batches, exactly=exactly)
-        if stages == 1 and (plan := self.find_unhindered(whole, plain, co_runners, deadline)):
+        if stages == 1 and (plan := self.find_unhindered(whole, plain, co_runners, budget, deadline)):
             return _noted(plan, note)
 
         def graph_of(count: int) -> Graph:
@@ -306,6 +306,7 @@ class Compiler:
                     database=database,
                     progress=self.progress,
                     co_runners=co_runners,
+                    budget=budget,
                     deadline=deadline,
                     outputs=_bytes_beside_the_loss(whole),
                     least=least,
@@ -327,7 +328,7 @@ class Compiler:
         if is_plain and decision.problem.graph is not at_once:
             fixed = kept or micro_batches is not None or parts.size == 1
             otherwise = None if fixed else partial(decide_from, 2)
-            plan = self.find_again(whole, decision, plain, co_runners, otherwise=otherwise)
+            plan = self.find_again(whole, decision, plain, co_runners, budget, otherwise=otherwise)
         else:
             plan = finish(decision).plan
         return _noted(plan, note)
@@ -338,6 +339,7 @@ class Compiler:
         decision: Decision,
         request: Request,
         co_runners: CoRunners | None,
+        budget: Budget,
         *,
         otherwise: Callable[[], Decision] | None,
     ) -> Plan:
@@ -347,7 +349,7 @@ class Compiler:
         seconds = None if decision.deadline is None else max(LEAST_SECONDS, left(decision.deadline))
         request = replace(request, mesh=decision.problem.mesh, time_limit=seconds)
         try:
-            return beside(self.find(whole, request, co_runners), decision)
+            return beside(self.find(whole, request, co_runners, budget), decision)
         except SolverError:
             return finish(decision).plan
         except InfeasibleError:
@@ -374,7 +376,12 @@ class Compiler:
         )
 
     def find_unhindered(
-        self, graph: Graph, request: Request, co_runners: CoRunners | None, deadline: float | None
+        self,
+        graph: Graph,
+        request: Request,
+        co_runners: CoRunners | None,
+        budget: Budget,
+        deadline: float | None,
     ) -> Plan | None:
         """The best plan if memory makes nothing slower: several micro-batches without stages would only
         spare some."""
@@ -387,6 +394,7 @@ class Compiler:
                     database=database,
                     progress=self.progress,
                     co_runners=co_runners,
+                    budget=budget,
                     deadline=deadline,
                 )
             except InfeasibleError:
@@ -419,7 +427,13 @@ class Compiler:
         return plan
 
     @uncollected()
-    def find(self, graph: Graph, request: Request, co_runners: CoRunners | None = None) -> Plan:
+    def find(
+        self,
+        graph: Graph,
+        request: Request,
+        co_runners: CoRunners | None = None,
+        budget: Budget | None = None,
+    ) -> Plan:
         """Search, with the cost database open."""
         with Database.open(self.costdb) as database:
             try:
@@ -430,6 +444,7 @@ class Compiler:
                     database=database,
                     progress=self.progress,
                     co_runners=co_runners,
+                    budget=budget,
                 ).plan
             except InfeasibleError as error:
                 # What an OverCapError says is sought when it is read, which takes time: it is about memory.
@@ -473,8 +488,8 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
 
 
 def check_rows(graph: Graph) -> None:
-    """Raise InputError for a graph whose samples aren't in the rows of its first input, of which ranks load
-    some with local inputs."""
+    """Raise InputError for a graph whose samples aren't the rows of its first input. Ranks load some of
+    those with local inputs."""
     found = samples_elsewhere(graph, Dims(graph, find_atoms(graph), Mesh((1,))))
     if found is not None:
         item, dim = found

@@ -28,6 +28,7 @@ SCHEMA_VERSION = 1  # raise it with every change of schema.sql
 SCHEMA = Path(__file__).with_name("schema.sql")
 TABLES = ("operators", "collectives", "devices")
 BUSY_SECONDS = 30.0  # how long a write waits for another process
+CHECK_SECONDS = 3.0  # how long it does where only that is asked
 
 Decoded = TypeVar("Decoded")
 
@@ -78,6 +79,13 @@ class Database:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def check_writable(self) -> None:
+        """Raise InputError unless rows could be written within `CHECK_SECONDS`."""
+        with _refused(self.path):
+            self._connection.execute(f"PRAGMA busy_timeout = {round(1000 * CHECK_SECONDS)}")
+            with self._transaction():
+                self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def write_operators(self, setting: Setting, measurements: Iterable[Measurement]) -> None:
         """Store all or none; a newer measurement replaces an older one of the same key."""

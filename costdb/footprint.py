@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.core.costs import Footprint, Saved
 from autopar.core.graph import Call, TensorSpec
+from autopar.ops.recurrent import steps_of
 from costdb import operands
+from costdb.recurrence import footprint_of_steps
 
 ATEN = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -46,7 +48,10 @@ def footprint(call: Call, kind: str = "cpu") -> Footprint:
     """
     known = kind, call.key()
     if known not in _KNOWN:
-        _KNOWN[known] = _observe_without_data(call, kind)
+        if steps := steps_of(call):
+            _KNOWN[known] = footprint_of_steps(call, steps, partial(footprint, kind=kind))
+        else:
+            _KNOWN[known] = _observe_without_data(call, kind)
     return _KNOWN[known]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -48,21 +48,6 @@ def measure_together(
         with suppress(CostMissingError):
             found.append(measure(call, device, budget=budget))
     return found
-
-
-def portions(calls: Iterable[Call]) -> Iterator[list[Call]]:
-    """Neighbours whose operands take at most `TOGETHER_BYTES`, or one call that takes more."""
-    portion: list[Call] = []
-    nbytes = 0
-    for call in calls:
-        own = sum(spec.nbytes for spec in operands.specs(call))
-        if portion and nbytes + own > TOGETHER_BYTES:
-            yield portion
-            portion, nbytes = [], 0
-        portion.append(call)
-        nbytes += own
-    if portion:
-        yield portion
 
 
 def _measure(subjects: Sequence[_Subject], budget: float) -> list[Measurement]:

@@ -16,35 +16,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.core.costs import Passes, Slope
 from autopar.core.graph import Call
+from autopar.ops.recurrent import steps_of
 from costdb import operands
 from costdb.footprint import storage_of, without_data
-
-
-@dataclass(frozen=True, slots=True)
-class Slope:
-    """The gradient of an operand: `nbytes` of its own, or in the storage of the gradient of result
-    `alias`."""
-
-    nbytes: int
-    alias: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """A call forward and backward: the most bytes of new storages at once, in either, and the gradients of
-    its operands in argument order, None where none is wanted."""
-
-    forward_bytes: int
-    backward_bytes: int
-    slopes: tuple[Slope | None, ...]
-
+from costdb.recurrence import passes_of_steps
 
 _KNOWN: dict[tuple[str, str], Passes] = {}
 
@@ -56,7 +39,10 @@ def passes(call: Call, kind: str = "cpu") -> Passes:
     """
     known = kind, call.key()
     if known not in _KNOWN:
-        _KNOWN[known] = _observe(call, kind)
+        if steps := steps_of(call):
+            _KNOWN[known] = passes_of_steps(call, steps, partial(passes, kind=kind))
+        else:
+            _KNOWN[known] = _observe(call, kind)
     return _KNOWN[known]
 
 

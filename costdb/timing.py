@@ -21,6 +21,8 @@ with the median of four visits, by 9 to 15 % with one visit as long.
 The first runs take new memory, and a page that is touched for the first time may cost more than the
 work on it; glibc's heap needed six runs of a large ReLU until it gave the same pages again, as it does
 step after step in training. So only runs that met no new pages count, where there are enough of them.
+
+An operator that takes longer than its budget needs fewer runs: what scatters is averaged inside of one.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import torch
 
 WARM_UPS = 2  # the first run allocates and selects kernels, the second settles caches
 VISITS = 5
+LONG_VISITS = 2  # of what takes longer than its budget, after one run to warm up
 SETTLING = 5  # budgets that all runs may take to meet no new pages; once one did, the next will soon
 FEW_PAGES = 16  # new ones in a run that counts all the same
 MIN_RUNS, MAX_RUNS = 3, 200
@@ -53,6 +56,7 @@ class Times:
     parts: tuple[float, ...]
     runs: int
     spread: float  # interquartile range over median, of whole runs
+    least: float  # seconds of the fastest run, as a whole
 
 
 def repeat(run: Run, device: torch.device, budget: float = BUDGET_SECONDS) -> Times:
@@ -63,9 +67,10 @@ def repeat(run: Run, device: torch.device, budget: float = BUDGET_SECONDS) -> Ti
 def take_turns(runs: Sequence[Run], device: torch.device, budget: float = BUDGET_SECONDS) -> list[Times]:
     """Time `runs`, each for about `budget` seconds, in turns."""
     timed = [_Timed(run, device, budget / VISITS) for run in runs]
-    for _ in range(VISITS):
+    for number in range(VISITS):
         for each in timed:
-            each.visit()
+            if number < each.num_visits:
+                each.visit()
     return [each.times() for each in timed]
 
 
@@ -76,13 +81,21 @@ class _Timed:
         self.run, self.device, self.budget = run, device, budget
         self.visits: list[list[Lap]] = []
         self.settled: list[list[Lap]] = []  # of each visit, the runs that met no new pages
-        for _ in range(WARM_UPS):
-            self._marks()
-        synchronize(device)
+        seconds = self._warm_up()
+        self.num_visits = LONG_VISITS if seconds > VISITS * budget else VISITS
+        if self.num_visits == VISITS:
+            for _ in range(WARM_UPS - 1):
+                self._marks()
+            seconds = self._warm_up()
+        self.wanted = max(1, min(MAX_RUNS, int(budget / max(seconds, 1e-9))))
+
+    def _warm_up(self) -> float:
+        """Wall seconds of a run that doesn't count."""
+        synchronize(self.device)
         start = time.perf_counter()
         self._marks()
-        synchronize(device)
-        self.wanted = max(1, min(MAX_RUNS, int(budget / max(time.perf_counter() - start, 1e-9))))
+        synchronize(self.device)
+        return time.perf_counter() - start
 
     def visit(self) -> None:
         marked: list[Sequence[Mark]] = []
@@ -100,7 +113,7 @@ class _Timed:
         self.settled.append([_lap(marks) for marks in settled])
 
     def times(self) -> Times:
-        enough = sum(map(len, self.settled)) >= MIN_RUNS
+        enough = sum(map(len, self.settled)) >= min(MIN_RUNS, self.num_visits)
         visits = [visit for visit in (self.settled if enough else self.visits) if visit]
         medians = [[statistics.median(part) for part in zip(*visit, strict=True)] for visit in visits]
         laps = [sum(lap) for visit in visits for lap in visit]
@@ -108,6 +121,7 @@ class _Timed:
             parts=tuple(statistics.median(part) for part in zip(*medians, strict=True)),
             runs=len(laps),
             spread=spread(laps),
+            least=min(laps),
         )
 
     def _marks(self) -> Sequence[Mark]:

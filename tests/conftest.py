@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -17,6 +18,12 @@ torch.set_num_threads(1)  # many small tensors: threads only get in each other's
 # A machine that is busy with something else makes no test fail: no example has a time limit.
 settings.register_profile("autopar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("autopar")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector, and what looks through all objects, need not walk it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

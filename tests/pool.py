@@ -8,6 +8,7 @@ dies, ends all workers, and the next call starts new ones. Workers die with the 
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -108,6 +109,7 @@ def _work(connection: Connection, rank: int, size: int, port: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # as the tests do with what they have imported
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",

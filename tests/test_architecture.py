@@ -1,6 +1,6 @@
 """Dependencies point one way: a room imports those to its right, and nothing to its left.
 
-    api, cli - proof, comparing, explaining, integrations - compiler - planning - solve - cost
+    api, cli - proof, comparing, explaining, doctor, integrations - compiler - planning - solve - cost
         - rewrite, costdb - runtime, ops - trace, sharding, convert, schedules, results, cluster
         - core - units, errors
 
@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ FLOORS = [  # the lowest first
     {"solve"},
     {"planning"},
     {"compiler"},
-    {"proof", "comparing", "explaining", "integrations"},
+    {"proof", "comparing", "explaining", "doctor", "integrations"},
     {"api"},
     {"cli"},
     {"autopar"},  # the package's own __init__
@@ -52,12 +53,18 @@ OUTSIDE = {  # who may import what does the work outside
 LISTED_ELSEWHERE = {"autopar.__init__", "autopar.ops.__init__"}  # by the floors above; all are families
 
 
+@cache
 def modules() -> dict[str, Path]:
     files = [path for folder in ("autopar", "costdb") for path in (ROOT / folder).rglob("*.py")]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    return tuple(imported(path))
+
+
+def imported(path: Path) -> Iterator[str]:
     """Everything that a file imports, at the top or inside functions, but not for types alone."""
     tree = ast.parse(path.read_text())
     guarded = [

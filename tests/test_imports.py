@@ -24,12 +24,14 @@ import contextlib, io, json, sys
 {body}
 print(json.dumps([result, sorted(sys.modules)]))
 """
-COMMAND = """
+COMMANDS = """
 from autopar.cli import main
-out = io.StringIO()
-with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-    code = main({words!r})
-result = [code, out.getvalue()]
+result = []
+for words in {words!r}:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = main(words)
+    result.append([code, out.getvalue(), sorted({heavy!r} & sys.modules.keys())])
 """
 
 
@@ -41,41 +43,41 @@ def fresh(body: str) -> tuple[object, set[str]]:
     return result, set(modules)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "text"),
-    [
-        (("--help",), 0, "compare"),
-        *(((name, "--help"), 0, "--cluster") for name in ("plan", "verify", "compare", "run", "profile")),
-        (("--version",), 0, f"autopar {autopar.__version__}"),
-        (("fly",), 2, "fly"),
-        (("plan",), 2, "TARGET"),
-        (("plan", "nets.py:net"), 2, "--cluster"),
-        (("plan", *TARGET, "--colour", "red"), 2, "--colour"),
-        (("plan", *TARGET, "--gap", "small"), 2, "--gap"),
-        (("plan", *TARGET, "--gap", "2"), 2, "gap: found 2"),
-        (("plan", *TARGET, "--time-limit", "0"), 2, "0 s"),
-        (("plan", *TARGET, "--mesh", "axb"), 2, "'axb'"),
-        (("plan", *TARGET, "--memory", "2 cups"), 2, "'2 cups'"),
-        (("plan", *TARGET, "--optimizer", "muon"), 2, "'muon'"),
-        (("verify", *TARGET, "--force", "everything"), 2, "'everything'"),
-        (("verify", *TARGET, "--schedule", "1f2b"), 2, "'1f2b'"),
-        (("verify", *TARGET, "--recompute", "some"), 2, "'some'"),
-        (("verify", *TARGET, "--offload", "some"), 2, "'some'"),
-        (("verify", *TARGET, "--stages", "two"), 2, "'two'"),
-        (("compare", *TARGET, "--shard-state", "some"), 2, "'some'"),
-        (("run", *TARGET, "--micro-batches", "0"), 2, "'0'"),
-        (("profile", *TARGET, "--mesh", "2x"), 2, "'2x'"),
-        (("plan", "nets.py:net", "--cluster", "local:two"), 2, "local:two"),
-        (("run", "train.py", "--cluster", "local:0"), 2, "0"),
-        (("verify", "nets.py:net", "--cluster", "none.toml"), 2, "No such file"),
-        (("plan", *TARGET, "--mesh", "axb", "--json"), 2, '"InputError"'),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_help_and_wrong_words_are_told_without_torch(words: tuple[str, ...], code: int, text: str) -> None:
-    result, modules = fresh(COMMAND.format(words=list(words)))
-    assert isinstance(result, list) and result[0] == code and text in result[1], result
-    assert not HEAVY & modules
+TOLD: list[tuple[tuple[str, ...], int, str]] = [
+    (("--help",), 0, "compare"),
+    *(((name, "--help"), 0, "--cluster") for name in ("plan", "verify", "compare", "run", "profile")),
+    (("--version",), 0, f"autopar {autopar.__version__}"),
+    (("fly",), 2, "fly"),
+    (("plan",), 2, "TARGET"),
+    (("plan", "nets.py:net"), 2, "--cluster"),
+    (("plan", *TARGET, "--colour", "red"), 2, "--colour"),
+    (("plan", *TARGET, "--gap", "small"), 2, "--gap"),
+    (("plan", *TARGET, "--gap", "2"), 2, "gap: found 2"),
+    (("plan", *TARGET, "--time-limit", "0"), 2, "0 s"),
+    (("plan", *TARGET, "--mesh", "axb"), 2, "'axb'"),
+    (("plan", *TARGET, "--memory", "2 cups"), 2, "'2 cups'"),
+    (("plan", *TARGET, "--optimizer", "muon"), 2, "'muon'"),
+    (("verify", *TARGET, "--force", "everything"), 2, "'everything'"),
+    (("verify", *TARGET, "--schedule", "1f2b"), 2, "'1f2b'"),
+    (("verify", *TARGET, "--recompute", "some"), 2, "'some'"),
+    (("verify", *TARGET, "--offload", "some"), 2, "'some'"),
+    (("verify", *TARGET, "--stages", "two"), 2, "'two'"),
+    (("compare", *TARGET, "--shard-state", "some"), 2, "'some'"),
+    (("run", *TARGET, "--micro-batches", "0"), 2, "'0'"),
+    (("profile", *TARGET, "--mesh", "2x"), 2, "'2x'"),
+    (("plan", "nets.py:net", "--cluster", "local:two"), 2, "local:two"),
+    (("run", "train.py", "--cluster", "local:0"), 2, "0"),
+    (("verify", "nets.py:net", "--cluster", "none.toml"), 2, "No such file"),
+    (("plan", *TARGET, "--mesh", "axb", "--json"), 2, '"InputError"'),
+]
+
+
+def test_help_and_wrong_words_are_told_without_torch() -> None:
+    """One process for all of them: what one imports, those after it have."""
+    told, _ = fresh(COMMANDS.format(words=[list(words) for words, _, _ in TOLD], heavy=HEAVY))
+    assert isinstance(told, list)
+    for (words, code, text), (found, shown, heavy) in zip(TOLD, told, strict=True):
+        assert found == code and text in shown and not heavy, (words, found, shown, heavy)
 
 
 def test_options_clusters_and_errors_need_no_torch() -> None:

@@ -31,7 +31,7 @@ from autopar.comparing.profile import Bar
 from autopar.comparing.strategies import SERIAL, Comparer
 from autopar.comparing.time_in_turns import Runner, largest, time_in_turn
 from autopar.compiler import Compiler
-from autopar.cost.machine.model import CoRunners
+from autopar.cost.machine.measuring import CoRunners
 from autopar.errors import AutoparError, InputError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.optimizer_state import KNOWN

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph
 from autopar.cost.machine import measure_collectives
-from autopar.cost.machine.model import CoRunners, setting_of
+from autopar.cost.machine.measuring import CoRunners
+from autopar.cost.machine.model import setting_of
 from autopar.errors import AutoparError, InputError
 from autopar.planning.agree import agree
 from autopar.planning.request import Request

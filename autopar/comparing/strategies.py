@@ -27,7 +27,9 @@ from autopar.cluster import ClusterSpec
 from autopar.compiler import Compiler
 from autopar.core.force import Force, Parallelism
 from autopar.core.schedule import ScheduleKind, check_schedule
-from autopar.cost.machine.model import CoRunners, Progress, setting_of, using_threads
+from autopar.cost.machine.measuring import CoRunners, Progress
+from autopar.cost.machine.model import setting_of
+from autopar.cost.machine.threads import using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
 from autopar.planning.request import Request
 from autopar.planning.search import Found, search

@@ -5,6 +5,8 @@
 | ONCE      | once a step             | once a step     | full copy, sum of full gradients      | ZeRO-1   |
 | KEEP      | in every micro-batch    | in its backward | full copy, from forward to backward   | ZeRO-2   |
 | AGAIN     | in forward and backward | in its backward | nothing                               | FSDP     |
+
+Where a weight is cast before it is gathered, its cast has a way: KEEP, or AGAIN from the cast shard.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.cluster import ClusterSpec
 from autopar.compiler import Compiler
-from autopar.cost.machine.model import Progress
+from autopar.cost.machine.measuring import Progress
 from autopar.errors import InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.options import PLAN, Options
 from autopar.planning.request import Auto, Request, request_of

@@ -58,7 +58,7 @@ class Strategy(SingleDeviceStrategy):
                 remedy="in configure_model: self.net = autopar.parallelize(self.net, cluster, example)",
             )
         for item in parallel:
-            item._autopar.require_placed()
+            item._autopar.tensors.require_placed()
         _share_rest(model, parallel)
         super().setup(trainer)
 

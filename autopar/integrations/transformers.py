@@ -59,7 +59,7 @@ class ParallelTraining:
         """As the Trainer's, by names; on a rank without parameters it still takes part in what others do."""
         optimizer = super().create_optimizer(*(() if model is None else (model,)))  # type: ignore[misc]
         if not any(group["params"] for group in optimizer.param_groups):
-            optimizer.param_groups[0]["params"].extend(self.model._autopar.nothing)
+            optimizer.param_groups[0]["params"].extend(self.model._autopar.tensors.nothing)
         return optimizer
 
     def training_step(
@@ -123,7 +123,7 @@ def _check(model: Any, args: Any) -> None:
         raise _refused(
             f"a {type(model).__name__}", "a parallel module", "pass what parallelize returned as `model`"
         )
-    model._autopar.require_placed()
+    model._autopar.tensors.require_placed()
     if model._autopar.has_local_inputs:
         raise _refused(
             "a parallel module with local inputs",

@@ -55,6 +55,7 @@ class Pointwise(Rule):
     """One result element from one element of each operand."""
 
     targets = _overloads(_UNARY + " " + _BINARY)
+    numbers_alike = True
 
     def equation(self, op: Instance) -> Equation:
         result = op.result_shape()
@@ -129,6 +130,7 @@ class Dropout(Rule):
 
     targets = (aten.dropout.default,)
     random = True
+    numbers_alike = True
 
     def equation(self, op: Instance) -> Equation:
         labels = tuple(f"d{dim}" for dim in range(len(op.shape())))

@@ -7,15 +7,56 @@ lstm_cell   "n ., n ., n ., weights -> n ., n ."
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autopar.core.graph import Ref
+from autopar.core.graph import Call, Ref, TensorSpec
 from autopar.sharding.equation import Equation, Labels
 from autopar.sharding.rule import Instance, Rule, Sample, register
 
 aten = torch.ops.aten
+BATCH_FIRST = 8  # its place among a layer's arguments
+MANY = 64  # steps: what more of them do is known from few, since torch runs them one by one, in Python
+
+
+def steps_of(call: Call) -> int:
+    """How many steps a recurrent layer makes if they are many; 0 of any other call."""
+    if call.target not in Recurrent.targets or len(call.args[0].shape) != 3:
+        return 0
+    steps: int = call.args[0].shape[steps_dim(call)]
+    return steps if steps > MANY else 0
+
+
+def samples_of(call: Call) -> int:
+    """How many sequences a recurrent layer goes through."""
+    samples: int = call.args[0].shape[1 - steps_dim(call)]
+    return samples
+
+
+def steps_dim(call: Call) -> int:
+    """The dim of a recurrent layer's first operand and first result in which steps follow each other."""
+    return 1 if call.args[BATCH_FIRST] else 0
+
+
+def with_steps(call: Call, steps: int, samples: int | None = None) -> Call:
+    """The same layer over so many steps, of so many samples."""
+    x, states, *others = call.args
+    dim, samples = steps_dim(call), samples or samples_of(call)
+    x = resized(resized(x, dim, steps), 1 - dim, samples)
+    return replace(call, args=(x, _of_samples(states, samples), *others))
+
+
+def _of_samples(states: Any, samples: int) -> Any:
+    if isinstance(states, TensorSpec):
+        return resized(states, 1, samples)
+    return type(states)(resized(item, 1, samples) for item in states)
+
+
+def resized(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
+    """The tensor with a dim of another size."""
+    return replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
 
 
 def _states(op: Instance) -> int:

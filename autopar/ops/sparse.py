@@ -7,22 +7,35 @@
 | i      | whole      | split by rows   | 1D, by rows: x gathered                     |
 | j      | split      | partial sums    | 1D, by columns: sums scattered              |
 | f      | by columns | by columns      | feature-parallel: nothing is exchanged      |
+| r      | split      | split by rows   | 1D, by rows: only rows that are read come   |
 
 Each mesh axis takes one of them, so that i on one and j on another are blocks in two dims. A rank cuts its
-block once, when its program is written.
+block once, when its program is written. Which rows of x it reads is known then, too (`needed_rows`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from autopar.core.graph import TensorSpec
+from autopar.core.placement import B, Shard
+from autopar.core.strategy import Option
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.equation import Equation, Kind
+from autopar.sharding.needed_rows import (
+    NEEDED,
+    NeededRows,
+    cut_key,
+    fetch_needed,
+    members,
+    needed_rows,
+    owned_rows,
+    remembered,
+)
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.sharding.sparse_blocks import block_of
 from autopar.trace.sparse_products import PRODUCT
@@ -30,11 +43,100 @@ from autopar.trace.sparse_products import PRODUCT
 aten = torch.ops.aten
 
 
+class _Mine:
+    """The block of one rank: its rows and, of those columns that its group has, its entries."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.axes = site, site.axes(NEEDED)
+        self.rows = self.rows_of(site.coordinate)
+        self.group = tuple(owned_rows(site, 3, place) for place in members(site, self.axes))
+        self.own = owned_rows(site, 3, site.coordinate)
+        self.matrix = site.operands[:2]
+        self.key = *self.matrix, cut_key(site, 3)
+
+    def rows_of(self, coordinate: Sequence[int]) -> tuple[int, int]:
+        """The rows of the result that the rank at a coordinate makes."""
+        result, layout = self.site.operator.results[0], self.site.result_layout()
+        assert result is not None
+        if Shard(0) not in layout:
+            return 0, self.site.result_shape()[0]
+        return self.site.dims.rows(result, Shard(0), layout, coordinate)
+
+    def entries(self, coordinate: Sequence[int]) -> Tensor:
+        """Which entries the rank at a coordinate multiplies by."""
+        columns = self.group_of(coordinate)
+        key = "entries", *self.matrix, self.rows_of(coordinate), columns
+        return remembered(self.site, key, lambda: self.find_entries(self.rows_of(coordinate), columns))
+
+    def group_of(self, coordinate: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """The ranges of columns that the rank at a coordinate reads of, its own among them."""
+        places = members(self.site, self.axes, of=coordinate)
+        return tuple(owned_rows(self.site, 3, place) for place in places)
+
+    def find_entries(self, rows: tuple[int, int], columns: Sequence[tuple[int, int]]) -> Tensor:
+        row, column = self.places()
+        low, high = torch.searchsorted(row, torch.tensor(rows)).tolist()
+        inside = torch.zeros(high - low, dtype=torch.bool)
+        for first, stop in columns:
+            inside |= (column[low:high] >= first) & (column[low:high] < stop)
+        found: Tensor = inside.nonzero()[:, 0].add_(low)
+        return found
+
+    def work(self, coordinate: Sequence[int]) -> int:
+        """How many entries the rank at a coordinate has, and how many rows it reads."""
+        rows, columns = self.rows_of(coordinate), self.group_of(coordinate)
+
+        def count() -> int:
+            found = self.places()[1][self.find_entries(rows, columns)]
+            return len(found) + int((torch.bincount(found) > 0).sum())
+
+        return remembered(self.site, ("work", *self.matrix, rows, columns), count)
+
+    def reads(self, coordinate: Sequence[int]) -> Tensor:
+        """The rows of x that the rank at a coordinate reads, rising."""
+        key = "reads", *self.matrix, self.rows_of(coordinate), self.group_of(coordinate)
+
+        def find() -> Tensor:
+            found: Tensor = self.places()[1][self.entries(coordinate)].unique()
+            return found
+
+        return remembered(self.site, key, find)
+
+    @cached_property
+    def needed(self) -> NeededRows:
+        """What is exchanged along the axes on which only rows that are read come."""
+        return needed_rows(self.site, 3, self.axes, self.reads)
+
+    @property
+    def width(self) -> int:
+        """How many rows of x the rank multiplies."""
+        return self.needed.length if self.axes else self.own[1] - self.own[0]
+
+    def block(self) -> tuple[Tensor, ...]:
+        """The forms of the block."""
+
+        def cut() -> tuple[Tensor, ...]:
+            row, column = self.places()
+            kept = self.entries(self.site.coordinate)
+            local = self.needed.places(column[kept]) if self.axes else column[kept] - self.own[0]
+            shape = self.rows[1] - self.rows[0], self.width
+            return block_of(row[kept] - self.rows[0], local, shape).forms
+
+        return remembered(self.site, ("block", *self.matrix, self.rows, self.group, self.own), cut)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The row and the column of every entry."""
+        row, column = self.site.value_of(0), self.site.value_of(1)
+        assert row is not None and column is not None, "the places of a product's entries are constants"
+        return row, column
+
+
 @register
 class Product(Rule):
     """sum_j A[i, j] x[j, f], of the entries of A in the order of rows."""
 
     targets = (PRODUCT,)
+    reads_values = True
 
     def equation(self, op: Instance) -> Equation:
         entries: tuple[str | None, ...] = (None,)
@@ -43,60 +145,40 @@ class Product(Rule):
             (entries, entries, entries, ("j", "f")), (("i", "f"),), {"j": Kind.CONTRACTED}, linear=linear
         )
 
+    def options(self, op: Instance, atoms: Atoms) -> list[Option]:
+        result = op.operator.results[0]
+        assert result is not None
+        found = super().options(op, atoms)
+        if len(atoms.of[op.operands[3]][0]) == len(atoms.of[result][0]) == 1:
+            found.append(Option(NEEDED, (B, B, B, Shard(0)), (Shard(0),)))
+        return found
+
     def _depth(self, op: Instance, equation: Equation, factor: str, atoms: Atoms) -> int:
         depth = super()._depth(op, equation, factor, atoms)
         return depth if factor == "f" or depth == 1 else 0  # a rank's rows are one range
 
     def lower(self, site: Site) -> Sequence[Handle]:
-        rows, columns = self.ranges(site)
-        key = *site.operands[:2], rows, columns
-        kept = self.entries(site, rows, columns)
-        count, index = len(kept), partial(TensorSpec, dtype=torch.int64)
-        lengths = rows[1] - rows[0] + 1, count, columns[1] - columns[0] + 1, count, count
+        mine = _Mine(site)
+        index = partial(TensorSpec, dtype=torch.int64)
+        count, length, width = len(mine.entries(site.coordinate)), mine.rows[1] - mine.rows[0], mine.width
+        lengths = length + 1, count, width + 1, count, count
 
         def form(place: int) -> Handle:
             return site.emitter.constant(
-                (*key, place), index((lengths[place],)), lambda: self.block(site, rows, columns)[place]
+                (*mine.key, place), index((lengths[place],)), lambda: mine.block()[place]
             )
 
         crow, column, *transposed = map(form, range(len(lengths)))
-        values = self.values(site, kept, key)
+        values, x = self.values(site, mine.entries(site.coordinate), mine.key), site.values[3]
+        if mine.axes:
+            x = fetch_needed(site, x, mine.needed, mine.axes, mine.key)
         target = torch.ops.autopar_graphs.spmm.default
-        return (site.call(target, crow, column, values, site.values[3], *transposed),)
+        return (site.call(target, crow, column, values, x, *transposed),)
 
-    def ranges(self, site: Site) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The rows and the columns of the rank's block."""
-        result = site.operator.results[0]
-        assert result is not None
-        rows = site.range_of(result, site.result_layout())
-        return rows, site.range_of(site.operands[3], site.operand_layout(3))
-
-    def entries(self, site: Site, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """Which entries lie in these rows and columns."""
-        key = "entries", *site.operands[:2], rows, columns
-        if key not in site.dims.memo:
-            row, column = self.places(site)
-            mine = (row >= rows[0]) & (row < rows[1]) & (column >= columns[0]) & (column < columns[1])
-            site.dims.memo[key] = mine.nonzero()[:, 0]
-        found: Tensor = site.dims.memo[key]
-        return found
-
-    def block(self, site: Site, rows: tuple[int, int], columns: tuple[int, int]) -> tuple[Tensor, ...]:
-        """The forms of the block that they are."""
-        key = "block", *site.operands[:2], rows, columns
-        if key not in site.dims.memo:
-            row, column = self.places(site)
-            kept = self.entries(site, rows, columns)
-            shape = rows[1] - rows[0], columns[1] - columns[0]
-            site.dims.memo[key] = block_of(row[kept] - rows[0], column[kept] - columns[0], shape).forms
-        found: tuple[Tensor, ...] = site.dims.memo[key]
-        return found
-
-    def places(self, site: Site) -> tuple[Tensor, Tensor]:
-        """The row and the column of every entry."""
-        row, column = site.value_of(0), site.value_of(1)
-        assert row is not None and column is not None, "the places of a product's entries are constants"
-        return row, column
+    def fullest(self, site: Site) -> tuple[int, ...]:
+        """The rank with the most entries and rows that it reads."""
+        mine = _Mine(site)
+        return max(members(site, site.mesh.axes), key=mine.work)
 
     def values(self, site: Site, kept: Tensor, key: tuple[object, ...]) -> Handle:
         """The values of the rank's entries: cut now if they are known, else picked of what they come to."""
@@ -104,7 +186,7 @@ class Product(Rule):
         if known is not None and not site.spec(2).requires_grad:
             spec = TensorSpec((len(kept),), known.dtype)
             return site.emitter.constant((*key, site.operands[2]), spec, lambda: known[kept].contiguous())
-        if not site.sharding_axes("i", "j"):
+        if not site.sharding_axes("i", "j", NEEDED):
             return site.values[2]
         spec = TensorSpec((len(kept),), torch.int64)
         mine = site.emitter.constant((*key, "kept"), spec, lambda: kept)

@@ -10,6 +10,7 @@ micro_batch_graphs   the graphs of a batch's parts, whose losses add up
 apart             which plans predictions can't tell apart; of those the simplest stands
 estimates         what other numbers of stages and micro-batches would take
 optimizer_state   what an optimizer keeps beside each weight
+measured_first    which operators are measured first: what decides between the best plans
 agree             one plan for all ranks
 given_plan        a plan that is there already, taken instead of a search
 known_plans       a plan of another graph, kept for one that differs in numbers or sizes alone

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call
 from autopar.cost.machine import measure_collectives
-from autopar.cost.machine.model import CoRunners, measure_calls, network_of, setting_of
+from autopar.cost.machine.measuring import CoRunners, measure_portion
+from autopar.cost.machine.model import network_of, setting_of
 from autopar.errors import AutoparError
 from costdb.database import Database
 
@@ -54,7 +55,7 @@ def _follow(threads: int) -> Any:
         measuring, value = _tell(None)
         if not measuring:
             return value
-        measure_calls([_unpacked(item) for item in value], threads)
+        measure_portion([_unpacked(item) for item in value], threads)
 
 
 def _tell(message: Any) -> Any:

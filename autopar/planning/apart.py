@@ -1,6 +1,6 @@
 """Which plans can't be told apart, for predictions are wrong by so much: of those the simplest stands.
 
-error           3 % of the seconds that are measured, 10 % of those that are estimated
+error           3 % of the seconds that are measured, 6 % of those interpolated, 10 % of those estimated
 pure or mixed   that of what the two do differently: what they share is wrong alike
 mesh            the same, fewer axes before more
 stages or none  all of it: they differ in what estimates know least of, bubbles and what overlaps
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autopar.core.costs import ESTIMATED_ERROR, INTERPOLATED_ERROR, MEASURED_ERROR
 from autopar.core.program import Program
 from autopar.core.strategy import Strategy
 from autopar.cost.program.priced_program import PricedProgram
@@ -22,16 +23,20 @@ from autopar.results.plan import Alternative
 if TYPE_CHECKING:
     from autopar.planning.search import Decision
 
-MEASURED = 0.03  # of measured seconds: less is noise
-ESTIMATED = 0.1  # of estimated ones: rooflines know no kernels, and no host that can't keep up
+MEASURED = MEASURED_ERROR
 
 IN_VAIN = "which predictions can't tell from nothing"  # why a plan is passed over that promises more
 
 
-def error_of(measured_share: float) -> float:
-    """By how much predicted seconds must differ to be told apart, relatively, if so much of them is
-    measured."""
-    return measured_share * MEASURED + (1.0 - measured_share) * ESTIMATED
+def error_of(measured_share: float, interpolated_share: float = 0.0) -> float:
+    """By how much predicted seconds must differ, relatively, to be told apart. Some of them are measured,
+    some interpolated."""
+    return measured_share * MEASURED + _guessed(measured_share, interpolated_share)
+
+
+def _guessed(measured_share: float, interpolated_share: float) -> float:
+    estimated_share = 1.0 - measured_share - interpolated_share
+    return interpolated_share * INTERPOLATED_ERROR + estimated_share * ESTIMATED_ERROR
 
 
 def measured_share(priced: PricedProgram) -> float:
@@ -41,11 +46,18 @@ def measured_share(priced: PricedProgram) -> float:
     return 1.0 - sum(each.missing_seconds for each in found) / compute if compute else 1.0
 
 
+def interpolated_share(priced: PricedProgram) -> float:
+    """The part that rests on measurements of other sizes."""
+    found = priced.operator_prices
+    compute = sum(each.compute for each in found)
+    return sum(each.interpolated_seconds for each in found) / compute if compute else 0.0
+
+
 def margin(priced: PricedProgram, other: Program) -> float:
     """By how much slower a simpler `other` may be predicted and stand, relatively; it may be of a mesh of
     fewer axes."""
     share = measured_share(priced)
-    return share * MEASURED + (1.0 - share) * ESTIMATED * unlike(priced, other)
+    return share * MEASURED + _guessed(share, interpolated_share(priced)) * unlike(priced, other)
 
 
 def unlike(priced: PricedProgram, other: Program) -> float:

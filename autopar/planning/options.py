@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 VARIABLE = "AUTOPAR_OPTIONS"  # of the environment: a JSON object of options by name
 AUTO = "auto"
 DEFAULT_GAP = 1e-3  # relative
+MEASURE_SECONDS = 60.0
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
 Choice = TypeVar("Choice", bound=Enum)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -101,6 +102,17 @@ def _time_limit(seconds: float | None) -> float | None:
         return seconds
     raise InputError(
         where="time limit", found=f"{seconds:g} s", wanted="more than 0 s", remedy="give it some seconds"
+    )
+
+
+def _measure_seconds(seconds: float) -> float:
+    if seconds >= 0:
+        return float(seconds)
+    raise InputError(
+        where="--measure-seconds",
+        found=f"{seconds:g} s",
+        wanted="at least 0 s",
+        remedy="write --measure-seconds 60",
     )
 
 
@@ -253,6 +265,16 @@ _MEASURE = Option(
     words=(bool,),
     help="Measure what is not measured yet.",
     without="Estimate what is not measured yet.",
+)
+_MEASURE_SECONDS = Option(
+    metavar="S",
+    default=MEASURE_SECONDS,
+    words=(int, float),
+    read=_measure_seconds,
+    help="Seconds of measuring, at most.",
+    more="Operators that decide between the best plans come first; others follow from measured ones of other "
+    "sizes, or are estimated, and the plan says how much is which. What was measured stays in the database, "
+    "so that the next plan goes on from there.",
 )
 
 
@@ -438,6 +460,7 @@ class PlanOptions(VerifyOptions, total=False):
 
     optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
     measure: Annotated[bool | None, _MEASURE]
+    measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
 
 
 class ParallelizeOptions(PlanOptions, total=False):
@@ -471,6 +494,7 @@ class CompareOptions(SearchOptions, total=False):
 
     optimizer: Annotated[str | None, _OPTIMIZER]
     measure: Annotated[bool | None, _MEASURE]
+    measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
 
 
 OPTIONS: Mapping[str, Option] = {

@@ -29,7 +29,8 @@ from autopar.core.placement import Shard
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
-from autopar.cost.machine.model import CoRunners, CostModel, Progress
+from autopar.cost.machine.measuring import Budget, CoRunners, Progress
+from autopar.cost.machine.model import CostModel
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
@@ -79,6 +80,7 @@ def decide_all(
     database: Database | None = None,
     progress: Progress | None = None,
     co_runners: CoRunners | None = None,
+    budget: Budget | None = None,
     deadline: float | None = None,
     outputs: int = 0,
     least: int = 1,
@@ -94,6 +96,7 @@ def decide_all(
     would do, if no plan was found that meets the cap, SolverError if none was found in time.
     """
     graph_of = lru_cache(maxsize=None)(graph_of)
+    budget = budget or Budget(request.measure_seconds)
     deadline = after(request.time_limit) if deadline is None else deadline
     counts = [micro_batches] if micro_batches else [each for each in _divisors(batch) if each >= least]
     screening = None if deadline is None else after(SCREENED * max(0.0, left(deadline)))
@@ -124,6 +127,7 @@ def decide_all(
                     database=database,
                     progress=progress,
                     co_runners=co_runners,
+                    budget=budget,
                     cutoff=fastest,
                     deadline=deadline,
                 )
@@ -166,8 +170,8 @@ def _would_do(error: AutoparError) -> tuple[bool, float]:
 
 
 def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
-    """The first ones, not too many of them with one K, the first without stages, and of those that can't be
-    told from the first the simplest."""
+    """Chooses what to look at: the first ones, the first without stages, and the simplest. Not too many of
+    the first have one K; the simplest are those that can't be told from the first."""
     taken: list[Choice] = []
     for choice in choices:
         alike = [each for each in taken if each.ranks == choice.ranks]
@@ -292,8 +296,8 @@ class _Screen:
             yield self.screen(1)
 
     def is_simple(self) -> bool:
-        """Whether a node has fast links, and each of its devices room for the whole model and for as much
-        again: there no estimate is sure enough to cut it into stages."""
+        """Whether a node has fast links and each of its devices room for twice the model: there no estimate
+        is sure enough to cut it into stages."""
         if self.request.measure and self.model.here or self.cluster.nodes > 1:
             return False
         if self.cluster.device_type == "cpu" or self.cluster.intra.bandwidth < FAST_LINK:

@@ -17,7 +17,7 @@ from autopar.core.strategy import Option
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import moved, wait_seconds
 from autopar.cost.program.values import Values
-from autopar.planning.apart import error_of, measured_share
+from autopar.planning.apart import error_of, interpolated_share, measured_share
 from autopar.planning.request import Request
 from autopar.planning.step_parts import step_parts
 from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
@@ -74,7 +74,7 @@ def report(
             )
         )
     compute = sum(layer.compute for layer in layers)
-    measured = measured_share(solution.priced)
+    measured, between = measured_share(priced), interpolated_share(priced)
     pipeline = pipeline_of(graph, step, request)
     return Plan(
         program=program,
@@ -96,7 +96,8 @@ def report(
         state_bytes=step.state_bytes,
         memory_cap=cap,
         measured_share=measured,
-        error=error_of(measured),
+        interpolated_share=between,
+        error=error_of(measured, between),
         sharded_flops_share=sharded_share(graph, kinds, layers, request.force),
         gathered_ops=tuple(
             f"{item.name} ({title_of(item.target, item.args)})"

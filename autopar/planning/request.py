@@ -25,7 +25,7 @@ from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
 from autopar.cost.machine.devices import GPUS
 from autopar.errors import InputError, cut_text
 from autopar.planning.optimizer_state import state_of
-from autopar.planning.options import DEFAULT_GAP, PIPELINE, Options
+from autopar.planning.options import DEFAULT_GAP, MEASURE_SECONDS, PIPELINE, Options
 from autopar.results.plan import Plan
 from autopar.trace.autocast import Autocast
 
@@ -59,6 +59,7 @@ class Request:
     gap: float = DEFAULT_GAP
     training: bool = True
     measure: bool = True
+    measure_seconds: float = MEASURE_SECONDS  # at most
     alternatives: bool = True
     optimizer: OptimizerState = ADAM
     stored: Mapping[str, Layout] | None = None
@@ -148,6 +149,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         time_limit=values["time_limit"],
         gap=values["gap"],
         measure=values["measure"],
+        measure_seconds=values["measure_seconds"],
         optimizer=state_of(values["optimizer"]),
         schedule=values["schedule"],
         recompute=values["recompute"],

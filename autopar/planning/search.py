@@ -1,9 +1,10 @@
 """From a traced graph and a cluster to the best plan over all meshes.
 
 For every mesh that fits the links: cut the dims, price the strategies, solve, and with pipeline stages
-cut the answer into them (mesh_search.py). The graph is that of one micro-batch. On a machine that can
-measure, the calls that the winner uses are measured and the program is solved again, until it uses nothing
-that is not measured or the rounds are over.
+cut the answer into them (mesh_search.py). The graph is that of one micro-batch. There is a
+plan by estimates at once; on a machine that can measure, the calls that the winner and its rivals use are
+measured, what decides between them first, and the program is solved again, until the winner uses nothing that
+is not measured, the rounds are over, or the budget is.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from autopar.cluster import ClusterSpec
 from autopar.core.force import PURE, Parallelism, name_of
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
-from autopar.cost.machine.model import CoRunners, CostModel, Progress
+from autopar.cost.machine.measuring import Budget, CoRunners, Progress
+from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.apart import MEASURED, margin, measured_share, promise
 from autopar.planning.ask import Limits
+from autopar.planning.measured_first import Candidate, most_valuable
 from autopar.planning.mesh_search import SAME, MeshProblem, stageable
 from autopar.planning.report import report
 from autopar.planning.request import Request
@@ -31,9 +34,10 @@ from autopar.planning.strategies_beside import one_device, strategies_beside
 from autopar.results.plan import Alternative, Plan
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.deadline import after, is_over
+from autopar.solve.deadline import after, is_over, left
 from autopar.solve.placement.search import Solution
 from autopar.solve.stages.step import Step
+from autopar.units import show_seconds
 from costdb.database import Database
 
 MEASURING_ROUNDS = 6
@@ -81,10 +85,19 @@ def search(
     database: Database | None = None,
     progress: Progress | None = None,
     co_runners: CoRunners | None = None,
+    budget: Budget | None = None,
 ) -> Found:
     """The best plan over all meshes of `cluster`, with its report; see `decide`."""
     return finish(
-        decide(graph, cluster, request, database=database, progress=progress, co_runners=co_runners)
+        decide(
+            graph,
+            cluster,
+            request,
+            database=database,
+            progress=progress,
+            co_runners=co_runners,
+            budget=budget,
+        )
     )
 
 
@@ -96,6 +109,7 @@ def decide(
     database: Database | None = None,
     progress: Progress | None = None,
     co_runners: CoRunners | None = None,
+    budget: Budget | None = None,
     cutoff: float = math.inf,
     deadline: float | None = None,
 ) -> Decision:
@@ -106,12 +120,14 @@ def decide(
     `graph` is that of one of `request.micro_batches` micro-batches.
 
     The pure strategies that come closest are measured like the winner, so that it isn't chosen for
-    an estimate of theirs.
+    an estimate of theirs. Measuring ends with the `budget`, that of the request if there is none, or at the
+    deadline.
     """
     _check_operators(graph)
     stageable(graph, request)
     atoms = find_atoms(graph)
-    model = CostModel.of(cluster, database)
+    budget = budget or Budget(request.measure_seconds)
+    model = CostModel.of(cluster, database).corrected(budget)
     whole, cluster = cluster, cluster.stage(request.stages)
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
@@ -119,28 +135,23 @@ def decide(
     hop = model.hop(whole, request.stages)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = after(request.time_limit) if deadline is None else deadline
-    compares = request.measure and model.here and not request.force
-    for number in range(MEASURING_ROUNDS if request.measure and model.here else 1):
+
+    def solved() -> _Best:
         problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
-        best = _best(problems, deadline, cutoff)
-        known = model
-        if request.measure:
-            # What the first winner and its rivals use is timed together: what slows one then slows all.
-            rivals = _rivals(best.problem, deadline) if compares and number == 0 else []
-            model = model.measure(
-                _calls(best.problem, *(each.solution for each in (best.step, *rivals))),
-                database,
-                progress,
-                co_runners,
-            )
-        if model is known and compares:
-            calls = _calls(best.problem, *(each.solution for each in _rivals(best.problem, deadline)))
-            model = model.measure(calls, database, progress, co_runners)
+        return _best(problems, deadline, cutoff)
+
+    best = solved()
+    for number in range(MEASURING_ROUNDS if request.measure and model.here else 0):
+        if is_over(deadline):
+            break
+        if progress:
+            progress(0, 0, f"found a step of {show_seconds(best.step.seconds)}")
+        budget.limit(left(deadline))
+        known, wanted = model, _wanted(best, deadline, rivals=number == 0)
+        model = model.measure(wanted, database, progress, co_runners, budget)
         if model is known:
             break
-    else:
-        problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
-        best = _best(problems, deadline, cutoff)
+        best = solved()
     return Decision(best.problem, best.step, whole, request, deadline, best.others)
 
 
@@ -192,14 +203,15 @@ def measure_operators(
     _check_mesh(meshes, cluster)
     model = CostModel.of(cluster, database)
     deadline = after(request.time_limit)
-    calls = []
+    candidates = []
     for mesh in meshes:
         problem = MeshProblem(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
         for force in (None, *PURE):
             with contextlib.suppress(InfeasibleError):
-                calls += _calls(problem, problem.solve(problem.ask(force, bounded=False), Limits(deadline)))
-    model = model.measure(calls, database, progress, co_runners)
-    return len({call.key() for call in calls} & model.measured.keys())
+                solution = problem.solve(problem.ask(force, bounded=False), Limits(deadline))
+                candidates.append(Candidate.of(solution.priced))
+    model = model.measure(most_valuable(candidates, model), database, progress, co_runners)
+    return len({key for each in candidates for key in each.calls} & model.measured.keys())
 
 
 def _check_operators(graph: Graph) -> None:
@@ -316,20 +328,17 @@ def _worst(failures: Sequence[InfeasibleError | SolverError]) -> InfeasibleError
     return min(infeasible, key=lambda error: error.would_do)
 
 
-def _calls(problem: MeshProblem, *solutions: Solution) -> list[Call]:
-    programs = [solution.program for solution in solutions]
-    prices = (
-        problem.prices.operator(item, program.strategies[item.name])
-        for program in programs
-        for item in problem.graph.operators
-    )
-    return list(itertools.chain.from_iterable(price.calls for price in prices))
-
-
-def _rivals(problem: MeshProblem, deadline: float | None) -> list[Step]:
-    """The `RIVALS` pure strategies that are predicted fastest."""
-    found = [step for _, step in strategies_beside(problem, Limits(deadline)) if step]
-    return sorted(found, key=lambda each: each.seconds)[:RIVALS]
+def _wanted(best: _Best, deadline: float | None, *, rivals: bool) -> list[Call]:
+    """The calls to be measured for the best step, those that decide first. With `rivals`, or if it has none
+    left, also those of the pure strategies that come closest, unless a strategy is forced."""
+    problem = best.problem
+    own = Candidate.of(best.step.solution.priced)
+    if problem.request.force or not (rivals or not problem.model.missing(own.calls.values())):
+        return most_valuable([own], problem.model)
+    steps = [step for _, step in strategies_beside(problem, Limits(deadline)) if step]
+    nearest = sorted(steps, key=lambda each: each.seconds)[:RIVALS]
+    others = [Candidate.of(each.solution.priced) for each in nearest]
+    return most_valuable([own, *others], problem.model)
 
 
 def _with_pins(row: Alternative, step: Step) -> Alternative:

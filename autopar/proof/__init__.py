@@ -11,4 +11,5 @@ simulated   what every operator of the runtime means there
 pipeline    stages and micro-batches there, in any schedule
 processes   the same on real processes
 operators   one generic proof for every operator
+declared    the same of an operator that a user has declared
 """

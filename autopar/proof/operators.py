@@ -7,6 +7,7 @@ converted back, so that every placement that the rule names is exercised with it
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Sample
 from autopar.sharding.strategies import find_atoms, strategies_of
-from autopar.trace.graph_builder import _HIDDEN_WRITES, USABLE_RESULTS
+from autopar.trace.written_graph import HIDDEN_WRITES, USABLE_RESULTS
 
 
 class OneOperator:
@@ -49,7 +50,7 @@ class OneOperator:
                 replaced.append(torch.float64 if leaf is torch.float32 else leaf)
         args, kwargs = pytree.tree_unflatten(replaced, self.structure)
         self.leaves = replaced
-        written = _HIDDEN_WRITES.get(sample.target, ())
+        written = HIDDEN_WRITES.get(sample.target, ())
         self.buffers = [args[place].name for place in written if isinstance(args[place], Ref)]
         for name, tensor in self.tensors.items():
             fixed = name in self.buffers or name in sample.constant
@@ -133,7 +134,13 @@ def strategies(sample: Sample, mesh: Mesh) -> Iterator[tuple[OneOperator, Dims, 
 
 
 def error(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int = 0) -> float:
-    """The largest difference (`_gap`) from the unsplit call, in results, gradients and buffers."""
+    """The largest difference from the unsplit call, in results, gradients and buffers."""
+    return max(differences(one, dims, strategy, seed=seed).values(), default=0.0)
+
+
+def differences(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int = 0) -> dict[str, float]:
+    """The difference (`_gap`) of each result and gradient from those of the unsplit call. Of an operand that
+    is written it is that of the operand itself."""
     torch.manual_seed(seed)
     wanted, operands = one.serial()
     gradients = [torch.randn_like(item) for item in wanted if item.requires_grad]
@@ -143,7 +150,14 @@ def error(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int = 0) ->
     locals_ = distribute(one.tensors, program.inputs, dims)
     torch.manual_seed(seed)
     outputs = run(programs, locals_, meaning=meaning_for(one.graph))
-    worst = max(_gap(ours, theirs) for local in outputs for ours, theirs in zip(local, wanted, strict=True))
+    found: dict[str, float] = {}
+
+    def note(what: str, gap: float) -> None:
+        found[what] = max(math.inf if math.isnan(gap) else gap, found.get(what, 0.0))
+
+    for local in outputs:
+        for index, (ours, theirs) in enumerate(zip(local, wanted, strict=True)):
+            note(f"result {index}", _gap(ours, theirs))
     roots, seeds = [], []
     share = seed_share(one.graph, len(outputs))
     for local in outputs:
@@ -154,31 +168,32 @@ def error(one: OneOperator, dims: Dims, strategy: Strategy, *, seed: int = 0) ->
     for name, operand in operands.items():
         shares = [local[name] for local in locals_]
         if name in one.buffers:
-            worst = max(worst, _gap(assemble(name, shares, program.inputs[name], dims), operand))
+            note(name, _gap(assemble(name, shares, program.inputs[name], dims), operand))
         elif operand.grad is not None:
-            worst = max(worst, _gap(total_gradient(name, shares, program.inputs[name], dims), operand.grad))
+            total = total_gradient(name, shares, program.inputs[name], dims)
+            note(f"gradient of {name}", _gap(total, operand.grad))
     torch.manual_seed(seed)
-    return max(
-        worst, _typed_error(one, distribute(one.tensors, program.inputs, dims), programs, gradients, operands)
-    )
+    typed = _typed_errors(distribute(one.tensors, program.inputs, dims), programs, gradients, operands)
+    for name, gap in typed:
+        note(f"gradient of {name}", gap)
+    return found
 
 
-def _typed_error(
-    one: OneOperator,
+def _typed_errors(
     locals_: Sequence[Mapping[str, Tensor]],
     programs: Sequence[RankProgram],
     gradients: Sequence[Tensor],
     operands: Mapping[str, Tensor],
-) -> float:
-    """The largest difference of any rank's gradient, when gradients travel as in a program."""
+) -> Iterator[tuple[str, float]]:
+    """The difference of each rank's gradient, when gradients travel as in a program."""
     outputs = run(programs, locals_, meaning=simulate_typed)
     roots = [item for local in outputs for item in local if item.requires_grad]
     torch.autograd.backward(roots, list(gradients) * len(outputs))
     wanted = {name: item.grad for name, item in operands.items() if item.grad is not None}
-    found = ((local[name].grad, item) for local in locals_ for name, item in wanted.items())
-    return max(
-        (_gap(torch.zeros_like(item) if mine is None else mine, item) for mine, item in found), default=0.0
-    )
+    for local in locals_:
+        for name, item in wanted.items():
+            mine = local[name].grad
+            yield name, _gap(torch.zeros_like(item) if mine is None else mine, item)
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:

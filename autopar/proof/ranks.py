@@ -30,7 +30,7 @@ from autopar.rewrite.rank_program import RankProgram
 from autopar.runtime.saved.offload import moves, saving_there
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.sharding.atoms import Dims
-from autopar.trace.custom_operator import CUSTOM
+from autopar.sharding.rule import has_linear_backward
 
 Meaning = Callable[[Any, Sequence[Call]], list[Tensor]]
 
@@ -173,7 +173,7 @@ def _is_random(target: Any) -> bool:
 
 def _each(target: Any, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     """Every rank draws from the generator as it stood before the operator."""
-    if not _is_random(target) and target is not CUSTOM:
+    if not _is_random(target) and has_linear_backward(target):
         return [in_float64(target, args, kwargs) for args, kwargs in calls]
     state, results = torch.get_rng_state(), []
     for args, kwargs in calls:
@@ -226,7 +226,7 @@ def total_gradient(name: str, locals_: Sequence[Tensor], layout: Layout, dims: D
 
 def has_custom_backwards(graph: Graph) -> bool:
     """Whether gradients must travel whole."""
-    return any(item.target is CUSTOM for item in graph.operators)
+    return not all(has_linear_backward(item.target) for item in graph.operators)
 
 
 def meaning_for(graph: Graph) -> Meaning:

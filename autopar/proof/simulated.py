@@ -175,6 +175,12 @@ def _exchange(ranks: Sequence[Arguments]) -> list[Tensor]:
     return [_select(padded, dim, blocks, start + before, stop + before) for start, stop in windows]
 
 
+def _needed_rows(ranks: Sequence[Arguments]) -> list[Tensor]:
+    """Each rank's own rows, then those that the others pick for it, by owner."""
+    picked = [torch.split(rank["x"].index_select(0, rank["rows"]), list(rank["sends"])) for rank in ranks]
+    return [torch.cat([rank["x"], *(parts[me] for parts in picked)]) for me, rank in enumerate(ranks)]
+
+
 def _convolution(ranks: Sequence[Arguments]) -> list[Tensor]:
     """Each rank's whole window through the plain operator, which pads nothing on that dim."""
     windows = _exchange([{**rank, "blocks": 1, "fill": 0.0} for rank in ranks])
@@ -224,7 +230,7 @@ def _batch_norm(ranks: Sequence[Arguments]) -> list[Tensor]:
 
 
 def _affine(normal: Tensor, rank: Arguments) -> Tensor:
-    """Scale and shift, weight * normal + bias, back from (C, N * pixels) to the shape of the rank's x."""
+    """Scale and shift, and go back from (C, N * pixels) to the shape of the rank's x."""
     x, weight, bias = rank["x"], rank["weight"], rank["bias"]
     y = normal if weight is None else normal * weight.unsqueeze(1)
     y = y if bias is None else y + bias.unsqueeze(1)
@@ -262,6 +268,7 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "s_to_p": _zero_pad,
     "s_to_s": _resplit,
     "exchange": _exchange,
+    "needed_rows": _needed_rows,
     "max_reduce": _max_everywhere,
     "convolution": _convolution,
     "batch_norm": _batch_norm,

@@ -14,6 +14,8 @@ difference          two plans beside each other, as data
 render_difference   as text
 explanation         why a plan is as it is, as data
 render_explanation   as text
+examination         what the doctor found, as data
+render_examination   as text
 draw_timeline       a timeline, as text and for a trace viewer
 report              a plan as one page of HTML
 announce            what a plan notes, on stderr
@@ -24,7 +26,20 @@ whole_file          files that are written whole or not at all
 text                results print by the renderer of their type
 """
 
-from autopar.results import render_comparison, render_difference, render_explanation, render_plan
+from autopar.results import (
+    render_comparison,
+    render_difference,
+    render_examination,
+    render_explanation,
+    render_plan,
+)
 from autopar.results.report import notebook
 
-__all__ = ["notebook", "render_comparison", "render_difference", "render_explanation", "render_plan"]
+__all__ = [
+    "notebook",
+    "render_comparison",
+    "render_difference",
+    "render_examination",
+    "render_explanation",
+    "render_plan",
+]

@@ -98,7 +98,8 @@ class Plan:
     a note says what it covers. Seconds are those of a whole step with all micro-batches; `compute` and
     `communication` of the average pipeline rank, which does nothing for a share `bubble` of the step.
     Bytes are those of the fullest rank. `measured_share` is the part of predicted operator time that
-    rests on measurements; predicted steps that differ by less than `error`, relatively, can't be told apart.
+    rests on measurements, `interpolated_share` what of the rest follows from measurements of other sizes;
+    predicted steps that differ by less than `error`, relatively, can't be told apart.
     `graph` is what was planned, one micro-batch of it, and `devices` what for.
     """
 
@@ -127,6 +128,7 @@ class Plan:
     offloaded: tuple[Offloaded, ...] = ()
     offload_seconds: float = 0.0  # of the step, that it waits for copies to and from host memory
     graph: Fingerprint = Fingerprint()
+    interpolated_share: float = 0.0
     error: float = 0.0
     devices: str = ""  # nodes, devices of each and their kind, as in "2 x 4 h100"
     parts: StepParts = StepParts()  # of the step, which they add up to
@@ -169,6 +171,7 @@ class Plan:
             "state_bytes": self.state_bytes,
             "memory_cap": self.memory_cap,
             "measured_share": self.measured_share,
+            "interpolated_share": self.interpolated_share,
             "error": self.error,
             "sharded_flops_share": self.sharded_flops_share,
             "gathered_ops": list(self.gathered_ops),

@@ -31,6 +31,7 @@ FACTORS = {
     "h": "height, or heads",
     "w": "width",
     "q": "queries",
+    "r": "rows, of which only those that are read are exchanged",
 }
 DIM = re.compile(r"[a-z](\d+)(?:\.\d+)?")  # d1, or d1.0: a part of dim 1
 

@@ -1,8 +1,9 @@
-"""A progress bar on stderr."""
+"""Progress on stderr: a bar on a terminal, else a line every so often."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,26 +11,55 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+EVERY = 10.0  # seconds between lines
+
+
+@dataclass(slots=True)
+class ProgressLines:
+    """Writes "autopar: 12 of 80, aten.conv2d.default" if the last line is `EVERY` seconds old."""
+
+    last: float
+
+    @classmethod
+    def begun(cls) -> ProgressLines:
+        """Lines from now on: what takes less time than one of them writes none."""
+        return cls(time.monotonic())
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        now = time.monotonic()
+        if now - self.last >= EVERY:
+            self.last = now
+            count = f"measuring {done} of {total}: " if total else ""
+            print(f"autopar: {count}{what}", file=sys.stderr, flush=True)
+
 
 @dataclass(slots=True)
 class ProgressBar:
     """Shows "done of total" while `shown()`; nothing at any other time. Can be sent to a worker.
 
-    By default only where stderr is a terminal; `wanted` shows it anyway.
+    A bar where stderr is a terminal or it is `wanted`, else lines.
     """
 
     wanted: bool = False
-    _shown: tuple[Progress, TaskID] | None = None
+    _shown: tuple[Progress, TaskID] | ProgressLines | None = None
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        if self._shown:
+        if isinstance(self._shown, ProgressLines):
+            self._shown(done, total, what)
+        elif self._shown:
             progress, task = self._shown
-            progress.update(task, completed=done, total=total, description=what)
+            progress.update(task, description=what)
+            if total:
+                progress.update(task, completed=done, total=total)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         if not (self.wanted or sys.stderr.isatty()):
-            yield
+            self._shown = ProgressLines.begun()
+            try:
+                yield
+            finally:
+                self._shown = None
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:

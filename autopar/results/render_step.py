@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.core.costs import ESTIMATED_ERROR, INTERPOLATED_ERROR, MEASURED_ERROR
 from autopar.results.plan import Plan
 from autopar.results.step_parts import StepParts
 from autopar.units import show_seconds
@@ -76,11 +77,12 @@ def parts_of(plan: Plan) -> StepParts:
 def trust_lines(plan: Plan) -> Iterator[str]:
     """What is measured, what is estimated, and how far predictions were off."""
     overlap = "" if plan.pipeline.is_staged else "; nothing is taken to overlap"
-    if plan.measured_share < 1 - SHOWN:
-        yield (
-            f"trust     {1 - plan.measured_share:.0%} of operator time is estimated, not measured{overlap}"
-        )
-    else:
-        yield f"trust     all operator time is measured{overlap}"
+    shares = {
+        f"measured (± {MEASURED_ERROR:.0%})": plan.measured_share,
+        f"interpolated from other sizes (± {INTERPOLATED_ERROR:.0%})": plan.interpolated_share,
+        f"estimated (± {ESTIMATED_ERROR:.0%})": 1 - plan.measured_share - plan.interpolated_share,
+    }
+    told = [f"{share:.0%} {what}" for what, share in shares.items() if share > SHOWN]
+    yield f"trust     operator time is {', '.join(told)}{overlap}"
     yield f"          timed steps took {LEAST:.2f} to {MOST:.2f} times what measured operators had promised;"
     yield "          of estimates that isn't known: autopar compare --measure times strategies here"

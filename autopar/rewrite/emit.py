@@ -17,6 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Call, TensorSpec
+from autopar.ops.recurrent import steps_dim, steps_of
 
 _META = torch.device("meta")
 _GIVEN: dict[Any, Any] = {}  # on meta tensors by calls, by all that it depends on
@@ -73,7 +74,7 @@ class GraphEmitter:
         strides = tuple(self.meta[item].stride() for item in operands)
         key = target, call.key(), strides, *_ambient()
         if key not in _GIVEN:
-            _GIVEN[key] = pytree.tree_map(_bare, self._evaluated(target, args, kwargs))
+            _GIVEN[key] = pytree.tree_map(_bare, self._evaluated(call, args, kwargs))
         values = _GIVEN[key]
         node = self.graph.call_function(target, tuple(args), kwargs)
         if isinstance(values, torch.Tensor):
@@ -88,9 +89,14 @@ class GraphEmitter:
         self.written.append(Written(call, operands, tuple(parts)))
         return tuple(parts)
 
-    def _evaluated(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _evaluated(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         on_meta = {**self._lookup(kwargs), **({"device": _META} if "device" in kwargs else {})}
-        return target(*self._lookup(tuple(args)), **on_meta)
+        values = self._lookup(tuple(args))
+        if not (steps := steps_of(call)):
+            return call.target(*values, **on_meta)
+        x, *others = values
+        first, *states = call.target(x.narrow(steps_dim(call), 0, 2), *others, **on_meta)
+        return _longer(first, steps_dim(call), steps), *states
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -121,6 +127,14 @@ class GraphEmitter:
             return TensorSpec(tuple(value.shape), value.dtype, value.requires_grad)
 
         return fx.node.map_arg(tree, describe)
+
+
+def _longer(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """A tensor without values that lies in memory as this one does, with a dim of another size."""
+    shape = [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]]
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+    longer = torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
+    return longer.requires_grad_(tensor.requires_grad)
 
 
 def _ambient() -> tuple[Any, ...]:

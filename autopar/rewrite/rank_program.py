@@ -185,7 +185,7 @@ class _Writer:
         source = self.value(name, move.source)
         again = gathers(move) and self.program.gathering(name) is Gathering.AGAIN
         wide = name in self.wide and sums_gradients(move) and self.graph.specs[name].requires_grad
-        target = getattr(torch.ops.autopar, effect(move).name + AGAIN * again + WIDE * wide).default
+        target = getattr(torch.ops.autopar, effect(move).name + WIDE * wide + AGAIN * again).default
         key = self.dims.mesh.key((move.axis,))
         args: list[object] = [source, key]
         before, after = move.placements

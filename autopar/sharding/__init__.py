@@ -1,11 +1,13 @@
 """States how operators can be split: by factors, atoms, cuts and windows.
 
 equation              an operator as labels on dims
+declared              operators of the user's own, declared by an equation
 rule                  what a rule answers about a family of operators
 strategies            from a graph to its atoms and all strategies
 atoms                 into what every dim can be split
 window                which input rows a range of output rows needs
 halo                  fetching them from other ranks
+needed_rows           fetching the rows that a graph names
 sparse_blocks         the block of a sparse matrix that a rank has
 statistics            moments over sharded dims
 made_constants        what a forward makes of numbers alone

@@ -24,9 +24,9 @@ import torch
 
 from autopar.core.graph import Operator, Ref, TensorSpec, map_refs
 from autopar.core.placement import Layout, R, Shard
-from autopar.core.strategy import Option, Strategy
+from autopar.core.strategy import UNSUMMED, Option, Strategy
 from autopar.errors import RuleError
-from autopar.sharding.atoms import Atoms, Dim, Dims, Relation, Scaling
+from autopar.sharding.atoms import Atoms, Dim, Dims, Relation, Scaling, Table
 from autopar.sharding.equation import Equation, Kind, sharded_option, unsharded_options
 
 Handle: TypeAlias = Any  # a value in the program being written: an fx.Node
@@ -240,6 +240,8 @@ class Rule(ABC):
 
     targets: ClassVar[tuple[Any, ...]] = ()
     random: ClassVar[bool] = False  # draws from the generator
+    numbers_alike: ClassVar[bool] = False  # floats, but for 0 and 1, change neither strategies nor costs
+    reads_values: ClassVar[bool] = False  # of constants, by which ranks have more or less to do
 
     @abstractmethod
     def equation(self, op: Instance) -> Equation:
@@ -253,6 +255,10 @@ class Rule(ABC):
         """Write the rank's local computation; one handle for each result."""
         result = site.local_call()
         return result if isinstance(result, (tuple, list)) else (result,)
+
+    def fullest(self, site: Site) -> tuple[int, ...]:
+        """The coordinate of the rank with the most to do, of a rule that `reads_values`."""
+        return site.coordinate
 
     def relations(self, op: Instance) -> list[Relation]:
         """Groups of dims that are refined and cut alike."""
@@ -279,6 +285,10 @@ class Rule(ABC):
             for dim, label in enumerate(labels)
             if name and label and label in sources
         ]
+
+    def tables(self, op: Instance, values: Mapping[str, torch.Tensor]) -> list[Table]:
+        """Which rows lie in the order of which others, by the values of constants."""
+        return []
 
     def options(self, op: Instance, atoms: Atoms) -> list[Option]:
         """Every way to run the operator on one axis."""
@@ -355,14 +365,25 @@ class Regroup(Rule):
 class Gathered(Rule):
     """What an operator without a rule gets: gathered operands, or unsummed ones throughout."""
 
+    numbers_alike = True
+
     def equation(self, op: Instance) -> Equation:
         none = tuple((None,) * len(op.specs[name].shape) for name in op.operands)
         return Equation(none, tuple(() for _ in op.operator.results))
+
+    def options(self, op: Instance, atoms: Atoms) -> list[Option]:
+        """Unsummed gradients travel through torch's own operators alone: an operator of someone else may have
+        a backward that isn't linear in the gradient."""
+        found = super().options(op, atoms)
+        if has_linear_backward(op.operator.target):
+            return found
+        return [option for option in found if option.factor != UNSUMMED]
 
     def samples(self) -> Iterable[Sample]:
         return ()
 
 
+LIBRARIES = ("aten", "prims", "autopar", "autopar_graphs")  # torch's and autopar's: backwards are derivatives
 RULES: dict[Any, Rule] = {}
 GATHER = Gathered()
 
@@ -388,6 +409,12 @@ def register(rule: type[Rule]) -> type[Rule]:
             )
         RULES[target] = instance
     return rule
+
+
+def has_linear_backward(target: Any) -> bool:
+    """Whether parts of a gradient may go through an operator's backward one by one, and be added up then;
+    of Python's own functions, such as `getitem`, they may."""
+    return getattr(target, "namespace", LIBRARIES[0]) in LIBRARIES
 
 
 def rule_of(operator: Operator) -> Rule:

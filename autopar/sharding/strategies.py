@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 from autopar.core.graph import Graph, Operator, map_refs
 from autopar.core.strategy import Option, Strategy
@@ -17,7 +19,9 @@ def find_atoms(graph: Graph) -> Atoms:
     instances = [(rule_of(item), Instance(item, graph.specs)) for item in graph.operators]
     relations = [relation for rule, op in instances for relation in rule.relations(op)]
     scalings = [scaling for rule, op in instances for scaling in rule.scalings(op)]
-    return Atoms(graph, relations, scalings)
+    values = {item.name: item.value for item in graph.inputs if item.value is not None}
+    tables = [table for rule, op in instances for table in rule.tables(op, values)]
+    return Atoms(graph, relations, scalings, tables)
 
 
 def sign_of(operation: Operator, dims: Dims) -> int:
@@ -25,7 +29,6 @@ def sign_of(operation: Operator, dims: Dims) -> int:
     that do the same to tensors that are alike and cut alike, in whatever graph."""
     if operation.name not in dims.sign_of:
         specs = dims.graph.specs
-        args = map_refs((operation.args, operation.kwargs), lambda ref: str(specs[ref.name]))
         names = (*operation.operands, *operation.results)
         atoms = [
             dims.atoms.components[name, dim, atom]
@@ -37,13 +40,34 @@ def sign_of(operation: Operator, dims: Dims) -> int:
         order = {atom: number for number, atom in enumerate(dict.fromkeys(atoms))}
         sign = (
             operation.target,
-            str(args),
+            text_of(operation, lambda name: str(specs[name])),
             tuple((specs[name], dims.atoms.of[name]) if name else None for name in names),
             tuple(order[atom] for atom in atoms),
             tuple(dims.way_of_cutting(atom) for atom in order),
         )
         dims.sign_of[operation.name] = _NUMBERS.setdefault(sign, len(_NUMBERS))
     return dims.sign_of[operation.name]
+
+
+def text_of(operation: Operator, show: Callable[[str], str]) -> str:
+    """An operator's arguments as far as strategies and costs depend on them, operands as `show` names them.
+
+    Blocks whose paths are dropped ever more often, x / 0.98, x / 0.96 ..., are equal so.
+    """
+    args = map_refs((operation.args, operation.kwargs), lambda ref: show(ref.name))
+    return str(_without_numbers(args) if rule_of(operation).numbers_alike else args)
+
+
+def _without_numbers(tree: Any) -> Any:
+    match tree:
+        case float() if tree not in (0.0, 1.0):
+            return "number"
+        case tuple() | list():
+            return type(tree)(map(_without_numbers, tree))
+        case dict():
+            return {name: _without_numbers(item) for name, item in tree.items()}
+        case _:
+            return tree
 
 
 def options_of(operation: Operator, dims: Dims) -> tuple[Option, ...]:

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from types import FrameType
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -92,11 +93,25 @@ def _living() -> list[_Generator]:
     has a state."""
     kinds = {kind for base in (random.Random, *_NUMPY) for kind in _subclasses(base)}
     kinds -= _subclasses(random.SystemRandom)
+    found = {id(each): each for each in _of_kinds(gc.get_objects(), kinds)}
+    if id(random.getstate.__self__) not in found:  # type: ignore[attr-defined]  # Python's own, which is there
+        found |= {id(each): each for each in _of_modules(kinds)}
     tools = _of_tools()
-    generators = [
-        _described(each) for each in gc.get_objects() if type(each) in kinds and id(each) not in tools
-    ]
+    generators = [_described(each) for place, each in found.items() if place not in tools]
     return [generator for generator in generators if generator is not None]
+
+
+def _of_modules(kinds: set[type]) -> Iterator[Any]:
+    """Those that modules hold: the collector doesn't list what was there before `gc.freeze`."""
+    spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    held = [each for space in spaces for each in list(space.values())]
+    for each in _of_kinds(held, kinds | {np.random.Generator}):
+        yield each.bit_generator if isinstance(each, np.random.Generator) else each
+
+
+def _of_kinds(objects: Sequence[Any], kinds: set[type]) -> Iterator[Any]:
+    """Those whose `type(each) in kinds`: of a million objects, so no line of Python runs for each."""
+    return compress(objects, map(kinds.__contains__, map(type, objects)))
 
 
 def _of_tools() -> set[int]:

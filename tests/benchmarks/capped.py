@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autopar.cluster import ClusterSpec
 from autopar.comparing.measured import TIMEOUT, Contest, Job
 from autopar.compiler import Compiler
-from autopar.cost.machine.model import CoRunners
+from autopar.cost.machine.measuring import CoRunners
 from autopar.errors import InfeasibleError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.request import Request

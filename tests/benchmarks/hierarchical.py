@@ -21,7 +21,7 @@ from enum import Enum
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call, Graph
 from autopar.core.mesh import Mesh
-from autopar.cost.machine.model import CoRunners
+from autopar.cost.machine.measuring import CoRunners
 from autopar.errors import InfeasibleError
 from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import MeshProblem

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import autopar.ops  # noqa: F401  (registers every family)
+from autopar.core.graph import Call, map_refs
 from autopar.core.mesh import Mesh
 from autopar.core.placement import P
 from autopar.core.strategy import Option, Strategy
 from autopar.proof.operators import OneOperator, error, strategies
 from autopar.proof.precision import widest
 from autopar.sharding.atoms import Dims
-from autopar.sharding.rule import RULES, Rule, Sample
+from autopar.sharding.rule import RULES, Instance, Rule, Sample, rule_of
+from autopar.sharding.strategies import find_atoms, sign_of
+from costdb.footprint import footprint
+from costdb.slopes import passes
 
 Offered = tuple[OneOperator, Dims, Strategy]
 
@@ -92,3 +97,43 @@ def _on_one_axis(offered: Sequence[Offered]) -> Sequence[Offered]:
 
 def _splits(option: Option) -> bool:
     return bool(option.shards)
+
+
+def _other(tree: Any) -> Any:
+    """The arguments with other numbers, but for 0 and 1."""
+    if isinstance(tree, float) and tree not in (0.0, 1.0):
+        return 1.5 * tree
+    return type(tree)(map(_other, tree)) if isinstance(tree, (tuple, list)) else tree
+
+
+ALIKE = [
+    sample
+    for rule in dict.fromkeys(RULES.values())
+    if rule.numbers_alike
+    for sample in rule.samples()
+    if str(_other(sample.args)) != str(sample.args)
+]
+
+
+@pytest.mark.parametrize("sample", ALIKE, ids=lambda sample: str(sample.target))
+def test_numbers_change_neither_strategies_nor_costs(sample: Sample) -> None:
+    """Of rules that say so, and so operators that differ by them alone are equal."""
+    mesh = Mesh((2,))
+    one, other = (
+        OneOperator(Sample(sample.target, args, sample.kwargs, sample.constant))
+        for args in (sample.args, _other(sample.args))
+    )
+    (mine,), (theirs,) = one.graph.operators, other.graph.operators
+    ours, others = (Dims(each.graph, find_atoms(each.graph), mesh) for each in (one, other))
+    assert sign_of(mine, ours) == sign_of(theirs, others)
+    rule = rule_of(mine)
+    assert rule.options(Instance(mine, one.graph.specs), ours.atoms) == rule.options(
+        Instance(theirs, other.graph.specs), others.atoms
+    )
+    mine_call, their_call = _call(one), _call(other)
+    assert footprint(mine_call) == footprint(their_call) and passes(mine_call) == passes(their_call)
+
+
+def _call(one: OneOperator) -> Call:
+    (item,), specs = one.graph.operators, one.graph.specs
+    return Call(item.target, *map_refs((item.args, item.kwargs), lambda ref: specs[ref.name]))

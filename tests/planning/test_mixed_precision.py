@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar import api
 from autopar.cluster import ClusterSpec, Link
+from autopar.core.gathering import Gathering
 from autopar.core.graph import InputKind
 from autopar.core.precision import Precision
 from autopar.errors import InputError
@@ -79,3 +80,47 @@ def test_weights_and_biases_that_are_cast_are_known() -> None:
     plain = trace(Net(8), (torch.randn(4, 8), torch.randn(4, 8)), autocast=Autocast("cpu", torch.bfloat16))
     assert {plain.graph.specs[name].dtype for name in plain.graph.cast_weights} == {torch.bfloat16}
     assert len(plain.graph.cast_weights) == 4  # weights and biases of both products
+
+
+SHARDED = ("gradients", "weights")  # of which the first keeps full copies until backward
+
+
+class Deep(nn.Module):
+    """Products whose weights are most of what a step holds."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def deep(layers: int = 8, **options: object) -> Plan:
+    """Of two micro-batches, whose gradients are there from the first backward on."""
+    with torch.device("meta"):
+        net, batch = Deep(4096, layers), (torch.randn(64, 4096),)
+    options = {"dtype": "bf16", "mesh": "2", "stages": 1, "micro_batches": 2, "measure": False, **options}
+    return api.plan(net, GPUS, batch, **options)
+
+
+def regathered(plan: Plan) -> int:
+    return sum(way is Gathering.AGAIN for way in plan.program.gatherings.values())
+
+
+def test_full_copies_of_cast_weights_need_not_stay() -> None:
+    """Each further layer holds half of its matrix in bfloat16, and no longer all of it."""
+    kept, again = ([deep(n, force="batch", shard_state=level) for n in (8, 12)] for level in SHARDED)
+    assert [regathered(plan) for plan in (*kept, *again)] == [0, 0, 8, 12]
+    growth = [(more.peak_bytes - less.peak_bytes) / 4 for less, more in (kept, again)]
+    assert growth[0] - growth[1] == pytest.approx(4096 * 4096, rel=0.02)
+
+
+def test_cast_weights_are_gathered_again_where_memory_is_short() -> None:
+    free = deep(force="batch", shard_state="auto")
+    least = deep(force="batch", shard_state="weights").peak_bytes
+    tight = deep(force="batch", shard_state="auto", memory=f"{int(least * 1.02)}B")
+    assert regathered(free) == 0 and tight.peak_bytes <= least * 1.02
+    assert regathered(tight) > 0 and tight.step_seconds > free.step_seconds

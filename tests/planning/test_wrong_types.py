@@ -22,6 +22,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("mesh", value) for value in ((1, 2.5), 2, (0, 2), ("a",), {2})],
     *[("memory", value) for value in (float("nan"), float("inf"), -1, 0, True, [1])],
     *[("time_limit", value) for value in ("3", float("nan"), True, [3])],
+    *[("measure_seconds", value) for value in ("3", float("nan"), -1, True, [3])],
     *[("stages", value) for value in (1.5, True, (1,), 0)],
     *[("micro_batches", value) for value in (2.0, "x", [])],
     *[("schedule", value) for value in (3, ["gpipe"])],

@@ -108,7 +108,7 @@ pipeline  2 ranks, 2 stages, 8 micro-batches, 1f1b; a rank waits 11.1% of the st
 memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and optimizer state
 solver    optimal, gap 1.20%: by these predictions no plan is faster by more (of those that a note names)
           100.0% of the flops are split among devices
-trust     100% of operator time is estimated, not measured
+trust     operator time is 100% estimated (± 10%)
           timed steps took 0.66 to 1.63 times what measured operators had promised;
           of estimates that isn't known: autopar compare --measure times strategies here""",
     )
@@ -134,7 +134,7 @@ pipeline  4 micro-batches
 memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and optimizer state
 solver    optimal, gap 1.20%: by these predictions no plan is faster by more
           100.0% of the flops are split among devices
-trust     100% of operator time is estimated, not measured; nothing is taken to overlap
+trust     operator time is 100% estimated (± 10%); nothing is taken to overlap
           timed steps took 0.66 to 1.63 times what measured operators had promised;
           of estimates that isn't known: autopar compare --measure times strategies here""",
     )
@@ -239,7 +239,7 @@ step      20 ms predicted, on each device the sum of
 memory    1.05 MB per device at the peak, 524 kB of it weights, gradients and optimizer state
 solver    optimal, gap 1.20%: by these predictions no plan is faster by more
           100.0% of the flops are split among devices
-trust     100% of operator time is estimated, not measured; nothing is taken to overlap
+trust     operator time is 100% estimated (± 10%); nothing is taken to overlap
           timed steps took 0.66 to 1.63 times what measured operators had promised;
           of estimates that isn't known: autopar compare --measure times strategies here
 advice    use one device: it is predicted to take 18 ms a step, no more than all 4 together

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import TensorSpec
+from autopar.ops import recurrent
 from autopar.rewrite.emit import GraphEmitter
 
 aten = torch.ops.aten
@@ -67,3 +68,24 @@ def test_several_results_and_the_default_dtype() -> None:
         assert emitter.meta[emitter.call(aten.div.Tensor, (x, 2))].dtype == torch.float64
     finally:
         torch.set_default_dtype(before)
+
+
+def test_a_recurrent_layer_is_written_as_if_all_its_steps_were_run() -> None:
+    """Shapes and order in memory, of which many steps have what two have."""
+    for batch_first in (True, False):
+        emitter, layer = GraphEmitter(), torch.nn.LSTM(3, 4, 2, batch_first=batch_first)
+        for steps, samples in ((recurrent.MANY + 1, 5), (2, 5)):
+            shape = (samples, steps, 3) if batch_first else (steps, samples, 3)
+            x = emitter.placeholder("x", TensorSpec(shape, torch.float32, requires_grad=True))
+            states = [emitter.placeholder("h", TensorSpec((2, 5, 4), torch.float32)) for _ in range(2)]
+            weights = [
+                emitter.placeholder("w", TensorSpec(tuple(each.shape), torch.float32, requires_grad=True))
+                for each in layer.parameters()
+            ]
+            options = True, 2, 0.0, True, False, batch_first
+            given = emitter.call(aten.lstm.input, (x, states, weights, *options))
+            real = layer(torch.zeros(shape))
+            whole = [real[0], *real[1]]
+            found = [emitter.meta[node] for node in given]
+            assert [each.shape for each in found] == [each.shape for each in whole]
+            assert found[0].stride() == whole[0].stride() and found[0].requires_grad

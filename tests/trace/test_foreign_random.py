@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Callable
@@ -68,6 +69,14 @@ def test_a_draw_that_a_program_would_not_repeat_is_refused_with_its_line_and_lea
     assert f"test_foreign_random.py:{number}: " in str(refusal.value)
     assert len(str(refusal.value)) <= 400
     assert states() == before
+
+
+@pytest.mark.parametrize("name", ["random.random", "an own Random", "numpy.random", "an own NumPy Generator"])
+def test_a_generator_of_a_module_is_known_in_a_frozen_heap_too(name: str) -> None:
+    """What was there before `gc.freeze` the collector lists no more; the conftest of these tests calls it."""
+    assert all(each is not OWN for each in gc.get_objects())
+    with pytest.raises(TraceError, match="drawn once"):
+        trace(Drawing(DRAWS[name]), (torch.randn(2, 4),))
 
 
 def test_what_a_tool_draws_for_itself_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,13 +137,16 @@ class _Reader:
     def collective(self, node: fx.Node) -> CallMemory:
         """A move, a halo, or an operator of autopar's own with one inside."""
         effect = EFFECTS.get(str(node.target).split(".")[1])
-        takes = tuple(self.number[item] for item in node.all_input_nodes)
+        inputs = [
+            item for item in node.all_input_nodes if item in self.number
+        ]  # the rest is held from the start
+        takes = tuple(self.number[item] for item in inputs)
         passed = takes[0] if effect and effect.forward is Action.NOTHING else None
         gives = self.given((node,), [passed])
         returned = gives[0].value if effect and effect.backward is Action.NOTHING else None
         gradients = tuple(
             Gradient(self.number[item], self.nbytes(item), returned)
-            for item in node.all_input_nodes
+            for item in inputs
             if self.emitter.meta[item].requires_grad and self.emitter.meta[node].requires_grad
         )
         keeps: set[int] = set()

@@ -22,7 +22,7 @@ from autopar.convert.moves import Action, effect
 from autopar.convert.network import Alike, Change, Network, Numbers, Placements, Seconds, network
 from autopar.convert.network import Price as PriceOfChange
 from autopar.core.costs import ADAM, Collective, DeviceModel, OperatorCost, OptimizerState
-from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec, map_refs
+from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec
 from autopar.core.mesh import parse_key
 from autopar.core.move import Move
 from autopar.core.placement import Layout
@@ -39,7 +39,7 @@ from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import GATHER, Site, rule_of
-from autopar.sharding.strategies import sign_of
+from autopar.sharding.strategies import sign_of, text_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 
 _COLLECTIVE = {
@@ -58,7 +58,8 @@ class Price:
 
     `forward` is the part of `seconds` before the loss, `weights` the part of the backward pass that
     only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
-    `missing_seconds` the part of `compute` that is an estimate; `kept` what stays in memory for backward.
+    `missing_seconds` the part of `compute` that isn't measured, `interpolated_seconds` what of it follows
+    from other sizes; `kept` what stays in memory for backward.
     `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
     Sums of gradients may hide `behind` so many seconds, for which `credit` is taken off.
     """
@@ -75,6 +76,7 @@ class Price:
     again: float = 0.0
     behind: float = 0.0
     credit: float = 0.0
+    interpolated_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -99,13 +101,14 @@ class Prices:
     model: CostModel
     training: bool = True
     optimizer: OptimizerState = ADAM
-    once: float = 1.0
+    step_weight: float = 1.0
     micro_batches: int = 1
     accumulates: bool = False  # whether gradients of several micro-batches add up
     shown: float = 1.0  # of gradient sums in buckets, a multiplier
     credit: float = 0.0  # of the backward seconds of operators, behind which such sums hide
     _operators: dict[Any, Price] = field(default_factory=dict)
-    _priced: dict[tuple[int, int], tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
+    _priced: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
+    _places: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # fullest ranks, by identity
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
@@ -153,12 +156,13 @@ class Prices:
     def operator(self, operation: Operator, strategy: Strategy) -> Price:
         """The price of `operation` under `strategy`, by the largest rank's calls."""
         # Equal operators, and programs, share strategies, whose keys take long to make.
-        same = sign_of(operation, self.dims), id(strategy)
+        same = sign_of(operation, self.dims), id(strategy), *self._values(operation)
         if same in self._priced:
             return self._priced[same][1]
         sign = self._sign(operation, strategy)
         # Not Python that reads what it likes, nor what depends on constants' values.
-        is_general = operation.target is not CUSTOM and self._constants.isdisjoint(operation.operands)
+        by_values = rule_of(operation).reads_values or not self._constants.isdisjoint(operation.operands)
+        is_general = operation.target is not CUSTOM and not by_values
         found = self.known.operators.get(sign) if is_general else None
         if found is None:
             key = self._key(operation, strategy)
@@ -183,9 +187,16 @@ class Prices:
             for i, name in enumerate(operation.operands)
         )
         if operation.name not in self._texts:
-            args = map_refs((operation.args, operation.kwargs), lambda ref: str(specs[ref.name]))
-            self._texts[operation.name] = str(args)
-        return operation.target, self._texts[operation.name], shapes, self._alike(strategy)
+            results = [str(specs[name]) if name else "" for name in operation.results]
+            args = text_of(operation, lambda name: str(specs[name]))
+            self._texts[operation.name] = f"{args}{results}"
+        text = self._texts[operation.name]
+        return operation.target, text, shapes, self._alike(strategy), *self._values(operation)
+
+    def _values(self, operation: Operator) -> tuple[str, ...]:
+        """The constants on whose values an operator's price depends."""
+        depends = rule_of(operation).reads_values
+        return tuple(filter(self._constants.__contains__, operation.operands)) if depends else ()
 
     def _alike(self, strategy: Strategy) -> Strategy:
         """Axes of one size and one link are interchangeable: strategies in one order stand for all."""
@@ -196,7 +207,10 @@ class Prices:
         return tuple(sorted(strategy, key=_factor)) if self._equal_axes else strategy
 
     def _place(self, operation: Operator, strategy: Strategy) -> tuple[int, ...]:
-        """The rank that is priced: the one whose operands and results have the most elements."""
+        """The rank that is priced: the one that its rule calls the fullest, else the one whose operands and
+        results have the most elements."""
+        if rule_of(operation).reads_values:
+            return self._fullest(operation, strategy)
         taken = [(name, tuple(o.operands[i] for o in strategy)) for i, name in enumerate(operation.operands)]
         made = [
             (name, tuple(o.results[i] for o in strategy)) for i, name in enumerate(operation.results) if name
@@ -210,6 +224,16 @@ class Prices:
         if len(places) > 1:
             return max(places, key=elements)
         return next(iter(places), (0,) * len(self.dims.mesh.shape))
+
+    def _fullest(self, operation: Operator, strategy: Strategy) -> tuple[int, ...]:
+        key = operation.target, *self._values(operation), strategy
+        if key not in self._places:
+            first, emitter = (0,) * len(self.dims.mesh.shape), GraphEmitter(runs=False)
+            site = Site(
+                operation, dims=self.dims, strategy=strategy, coordinate=first, emitter=emitter, values=()
+            )
+            self._places[key] = rule_of(operation).fullest(site)
+        return self._places[key]
 
     def calls(self, operation: Operator, strategy: Strategy) -> OperatorCalls:
         """The operator's calls on the largest rank: what each takes, gives and keeps in memory."""
@@ -257,6 +281,7 @@ class Prices:
         costs += [self.call(item) for item in (*local, *strips)]
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
+        between = sum(self._seconds(item) for item in costs if item.interpolated)
         inner = [self._inner(target, args, spec) for target, args, spec in emitter.collectives]
         talk = sum(map(sum, inner))
         work = sum(flops(item) for item in local)
@@ -267,7 +292,16 @@ class Prices:
         kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         calls = local + strips
         if not self.training:
-            return Price(compute, talk, missing, work, calls, Kept(aliases=kept.aliases), forward=ahead)
+            return Price(
+                compute,
+                talk,
+                missing,
+                work,
+                calls,
+                Kept(aliases=kept.aliases),
+                forward=ahead,
+                interpolated_seconds=between,
+            )
         sizes = (
             emitter.meta[values[index]].numel() * emitter.meta[values[index]].element_size()
             for index in kept.operands
@@ -288,6 +322,7 @@ class Prices:
             again=again,
             behind=behind,
             credit=self.credit * behind,
+            interpolated_seconds=between,
         )
 
     def _weights_share(self, operation: Operator, flops: int) -> float:
@@ -326,6 +361,10 @@ class Prices:
             copy = 2 * spec.nbytes / self.device.bandwidth  # of its own rows
             seconds = self._around() + copy + self._halo(key, spec, dim, owned, starts, stops)
             return seconds, seconds if backward else 0.0
+        if name == "needed_rows":
+            key, _, sends, receives = args
+            seconds = self._needed_rows(key, spec, sends, receives)
+            return seconds, seconds if backward else 0.0
         if name == "convolution":
             _, _, key, owned, starts, stops, dim, *_ = args
             seconds = self._around() + self._halo(key, spec, dim, owned, starts, stops)
@@ -340,6 +379,17 @@ class Prices:
         both = name == "p_to_b" and backward
         seconds = self._collective(Collective.ALL_REDUCE, spec.nbytes, axes) + self._copy(spec.nbytes)
         return seconds, seconds if both else 0.0
+
+    def _needed_rows(
+        self, key: str, spec: TensorSpec, sends: Sequence[int], receives: Sequence[int]
+    ) -> float:
+        """An exchange of rows that a graph names, one way: a message to and from each peer, and copies of the
+        rank's own rows and of those that it sends."""
+        row, axes = spec.nbytes // max(1, spec.shape[0]), parse_key(key)[1]
+        messages = [max(pair) * row for pair in zip(sends, receives, strict=True) if any(pair)]
+        seconds = sum(self._collective(Collective.SEND_RECV, nbytes, axes) for nbytes in messages)
+        copied = spec.nbytes + (sum(sends) + sum(receives)) * row
+        return self._around() + 2 * copied / self.device.bandwidth + seconds
 
     def _around(self) -> float:
         """What an operator takes that cuts, exchanges and adds rows or sums, beside these exchanges, one way.
@@ -494,7 +544,7 @@ class Prices:
         """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
         the weight is stored are made once a step."""
         seconds = self.gradient_sync(name, move)
-        return self.once * seconds if leads else seconds
+        return self.step_weight * seconds if leads else seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
         """A weight's conversion: its all-reduce is that of a bucket, or of a gradient where it lies."""

@@ -236,7 +236,7 @@ class _Replay:
             self.prices.state_bytes(item.name, self.program.inputs[item.name]) for item in state
         )
         if not self.staged:
-            lasts = self.prices.once < 1.0  # of full gradients, those that add up
+            lasts = self.prices.step_weight < 1.0  # of full gradients, those that add up
             gradients = sum(weight.nbytes + lasts * weight.full for weight in self.tape.weights)
             self.heap.hold("state", state_bytes - gradients)
             self.heap.hold("batch", self.batch_bytes())
@@ -315,8 +315,7 @@ class _Replay:
         return number in self.with_weights or number in self.of_weights
 
     def hold_back(self, number: int, gradients: Iterable[Hashable]) -> None:
-        """A backward that is split keeps the gradients of what was made with a weight until that of the
-        weight is made of them."""
+        """A split backward keeps the gradients of what a weight made until the weight's is computed."""
         if number in self.with_weights:
             for key in dict.fromkeys(gradients):
                 if key not in self.held_back:

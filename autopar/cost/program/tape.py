@@ -227,7 +227,8 @@ class _Recorder:
         if again:
             self.gathered.add(value)
         given = Given(value, nbytes, source if passes else None)
-        self.add(place, CallMemory((source,), (given,), frozenset(), 0, gradients, repeats=passes or again))
+        keeps = frozenset({self.root[source]} - self.given - self.gathered if again else ())  # weights stay
+        self.add(place, CallMemory((source,), (given,), keeps, 0, gradients, repeats=passes or again))
         self.note(value, (name, self.tidy(name, move.target)), place)
         return value
 

@@ -14,6 +14,8 @@ Y's gradient to X's. Call it the *transposed* move; each operator's backward cal
 | r_to_s   | slice                | s_to_r     |    | s_to_p   | zero-pad        | b_to_s     |
 | s_to_s   | all-to-all           | s_to_s     |    | exchange | neighbours' rows| exchange_add |
 
+`needed_rows` is an exchange of rows that a graph names, `needed_rows_add` its transposed.
+
 `s_to_r_again` and `s_to_b_again` gather weights whose full copy does not stay between forward and backward
 (`regather`).
 
@@ -300,6 +302,44 @@ def _exchange_add_shape(x: Tensor, *arguments: Any) -> Tensor:
     return Halo.of(*arguments).to_cut(x)
 
 
+# -- rows that a graph names ----------------------------------------------------------------------
+#
+#     x [4, f]    rows = (1, 3 | 0), sends = (0, 2, 1)      own rows 1 and 3 to rank 1, row 0 to rank 2
+#                 receives = (0, 1, 3)                      result [4 + 1 + 3, f]: own rows, theirs by owner
+
+
+def _needed_rows(
+    x: Tensor, group: str, rows: Tensor, sends: Sequence[int], receives: Sequence[int]
+) -> Tensor:
+    out = _needed_shape(x, group, rows, sends, receives)
+    own, *slots = torch.split(out, [len(x), *receives])
+    own.copy_(x)
+    parts = torch.split(x.index_select(0, rows), list(sends))
+    transport.transfer(enumerate(parts), enumerate(slots), group)
+    return out
+
+
+def _needed_shape(
+    x: Tensor, group: str, rows: Tensor, sends: Sequence[int], receives: Sequence[int]
+) -> Tensor:
+    return _resized(x, 0, len(x) + sum(receives))
+
+
+def _needed_back(
+    x: Tensor, group: str, rows: Tensor, sends: Sequence[int], receives: Sequence[int]
+) -> Tensor:
+    own, *parts = torch.split(x, [len(x) - sum(receives), *receives])
+    landed = x.new_empty(len(rows), *x.shape[1:])
+    transport.transfer(enumerate(parts), enumerate(torch.split(landed, list(sends))), group)
+    return own.clone(memory_format=torch.contiguous_format).index_add_(0, rows, landed)
+
+
+def _needed_back_shape(
+    x: Tensor, group: str, rows: Tensor, sends: Sequence[int], receives: Sequence[int]
+) -> Tensor:
+    return _resized(x, 0, len(x) - sum(receives))
+
+
 # -- registration -------------------------------------------------------------------------------
 
 WIDE = "_wide"  # ends the names of moves whose gradients are summed in float32
@@ -311,6 +351,7 @@ RESPLIT = (
     " int dim_to, int blocks_to, int[] sizes_to) -> Tensor"
 )
 WINDOWS = "(Tensor x, str group, int dim, int blocks, int[] owned, int[] starts, int[] stops) -> Tensor"
+NAMED_ROWS = "(Tensor x, str group, Tensor rows, int[] sends, int[] receives) -> Tensor"
 FILLED = WINDOWS.replace(")", ", float fill)", 1)
 
 
@@ -382,6 +423,7 @@ _move("s_to_b", SPLIT, _all_gather, _full, "p_to_s")
 _move("s_to_b_wide", SPLIT, _all_gather, _full, _wide("p_to_s"))
 _move("s_to_r_again", SPLIT, _gather_again("s_to_r"), _full, "r_to_s")
 _move("s_to_b_again", SPLIT, _gather_again("s_to_b"), _full, "p_to_s")
+_move("s_to_b_wide_again", SPLIT, _gather_again("s_to_b"), _full, _wide("p_to_s"))
 _move("p_to_s", SPLIT, _reduce_scatter, _local, "s_to_b")
 _move("r_to_s", SPLIT, _slice, _sliced, "s_to_r", is_local=True)
 _move("b_to_s", SPLIT, _slice, _sliced, "s_to_p", is_local=True)
@@ -390,5 +432,7 @@ _move("s_to_p", SPLIT, _zero_pad, _full, "b_to_s", is_local=True)
 _move("s_to_s", RESPLIT, _resplit, _resplit_shape, "s_to_s", lambda a: (a[0], *a[4:], *a[1:4]))
 _move("exchange", FILLED, _exchange, _exchange_shape, "exchange_add", lambda a: a[:-1])
 _move("exchange_add", WINDOWS, _exchange_add, _exchange_add_shape, "exchange", lambda a: (*a, 0.0))
+_move("needed_rows", NAMED_ROWS, _needed_rows, _needed_shape, "needed_rows_add")
+_move("needed_rows_add", NAMED_ROWS, _needed_back, _needed_back_shape, "needed_rows")
 
 registry.constant("max_reduce", WHOLE, _all_reduce_max, shape=_same)

@@ -1,7 +1,9 @@
 """Gives the user a parallel module: the serial model's names and calls, one rank's part of its work.
 
 parallel_module    the module itself
-runner             its programs, and how its tensors are placed
+runner             its calls
+call_programs      a program for each kind of call, found or compiled
+placed_tensors     where its parameters and buffers lie
 already_parallel   wrappers of torch, which refuse a parallel module
 serial_model       the user's model, without its memory
 user_tree          its modules, with DTensors in the place of their parameters

@@ -21,7 +21,8 @@ from autopar.results.plan import Plan
 from autopar.runtime.execute.executable import Executable, StagedExecutable
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.already_parallel import refuse_wrappers
-from autopar.runtime.module.runner import TIMEOUT, Compile, Runner, SamplerOptions
+from autopar.runtime.module.call_programs import Compile
+from autopar.runtime.module.runner import TIMEOUT, Runner, SamplerOptions
 from autopar.runtime.module.sampler import BatchSampler
 from autopar.runtime.module.transforms import entered
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES
@@ -181,7 +182,7 @@ class ParallelModule(nn.Module):
     # -- what nn.Module does with tensors -------------------------------------------------------
 
     def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[Any]:  # parameters() and buffers() too
-        self._autopar.require_placed()
+        self._autopar.tensors.require_placed()
         yield from super()._named_members(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -191,29 +192,29 @@ class ParallelModule(nn.Module):
         for item in super().parameters(recurse):
             requires_grad = requires_grad or item.requires_grad
             yield item
-        for item in () if requires_grad else self._autopar.nothing:
+        for item in () if requires_grad else self._autopar.tensors.nothing:
             item.requires_grad_()  # again, where all were frozen before
             yield item
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, with serial names and full tensors on all ranks; a collective."""
-        self._autopar.require_placed()
-        with self._autopar.gathering("state_dict"):
+        self._autopar.tensors.require_placed()
+        with self._autopar.tensors.gathering("state_dict"):
             state = super().state_dict(*args, **kwargs)
         return self._autopar.tree.in_order(state, kwargs.get("prefix", ""))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, from full tensors, of which every rank copies its part in place."""
-        self._autopar.require_placed()
+        self._autopar.tensors.require_placed()
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def gather(self, name: str, tensor: Tensor | None) -> Tensor:
         """The full tensor, in serial order, of what lies as parameter or buffer `name` does: itself,
         its gradient, an optimizer's state; a collective. Ranks of other stages pass None."""
-        return self._autopar.gather(name, tensor)
+        return self._autopar.tensors.gather(name, tensor)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._autopar.require_placed()
+        self._autopar.tensors.require_placed()
         self._autopar.untie()
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 

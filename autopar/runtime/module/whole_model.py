@@ -60,7 +60,7 @@ def full(parallel: Any) -> Iterator[Any]:
             remedy="pass what parallelize returned, and use its modules inside",
         )
     runner = parallel._autopar
-    runner.require_placed()
+    runner.tensors.require_placed()
     with collective("autopar.full"):
         whole = _Whole(runner)
     try:
@@ -97,7 +97,7 @@ class _Whole:
 
     def __init__(self, runner: Runner) -> None:
         self._tree = runner.tree
-        self._states = runner.whole_states()
+        self._states = runner.tensors.whole_states()
         self._problems: list[str] = []
         held = dict(self._tree.named_tensors())
         names: dict[int, list[str]] = {}

@@ -29,11 +29,13 @@ INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 @dataclass(frozen=True, slots=True)
 class Choices:
     """What a program is made of: the strategy of each operator class; how each class of inputs that has a
-    choice is stored, and gathered; the layouts of outputs. Conversions follow from these."""
+    choice is stored, and gathered; the layouts of outputs; how cast weights are gathered. Conversions follow
+    from these."""
 
     strategies: Mapping[str, Strategy]
     stored: Mapping[str, Stored]
     outputs: Mapping[str, Layout]
+    casts: Mapping[str, Gathering]
 
 
 def is_whole(problem: Problem, answer: Answer) -> bool:
@@ -59,7 +61,11 @@ def read(problem: Problem, answer: Answer) -> Program:
         name: max(choices, key=lambda item: values[choices[item]])
         for name, choices in problem.output_layouts.items()
     }
-    return decoded(problem, Choices(strategies, stored, outputs), values)
+    casts = {
+        name: Gathering.AGAIN if choice is None or values[choice] > 0.5 else Gathering.KEEP
+        for name, choice in problem.regathered.items()
+    }
+    return decoded(problem, Choices(strategies, stored, outputs, casts), values)
 
 
 def choices_of(problem: Problem, program: Program) -> Choices:
@@ -73,6 +79,10 @@ def choices_of(problem: Problem, program: Program) -> Choices:
         {name: program.strategies[members[0]] for name, members in problem.members.items()},
         stored,
         {name: program.outputs[name] for name in problem.output_layouts},
+        {
+            name: Gathering.AGAIN if choice is None else program.gathering(name)
+            for name, choice in problem.regathered.items()
+        },
     )
 
 
@@ -97,6 +107,8 @@ def decoded(
             layout, gathering = choices.stored[tensor.name]
             inputs |= dict.fromkeys(tensor.members, layout)
             gatherings |= dict.fromkeys(tensor.members, gathering)
+        elif tensor.name in choices.casts:
+            gatherings |= dict.fromkeys(tensor.members, choices.casts[tensor.name])
     outputs = {name: layouts[0] for name, layouts in problem.space.outputs.items()} | dict(choices.outputs)
     for name, open_to in problem.output_layouts.items():  # as it lies is as good as any other way
         made, _ = ends(problem, name, strategies, inputs, outputs)
@@ -165,7 +177,7 @@ def _moves_of(
         )
     if problem.may_gather(tensor.name) or not candidates:
         candidates.append(path(leads=False))
-    if parameter and prices.once < 1.0:
+    if parameter and prices.step_weight < 1.0:
         candidates.append(path(leads=True))
 
     def seconds(moves: tuple[Move, ...]) -> float:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from autopar.core.force import Pins
-from autopar.core.graph import Graph, Operator, map_refs
+from autopar.core.graph import Graph, Operator
 from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import text_of
 
 LEAST = 8  # operators that a further run makes superfluous: fewer aren't worth a plan of less freedom
 
@@ -87,9 +88,9 @@ def pin_of(operation: Operator, pins: Pins) -> tuple[str | None, ...] | None:
 
 def _sign(operation: Operator, graph: Graph, dims: Dims) -> Any:
     specs, atoms = graph.specs, dims.atoms.of
-    args = map_refs((operation.args, operation.kwargs), lambda ref: f"{specs[ref.name]}{atoms[ref.name]}")
+    args = text_of(operation, lambda name: f"{specs[name]}{atoms[name]}")
     results = tuple(f"{specs[name]}{atoms[name]}" if name else "" for name in operation.results)
-    return operation.target, str(args), results
+    return operation.target, args, results
 
 
 @lru_cache(maxsize=64)  # meshes and sizes of micro-batches mostly don't change what repeats

@@ -175,6 +175,11 @@ class Problem:
         self.coming: Terms = []  # of that the gradients, which aren't there when backward begins
         self.paid: Terms = []  # what the price of memory adds to the costs
         self.again: dict[str, list[int]] = {}  # r, by operator class
+        self.cast_weights = graph.cast_weights if Gathering.AGAIN in space.gatherings else frozenset()
+        # Of weights that are cast before they are gathered: the choice to gather again, None where it is
+        # forced, and what it spares in every layout.
+        self.regathered: dict[str, int | None] = {}
+        self.unkept: dict[str, Terms] = {}
         self.paths: dict[object, tuple[Move, ...]] = {}  # those found so far between the ends of a tensor
         self.add_operators()
         if again and (cap is not None or memory_price.kept):
@@ -360,7 +365,7 @@ class Problem:
             for use in uses
         ]
         for phase in taken[0]:
-            seconds = network.seconds * (count if phase.next is None else count * self.prices.once)
+            seconds = network.seconds * (count if phase.next is None else count * self.prices.step_weight)
             moves = np.logical_or.reduce([each[phase] for each in taken])
             tensor.paid[phase] = self.flow_variables(moves, seconds)
         copies: dict[Layout, int] = {}
@@ -436,13 +441,43 @@ class Problem:
 
     def starts(self, tensor: TensorClass) -> dict[Place, Terms]:
         """out[t, .] in the phases in which the flow begins."""
+        if tensor.name in self.cast_weights and self.requires_grad(tensor.name):
+            return self.cast_starts(tensor)
         if tensor.name not in self.kinds:
             return {(layout, Phase.EVERY): terms for layout, terms in self.sources(tensor).items()}
-        waits = self.is_parameter(tensor.name) and self.prices.once < 1.0
+        waits = self.is_parameter(tensor.name) and self.prices.step_weight < 1.0
         found: dict[Place, Terms] = {}
         for (layout, gathering), variable in self.input_sources(tensor).items():
             phase = first_phase(gathering, waits=waits)
             found.setdefault((self.canonical(tensor.name, layout), phase), []).append((1.0, variable))
+        return found
+
+    def cast_starts(self, tensor: TensorClass) -> dict[Place, Terms]:
+        """out[t, .] of a weight that is cast before it is gathered: its full copy stays until backward, or is
+        gathered again from the cast shard, which then stays."""
+        found: dict[Place, Terms] = {}
+        forced = self.space.gatherings == (Gathering.AGAIN,)
+        if not forced and self.cap is None and self.memory_price == FREE:
+            return {(layout, Phase.EVERY): terms for layout, terms in self.sources(tensor).items()}
+        choice = None if forced else self.lp.variable(integer=True, upper=1.0)
+        self.regathered[tensor.name] = choice
+        for layout, terms in self.sources(tensor).items():
+            if not any(isinstance(place, Shard) for place in layout):
+                found[layout, Phase.EVERY] = terms
+                continue
+            again = terms
+            if choice is not None:
+                part = self.lp.variable(upper=1.0)
+                again, rest = [(1.0, part)], [*terms, (-1.0, part)]
+                self.lp.at_most([(1.0, part), (-1.0, choice)], 0.0)
+                self.lp.at_most([*rest, (1.0, choice)], 1.0)
+                self.lp.at_least(rest, 0.0)
+                found[layout, Phase.EVERY] = rest
+            found[layout, Phase.AGAIN] = again
+            self.unkept.setdefault(tensor.name, []).extend(again)
+            nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
+            for share, variable in again:
+                self.hold(nbytes * share, variable)
         return found
 
     def conserve(
@@ -489,7 +524,7 @@ class Problem:
         isn't counted here."""
         if not self.requires_grad(tensor.name):
             return
-        if self.prices.once == 1.0:  # it is scattered as soon as it comes
+        if self.prices.step_weight == 1.0:  # it is scattered as soon as it comes
             return
         if layout not in copies:
             copies[layout] = self.lp.variable()
@@ -521,7 +556,7 @@ class Problem:
         ):
             layout, _ = stored
             cost = self.prices.update(tensor.name, layout) if self.is_parameter(tensor.name) else 0.0
-            cost *= self.prices.once
+            cost *= self.prices.step_weight
             variables[stored] = self.lp.variable(cost * count, integer=True, upper=1.0)
             if self.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
@@ -547,13 +582,18 @@ class Problem:
         serve = {
             Gathering.KEEP: True,
             Gathering.AGAIN: self.cap is not None or self.memory_price != FREE,
-            Gathering.ONCE: self.prices.once < 1.0,
+            Gathering.ONCE: self.prices.step_weight < 1.0,
         }
         return [(layout, gathering) for gathering in self.space.gatherings if serve[gathering]]
 
     def may_gather(self, name: str) -> bool:
-        """Whether a tensor may be gathered: all but weights where there is no way for those."""
-        return bool(self.space.gatherings) or not self.is_parameter(name)
+        """Whether a tensor may be gathered: all but weights where there is no way for those, and weights that
+        are cast first where nothing gathered may stay."""
+        if not self.is_parameter(name):
+            return True
+        if self.space.gatherings != (Gathering.AGAIN,):
+            return bool(self.space.gatherings)
+        return not all(self.cast_weights.issuperset(item.results) for item, _ in self.uses[name])
 
     def is_fixed(self, name: str) -> bool:
         """Whether the tensor is a buffer that is written, which stays as it lies."""
@@ -633,7 +673,8 @@ class Problem:
         """y[t, p] and its bytes, once for all that keep the tensor in one layout.
 
         A parameter's own storage is state already: only a converted copy of it counts, and none that is
-        gathered again. Where memory may be moved to the host (`away`) nothing counts that operators make.
+        gathered again, of a cast one neither. Where memory may be moved to the host (`away`) nothing counts
+        that operators make.
         """
         if self.cap is None and not self.memory_price.kept or self.away and tensor.name in self.makers:
             return
@@ -658,7 +699,7 @@ class Problem:
                     for (at, gathering), variable in stored.items()
                     if self.value(at) == layout or gathering in self.spared
                 ]
-                spared = again.get(layout, [])
+                spared = [*again.get(layout, []), *self.unkept.get(tensor.name, [])]
                 row = [(1.0, y[layout]), *own, *spared, *((-c, v) for c, v in terms)]
                 self.lp.at_least(row, 0.0)
 

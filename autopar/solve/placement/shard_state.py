@@ -41,10 +41,11 @@ def when(program: Program, name: str, move: Move) -> str:
 
 def gathering_notes(graph: Graph, program: Program) -> list[str]:
     """How many weights lie in shards and are gathered, by whatever moves, in which way."""
+    weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
     counts = Counter(
-        program.gathering(item.name)
-        for item in graph.inputs
-        if item.kind is InputKind.PARAMETER and any(map(completes, program.moves.get(item.name, ())))
+        program.gathering(name)
+        for name in weights | graph.cast_weights
+        if any(map(completes, program.moves.get(name, ())))
     )
     words = {Gathering.KEEP: "kept from forward to backward", **_WORDS}
     found = ", ".join(f"{counts[way]} {words[way]}" for way in Gathering if counts[way])

@@ -77,6 +77,9 @@ class Mixture:
             if made is None:
                 return None
             moves[name] = made
+            gathering = self.programs[levels[self.made_by[name][0]]].gathering(name)
+            if gathering is not Gathering.KEEP:
+                gatherings[name] = gathering
         strategies = {
             item.name: self.programs[level].strategies[item.name]
             for item, level in zip(self.graph.operators, levels, strict=True)
@@ -87,8 +90,8 @@ class Mixture:
         )
 
     def seams(self, places: Sequence[int]) -> tuple[int, ...]:
-        """Those of `places`, the ends of the graph among them, at which operators may go over from any
-        placement to any other."""
+        """Those of `places` at which operators may go over from any placement to any other. The ends of the
+        graph are among them."""
         crossing = self.crossing(places)
         ways = [each for each in product(range(len(self.programs)), repeat=2) if each[0] != each[1]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,18 +10,42 @@ import torch
 
 from autopar.cost.machine import devices
 from autopar.cost.machine.devices import GPUS, calibrate, device_model
+from autopar.cost.machine.model import using_threads
 from autopar.errors import InputError
 from costdb.database import Database
+from costdb.setting import Setting
+
+
+@pytest.fixture(autouse=True)
+def unmeasured() -> Iterator[None]:
+    """Nothing is known of this machine before a test, and nothing that it pretends stays."""
+    devices._measured.cache_clear()
+    yield
+    devices._measured.cache_clear()
 
 
 def test_this_machine_is_calibrated_once_per_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Database.open(tmp_path / "costs.sqlite") as database:
         model = calibrate("cpu", database)
+        devices._measured.cache_clear()  # as in another process
         monkeypatch.setattr(devices, "_seconds", lambda *_: pytest.fail("measured again"))
         assert device_model("cpu", database) == model
     assert 1e8 < model.rate(torch.float32) < 1e14
     assert 1e8 < model.bandwidth < 1e13
     assert 0 < model.launch_seconds < 1e-2
+
+
+def test_without_a_database_it_is_calibrated_once_per_setting_and_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seconds: list[float] = []
+    monkeypatch.setattr(devices, "_seconds", lambda *_: seconds.append(1.0) or float(len(seconds)))
+    model, count = calibrate(), len(seconds)
+    with Database.open(tmp_path / "costs.sqlite") as database:
+        assert calibrate() == calibrate("cpu", database) == model and len(seconds) == count
+        assert database.device(Setting.here(torch.device("cpu"))) == model
+    with using_threads(torch.get_num_threads() + 1):
+        assert calibrate() != model and len(seconds) == 2 * count
 
 
 def test_rates_are_of_the_bytes_and_flops_of_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ import torch
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.costs import Collective, DeviceModel, Saved
 from autopar.core.graph import Call, TensorSpec
-from autopar.cost.machine import model
-from autopar.cost.machine.model import CostModel, network_of, setting_of, using_threads
+from autopar.cost.machine import measuring
+from autopar.cost.machine.model import CostModel, network_of, setting_of
+from autopar.cost.machine.threads import using_threads
 from costdb.database import Database
 from costdb.measurement import CollectiveMeasurement, Measurement
 
@@ -105,10 +106,10 @@ def test_what_is_measured_while_the_machine_is_slow_counts_as_on_other_days(
     def relu(length: int) -> Call:
         return Call(torch.ops.aten.relu.default, (TensorSpec((length,), torch.float32),), {})
 
-    monkeypatch.setattr(model, "measure_together", measured)
+    monkeypatch.setattr(measuring, "measure_together", measured)
     CostModel.of(hosts(), database).measure([relu(1)], database)
     pace = 1.5
     again = CostModel.of(hosts(), database).measure([relu(2)], database)
     for known in (again, CostModel.of(hosts(), database)):
         assert [known.cost(relu(length)).forward_seconds for length in (1, 2)] == pytest.approx([2.0, 2.0])
-    assert {each.key() for each in model.YARDSTICKS} <= again.measured.keys()
+    assert {each.key() for each in measuring.YARDSTICKS} <= again.measured.keys()

@@ -103,7 +103,7 @@ def check_step(serial: nn.Module, ours: ParallelModule, data: Sequence[Sequence[
 
 def check_released(ours: ParallelModule) -> None:
     """Between steps no program holds gradients, sums that are on their way, or full copies of weights."""
-    for program in ours._autopar._programs.programs():
+    for program in ours._autopar._programs.cache.programs():
         assert isinstance(program, Bound)
         assert not program._held and not program._sync._rounds and not program._leaves._full
 

@@ -73,8 +73,6 @@ if os.environ["RANK"] == "1":
 time.sleep(1000)
 """
 TALKS = """
-import time
-
 class Word:
     def __str__(self):
         time.sleep(0.3)  # the others write meanwhile
@@ -137,26 +135,29 @@ def start(script: str) -> subprocess.Popen[str]:
     return launcher
 
 
-def test_ranks_run_a_script_as_python_does(
+def test_ranks_run_a_script_as_python_does_and_their_lines_come_whole(
     write: Write, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")
     (tmp_path / "neighbour.py").touch()
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
-    assert run_script(write(JOINED + COUNTS), 2, ["--width", "8"]) == 0
+    assert run_script(write(JOINED + COUNTS + TALKS), 2, ["--width", "8"]) == 0
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     line = "sum 3.0 on {} ['--width', '8'] " + f"{threads} __main__"
+    lines = [f"a line {number}" for number in range(3)]
+    first, second = ([line.format(rank), *lines] for rank in range(2))
     out, _ = capfd.readouterr()
-    assert sorted(out.splitlines()) == ["[rank 1] " + line.format(1), line.format(0)]
+    assert sorted(out.splitlines()) == sorted(first + [f"[rank 1] {each}" for each in second])
     assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == (environment, handler)
 
 
-@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.long)])
-def test_lines_of_ranks_come_whole(
-    write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unbuffered: str
+@pytest.mark.long
+def test_lines_of_unbuffered_ranks_come_whole(
+    write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    assert run_script(write(TALKS), 2) == 0
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    assert run_script(write("import time\n" + TALKS), 2) == 0
     lines = [f"a line {number}" for number in range(3)]
     out, _ = capfd.readouterr()
     assert sorted(out.splitlines()) == sorted(lines + [f"[rank 1] {line}" for line in lines])

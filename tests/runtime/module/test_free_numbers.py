@@ -328,7 +328,7 @@ def _unproved() -> None:
     known = ours._autopar._current
     ours(X, 0.4)
     assert known is not None and ours._autopar._current is not None
-    (entry,) = [entry for entry in ours._autopar._programs.like(_key(ours)) if entry.free is None]
+    (entry,) = [entry for entry in ours._autopar._programs.cache.like(_key(ours)) if entry.free is None]
     numbers = Numbers([0.4], [0.3])
     check_alike(entry.program.executable, entry.program.executable, numbers)
     with pytest.raises(NotFreeError):  # of 0.3 in one and of 0.4 in the other nothing says what it is
@@ -337,7 +337,7 @@ def _unproved() -> None:
 
 def _key(ours: ParallelModule) -> Any:
     runner = ours._autopar
-    return next(key for key, _ in runner._programs.plans())
+    return next(key for key, _ in runner._programs.cache.plans())
 
 
 def test_a_literal_that_differs_and_is_no_mark_is_no_number(pools: Pools) -> None:

@@ -298,7 +298,7 @@ def test_the_modules_own_clipping_is_torchs_of_the_serial_model(plan: str, pools
 
 def _modes(plan: str) -> None:
     serial, ours = prepared(plan)
-    compiler = ours._autopar._compile
+    compiler = ours._autopar._programs._compile
     x, y = batch()
     for model in (serial, ours):
         model(x, y).backward()

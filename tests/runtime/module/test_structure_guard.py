@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import InputError
 from autopar.proof.precision import copy_model
-from autopar.runtime.module import runner
+from autopar.runtime.module import call_programs
 from tests.pool import Pool
 from tests.trace.graph_nets import (
     CLASSES,
@@ -99,14 +99,14 @@ def always_others() -> str:
     x = torch.randn(VERTICES, FEATURES)
     model = SumOfNeighbours(FEATURES, CLASSES)
     parallel = autopar.parallelize(model, autopar.ClusterSpec.local(2), (x, edges()), measure=False)
-    runner.GRAPHS = 2
+    call_programs.GRAPHS = 2
     try:
         for seed in range(5):
             parallel(x, edges(seed=seed))
     except InputError as error:
         return str(error)
     finally:
-        runner.GRAPHS = 12
+        call_programs.GRAPHS = 12
     return ""
 
 

@@ -106,9 +106,11 @@ def _refused() -> None:
             use()
         assert len(str(error.value)) <= 400 and "test_beside_plain_tensors.py" in error.value.where
     runner = ours._autopar
-    by_heads = replace(runner._pinned["inner.weight"], layout=(Shard(0, atom=1),))  # one head after the other
-    runner._pinned["inner.weight"] = by_heads
-    take_plain_tensors(runner, weight.device_mesh, runner._obstacle())
+    by_heads = replace(
+        runner.tensors._parts["inner.weight"], layout=(Shard(0, atom=1),)
+    )  # one head after the other
+    runner.tensors._parts["inner.weight"] = by_heads
+    take_plain_tensors(runner.tensors, weight.device_mesh, runner.tensors._obstacle())
     with pytest.raises(InputError, match="rows lie in another order") as error:
         weight.sub(START)
     assert len(str(error.value)) <= 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import autopar
 from autopar.comparing.measured_peak import peak_bytes
 from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
@@ -208,6 +210,48 @@ def test_what_is_gathered_again_does_not_stay(
     not known any more when it is saved."""
     for found in pools(2).run(partial(_growth, forget=forget), gathering):
         assert abs(found - growth) < 0.5  # a gather may be over a little later on a busy machine
+
+
+def _cast_peak(layers: int, shard_state: str) -> float:
+    """The most that a step in bfloat16 holds on this rank beside its shards and their gradients, in full
+    matrices of bfloat16; its gradients are those of the serial model under autocast."""
+    torch.manual_seed(0)
+    serial, x = Deep(layers), torch.randn(4, WIDTH)
+    ours = autopar.parallelize(
+        copy.deepcopy(serial),
+        autopar.ClusterSpec.local(2),
+        (x,),
+        dtype="bf16",
+        force="batch",
+        shard_state=shard_state,
+        mesh="2",
+        stages=1,
+        micro_batches=1,
+        measure=False,
+        quiet=True,
+    )
+
+    def step() -> None:
+        ours(x).backward()
+
+    step()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = serial(x)
+    loss.backward()
+    for mine, theirs in zip(ours.parameters(), serial.parameters(), strict=True):
+        assert gap(mine.grad, theirs.grad) < 0.02 * float(theirs.grad.abs().max())
+    alive = [each for item in ours.parameters() for each in (item, item.grad)]
+    return peak_bytes(step, alive, CPU) / (WIDTH * WIDTH * 2)
+
+
+def _cast_growth(shard_state: str) -> float:
+    return (_cast_peak(7, shard_state) - _cast_peak(3, shard_state)) / 4
+
+
+def test_full_copies_of_cast_weights_do_not_stay(pools: Pools) -> None:
+    """Of each further layer a shard and its gradient stay in float32; in bfloat16 the full copy, or half."""
+    kept, again = (pools(2).run(_cast_growth, level)[0] for level in ("gradients", "weights"))
+    assert kept == pytest.approx(3, abs=0.2) and again == pytest.approx(2.5, abs=0.2)
 
 
 def _step_too_early() -> None:

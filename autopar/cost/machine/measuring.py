@@ -1,0 +1,149 @@
+"""Measures operator calls, the most important first, for as long as a budget lasts.
+
+    portion   a b c d   both yardsticks and calls of a few seconds, in turns; other ranks run them too
+    portion   e f g
+    ...                 what is measured so far is in the database
+    the budget is over  what is left stays an estimate
+
+A machine that is shared, or grows warm, is faster at one time than at another. So that what is measured at
+different times can be compared, seconds are those of the time when `YARDSTICKS` took what is known of them,
+or else what they take first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import geometric_mean
+
+import torch
+
+from autopar.core.graph import Call, TensorSpec
+from autopar.cost.machine.neighbours import Ratio
+from autopar.cost.machine.threads import using_threads
+from costdb import operands
+from costdb.measurement import Measurement
+from costdb.profiler import TOGETHER_BYTES, measure_together
+
+OPERATOR_BUDGET = 0.05  # seconds for one operator call, beside its warm-up
+LEAST_SECONDS = 0.15  # that one takes with it, about
+LONG_RUNS = 3  # of an operator that takes longer than its budget
+PORTION_SECONDS = 4.0  # of calls that are measured together, about
+PART = 0.5  # of what is left, that one round may take: the next may find other operators
+# Timed with all that is measured: a product, and memory that is read and written.
+YARDSTICKS = (
+    Call(torch.ops.aten.mm.default, (TensorSpec((512, 512), torch.float32),) * 2, {}),
+    Call(torch.ops.aten.neg.default, (TensorSpec((1 << 22,), torch.float32),), {}),
+)
+Progress = Callable[[int, int, str], None]  # done, all, what
+CoRunners = Callable[[list[Call]], None]  # starts the measuring of these calls elsewhere
+Keep = Callable[[Iterable[Measurement]], None]
+
+
+@dataclass(slots=True)
+class Budget:
+    """Seconds that the measuring for one plan may still take. Holds what estimates of operators were found
+    to be off by so far, too."""
+
+    left: float = math.inf
+    ratios: dict[str, list[Ratio]] = field(default_factory=dict)
+    pace: float = 1.0  # seconds that measuring took by those that it was thought to
+
+    @property
+    def round(self) -> float:
+        """Seconds for a round of measuring."""
+        return PART * self.left
+
+    def limit(self, seconds: float) -> None:
+        """Leave no more than so many seconds."""
+        self.left = min(self.left, max(0.0, seconds))
+
+    def spend(self, seconds: float, thought: float) -> None:
+        self.left = max(0.0, self.left - seconds)
+        self.pace = seconds / thought if thought else self.pace
+
+
+@dataclass(slots=True)
+class Measuring:
+    """One round: calls by their importance, each with the seconds that a run of it is estimated to take."""
+
+    calls: Sequence[tuple[Call, float]]
+    threads: int
+    known: Mapping[str, Measurement]
+    budget: Budget
+    keep: Keep
+    progress: Progress | None = None
+    co_runners: CoRunners | None = None
+
+    def run(self) -> tuple[dict[str, Measurement], set[str]]:
+        """What was measured, by key, and the keys of calls that can't run."""
+        found: dict[str, Measurement] = {}
+        refused: set[str] = set()
+        first = {key: self.known[key] for key in (each.key() for each in YARDSTICKS) if key in self.known}
+        waiting, allowed, done = list(self.calls), self.budget.round, 0
+        while waiting:
+            start = time.perf_counter()
+            portion, thought = self._next(waiting, allowed)
+            if not portion:
+                break
+            self._tell(done, portion)
+            if self.co_runners:
+                self.co_runners(portion)
+            timed = measure_portion(portion, self.threads)
+            first = {each.key(): timed[each.key()] for each in YARDSTICKS} | first
+            new = _scaled(timed, first)
+            self.keep(new.values())
+            found |= new
+            refused |= {call.key() for call in portion} - new.keys()
+            done += len(portion)
+            seconds = time.perf_counter() - start
+            self.budget.spend(seconds, thought)
+            allowed -= seconds
+        self._tell(done, [])
+        return found, refused
+
+    def _next(self, waiting: list[tuple[Call, float]], allowed: float) -> tuple[list[Call], float]:
+        """Takes the next calls that fit a portion and what is `allowed` out of those that wait; with the
+        seconds that they are thought to take."""
+        room = min(PORTION_SECONDS, allowed / self.budget.pace)
+        portion, rest, nbytes = list[Call](), list[tuple[Call, float]](), 0
+        thought = len(YARDSTICKS) * LEAST_SECONDS
+        for call, estimated in waiting:
+            own, seconds = sum(spec.nbytes for spec in operands.specs(call)), seconds_to_measure(estimated)
+            alone = not portion and seconds + thought <= allowed / self.budget.pace
+            if alone or (thought + seconds <= room and nbytes + own <= TOGETHER_BYTES):
+                portion.append(call)
+                thought, nbytes = thought + seconds, nbytes + own
+            else:
+                rest.append((call, estimated))
+        waiting[:] = rest
+        return sorted(portion, key=Call.key), thought  # so that what is alike follows each other
+
+    def _tell(self, done: int, portion: Sequence[Call]) -> None:
+        if self.progress:
+            self.progress(done, len(self.calls), _named(portion) if portion else "measured")
+
+
+def seconds_to_measure(estimated: float) -> float:
+    """About how long a call is timed of which one run is estimated to take so many seconds."""
+    return max(LEAST_SECONDS, LONG_RUNS * estimated)
+
+
+def measure_portion(calls: Sequence[Call], threads: int) -> dict[str, Measurement]:
+    """Measurements of yardsticks and calls by key, without those that cannot run."""
+    with using_threads(threads):
+        timed = measure_together([*YARDSTICKS, *calls], "cpu", budget=OPERATOR_BUDGET)
+    return {each.key: each for each in timed}
+
+
+def _scaled(timed: Mapping[str, Measurement], first: Mapping[str, Measurement]) -> dict[str, Measurement]:
+    """What was timed as it was when yardsticks took what they took `first`."""
+    pace = geometric_mean(first[key].forward_seconds / timed[key].forward_seconds for key in first)
+    return {key: first[key] if key in first else each.scaled(pace) for key, each in timed.items()}
+
+
+def _named(calls: Sequence[Call]) -> str:
+    others = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
+    return f"{calls[0].target}{others}"

@@ -1,0 +1,386 @@
+"""The programs of a parallel module: one for each kind of call, found again or compiled.
+
+    call --> key: shapes, dtypes, modes, what needs gradients, autocast
+         --> guards of what traces have read --> program
+         --> none holds: free the number that has changed, or compile anew
+
+Compiling is collective: every rank must come to the same plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.core.placement import Layout
+from autopar.errors import AutoparError, InputError
+from autopar.results.plan import Plan
+from autopar.runtime.collectives import groups
+from autopar.runtime.collectives.random import Stream, shared_stream
+from autopar.runtime.collectives.roll_call import go_on
+from autopar.runtime.execute.bound_program import Bound, find_in
+from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
+from autopar.runtime.execute.forward_relay import Relay
+from autopar.runtime.execute.staged_program import StagedProgram
+from autopar.runtime.module.agreement import Agreement
+from autopar.runtime.module.free_numbers import bind, check_alike, trial
+from autopar.runtime.module.growing_calls import GrowingCalls, calling_method, inside
+from autopar.runtime.module.guards import Guard
+from autopar.runtime.module.local_inputs import LocalInputs
+from autopar.runtime.module.placed_tensors import PlacedTensors, group_keys
+from autopar.runtime.module.program_cache import STATES, Entry, ProgramCache
+from autopar.runtime.module.structure_guard import StructureGuard
+from autopar.trace.attribute_reads import Reads, recording
+from autopar.trace.autocast import Autocast
+from autopar.trace.call_signature import Arguments
+from autopar.trace.module_state import Inside
+from autopar.trace.numbers import NotFreeError
+
+Program = Bound | StagedProgram | Relay
+
+COUNTS = 3  # programs that are made for an attribute that forward changes, before it is refused
+GRAPHS = 12  # programs for calls that differ in their graph alone, before another graph is refused
+TRIALS = 3  # to prove that a program is one for all values of its numbers
+_TENSOR_STATE = attrgetter("dtype", "requires_grad")
+_MODE = attrgetter("training")
+
+
+class Compile(Protocol):
+    """Plans and rewrites one kind of call of `model`, for this rank.
+
+    `training` says whether gradients are wanted. `pinned` is what the program must keep to; None before
+    parameters and buffers are placed. For a `step` the arguments are those of the whole batch, and the
+    program is that of one micro-batch, the first or the one at `place`, or of this rank's stages. `known` are
+    plans of such calls, made while numbers that the model reads were others. Must give the same plan on every
+    rank.
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        training: bool,
+        pinned: Pinned | None,
+        step: bool = False,
+        place: int = 0,
+        known: Sequence[Plan] = (),
+    ) -> Executable | StagedExecutable: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """How programs run on this rank: where, in what buckets of gradients, drawing masks from which stream."""
+
+    device: torch.device
+    timeout: timedelta
+    bucket_bytes: int
+    exact_random: bool
+    local_outputs: bool
+    tells: bool
+
+
+class CallPrograms:
+    """Programs for calls of the module whose `tensors` these are, made by `compile`."""
+
+    def __init__(
+        self,
+        tensors: PlacedTensors,
+        compile: Compile,
+        running: Running,
+        agreement: Agreement,
+        local: LocalInputs | None,
+    ) -> None:
+        self._tensors, self._compile, self._running = tensors, compile, running
+        self._agreement, self._local = agreement, local
+        self.cache: ProgramCache[Program] = ProgramCache()
+        self._growing = GrowingCalls()
+        self._counted, self._has_said = 0, set[bool]()
+        self._failed: dict[Hashable, int] = {}  # trials of numbers to be free that have failed
+        # Plans of the module that this one is a copy of, by their calls.
+        self._inherited: list[tuple[tuple[Hashable, ...], Plan]] = []
+        self._users: dict[str, Layout] = {}  # of user inputs, by path, in the first program with them
+        self._stream: Stream | None = None  # where ranks draw masks; None: from the default generator
+        self.batch: int | None = None  # samples of the first global batch
+        self.compiles = False  # programs
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def compile(self) -> None:
+        """Compile programs from now on, each at its next call."""
+        if not self.compiles:
+            for program in self.cache.fixed():
+                program.compile(tells=self._running.tells)
+        self.compiles = True
+
+    def untie(self) -> None:
+        """Let go of the parameters' storage, which is about to be replaced."""
+        for program in self.cache.programs():
+            program.untie()
+
+    def of(self, tensors: PlacedTensors, agreement: Agreement) -> CallPrograms:
+        """Those of a copy of the module: none yet, but the plans are known."""
+        twin = copy.copy(self)
+        twin._tensors, twin._agreement = tensors, agreement
+        twin.cache, twin._growing, twin._users = ProgramCache(), GrowingCalls(), dict(self._users)
+        plans = [(key, program.executable.plan) for key, program in self.cache.plans()]
+        twin._inherited = [*self._inherited, *plans]
+        return twin
+
+    def find(self, call: Arguments, *, step: bool = False, place: int = 0) -> Entry[Program]:
+        """The program for the global `call`, or of a step for the micro-batch at `place` of it."""
+        self._tensors.tree.check()
+        self._tensors.update_states()
+        key = self._key(call, step=step, place=place)
+        entry = self.cache.find(key, call)
+        if entry is None:
+            method = calling_method(self._tensors.tree.root, self._tensors.tree.serial_class)
+            self._growing.see(call.tensors, method)
+            try:
+                entry = self._new_entry(call, key, step=step, place=place)
+            except InputError as error:
+                if method is not None:
+                    error.add_remedy(inside(method.f_code.co_name))
+                raise
+            self.cache.add(self._key(call, step=step, place=place), entry)
+        return entry
+
+    def _new_entry(
+        self, call: Arguments, key: tuple[Hashable, ...], *, step: bool, place: int
+    ) -> Entry[Program]:
+        change, itself = self._change(key, call)
+        if self._tensors.is_placed:
+            go_on("by a new program" + ("" if change is None else f", as {change} has changed"))
+            last = next(iter(self.cache.of(key)), None)
+            self._agreement.check_change(change or "nothing", last.guard.now() if last else "")
+        entry = None if itself else self._with_free_numbers(call, key, step=step, place=place)
+        self._tell_change(change, free=entry is not None)
+        if entry is not None:
+            return entry
+        made, reads = self._compiled(call, self._plans(key), step=step, place=place)
+        copies = made.pipeline.ranks if isinstance(made, StagedExecutable) else 1
+        groups.setup(made.mesh, group_keys(made), timeout=self._running.timeout, copies=copies)
+        mesh = self._tensors.check(made) if self._tensors.is_placed else self._place(made)
+        self._tensors.update_states()
+        program, structure = self._bind(made, mesh, step=step), self._structure(made, call)
+        if self.compiles:
+            program.compile(tells=self._running.tells)
+        return Entry(program, Guard(reads), reads.left, call.constants, structure=structure)
+
+    def _place(self, made: Executable | StagedExecutable) -> DeviceMesh:
+        if dist.get_world_size() > 1 and not self._running.exact_random:
+            self._stream = shared_stream()
+        return self._tensors.place(made)
+
+    def _compiled(
+        self, call: Arguments, known: Sequence[Plan], *, step: bool, place: int
+    ) -> tuple[Executable | StagedExecutable, Reads]:
+        """The program of a call, and what its traces read."""
+        args, kwargs = call.rebuild(call.tensors)
+        states = self._tensors.states() if self._tensors.is_placed else None
+        with recording() as reads, self._tensors.tree.serial(states) as model, _unseen():
+            made = self._compile(
+                model,
+                args,
+                kwargs,
+                training=torch.is_grad_enabled(),
+                pinned=self._tensors.pinned(self._users),
+                step=step,
+                place=place,
+                known=known,
+            )
+        return made, reads
+
+    def _with_free_numbers(
+        self, call: Arguments, key: tuple[Hashable, ...], *, step: bool, place: int
+    ) -> Entry[Program] | None:
+        """A program for all values of the numbers in which the call differs from a known one. None where
+        that can't be proved."""
+        for entry in (*self.cache.of(key), *reversed(self.cache.like(key))):
+            tried = trial(entry.guard, entry.constants, call.constants, entry.free)
+            if tried is None or self._failed.get(tried.name, 0) >= TRIALS:
+                continue
+            known = entry.program.executable
+            try:
+                with tried.traced(call.constants) as (numbers, constants):
+                    standing_in = replace(call, constants=constants)
+                    made, reads = self._compiled(standing_in, [known.plan], step=step, place=place)
+                check_alike(made, known, numbers)
+                if not _leave_alike(reads.left, entry.left):
+                    raise NotFreeError("another number that forward leaves")
+            except (AutoparError, NotFreeError):  # the user's code, too, may not take what stands for numbers
+                self._failed[tried.name] = self._failed.get(tried.name, 0) + 1
+                return None
+            program = self._bind(made, self._tensors.check(made), step=step)
+            free = bind(made, numbers, tried.origins)
+            guard = Guard(reads, free.slots)
+            if not free.settle(call.constants):
+                return None
+            structure = self._structure(made, call)
+            return Entry(program, guard, reads.left, call.constants, free, structure)
+        return None
+
+    def _structure(self, made: Executable | StagedExecutable, call: Arguments) -> StructureGuard | None:
+        """The guard of the values that a program is made for."""
+        if not made.structure:
+            return None
+        return StructureGuard(
+            made.structure, call.tensors, call.paths, lambda name: find_in(self._tensors.tree.root, name)
+        )
+
+    def _change(self, key: tuple[Hashable, ...], call: Arguments) -> tuple[str | None, bool]:
+        """What was read and has changed, None for another kind of call, and whether forward itself does that;
+        raises InputError where it always does."""
+        alike = self.cache.like(key)
+        last = next(iter(self.cache.of(key)), None)
+        change = "an argument without tensors" if last is None else last.guard.change(call.tensors)
+        if change is None and last is not None and last.structure is not None:
+            change = last.structure.change(call.tensors)
+            self._check_structures(change, key)
+        owners = {path: type(module).__name__ for path, module in self._tensors.tree.root.named_modules()}
+        owners[""] = self._tensors.tree.serial_class.__name__
+        left = last.left if last else ()
+        own = [f"{path}.{name}".lstrip(".") for path, name in left if f"{owners.get(path)}.{name}" == change]
+        self._counted = self._counted + 1 if own else 0
+        if self._counted > COUNTS:
+            raise InputError(
+                where=f"attribute {own[0]}",
+                found="a number that forward reads, and changes at each call",
+                wanted=f"one program for all calls; {COUNTS} were made for its values",
+                remedy="register_buffer(name, torch.tensor(0)) it, or count outside",
+            )
+        return (change if alike else None), bool(own)
+
+    def _check_structures(self, change: str | None, key: tuple[Hashable, ...]) -> None:
+        """Raise InputError for a structure that is another one at each call."""
+        if change is not None and sum(entry.structure is not None for entry in self.cache.of(key)) >= GRAPHS:
+            raise InputError(
+                where=change,
+                found=f"another graph than in {GRAPHS} programs that were made for calls like this one",
+                wanted="a graph that stays, for which a plan is made",
+                remedy="pass the same one at each call, or cut small graphs into batches by hand",
+            )
+
+    def _tell_change(self, change: str | None, *, free: bool) -> None:
+        """Say once what a change costs."""
+        if change is None or free in self._has_said:
+            return
+        self._has_said.add(free)
+        if self._running.tells:
+            then = (
+                "from now on it is an input of the program" + ", which isn't compiled" * self.compiles
+                if free
+                else "the model is traced anew for each value, without a search where numbers alone differ; "
+                f"the last {STATES} programs of a kind are kept"
+            )
+            print(
+                f"autopar: {change} has changed, which the program depends on: {then} (said once)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _bind(self, made: Executable | StagedExecutable, mesh: DeviceMesh, *, step: bool) -> Program:
+        def find(target: str) -> Callable[[], Any]:
+            return find_in(self._tensors.tree.root, target)
+
+        if isinstance(made, StagedExecutable) and not step:
+            return Relay(
+                made,
+                find,
+                mesh=mesh,
+                device=self._running.device,
+                timeout=self._running.timeout,
+                stream=self._stream,
+            )
+        if isinstance(made, StagedExecutable):
+            return StagedProgram(
+                made,
+                find,
+                mesh=mesh,
+                device=self._running.device,
+                bucket_bytes=self._running.bucket_bytes,
+                timeout=self._running.timeout,
+                stream=self._stream,
+            )
+        samples = self._local.settle(made.samples) if self._local and made.samples else None
+        bound = Bound(
+            made,
+            find,
+            mesh=mesh,
+            device=self._running.device,
+            bucket_bytes=self._running.bucket_bytes,
+            samples=samples,
+            stream=self._stream,
+            local_outputs=self._running.local_outputs,
+        )
+        if self._local:
+            self._users = {item.target: item.layout for item in bound.users} | self._users
+        if self.batch is None and made.samples:
+            self.batch = made.samples.size
+        return bound
+
+    def _key(self, call: Arguments, *, step: bool, place: int) -> tuple[Any, ...]:
+        if not self._tensors.is_placed:
+            return ()
+        held = [tensor for item in self._tensors.tree.modules for tensor in item._parameters.values()]
+        held += [tensor for item in self._tensors.tree.modules for tensor in item._buffers.values()]
+        with torch._C.DisableTorchFunctionSubclass():  # a property of a DTensor takes thrice as long in it
+            mine = tuple(map(_TENSOR_STATE, (tensor for tensor in held if tensor is not None)))
+        structure, constants, shapes = call.key
+        return (
+            constants,
+            step,
+            place,
+            torch.is_grad_enabled(),
+            self._tensors.tree.version,
+            structure,
+            shapes,
+            tuple(tensor.requires_grad for tensor in call.tensors),
+            tuple(map(_MODE, self._tensors.tree.modules)),
+            mine if (stages := self._tensors.states_of_stages) is None else stages,
+            Autocast.now(self._running.device.type),
+        )
+
+    def _plans(self, key: tuple[Hashable, ...]) -> list[Plan]:
+        """Plans of such calls, and of calls with other sizes: another graph of the same shape needs no
+        search."""
+        held = [(kind, program.executable.plan) for kind, program in self.cache.plans()]
+        every = [(kind, plan) for kind, plan in (*held, *self._inherited) if _form(kind) == _form(key)]
+        first = [plan for kind, plan in every if kind[1:] == key[1:]]
+        rest = {id(plan.program): plan for kind, plan in every if kind[1:] != key[1:]}
+        return [*first, *rest.values()]
+
+
+def _form(key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+    """A kind of call without its constants, sizes, and place among micro-batches."""
+    return tuple(part for place, part in enumerate(key) if place not in (0, 2, 6))
+
+
+def _leave_alike(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tuple[str, str], Any]) -> bool:
+    """Whether forward leaves the same numbers in modules; tensors stay inside of programs."""
+    return ours.keys() == theirs.keys() and all(
+        type(value) is type(theirs[place]) and (isinstance(value, Inside) or value == theirs[place])
+        for place, value in ours.items()
+    )
+
+
+def _unseen() -> AbstractContextManager[None]:
+    """Within, what autograd saves is nobody's: a checkpoint around the call would count it."""
+    return cast("AbstractContextManager[None]", torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,294 @@
+"""The parameters and buffers of a parallel module: where its first program put them, and what a rank has.
+
+    first program    serial tensors --cut--> this rank's parts, in the user's modules; the rest goes
+    later programs   take them as they lie
+
+With pipeline stages a rank holds those of its stages, and knows dtypes and needs of gradients of all.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.core.graph import InputKind, may_learn
+from autopar.core.mesh import Mesh
+from autopar.core.part import Part
+from autopar.core.pipeline import Pipeline
+from autopar.core.placement import Layout, Shard, show
+from autopar.errors import CheckError, InputError
+from autopar.runtime.collectives.roll_call import collective
+from autopar.runtime.execute.bound_program import gradient_key
+from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
+from autopar.runtime.module import serial_model
+from autopar.runtime.module.clipping import refuse_torch_clipping
+from autopar.runtime.module.loss_scaling import share_infinities
+from autopar.runtime.module.named_states import speak_by_names
+from autopar.runtime.module.optimizer_states import speak_serial_order
+from autopar.runtime.module.optimizers import refuse_together, step_fast, take_over
+from autopar.runtime.module.rank_states import Held, State
+from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
+from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.module.whole_steps import step_whole
+from autopar.runtime.parameters.beside_plain_tensors import take_plain_tensors
+from autopar.runtime.parameters.global_scalars import read_whole_scalars
+from autopar.runtime.parameters.parameters import (
+    device_mesh,
+    distribute,
+    local,
+    nothing,
+    sharding_key,
+)
+from autopar.trace.structure import parts_of
+
+
+class PlacedTensors:
+    """Where the parameters and buffers in `tree` lie; nowhere yet before a program has placed them.
+
+    `from_rank_0` takes the values of rank 0. With `of_samples` each rank passes samples of its own, which
+    plain tensors outside of the program follow.
+    """
+
+    def __init__(
+        self, tree: UserTree, device: torch.device, *, from_rank_0: bool, of_samples: bool, tells: bool
+    ) -> None:
+        self.tree = tree
+        self._device, self._from_rank_0, self._of_samples = device, from_rank_0, of_samples
+        self._tells = tells
+        self._mesh: tuple[Mesh, DeviceMesh] | None = None
+        self._parts: dict[str, InputPart] = {}
+        self._serial: dict[str, SerialOrder] = {}
+        self._holders: Mapping[str, tuple[int, ...]] = {}  # pipeline ranks of each tensor, with stages
+        self._stages_of_uses: Mapping[str, tuple[int, ...]] = {}  # with stages
+        self.pipeline = Pipeline()
+        self._held: Held | None = None  # with stages
+        self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a program has placed them."""
+        return self._mesh is not None
+
+    def place(self, made: Executable | StagedExecutable) -> DeviceMesh:
+        """Cut the serial model's tensors to this rank's parts, and let go of the model; collective."""
+        mesh = device_mesh(made.mesh, self._device)
+        self._parts = {
+            name: item
+            for item in made.inputs
+            if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+            for name in (item.target, *item.aliases)
+        }
+        self._mesh = (made.mesh, mesh)
+        serial_mesh = device_mesh(made.mesh, self._device, prefix="serial_")
+        apart = out_of_order(self._parts, mesh, self._device)
+        self._serial = {
+            name: SerialOrder(chunk_of(part, mesh), serial_mesh, name in apart)
+            for name, part in self._parts.items()
+        }
+        if isinstance(made, StagedExecutable):
+            self._holders = dict.fromkeys(self._parts, (0,)) | dict(made.holders)
+            self._stages_of_uses, self.pipeline = made.stages_of_uses, made.pipeline
+            self._held, self.nothing = Held(self._device), (nothing(mesh),)
+            self.tree.nothing = self.nothing
+            refuse_torch_clipping(mesh)
+            share_infinities(mesh)
+        serial_model.check_plain(self.tree.root)
+        placed = self.tree.place(self._store)
+        parameters = [item for item in placed if isinstance(item.whole, nn.Parameter)]
+        take_over(self, parameters, mesh, self.nothing, tell=self._tells)
+        self.tree.retire()
+        numbers = any(not item.spec.shape for item in self._parts.values())
+        read_whole_scalars(mesh, staged=isinstance(made, StagedExecutable), with_numbers=numbers)
+        take_plain_tensors(self, mesh, self._obstacle())
+        self._look_at_steps(mesh)
+        speak_serial_order()
+        speak_by_names()
+        return mesh
+
+    def _look_at_steps(self, mesh: DeviceMesh) -> None:
+        """Let optimizers step these parameters in the way that is right and fast, or be refused."""
+        refuse_together(self, mesh, staged=self.pipeline.is_staged)
+        step_whole(self, mesh, staged=self.pipeline.is_staged)
+        step_fast(self, mesh)
+
+    def _obstacle(self) -> str:
+        """Why plain tensors outside the program don't lie as parameters do; empty where they do."""
+        if self._of_samples:
+            return "of this rank's samples"
+        layouts = [placement for item in self._parts.values() for placement in item.layout]
+        blocks = any(isinstance(placement, Shard) and placement.atom for placement in layouts)
+        return "whose rows lie in another order than that of weights in blocks" if blocks else ""
+
+    def _store(self, name: str, full: Tensor) -> tuple[Tensor | None, Stored]:
+        assert self._mesh is not None
+        part = self._parts.get(name)
+        if part is None:
+            raise CheckError(
+                where=f"{name} of the model",
+                found="no input of the program",
+                wanted="every parameter and buffer among the program's inputs",
+                remedy="report this model",
+            )
+        key = sharding_key(self._mesh[0], part.layout)
+        devices = self._mesh[0].num_devices
+        holders = self._holders.get(part.target, ())
+        holder = holders[0] * devices if holders else None
+        stored = Stored(part, key, self._device, self._serial[name], holder)
+        values = self._values(full)
+        if holders and dist.get_rank() // devices not in holders:
+            return None, stored
+        mine = part.part.take(values).to(self._device)
+        if mine.layout is not torch.strided:
+            return mine, stored
+        mine = mine.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
+        if isinstance(full, nn.Parameter):
+            outer = distribute(part, mine, self._mesh[1])
+            return nn.Parameter(outer, requires_grad=full.requires_grad), stored
+        return (mine if key is None else distribute(part, mine, self._mesh[1])), stored
+
+    def _values(self, full: Tensor) -> Tensor:
+        """A copy of the tensor's values, rank 0's if asked for."""
+        if full.is_meta:
+            values = torch.zeros(full.shape, dtype=full.dtype)
+            return values.fill_(float("nan")) if may_learn(full.dtype) else values
+        dense = {"memory_format": torch.contiguous_format} if full.layout is torch.strided else {}
+        values = full.detach().clone(**dense)
+        if self._from_rank_0:
+            values = values.to(self._device)
+            for part in parts_of(values):
+                dist.broadcast(part, src=0)
+        return values
+
+    def check(self, made: Executable | StagedExecutable) -> DeviceMesh:
+        """Raise CheckError where a later program doesn't take the parameters as they lie."""
+        assert self._mesh is not None
+        moved = [
+            f"{item.target} as {show(item.layout)}"
+            for item in made.inputs
+            if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+            and not _lie_alike(item.part, self._parts[item.target].part)
+        ]
+        if isinstance(made, StagedExecutable):
+            moved += [
+                f"{name} on {ranks}"
+                for name, ranks in made.holders.items()
+                if not set(ranks) <= set(self._holders[name])  # copies that learn are used or none is
+                or (torch.is_grad_enabled() and ranks != self._holders[name])
+            ]
+        if moved or made.mesh != self._mesh[0]:
+            raise CheckError(
+                where="a second program of the parallel module",
+                found=f"mesh {made.mesh}" + "".join(f", {name}" for name in moved),
+                wanted=f"mesh {self._mesh[0]} and parameters where they are",
+                remedy="the planner must keep to the layouts that are pinned",
+            )
+        return self._mesh[1]
+
+    def pinned(self, users: Mapping[str, Layout]) -> Pinned | None:
+        """What later programs must keep to, with the layouts of `users`, the user's inputs."""
+        if self._mesh is None:
+            return None
+        stored = {name: item.layout for name, item in self._parts.items()}
+        return Pinned(self._mesh[0], stored, users, self._stages_of_uses, self.pipeline)
+
+    def of(self, tree: UserTree) -> PlacedTensors:
+        """The tensors of a copy of the module, which lie alike."""
+        twin = copy.copy(self)
+        twin.tree = tree
+        if self._held is not None:
+            twin._held = Held(self._device)
+        if self._mesh is not None:
+            take_plain_tensors(twin, self._mesh[1], self._obstacle())
+            twin._look_at_steps(self._mesh[1])
+        return twin
+
+    # -- what ranks hold --------------------------------------------------------------------------
+
+    def update_states(self) -> None:
+        """With stages, learn what other ranks hold; a collective."""
+        if self._held is not None:
+            self._held.update(self.named())
+
+    def states(self) -> Mapping[str, State]:
+        """Dtypes and need of gradients of all parameters and buffers, also of other stages."""
+        if self._held is not None:
+            return self._held.states
+        return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in self.named()}
+
+    @property
+    def states_of_stages(self) -> tuple[tuple[str, State], ...] | None:
+        """What the ranks of all stages hold, as they were told last; None without stages."""
+        return tuple(self._held.states.items()) if self._held else None
+
+    def whole_states(self) -> Mapping[str, State]:
+        """The states of all parameters and buffers as they are now; collective with stages."""
+        self.tree.check()
+        self.update_states()
+        return self.states()
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers of this rank, by their serial names."""
+        return itertools.chain(self.tree.root.named_parameters(), self.tree.root.named_buffers())
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and buffers that every rank of the world has, whole."""
+        if self._mesh is None or self.pipeline.is_staged:
+            return
+        for name, tensor in self.named():
+            if not isinstance(tensor, DTensor) or not any(item.is_shard() for item in tensor.placements):
+                yield f"parameter or buffer {name}", local(tensor)
+
+    def counts(self, name: str) -> bool:
+        """Whether this pipeline rank is the one that counts the parameter, of several that hold it."""
+        if not self._holders or self._mesh is None:
+            return True
+        return self._holders[name][0] == dist.get_rank() // self._mesh[0].num_devices
+
+    def require_placed(self) -> None:
+        """Raise InputError before a plan has said where parameters lie."""
+        if self._mesh is None:
+            raise InputError(
+                where="parameters of the parallel module",
+                found="no plan yet",
+                wanted="parameters that are placed by a plan",
+                remedy="pass example_inputs to parallelize, or call the module once first",
+            )
+
+    def gather(self, name: str, tensor: Tensor | None) -> Tensor:
+        """The full tensor of what lies as parameter or buffer `name` does; a collective."""
+        stored = self.tree.stored[name]
+        with collective("gather") if stored.is_shared else nullcontext():
+            return stored.gather(tensor)
+
+    def gathering(self, what: str) -> AbstractContextManager[None]:
+        """Within, all parameters and buffers are gathered, which is collective where any is shared."""
+        return (
+            collective(what) if any(item.is_shared for item in self.tree.stored.values()) else nullcontext()
+        )
+
+
+def group_keys(made: Executable | StagedExecutable) -> set[str]:
+    """Keys of the program's groups, and of those of every axis and of everything that is sharded."""
+    stored = [item.layout for item in made.inputs if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+    joint = {key for layout in stored if (key := sharding_key(made.mesh, layout)) is not None}
+    sums = {item.sync for item in made.inputs if item.sync is not None}
+    sums |= {
+        key
+        for item in made.inputs
+        if item.kind is InputKind.USER and item.spec.requires_grad
+        if (key := gradient_key(item, made.mesh)) is not None
+    }
+    return {*made.groups, *joint, *sums, *(made.mesh.key((axis,)) for axis in made.mesh.axes)}
+
+
+def _lie_alike(part: Part, other: Part) -> bool:
+    """Whether two parts are the same rows; whole ones are, whatever their dims are products of."""
+    return part == other or (part.is_whole and other.is_whole)

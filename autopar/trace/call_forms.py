@@ -1,0 +1,80 @@
+"""Calls of an exported graph in the form in which a program has them: functional, without examples.
+
+    x.add_(y)            --> add(x, y)
+    x.new_zeros(...)     --> zeros(...)
+    f(x, dtype, device)  --> f(x, dtype, device=...)
+
+A tensor that is taken for its shape alone need be neither whole nor there; programs put in their own device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+# Calls that take a tensor for its shape, dtype or device alone, and what does the same without it, so that it
+# need be neither whole nor there; and how many of their first arguments go on.
+_ALIKE: dict[Any, tuple[Any, int]] = {
+    aten.new_zeros.default: (aten.zeros.default, 0),
+    aten.new_ones.default: (aten.ones.default, 0),
+    aten.new_full.default: (aten.full.default, 0),
+    aten.new_empty.default: (aten.empty.memory_format, 0),
+    aten.rand_like.default: (aten.rand.default, 0),
+    aten.randn_like.default: (aten.randn.default, 0),
+    aten.view_as.default: (aten.view.default, 1),
+    aten.reshape_as.default: (aten.reshape.default, 1),
+    aten.expand_as.default: (aten.expand.default, 1),
+}
+_CAST_ALIKE = (aten.type_as.default, aten.to.other)
+
+
+def device_by_name(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call whose device, and what follows it, are keyword arguments: programs put in their own."""
+    names = [item.name for item in target._schema.arguments][: len(args)]
+    if "device" not in names:
+        return args, kwargs
+    place = names.index("device")
+    return args[:place], {**dict(zip(names[place:], args[place:], strict=True)), **kwargs}
+
+
+def without_example(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The call that gives `value` without the tensor that it only takes as an example (`_ALIKE`)."""
+    if target in _CAST_ALIKE:
+        return aten.to.dtype, (args[0], value.dtype), {}
+    if target not in _ALIKE:
+        return target, args, kwargs
+    plain, kept = _ALIKE[target]
+    if kept:
+        return plain, (*args[:kept], list(value.shape)), {}
+    filled = (*args[2:], *(kwargs[name] for name in kwargs if name == "fill_value"))
+    return plain, (list(value.shape), *filled), {"dtype": value.dtype, "device": value.device}
+
+
+def functional(target: Any) -> Any | None:
+    """The overload that returns what `target` writes; None where there is none."""
+    packet = getattr(aten, target._schema.name.split("::")[1].removesuffix("_"), None)
+    same = target._schema.overload_name or "default"
+    wanted = [str(item.type) for item in target._schema.arguments if item.name != "out"]
+    for name in sorted(packet.overloads(), key=lambda name: name != same) if packet else ():
+        found = getattr(packet, name)
+        given = [str(item.type) for item in found._schema.arguments]
+        if given == wanted and not found._schema.is_mutable:
+            return found
+    return None
+
+
+def left_open(mutable: Any, functional: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Defaults that only the in-place overload of an operator has, for a call that leaves them open."""
+    wanted = [item.name for item in functional._schema.arguments if not item.has_default_value()]
+    defaults = {
+        item.name: item.default_value for item in mutable._schema.arguments if item.has_default_value()
+    }
+    given = {*kwargs, *(item.name for item in mutable._schema.arguments[: len(args)])}
+    return {name: defaults[name] for name in wanted if name in defaults and name not in given}

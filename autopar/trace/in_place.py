@@ -1,0 +1,165 @@
+"""In-place writes told as single assignments: from the write on, the tensor means what was written.
+
+    x.add_(y); use(x)          -->  x_1 = add(x, y); use(x_1)
+    x[a:b].mul_(2); use(x)     -->  v = slice(x, a, b); v_1 = mul(v, 2)
+                                    x_1 = slice_scatter(x, v_1, a, b); use(x_1)
+
+Writes through other views, and those that a view made before would show, are refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.core.graph import InputKind, Operator, Ref, TensorSpec
+from autopar.trace.written_graph import SCATTERS, WrittenGraph, refused
+
+aten = torch.ops.aten
+
+
+class InPlaceWrites:
+    """Tells in-place writes to tensors of `graph`, into which it writes what they become."""
+
+    def __init__(self, graph: WrittenGraph) -> None:
+        self._graph = graph
+
+    def written(
+        self,
+        node: fx.Node,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        retyped: Collection[str],
+    ) -> str | None:
+        """The tensor that an in-place operator writes, or one with `out=`; else None.
+
+        Tensors that are `retyped` have another dtype here than in the exported graph.
+        """
+        writes = [
+            item.name for item in target._schema.arguments if item.alias_info and item.alias_info.is_write
+        ]
+        if not writes:
+            return None
+        first = target._schema.arguments[0].name
+        value = kwargs.get("out") if writes == ["out"] else args[0] if writes == [first] else None
+        if not isinstance(value, Ref):
+            raise refused(
+                node,
+                f"{target} writes to several arguments",
+                "functional operators",
+                "take what the call without out= returns",
+            )
+        result = node.meta["val"]
+        spec = self._graph.specs[value.name]
+        same = result.dtype == spec.dtype or value.name in retyped
+        if tuple(result.shape) != spec.shape or not same:
+            raise refused(
+                node,
+                f"{target} into {spec.dtype}{list(spec.shape)}",
+                f"one of {list(result.shape)}",
+                "assign the result of the call that writes to nothing: x = ...",
+            )
+        return value.name
+
+    def replace(self, node: fx.Node, written: str, name: str, *, grad: bool) -> None:
+        """From here on `written` means `name`; what a view is of has `name` in the view's place."""
+        chain = [written]  # [written, what it is a view of, ..., the tensor that owns the memory]
+        while chain[-1] in self._graph.views:
+            chain.append(self._graph.views[chain[-1]].operands[0])
+        if not grad and any(self._graph.specs[each].requires_grad for each in chain):
+            raise refused(
+                node,
+                f"an in-place write without gradient to {chain[-1]}, which has one",
+                "a result of its own, or a write with gradient",
+                "write to a .clone(), or leave out torch.no_grad() and .data",
+            )
+        root = self._graph.root[written]
+        stale = [key for key, value in self._graph.env.items() if self._views(value, root, chain)]
+        later = any(user is not node and user not in self._graph.env for key in stale for user in key.users)
+        kept = chain[-1] != root and (root in self._graph.inputs or root in self._graph.writes.values())
+        if kept or later:
+            raise refused(
+                node,
+                f"an in-place write to {written} through a view",
+                "writes to whole tensors or slices",
+                "use x = torch.where(mask, value, x), torch.cat or torch.stack, or write to x[a:b] itself",
+            )
+        made = [name]
+        for view, base in itertools.pairwise(chain):
+            made.append(self._scatter(node, self._graph.views[view], base, made[-1]))
+        for old, new in zip(chain, made, strict=True):
+            self._graph.rename(old, new)
+        for view, whole, new in zip(chain, made[1:], made[:-1], strict=False):
+            self._graph.views[new] = _of(self._graph.views[view], whole)
+            self._graph.root[new] = made[-1]
+        self._note_write(node, root, made[-1])
+
+    def _scatter(self, node: fx.Node, view: Operator, base: str, name: str) -> str:
+        """`base` with the tensor `name` where `view` looks; of complex tensors both parts, as torch has
+        derivatives of such writes for real ones alone."""
+        requires_grad = self._graph.specs[base].requires_grad or self._graph.specs[name].requires_grad
+        spec, rest = replace(self._graph.specs[base], requires_grad=requires_grad), view.args[1:]
+        if not spec.dtype.is_complex:
+            return self._graph.add(node, SCATTERS[view.target], (Ref(base), Ref(name), *rest), spec)
+        parts = [Ref(self._both_parts(node, each)) for each in (base, name)]
+        rest = (*(dim % len(spec.shape) for dim in rest[:1]), *rest[1:])
+        pairs = self._graph.add(node, SCATTERS[view.target], (*parts, *rest), _in_pairs(spec))
+        return self._graph.add(node, aten.view_as_complex.default, (Ref(pairs),), spec)
+
+    def _both_parts(self, node: fx.Node, name: str) -> str:
+        """The real and imaginary parts of a complex tensor, as a last dim."""
+        spec = self._graph.specs[name]
+        told = self._graph.add(
+            node, aten.resolve_conj.default, (Ref(name),), spec
+        )  # else conjugates are only noted
+        return self._graph.add(node, aten.view_as_real.default, (Ref(told),), _in_pairs(spec))
+
+    def copied(
+        self, node: fx.Node, source: Ref, spec: TensorSpec
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The call that gives `source` as a tensor like `spec`; aten.copy has no derivative."""
+        given = self._graph.specs[source.name]
+        if given.shape != spec.shape:
+            source = Ref(
+                self._graph.add(
+                    node, aten.expand.default, (source, [*spec.shape]), replace(given, shape=spec.shape)
+                )
+            )
+        if given.dtype == spec.dtype:
+            return aten.clone.default, (source,), {}
+        return aten._to_copy.default, (source,), {"dtype": spec.dtype}
+
+    def _note_write(self, node: fx.Node, written: str, name: str) -> None:
+        """What a buffer holds after the step; raises TraceError for another input."""
+        owner = next((buffer for buffer, value in self._graph.writes.items() if value == written), written)
+        if owner in self._graph.inputs:
+            if self._graph.inputs[owner].kind is not InputKind.BUFFER:
+                raise refused(
+                    node,
+                    f"an in-place write to the input {owner}",
+                    "writes to what forward makes",
+                    "write to a copy, as by x = x.clone() before",
+                )
+            self._graph.writes[owner] = name
+
+    def _views(self, value: Any, root: str, written: Sequence[str]) -> bool:
+        return (
+            isinstance(value, Ref) and value.name not in written and self._graph.root.get(value.name) == root
+        )
+
+
+def _in_pairs(spec: TensorSpec) -> TensorSpec:
+    """Of a complex tensor's real and imaginary parts."""
+    return replace(spec, shape=(*spec.shape, 2), dtype=spec.dtype.to_real())
+
+
+def _of(view: Operator, base: str) -> Operator:
+    """The same view of another tensor."""
+    return replace(view, args=(Ref(base), *view.args[1:]))

@@ -1,0 +1,121 @@
+"""The graph as far as it is written down: inputs, operators, and which tensors share memory.
+
+    x = relu(a)         env[node of relu] = x     root[x] = x
+    y = x[0]            env[node of select] = y   root[y] = x    views[y] = the select
+
+In-place writes (in_place.py) rename what nodes stand for, so every tensor is assigned once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.core.graph import GraphInput, InputKind, Operator, Ref, TensorSpec
+from autopar.errors import TraceError
+from autopar.trace.checkpoint_regions import region_of
+from autopar.trace.user_source import module_of, source_of
+
+aten = torch.ops.aten
+
+# Operators that write to an argument without saying so in their schema.
+HIDDEN_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
+# Operators of whose results only the first are for use: the others are notes for the kernel's backward pass,
+# and their shapes differ between devices.
+USABLE_RESULTS = {aten.embedding_bag.default: 1, aten.embedding_bag.padding_idx: 1}
+# Views through which a write can be told: what puts a tensor where the view looks.
+SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+
+
+class WrittenGraph:
+    """Single-assignment operators, written down in the order of the exported graph."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, GraphInput] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        self.operators: list[Operator] = []
+        self.titles: set[str] = set()  # names of operators
+        self.env: dict[fx.Node, Any] = {}
+        self.root: dict[str, str] = {}  # tensor -> the tensor whose memory it shares
+        self.views: dict[str, Operator] = {}  # slice of a tensor -> the operator that made it
+        self.writes: dict[str, str] = {}  # buffer -> what it holds after the step
+
+    def value(self, item: Any) -> Any:
+        """What stands here for nodes of the exported graph."""
+        return fx.node.map_arg(item, lambda node: self.env[node])
+
+    def names_for(self, title: str, count: int | None) -> tuple[str, tuple[str, ...]]:
+        """An operator's name and those of its results, `count` of them or itself: the exported ones, unless
+        an input or another operator has them, as a parameter may be called `t` or `add`."""
+        while True:
+            names = (title,) if count is None else tuple(f"{title}_{index}" for index in range(count))
+            if title not in self.titles and self.specs.keys().isdisjoint(names):
+                self.titles.add(title)
+                return title, names
+            title += "_"
+
+    def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], spec: TensorSpec) -> str:
+        """Write down an operator that `node` stands for beside its own; the name of its result."""
+        title, results = self.names_for(f"{node.name}_{target._schema.name.split('::')[1]}", None)
+        self.specs[title], self.root[title] = spec, title
+        self.operators.append(
+            Operator(
+                title,
+                target,
+                args,
+                {},
+                results,
+                module=module_of(node),
+                source=source_of(node),
+                checkpoint=region_of(node),
+            )
+        )
+        return title
+
+    def rename(self, old: str, new: str) -> None:
+        """Nodes that stood for `old` stand for `new` from here on."""
+        for key, value in self.env.items():
+            if isinstance(value, Ref) and value.name == old:
+                self.env[key] = Ref(new)
+
+    def note_aliases(self, operation: Operator, *, fresh: bool) -> None:
+        """Note whose memory the results share, and which inputs the operator writes without saying so."""
+        schema = operation.target._schema
+        aliased = not fresh and any(result.alias_info is not None for result in schema.returns)
+        base = self.root[operation.operands[0]] if aliased and operation.operands else None
+        for name in operation.results:
+            if name is not None:
+                self.root[name] = base or name
+                if base and operation.target in SCATTERS:
+                    self.views[name] = operation
+        for position in HIDDEN_WRITES.get(operation.target, ()):
+            argument = operation.args[position] if len(operation.args) > position else None
+            if isinstance(argument, Ref) and argument.name in self.inputs and operation.args[5]:
+                item = self.inputs[argument.name]
+                self.inputs[argument.name] = replace(item, mutated=True)
+
+
+def spec_of(value: torch.Tensor, *, requires_grad: bool = False) -> TensorSpec:
+    """What a tensor is; a sparse one, of which a program takes no part, without a shape."""
+    shape = tuple(value.shape) if value.layout is torch.strided else ()
+    return TensorSpec(shape, value.dtype, requires_grad, value.layout)
+
+
+def input_name(kind: InputKind, target: str, *, taken: dict[str, TensorSpec]) -> str:
+    """A name for an input of the graph that is an identifier and not taken."""
+    name = re.sub(r"\W", "_", target)
+    if kind is InputKind.CONSTANT or not name.isidentifier():
+        name = ("constant_" if kind is InputKind.CONSTANT else "layer_") + name
+    while name in taken:
+        name += "_"
+    return name
+
+
+def refused(node: fx.Node, found: str, wanted: str, remedy: str) -> TraceError:
+    """The error that names the user's line of `node`, or its module."""
+    where = source_of(node) or f"module {module_of(node) or 'of the whole model'}"
+    return TraceError(where=where, found=found, wanted=wanted, remedy=remedy)

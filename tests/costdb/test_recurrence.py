@@ -1,0 +1,74 @@
+"""What few steps of a recurrent layer say of many is what many show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.core.costs import Slope
+from autopar.core.graph import Call, TensorSpec
+from autopar.ops import recurrent
+from costdb import footprint, recurrence, slopes
+
+ATEN = torch.ops.aten
+SAMPLES, WIDTH, UNITS, LAYERS = 5, 3, 4, 2
+GATES = {ATEN.lstm.input: 4, ATEN.gru.input: 3, ATEN.rnn_tanh.input: 1}
+
+
+def layer(target: Any, steps: int, *, both: bool, batch_first: bool, learns: bool) -> Call:
+    """Two recurrent layers over so many steps, whose input `learns`, as that of a first layer does not."""
+    ways, rows = 2 if both else 1, GATES[target] * UNITS
+    x = (SAMPLES, steps, WIDTH) if batch_first else (steps, SAMPLES, WIDTH)
+    state = TensorSpec((LAYERS * ways, SAMPLES, UNITS), torch.float32)
+    weights = [
+        TensorSpec(shape, torch.float32, requires_grad=True)
+        for size in (WIDTH, UNITS * ways)
+        for _ in range(ways)
+        for shape in ((rows, size), (rows, UNITS), (rows,), (rows,))
+    ]
+    states = [state, state] if target is ATEN.lstm.input else state
+    options = True, LAYERS, 0.0, True, both, batch_first
+    return Call(target, (TensorSpec(x, torch.float32, learns), states, weights, *options), {})
+
+
+@pytest.mark.parametrize(
+    ("target", "both", "batch_first", "learns"),
+    [
+        (ATEN.lstm.input, False, True, True),
+        (ATEN.gru.input, True, False, False),
+        (ATEN.rnn_tanh.input, False, False, True),
+    ],
+    ids=str,
+)
+def test_few_steps_say_what_many_keep_and_make(
+    target: Any, both: bool, batch_first: bool, learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent, "MANY", max(recurrence.MADE))
+    call = layer(target, 32, both=both, batch_first=batch_first, learns=learns)
+    assert recurrent.steps_of(call) == 32
+    assert footprint.footprint(call) == footprint._observe_without_data(call, "cpu")
+    found, true = slopes.passes(call), slopes._observe(call, "cpu")
+    assert found.slopes == true.slopes and found.forward_bytes == true.forward_bytes
+    assert found.backward_bytes == pytest.approx(true.backward_bytes, rel=0.05)
+
+
+def test_many_steps_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "_KNOWN", {})
+    monkeypatch.setattr(slopes, "_KNOWN", {})
+    seen: list[int] = []
+
+    def spy(call: Call, observe: Callable[[Call, str], Any]) -> Any:
+        seen.append(call.args[0].shape[recurrent.steps_dim(call)])
+        return observe(call, "cpu")
+
+    kept, made = footprint._observe_without_data, slopes._observe
+    monkeypatch.setattr(footprint, "_observe_without_data", lambda call, kind: spy(call, kept))
+    monkeypatch.setattr(slopes, "_observe", lambda call, kind: spy(call, made))
+    call = layer(ATEN.lstm.input, 1000, both=False, batch_first=True, learns=True)
+    result = footprint.footprint(call).results[0]
+    assert result is not None and result.shape == (SAMPLES, 1000, UNITS)
+    assert slopes.passes(call).slopes[0] == Slope(call.args[0].nbytes)
+    assert sorted(seen) == [3, 4, 8, 16]
