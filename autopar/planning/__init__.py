@@ -15,6 +15,7 @@ agree             one plan for all ranks
 given_plan        a plan that is there already, taken instead of a search
 known_plans       a plan of another graph, kept for one that differs in numbers or sizes alone
 report            the plan as it is printed and carried
+edge_cuts         how many edges lead between parts of a graph
 step_parts        where the seconds of a step go
 strategies_beside   other strategies beside the plan: the pure ones, and one device
 """
