@@ -247,8 +247,10 @@ class Compiler:
     def find_plan(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], auto: Auto | None
     ) -> Plan:
-        """The best plan of a call, whose stages and micro-batches are the request's, or to be chosen, where no
-        ranks run that could measure along."""
+        """The best plan of a call, whose stages and micro-batches are the request's, or to be chosen.
+
+        No ranks run here that could measure along.
+        """
         with busy_neighbours(self.cluster, wanted=self.request.measure) as co_runners:
             if auto:
                 found = self.find_pipeline(model, args, kwargs, auto, co_runners)
