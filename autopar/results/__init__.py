@@ -8,6 +8,8 @@ plan_words          the words of a printed plan, and what they mean
 fold_blocks         equal blocks of a table, printed once
 comparison          strategies side by side, as data
 render_comparison   as text
+frontier            plans under memory caps, as data
+measured_steps      what a comparison measured, read from its JSON
 scaling             plans on more and more devices, as data
 render_scaling      as text
 difference          two plans beside each other, as data

@@ -11,7 +11,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
 from autopar.core.program import Program
-from autopar.core.timeline import StageCost
+from autopar.core.timeline import Moment, StageCost
 from autopar.results import codec
 from autopar.results.step_parts import StepParts
 from autopar.results.text import html_of, text_of
@@ -133,6 +133,7 @@ class Plan:
     devices: str = ""  # nodes, devices of each and their kind, as in "2 x 4 h100"
     parts: StepParts = StepParts()  # of the step, which they add up to
     serial: Alternative | None = None  # one device of the cluster by itself, with as many micro-batches
+    moments: tuple[Moment, ...] = ()  # of a step without stages: of one micro-batch, and what comes once
 
     @property
     def mesh(self) -> Mesh:
@@ -197,6 +198,15 @@ class Plan:
                 "stage_bytes": [stage.nbytes for stage in self.stages],
                 "bubble": self.bubble,
             },
+            "moments": [
+                {
+                    "phase": moment.phase.value,
+                    "layer": moment.layer,
+                    "seconds": moment.seconds,
+                    "bytes": moment.nbytes,
+                }
+                for moment in self.moments
+            ],
             "conversions": list(self.conversions),
             "offload": {
                 "tensors": [
