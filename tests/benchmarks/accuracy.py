@@ -4,8 +4,8 @@ python -m tests.benchmarks.accuracy                   all ten on two local proce
 python -m tests.benchmarks.accuracy llama vit         those alone
 python -m tests.benchmarks.accuracy --memory          nothing is timed: predicted beside measured peaks
 
-For each net a line for each row that ran: predicted by measured seconds, and predicted by measured peak bytes;
-below, the accuracy as `compare` prints it. Each net has a new database, so that nothing is known before. Let
+For each net a line for each row that ran: predicted by measured seconds, and predicted by measured peak
+bytes, beside the accuracy that `compare` prints. Each net has a new database, so that nothing is known before. Let
 the machine do nothing else meanwhile.
 """
 

@@ -21,11 +21,11 @@ TWO = ClusterSpec(nodes=1, devices_per_node=2, cores=2)
 
 def test_a_neighbour_measures_every_portion_until_no_more_come(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[list[str], int]] = []
-    monkeypatch.setattr(
-        module,
-        "measure_portion",
-        lambda calls, threads: seen.append(([call.key() for call in calls], threads)),
-    )
+
+    def measure(calls: list[Call], threads: int) -> None:
+        seen.append(([call.key() for call in calls], threads))
+
+    monkeypatch.setattr(module, "measure_portion", measure)
     pipe = io.BytesIO()
     for portion in ([RELU, RELU], [RELU]):
         pickle.dump([packed(call) for call in portion], pipe)
