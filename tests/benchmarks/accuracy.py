@@ -5,8 +5,8 @@ python -m tests.benchmarks.accuracy llama vit         those alone
 python -m tests.benchmarks.accuracy --memory          nothing is timed: predicted beside measured peaks
 
 For each net a line for each row that ran: predicted by measured seconds, and predicted by measured peak
-bytes, beside the accuracy that `compare` prints. Each net has a new database, so that nothing is known before. Let
-the machine do nothing else meanwhile.
+bytes, beside the accuracy that `compare` prints. Each net has a new database, so that nothing is known
+before. Let the machine do nothing else meanwhile.
 """
 
 from __future__ import annotations
