@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import tomllib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from autopar.core.cluster_keys import (
     LINK_KEYS,
     MOST_DEVICES,
     as_table,
+    is_finite,
     line_numbers,
     read_table,
     refuse,
@@ -36,7 +36,8 @@ from autopar.core.cluster_keys import (
 )
 from autopar.core.mesh import AXIS_NAMES, Mesh
 from autopar.core.slurm import torchrun_variables
-from autopar.errors import InputError
+from autopar.core.user_text import LONGEST_TOML, parse_toml, read_text
+from autopar.errors import InputError, show_value
 from autopar.units import (
     show_bytes,
     show_rate,
@@ -59,8 +60,7 @@ class Link:
 
     @staticmethod
     def measured(points: tuple[tuple[int, float], ...]) -> Link:
-        """The link of measured messages: the smallest one's seconds, and the rate from the last but one to the
-        largest."""
+        """The link of measured messages: the smallest one's seconds, and the rate between the last two."""
         (before, early), (last, late) = points[-2:]
         return Link(points[0][1], (last - before) / (late - early), points=points)
 
@@ -78,10 +78,12 @@ class Link:
         return early + (late - early) * (nbytes - left) / (right - left)
 
     def __post_init__(self) -> None:
-        if not (0 <= self.latency < math.inf and 0 < self.bandwidth < math.inf):
+        numbers = is_finite(self.latency) and is_finite(self.bandwidth)
+        if not (numbers and self.latency >= 0 and self.bandwidth > 0):
+            latency, bandwidth = show_value(self.latency), show_value(self.bandwidth)
             raise InputError(
                 where="link",
-                found=f"latency {self.latency:g} s, bandwidth {self.bandwidth:g} bytes/s",
+                found=f"latency {latency} s, bandwidth {bandwidth} bytes/s",
                 wanted="a finite latency of at least 0 and a finite bandwidth above 0",
                 remedy="give seconds and bytes per second",
             )
@@ -168,13 +170,13 @@ class ClusterSpec:
     @staticmethod
     def parse(text: str) -> ClusterSpec:
         """Read the command line's `local:4` or the path of a TOML file."""
-        if count := re.fullmatch(r"local:(\d+)", text):
+        if count := re.fullmatch(r"local:(\d{1,9})", text):
             return ClusterSpec.local(int(count[1]))
         if text.endswith(".toml"):
             return ClusterSpec.from_toml(text)
         raise InputError(
             where="--cluster",
-            found=repr(text),
+            found=show_value(text),
             wanted="local:N or a file that ends in .toml",
             remedy="write --cluster local:4 for four processes on this machine",
         )
@@ -193,11 +195,13 @@ class ClusterSpec:
         environment = {**environment, **torchrun_variables(environment)}
         names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         texts = [environment.get(name, "") for name in names]
-        world, per_node = (int(text) if text.isdecimal() else 0 for text in texts)
+        world, per_node = (int(text) if text.isdecimal() and len(text) < 10 else 0 for text in texts)
         if not (world and per_node and world % per_node == 0):
             raise InputError(
                 where="environment",
-                found=", ".join(f"{name}={text!r}" for name, text in zip(names, texts, strict=True)),
+                found=", ".join(
+                    f"{name}={show_value(text)}" for name, text in zip(names, texts, strict=True)
+                ),
                 wanted="whole numbers, as torchrun sets them, with equally many processes on every node",
                 remedy="start the script by `autopar run SCRIPT --cluster local:4` or by torchrun",
             )
@@ -227,12 +231,12 @@ class ClusterSpec:
         Raises `InputError` with all violations at once.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
-            document = tomllib.loads(text)
-        except (OSError, ValueError) as cause:
+            text = read_text(path, longest=LONGEST_TOML)
+            document = parse_toml(text)
+        except ValueError as cause:
             raise InputError(
                 where=str(path),
-                found=cause.strerror or str(cause) if isinstance(cause, OSError) else str(cause),
+                found=str(cause),
                 wanted="a readable TOML file",
                 remedy="see docs/clusters.md for a cluster file",
             ) from cause
@@ -411,12 +415,10 @@ def _read_device(
 
 def _too_many(values: Mapping[str, Any]) -> list[InputError]:
     """Violations by more devices than any cluster has."""
-    nodes, each = values.get("nodes", 1), values.get("devices_per_node", 1)
-    if nodes * each <= MOST_DEVICES:
+    count = values.get("nodes", 1) * values.get("devices_per_node", 1)
+    if count <= MOST_DEVICES:
         return []
-    where = "cluster.nodes" if nodes > each else "cluster.devices_per_node"
-    found = f"{nodes} nodes of {each} devices"
-    return [violation(where, found, f"at most {MOST_DEVICES} devices in all")]
+    return [violation("cluster", f"{count:,} devices", f"at most {MOST_DEVICES:,}")]
 
 
 def _missing_inter(nodes: int, inter: object) -> list[InputError]:

@@ -351,7 +351,7 @@ def test_figures_that_cannot_be_name_the_line(
 
 
 def test_more_devices_than_any_cluster_has_are_refused_in_code_too() -> None:
-    with pytest.raises(InputError, match="at most 1048576 devices"):
+    with pytest.raises(InputError, match="at most 1,000,000"):
         ClusterSpec(nodes=1 << 15, devices_per_node=64, inter=Link(0.0, 1.0))
 
 

@@ -1,99 +1,105 @@
 """How a cluster's description is read: its keys, their bounds, and errors that name the line.
 
-Every violation is found before one error tells all of them. Figures have bounds that nothing built comes near,
-so that a wrong unit is told.
+Every violation is found before one error tells all of them. Figures have bounds that nothing built comes
+near, so that a wrong unit is told.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from autopar.errors import InputError
+from autopar.errors import InputError, show_value
 from autopar.units import (
     parse_bytes,
     parse_flops,
     parse_rate,
     parse_seconds,
-    show_bytes,
     show_rate,
     show_seconds,
 )
 
-MOST_DEVICES = 1 << 20  # of a cluster
-# What nothing built comes near, so that a wrong unit is told: bytes, bytes/s, flop/s, seconds.
-MOST_MEMORY, LEAST_RATE, MOST_RATE, LEAST_FLOPS, MOST_FLOPS, MOST_LATENCY = 1e18, 1e3, 1e15, 1e6, 1e18, 60.0
+MOST_DEVICES = 1_000_000  # more than any cluster has, and few enough to list their meshes in a second
+MOST_BYTES = 1 << 63
+# Of rates in bytes/s, flop/s, and seconds.
+LEAST_RATE, MOST_RATE, LEAST_FLOPS, MOST_FLOPS, MOST_LATENCY = 1e3, 1e15, 1e6, 1e18, 60.0
 FLOPS_KEYS = ("fp16", "bf16", "fp32", "fp64")
 
 
 Reader: TypeAlias = Callable[[str, object], Any]  # (where, value) -> the value read; raises InputError
 
 
-def whole_number(where: str, value: object) -> int:
+def is_finite(value: object) -> bool:
+    """Whether it is a number with which floats can be multiplied."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
+
+
+def whole_number(where: str, value: object, most: int = MOST_DEVICES) -> int:
     """A number of things."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most:
         return value
-    raise violation(where, repr(value), "a whole number of at least 1")
+    least = f"from 1 to {most:,}" if isinstance(value, int) and value > most else "of at least 1"
+    raise violation(where, show_value(value), f"a whole number {least}")
 
 
 def _device(where: str, value: object) -> str:
     if isinstance(value, str) and value.strip():
         return value.strip().lower()
-    raise violation(where, repr(value), 'a kind of device such as "cpu" or "h100"')
+    raise violation(where, show_value(value), 'a kind of device such as "cpu" or "h100"')
 
 
 def _memory(where: str, value: object) -> int | None:
     if value is None:
         return None
-    nbytes = whole_number(where, parse_bytes(value, where=where) if isinstance(value, str) else value)
-    if nbytes > MOST_MEMORY:
-        raise violation(where, repr(value), f"at most {show_bytes(MOST_MEMORY)}")
-    return nbytes
+    return whole_number(
+        where, parse_bytes(value, where=where) if isinstance(value, str) else value, MOST_BYTES
+    )
 
 
 def _cores(where: str, value: object) -> float | None:
     if value is None:
         return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+    if isinstance(value, (int, float)) and is_finite(value) and value > 0:
         return float(value)
-    raise violation(where, repr(value), "a number of cores above 0 such as 8 or 0.5")
+    raise violation(where, show_value(value), "a number of cores above 0 such as 8 or 0.5")
 
 
 def _rate(where: str, value: object) -> float:
     if isinstance(value, str):
         rate = parse_rate(value, where=where)
         if not LEAST_RATE <= rate <= MOST_RATE:
-            raise violation(where, repr(value), f"{show_rate(LEAST_RATE)} to {show_rate(MOST_RATE)}")
+            raise violation(where, show_value(value), f"{show_rate(LEAST_RATE)} to {show_rate(MOST_RATE)}")
         return rate
-    raise violation(where, repr(value), 'a text with its unit such as "450GB/s"')
+    raise violation(where, show_value(value), 'a text with its unit such as "450GB/s"')
 
 
 def _seconds(where: str, value: object) -> float:
     if isinstance(value, str):
         seconds = parse_seconds(value, where=where)
         if seconds > MOST_LATENCY:
-            raise violation(where, repr(value), f"at most {show_seconds(MOST_LATENCY)}")
+            raise violation(where, show_value(value), f"at most {show_seconds(MOST_LATENCY)}")
         return seconds
-    raise violation(where, repr(value), 'a text with its unit such as "2us"')
+    raise violation(where, show_value(value), 'a text with its unit such as "2us"')
 
 
 def _points(where: str, value: object) -> tuple[tuple[int, float], ...]:
     """Measured messages: their bytes, and seconds that don't fall; the last two rise."""
     if not isinstance(value, list) or len(value) < 2:
-        raise violation(where, repr(value), 'at least two pairs such as ["1MB", "90us"]')
+        raise violation(where, show_value(value), 'at least two pairs such as ["1MB", "90us"]')
     found: list[tuple[int, float]] = []
     for number, pair in enumerate(value, start=1):
         at = f"{where}.{number}"
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise violation(at, repr(pair), 'a pair such as ["1MB", "90us"]')
+            raise violation(at, show_value(pair), 'a pair such as ["1MB", "90us"]')
         point = parse_bytes(pair[0], where=at), _seconds(at, pair[1])
         if found and not (point[0] > found[-1][0] and point[1] >= found[-1][1]):
-            raise violation(at, f"{pair} after {value[number - 2]}", "points that rise")
+            raise violation(
+                at, f"{show_value(pair)} after {show_value(value[number - 2])}", "points that rise"
+            )
         found.append(point)
     if not found[-1][1] > found[-2][1]:
-        raise violation(f"{where}.{len(found)}", repr(value[-1]), "more seconds than the point before")
+        raise violation(f"{where}.{len(found)}", show_value(value[-1]), "more seconds than the point before")
     return tuple(found)
 
 
@@ -103,7 +109,7 @@ def _flops(where: str, value: object) -> tuple[tuple[str, float], ...]:
         value = dict.fromkeys(FLOPS_KEYS, value)
     if not isinstance(value, dict) or not value or not set(value) <= set(FLOPS_KEYS):
         raise violation(
-            where, repr(value), f'"312TFLOP/s", or a table of such rates by {", ".join(FLOPS_KEYS)}'
+            where, show_value(value), f'"312TFLOP/s", or a table of such rates by {", ".join(FLOPS_KEYS)}'
         )
     return tuple((dtype, _flop_rate(f"{where}.{dtype}", rate)) for dtype, rate in value.items())
 
@@ -112,7 +118,7 @@ def _flop_rate(where: str, value: object) -> float:
     rate = parse_flops(value, where=where) if isinstance(value, str) else 0.0
     if not LEAST_FLOPS <= rate <= MOST_FLOPS:
         wanted = f"a text of 1e6 to 1e18 flop/s, such as {'312TFLOP/s'!r}"
-        raise violation(where, repr(value), wanted)
+        raise violation(where, show_value(value), wanted)
     return rate
 
 
@@ -120,7 +126,7 @@ def as_table(where: str, value: object) -> dict[str, object]:
     """A table of the file."""
     if isinstance(value, dict):
         return value
-    raise violation(where, repr(value), f"a table [{where}]")
+    raise violation(where, show_value(value), f"a table [{where}]")
 
 
 CLUSTER_KEYS: Mapping[str, Reader] = {
