@@ -80,5 +80,5 @@ def _wrong(where: str, found: str) -> InputError:
         where=where,
         found=found,
         wanted="what autopar compare --measure --json prints",
-        remedy="autopar compare TARGET --cluster local:2 --measure --json > measured.json",
+        remedy="run autopar compare TARGET --cluster local:2 --measure --json > measured.json",
     )
