@@ -293,7 +293,7 @@ def report(
             where="autopar report",
             found="a target without a cluster",
             wanted="the devices to plan for, or a plan that is saved as PLAN.json",
-            remedy=f"autopar report {source} --cluster local:4",
+            remedy=f"write autopar report {source} --cluster local:4",
         )
     spec = None if cluster is None else ClusterSpec.parse(cluster)
     _check_seconds("--frontier", frontier or None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call, Graph, Operator
-from autopar.errors import InputError
+from autopar.errors import InputError, show_value
 from autopar.explaining.asked import REFUSED, reason_of
 from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import MeshProblem
@@ -145,7 +145,7 @@ class Alternatives:
             names = dict.fromkeys(item.module or item.name for item in self.graph.operators)
             raise InputError(
                 where="LAYER",
-                found=repr(layer)[:80],
+                found=show_value(layer),
                 wanted="a layer or an operator of the plan",
                 remedy=f"take one from autopar plan, such as {', '.join(list(names)[:4])}",
             )

@@ -16,7 +16,7 @@ import torch
 
 from autopar.cluster import DescribedDevice
 from autopar.core.costs import DeviceModel, Kernels
-from autopar.errors import InputError
+from autopar.errors import InputError, show_value
 from costdb.database import Database
 from costdb.setting import Setting
 from costdb.timing import Mark, repeat
@@ -132,7 +132,7 @@ def device_model(name: str, database: Database | None = None) -> DeviceModel:
         return calibrate(name, database)
     raise InputError(
         where="cluster.device",
-        found=repr(name),
+        found=show_value(name),
         wanted="one of cpu, " + ", ".join(GPUS) + ", or cuda where there is a GPU",
         remedy="name the device that comes closest, or describe it in a table [device]",
     )
