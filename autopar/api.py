@@ -117,6 +117,7 @@ def explain(
     layer: str | None = None,
     *,
     what_if: str | Sequence[str] = (),
+    seconds: float | None = None,
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
 ) -> Explanation:
@@ -125,7 +126,9 @@ def explain(
     `target` is "file.py:function", as on the command line, or a model with example inputs. Every other way to
     split `layer` (a layer's or an operator's name), or else the dearest ones, is pinned and solved again.
     `what_if` are other circumstances, such as "memory=40GB", "devices=8" or "batch=64,devices=8". Where no
-    plan meets the memory cap the explanation says what to change, each change planned.
+    plan meets the memory cap the explanation says what to change, each change planned. What is solved beside
+    the plan takes about so many `seconds`, 60 or three times the plan's own by default; what is left then
+    says so.
 
     Raises what `plan` raises otherwise.
     """
@@ -135,7 +138,7 @@ def explain(
     serial_model.check(made.model)
     said = {name: value for name, value in options.items() if value is not None}
     asked = Asked(made, cluster, said, progress)
-    return explained(asked, layer, [what_if] if isinstance(what_if, str) else what_if)
+    return explained(asked, layer, [what_if] if isinstance(what_if, str) else what_if, seconds=seconds)
 
 
 @documented(PARALLELIZE)

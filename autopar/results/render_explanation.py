@@ -43,7 +43,8 @@ def _layers(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
         yield f"\n{layer.name} ({operator_name(layer.op)}){equal}"
         yield _choices(layer, base)
         if layer.untried:
-            yield f"{layer.untried} more ways, dearer by themselves, were not solved"
+            dearer = " more ways, dearer by themselves," if layer.others else " other ways"
+            yield f"{layer.untried}{dearer} were not solved"
         yield _why(layer, base)
 
 
@@ -80,7 +81,7 @@ def _why(layer: LayerChoices, base: Outcome) -> str:
     """The runner-up, and what speaks against it."""
     runner, chosen = layer.runner_up, layer.chosen
     if runner is None or runner.outcome is None:
-        return "There is no other way to split it."
+        return "No other way was solved." if layer.untried else "There is no other way to split it."
     price = runner.outcome.price(base)
     least, most = runner.outcome.least(base), runner.outcome.most(base)
     if price < SAME * base.step_seconds:
@@ -106,6 +107,9 @@ def _binds(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
     cap = found.plan.memory_cap if found.plan else None
     if cap is None:
         yield "No memory cap: memory doesn't bind."
+    elif found.memory and found.memory[0].outcome is None:
+        reason = found.memory[0].reason
+        yield f"Whether memory binds isn't known: without the cap no plan was found, {reason}."
     elif not found.memory_binds:
         yield f"Memory doesn't bind: without the cap of {show_bytes(cap)} no faster plan was found."
     for change in found.memory if found.memory_binds else ():
