@@ -65,6 +65,7 @@ from autopar.results.announce import Announcer
 from autopar.results.comparison import Comparison
 from autopar.results.explanation import Explanation
 from autopar.results.measured_steps import MeasuredSteps, read_measured
+from autopar.results.notebook_bar import notebook_bar
 from autopar.results.plan import Plan
 from autopar.results.progress_bar import ProgressLines
 from autopar.results.report.page import Beside, Written, write_page
@@ -106,8 +107,9 @@ def plan(
     serial_model.check(model)
     request, auto = request_of(asked, cluster)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
-    compiler = Compiler(cluster, request, loss_fn, costdb=asked.costdb, progress=progress)
-    return compiler.find_plan(model, args, kwargs, auto)
+    with notebook_bar(progress) as shown:
+        compiler = Compiler(cluster, request, loss_fn, costdb=asked.costdb, progress=shown)
+        return compiler.find_plan(model, args, kwargs, auto)
 
 
 @documented(PLAN)
@@ -137,8 +139,9 @@ def explain(
     made = load_target(target) if isinstance(target, str) else check_target("explain", target)
     serial_model.check(made.model)
     said = {name: value for name, value in options.items() if value is not None}
-    asked = Asked(made, cluster, said, progress)
-    return explained(asked, layer, [what_if] if isinstance(what_if, str) else what_if, seconds=seconds)
+    circumstances = [what_if] if isinstance(what_if, str) else what_if
+    with notebook_bar(progress) as shown:
+        return explained(Asked(made, cluster, said, shown), layer, circumstances, seconds=seconds)
 
 
 @documented(PARALLELIZE)
@@ -393,11 +396,11 @@ def report(
     assert cluster is not None
     assert cluster is not None
     serial_model.check(made.model)
-    asked = Asked(made, cluster, said, progress)
-    found = asked.plan(alternatives=True)
-    around = None
-    if frontier_seconds is None or frontier_seconds > 0:
-        around = frontier(asked, found, seconds=SECONDS if frontier_seconds is None else frontier_seconds)
+    seconds = SECONDS if frontier_seconds is None else frontier_seconds
+    with notebook_bar(progress) as shown:
+        asked = Asked(made, cluster, said, shown)
+        found = asked.plan(alternatives=True)
+        around = frontier(asked, found, seconds=seconds) if seconds > 0 else None
     return write_page(found, Path(output), Beside(_timeline_of(found), around, steps))
 
 
