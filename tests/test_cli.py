@@ -452,7 +452,7 @@ def test_runs_bad_options_are_told_before_anything_starts(
 
 @pytest.mark.parametrize("text", ["stages=2", "[2]", '{"stage": 2}', '{"stages": [2]}', '{"measure": "no"}'])
 def test_an_environment_without_options_is_bad_input(text: str) -> None:
-    with pytest.raises(InputError, match=f"{VARIABLE}.*wanted a JSON object of mesh"):
+    with pytest.raises(InputError, match=f"{VARIABLE}.*wanted a JSON object of options"):
         read({VARIABLE: text})
 
 

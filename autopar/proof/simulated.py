@@ -252,6 +252,7 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "s_to_r": _gather,
     "s_to_b": _gather,
     "s_to_b_wide": _gather,
+    "s_to_b_wide_again": _gather,
     "s_to_r_again": _gather,
     "s_to_b_again": _gather,
     "start_s_to_r": _gather,  # of a move in two halves the first does all

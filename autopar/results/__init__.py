@@ -1,6 +1,7 @@
 """Tells people what autopar found; importing the package registers how each result prints.
 
 plan                a plan as data
+plan_laws           what holds of every plan
 step_parts          where the seconds of its step go
 render_plan         a plan as text
 render_step         the seconds of its step as text

@@ -13,6 +13,7 @@ from autopar.core.placement import Layout, show
 from autopar.core.program import Program
 from autopar.core.timeline import Moment, StageCost
 from autopar.results import codec
+from autopar.results.plan_laws import broken_laws
 from autopar.results.step_parts import StepParts
 from autopar.results.text import html_of, text_of
 
@@ -154,7 +155,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote; raises InputError for another file, or another version's."""
-        return codec.load(cls, path)
+        return codec.load(cls, path, broken_laws)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as the command line's JSON shows it."""

@@ -43,9 +43,17 @@ def _layers(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
         yield f"\n{layer.name} ({operator_name(layer.op)}){equal}"
         yield _choices(layer, base)
         if layer.untried:
-            dearer = " more ways, dearer by themselves," if layer.others else " other ways"
-            yield f"{layer.untried}{dearer} were not solved"
+            yield _untried(layer)
         yield _why(layer, base)
+
+
+def _untried(layer: LayerChoices) -> str:
+    """How many ways were left; those that are solved come first by what they take themselves."""
+    several = layer.untried > 1
+    if not layer.others:
+        return f"{layer.untried} other {'ways were' if several else 'way was'} not solved"
+    ways = "ways, dearer by themselves, were" if several else "way, dearer by itself, was"
+    return f"{layer.untried} more {ways} not solved"
 
 
 def _choices(layer: LayerChoices, base: Outcome) -> Table:
