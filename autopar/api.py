@@ -129,7 +129,7 @@ def explain(
     split `layer` (a layer's or an operator's name), or else the dearest ones, is pinned and solved again.
     `what_if` are other circumstances, such as "memory=40GB", "devices=8" or "batch=64,devices=8". Where no
     plan meets the memory cap the explanation says what to change, each change planned. What is solved beside
-    the plan takes about so many `seconds`, 60 or three times the plan's own by default; what is left then
+    the plan takes about so many `seconds`, 60 or the plan's own by default; what is left then
     says so.
 
     Raises what `plan` raises otherwise.

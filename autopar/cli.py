@@ -366,7 +366,7 @@ def explain(
         typer.Option(
             "--seconds",
             metavar="S",
-            help="For what is solved beside the plan; 60, or three times the plan's own.",
+            help="For what is solved beside the plan; 60, or the plan's own, if more.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -17,8 +17,7 @@ from autopar.results.explanation import Change, Outcome
 from autopar.results.plan import Plan
 from autopar.trace.target import Target
 
-LEAST = 60.0  # seconds for all other plans, or so many times those that the first one took:
-TIMES = 3.0
+LEAST = 60.0  # seconds for all other plans, or those that the first one took, if these are more
 SHARE = 0.5  # of the seconds that are left, for one of them
 OVER = "the time for explaining was over; ask for less at once, or give more by --seconds"
 REFUSED = (InfeasibleError, InputError, SolverError, TraceError)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.explaining import constraints
-from autopar.explaining.asked import LEAST, SHARE, TIMES, Asked
+from autopar.explaining.asked import LEAST, SHARE, Asked
 from autopar.explaining.data_parallel import why_not
 from autopar.explaining.infeasible import remedies
 from autopar.explaining.layers import DEAREST, FEW, MOST, PATIENCE, Alternatives
@@ -85,7 +85,7 @@ def waiting(asked: Asked, begun: float, seconds: float | None) -> Asked:
     """What is asked, with the moment when no further plan is sought: after so many seconds, or those that the
     first plan suggests."""
     now = time.monotonic()
-    return replace(asked, until=now + (max(LEAST, TIMES * (now - begun)) if seconds is None else seconds))
+    return replace(asked, until=now + (max(LEAST, now - begun) if seconds is None else seconds))
 
 
 def solved_again(
