@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.core.version import VERSION
 
 if TYPE_CHECKING:
-    from autopar.api import compare, explain, parallelize, plan, timeline
+    from autopar.api import compare, explain, parallelize, plan, report, timeline
     from autopar.cluster import ClusterSpec, Link
     from autopar.core.mesh import Mesh
     from autopar.errors import AutoparError
@@ -36,6 +36,7 @@ __all__ = [
     "parallelize",
     "plan",
     "register",
+    "report",
     "timeline",
     "verify_operator",
 ]
@@ -54,6 +55,7 @@ _HOMES = {
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register": "autopar.sharding.declared",
+    "report": "autopar.api",
     "timeline": "autopar.api",
     "verify_operator": "autopar.proof.declared",
 }

@@ -488,8 +488,8 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
 
 
 def check_rows(graph: Graph) -> None:
-    """Raise InputError for a graph whose samples aren't in the rows of its first input, of which ranks load
-    some with local inputs."""
+    """Raise InputError for a graph whose samples aren't the rows of its first input. Ranks load some of
+    those with local inputs."""
     found = samples_elsewhere(graph, Dims(graph, find_atoms(graph), Mesh((1,))))
     if found is not None:
         item, dim = found

@@ -44,9 +44,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Layouts and the moves between them, each from number `source` to number `target`, with its seconds and
-    what the forward pass has of them; flags say which end in a shard, begin in a partial sum, are `r_to_b`
-    (`sums`), and are all-gathers."""
+    """Layouts and the moves between them, each from number `source` to number `target`. Each has its seconds
+    and what the forward pass has of them; flags say which end in a shard, begin in a partial sum, are
+    `r_to_b` (`sums`), and are all-gathers."""
 
     layouts: tuple[Layout, ...]
     place: dict[Layout, int]
@@ -184,8 +184,8 @@ class _Builder:
         return np.asarray(np.ravel_multi_index(tuple(digits), self.sizes), dtype=np.intp)
 
     def blocked(self, numbers: Numbers, change: Change) -> Flags:
-        """Whether the change splits or joins an atom that an axis minor to its own shards, whatever axes
-        alike are called."""
+        """Whether the change splits or joins an atom that a minor axis has shards of. Axes that are alike
+        are called by any name."""
         found = np.zeros(len(numbers), dtype=np.bool_)
         own = self.group.get(change.axis, (change.axis,))
         for shard in {change.source, change.target}:

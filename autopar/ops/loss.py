@@ -24,8 +24,8 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
 
 @register
 class ElementwiseLoss(Rule):
-    """Losses of prediction and target of one shape, with weights that are broadcast to it, then a mean or a
-    sum."""
+    """Losses of prediction and target of one shape, weighted, then a mean or a sum. Weights are broadcast to
+    it."""
 
     targets = (
         aten.mse_loss.default,

@@ -37,7 +37,7 @@ MOST_EXACT_FACTOR = 40
 
 @dataclass(frozen=True, slots=True)
 class Interpolation:
-    """Result row o lies at (o + 1/2) / factor - 1/2 and reads `reach` rows on both sides of that.
+    """Result row o lies at (o + 1/2) / factor - 1/2 and reads `reach` rows around that.
 
     Source: area_pixel_compute_source_index of PyTorch's UpSample.h, align_corners false.
     """
@@ -61,8 +61,8 @@ class Interpolation:
 
 @dataclass(frozen=True, slots=True)
 class Lerp:
-    """Result row o lies at place(o) = o step, or (o + 1/2) step - 1/2 if corners are not aligned, and
-    reads the rows on both sides of that.
+    """Result row o lies at place(o) and reads the rows on both sides of that. place(o) = o step, or (o +
+    1/2) step - 1/2 if corners are not aligned.
 
     Source: compute_source_index_and_lambda of PyTorch's UpSample.h.
     """

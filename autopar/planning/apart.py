@@ -29,8 +29,8 @@ IN_VAIN = "which predictions can't tell from nothing"  # why a plan is passed ov
 
 
 def error_of(measured_share: float, interpolated_share: float = 0.0) -> float:
-    """By how much predicted seconds must differ to be told apart, relatively, if so much of them is
-    measured, and so much interpolated."""
+    """By how much predicted seconds must differ, relatively, to be told apart. Some of them are measured,
+    some interpolated."""
     return measured_share * MEASURED + _guessed(measured_share, interpolated_share)
 
 

@@ -28,7 +28,7 @@ from autopar.planning.request import Request
 from autopar.results.plan import Plan
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms, is_legal, options_of
-from autopar.solve.stages.step import once
+from autopar.solve.stages.step import step_weight
 from autopar.trace.numbers import as_before
 
 RESIZED = (
@@ -124,7 +124,7 @@ def _peak(plan: Plan, dims: Dims, cluster: ClusterSpec, request: Request) -> int
         CostModel.of(cluster, None),
         training=request.training,
         optimizer=request.optimizer,
-        once=once(plan.pipeline.ranks, count),
+        step_weight=step_weight(plan.pipeline.ranks, count),
         micro_batches=count,
         accumulates=request.training and count > 1,
     )

@@ -42,10 +42,10 @@ from autopar.solve.placement.space import Kinds, build_space, is_heavy, kind_by_
 from autopar.solve.placement.symmetry import choose_named
 from autopar.solve.stages.cut_search import MOST_PLACES
 from autopar.solve.stages.joint_bound import MOST_OPERATORS, Exchange
-from autopar.solve.stages.local_search import is_worthwhile, near_step
+from autopar.solve.stages.local_search import improved_step, is_worthwhile
 from autopar.solve.stages.rank_bounds import Scarcity
 from autopar.solve.stages.refine import Refinement
-from autopar.solve.stages.step import Step, once, staged, unstaged
+from autopar.solve.stages.step import Step, staged, step_weight, unstaged
 from autopar.solve.stages.user_checkpoints import respect
 
 PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
@@ -100,7 +100,7 @@ class MeshProblem:
             self.model,
             training=self.request.training,
             optimizer=self.request.optimizer,
-            once=once(self.request.stages, self.request.micro_batches),
+            step_weight=step_weight(self.request.stages, self.request.micro_batches),
             micro_batches=self.request.micro_batches,
             accumulates=self.request.training and self.request.micro_batches > 1,
             shown=shown,
@@ -144,11 +144,11 @@ class MeshProblem:
             raise
         except InfeasibleError as error:
             hopeless = ask.cap is not None and FAR * ask.cap < error.would_do < math.inf
-            near = self.near(fastest, None, ask, limits) if ask.bounded and not hopeless else None
-            if near is None:
+            better = self.improved(fastest, None, ask, limits) if ask.bounded and not hopeless else None
+            if better is None:
                 raise
-            return near
-        return (self.near(fastest, found, ask, limits) if ask.bounded else None) or found
+            return better
+        return (self.improved(fastest, found, ask, limits) if ask.bounded else None) or found
 
     def whole(self, ask: Ask, limits: Limits) -> Step:
         """The best step without stages.
@@ -202,7 +202,7 @@ class MeshProblem:
             return min([found, *others], key=lambda step: step.seconds)
         return found
 
-    def near(self, fastest: Solution, found: Step | None, ask: Ask, limits: Limits) -> Step | None:
+    def improved(self, fastest: Solution, found: Step | None, ask: Ask, limits: Limits) -> Step | None:
         """What is better than `found` among placements that differ from it, or from the fastest, by few
         choices; None if the graph is too large to look at many."""
         scarce = found is None or bool(found.solution.program.recompute or found.solution.program.offload)
@@ -217,7 +217,7 @@ class MeshProblem:
 
         scarce_cap = None if ask.cap is None else math.inf  # under which weights may be gathered again
         problem = Problem(self.graph, self.prices, space, self.folding, cap=scarce_cap)
-        return near_step(problem, solution.program, found, step_of, deadline=limits.deadline)
+        return improved_step(problem, solution.program, found, step_of, deadline=limits.deadline)
 
     def leaner(self, fastest: Solution, ask: Ask, limits: Limits, *, known: Step | None = None) -> list[Step]:
         """Placements that meet the cap; fewer if one that meets it is `known`. If they compute parts again
@@ -393,7 +393,7 @@ class MeshProblem:
         cutoff = limits.cutoff if ask.bounded and self.request.stages == 1 else math.inf
         prices = self.prices
         if ask.multiplier is not None:
-            credit = ask.multiplier * prices.overlap * prices.once
+            credit = ask.multiplier * prices.overlap * prices.step_weight
             prices = self.priced_with(shown=ask.multiplier, credit=credit)
         found = choose_named(
             self.graph,
@@ -428,7 +428,7 @@ class MeshProblem:
             for axis in mesh.axes
             if mesh.shape[axis] > 1
         )
-        return prices.once * min(sums, prices.overlap * bound)
+        return prices.step_weight * min(sums, prices.overlap * bound)
 
     def space(self, force: Force | None) -> Space:
         """The strategies and layouts to choose from; made once."""

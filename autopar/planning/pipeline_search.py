@@ -170,8 +170,8 @@ def _would_do(error: AutoparError) -> tuple[bool, float]:
 
 
 def _few(choices: Sequence[Choice], apart: Apart, cap: float) -> list[Choice]:
-    """The first ones, not too many of them with one K, the first without stages, and of those that can't be
-    told from the first the simplest."""
+    """Chooses what to look at: the first ones, the first without stages, and the simplest. Not too many of
+    the first have one K; the simplest are those that can't be told from the first."""
     taken: list[Choice] = []
     for choice in choices:
         alike = [each for each in taken if each.ranks == choice.ranks]
@@ -296,8 +296,8 @@ class _Screen:
             yield self.screen(1)
 
     def is_simple(self) -> bool:
-        """Whether a node has fast links, and each of its devices room for the whole model and for as much
-        again: there no estimate is sure enough to cut it into stages."""
+        """Whether a node has fast links and each of its devices room for twice the model: there no estimate
+        is sure enough to cut it into stages."""
         if self.request.measure and self.model.here or self.cluster.nodes > 1:
             return False
         if self.cluster.device_type == "cpu" or self.cluster.intra.bandwidth < FAST_LINK:

@@ -15,6 +15,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
 from autopar.core.strategy import Option
 from autopar.cost.program.gathering import regathers
+from autopar.cost.program.moments import moments
 from autopar.cost.program.offload import moved, wait_seconds
 from autopar.cost.program.values import Values
 from autopar.planning.apart import error_of, interpolated_share, measured_share
@@ -121,6 +122,7 @@ def report(
         graph=fingerprint_of(graph),
         devices=cluster.devices,
         parts=step_parts(step, pipeline),
+        moments=() if pipeline.is_staged else moments(priced),
     )
 
 

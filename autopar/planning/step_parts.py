@@ -59,8 +59,8 @@ def scaled(parts: StepParts, factor: float) -> StepParts:
 
 
 def staged_parts(repeated: StepParts, timeline: Timeline, seconds: float) -> StepParts:
-    """The parts of a step of so many seconds whose average rank does what is `repeated`, and waits as the
-    timeline shows."""
+    """The parts of a step of so many seconds, as the average rank has them. It does what is `repeated`, and
+    waits as the timeline shows."""
     ranks = timeline.schedule.ranks
     sums = hops = busy = update = under_way = 0.0
     for rank in range(ranks):

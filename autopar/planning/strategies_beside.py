@@ -24,8 +24,8 @@ LONGEST = 120  # characters of a reason
 
 
 def strategies_beside(problem: MeshProblem, limits: Limits) -> list[tuple[Alternative, Step | None]]:
-    """Every pure strategy of the chosen mesh, solved without the cap so that its need is known, and under
-    the plan's schedule alone if none could make it faster than the plan (`incumbent`); none on one device,
+    """Every pure strategy of the chosen mesh, solved without the cap so that its need is known. The plan's
+    schedule alone is tried if none could make it faster than the plan (`incumbent`); none on one device,
     which has nothing to share."""
     found: list[tuple[Alternative, Step | None]] = []
     if problem.mesh.num_devices == 1:

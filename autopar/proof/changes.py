@@ -42,8 +42,8 @@ _OWN = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How many changes were `tried` of how many that there are, those that the software `refused` by name,
-    and those that are `wrong`: by which parallel training is another than eager."""
+    """How many changes were `tried` of how many, which were `refused` by name, and which are `wrong`: by
+    which parallel training is another than eager."""
 
     tried: int
     there: int

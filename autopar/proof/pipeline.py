@@ -33,8 +33,8 @@ Values = list[tuple[Tensor, ...]]  # of each rank
 
 @dataclass(slots=True)
 class _Stage:
-    """A stage, as one rank's program says, the programs of all ranks of its mesh with the parts that are
-    computed again, and their own copies of its inputs."""
+    """A stage as the program of one rank says. Holds the programs of all ranks of its mesh with the parts
+    that are computed again, and their own copies of its inputs."""
 
     any: StageProgram
     programs: Sequence[fx.GraphModule]

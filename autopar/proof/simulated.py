@@ -230,7 +230,7 @@ def _batch_norm(ranks: Sequence[Arguments]) -> list[Tensor]:
 
 
 def _affine(normal: Tensor, rank: Arguments) -> Tensor:
-    """Scale and shift, weight * normal + bias, back from (C, N * pixels) to the shape of the rank's x."""
+    """Scale and shift, and go back from (C, N * pixels) to the shape of the rank's x."""
     x, weight, bias = rank["x"], rank["weight"], rank["bias"]
     y = normal if weight is None else normal * weight.unsqueeze(1)
     y = y if bias is None else y + bias.unsqueeze(1)
@@ -252,6 +252,7 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "s_to_r": _gather,
     "s_to_b": _gather,
     "s_to_b_wide": _gather,
+    "s_to_b_wide_again": _gather,
     "s_to_r_again": _gather,
     "s_to_b_again": _gather,
     "start_s_to_r": _gather,  # of a move in two halves the first does all

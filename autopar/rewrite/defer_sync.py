@@ -43,8 +43,8 @@ class Deferred:
 def defer(
     graph: fx.Graph, parameters: Collection[str], once: Collection[str] = ()
 ) -> tuple[fx.Graph, dict[str, Deferred]]:
-    """A copy of `graph` without the leading `r_to_b` chains of `parameters` (placeholder names), and the
-    leading gathers of those that are gathered `once`.
+    """A copy of `graph` without what leads from `parameters` once a step. `r_to_b` chains of these
+    placeholders are left out, and gathers of those that are gathered `once`.
 
     Also returns what is to be done for each of those parameters instead.
     """

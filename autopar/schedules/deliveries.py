@@ -56,8 +56,8 @@ def leaves(schedule: Schedule, message: Message) -> bool:
 
 @lru_cache(maxsize=256)
 def proved(schedule: Schedule, rank: int) -> Mapping[Message, tuple[Message, ...]]:
-    """For each message that a rank takes from another what it sent there and knows by then, not earlier, to
-    have arrived."""
+    """For each message that a rank takes, what it sent the sender and now knows to have arrived. What it
+    knew earlier is left out."""
     _, mine = _traffic(schedule, rank)
     found = {}
     for peer, taken in mine.items():

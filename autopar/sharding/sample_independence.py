@@ -138,8 +138,8 @@ class SampleFlow:
 
     @property
     def depth(self) -> int:
-        """0 for a loss of samples apart, 1 if only their statistics are in the way, 2 for one that is bent,
-        3 if they meet before it."""
+        """Ranks how samples meet in a loss: 0 if they are apart, 1 if only statistics are in the way. 2 is a
+        loss that is bent, 3 one whose samples meet before it."""
         match self.loss.role:
             case Role.SUM | Role.MEAN:
                 return 1 if self.statistics or self._updates() else 0
@@ -266,8 +266,7 @@ class SampleFlow:
         return self._of_rows(item, given, rows)
 
     def _scaled(self, item: Operator, given: Sequence[Value]) -> Value | None:
-        """What becomes of rows or a sum that are divided or multiplied by a number that the batch's inputs
-        count to."""
+        """What becomes of rows or a sum that are divided or multiplied by a count of the batch."""
         if item.target not in _SCALINGS or len(given) != 2:
             return None
         where = _SCALINGS[item.target]

@@ -11,12 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
+from autopar.convert.moves import EFFECTS
 from autopar.core.force import Parallelism
 from autopar.core.graph import Graph, Ref, map_refs
 from autopar.core.precision import Precision
 from autopar.planning.request import Request
 from autopar.proof.check import check
 from autopar.proof.low_precision import LowPrecision, compare_low_precision
+from autopar.proof.simulated import MEANINGS
+from autopar.runtime.collectives.placement_moves import WIDE
+from autopar.runtime.saved.regather import AGAIN
 from autopar.trace.autocast import Autocast
 from autopar.trace.export import Traced, trace
 from autopar.trace.target import Target
@@ -84,3 +88,10 @@ def test_batch_norm_of_a_split_batch_keeps_the_dtype_of_its_samples() -> None:
     request = Request(dtype=Precision.BF16, measure=False, schedule=None, force=Parallelism.BATCH)
     report = check(case, ClusterSpec.local(2), request, steps=1)
     assert report.passed and report.low is not None and report.low.loss is not None
+
+
+def test_every_move_that_a_program_can_make_is_simulated() -> None:
+    """Also those of cast weights, which a proof in float64 doesn't make."""
+    names = [name + wide + again for name in EFFECTS for wide in ("", WIDE) for again in ("", AGAIN)]
+    registered = {name for name in names if hasattr(torch.ops.autopar, name)}
+    assert registered <= MEANINGS.keys() and "s_to_b_wide_again" in registered

@@ -124,7 +124,7 @@ class BruteForce:
         best = min(self.conversions(name, layout, output, chosen) for output in choices)
         if layout is None or not self.is_weight(name):
             return best
-        return self.prices.once * self.prices.update(name, layout) + best
+        return self.prices.step_weight * self.prices.update(name, layout) + best
 
     def conversions(
         self, name: str, layout: Layout | None, output: Layout | None, chosen: tuple[Any, ...]
@@ -132,10 +132,12 @@ class BruteForce:
         """Seconds of a tensor's conversions; a gradient sum that can wait counts once a step."""
         source, needs = self.ends(name, layout, output, chosen)
         whole = self.tree(name, source, frozenset(needs) - {source})
-        waits = layout is not None and self.is_weight(name) and self.prices.once < 1.0
+        waits = layout is not None and self.is_weight(name) and self.prices.step_weight < 1.0
         if waits and source == (R,) and source not in needs:
             sync = self.prices.gradient_sync(name, Move(0, (R,), (B,)))
-            whole = min(whole, self.prices.once * sync + self.tree(name, (B,), frozenset(needs) - {(B,)}))
+            whole = min(
+                whole, self.prices.step_weight * sync + self.tree(name, (B,), frozenset(needs) - {(B,)})
+            )
         return whole
 
     def _ends(

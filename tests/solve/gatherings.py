@@ -59,7 +59,7 @@ class EveryGathering(BruteForce):
     ) -> Iterator[tuple[float, Gathering, tuple[Move, ...]]]:
         """For each way of gathering a weight its seconds, with the cheapest conversions."""
         source, needs = self.ends(name, layout, None, tuple(strategies[item] for item in self.touching(name)))
-        update = self.prices.once * self.prices.update(name, layout)
+        update = self.prices.step_weight * self.prices.update(name, layout)
         sharded = self.space.gatherings if layout != (R,) else ()
         for gathering in sharded or (Gathering.KEEP,):
             best: tuple[float, tuple[Move, ...]] = (math.inf, ())
@@ -115,7 +115,9 @@ class EveryGathering(BruteForce):
             once.add(onward[0])
             end = onward[0].target
         for move in made:
-            total += self.prices.gradient_sync(name, move) * (self.prices.once if move in once else 1.0)
+            total += self.prices.gradient_sync(name, move) * (
+                self.prices.step_weight if move in once else 1.0
+            )
         for item, place in self.graph.consumers()[name] if gathering is Gathering.AGAIN else ():
             if place in self.prices.operator(item, strategies[item.name]).kept.operands:
                 at = canonical(

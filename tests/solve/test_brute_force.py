@@ -164,7 +164,7 @@ def test_what_is_done_once_a_step_counts_less_than_what_every_micro_batch_does(
     """The gradient sum of a weight that is stored in shards follows a gather: it is not done once."""
     graph, random = make(), Random(seed)
     prices = random_prices(graph, Mesh((3,)), random)
-    prices.once = 0.1
+    prices.step_weight = 0.1
     space = small_space(graph, prices, random, most=5, layouts=3)
     best = BruteForce(graph, prices, space).best()
     found = choose(graph, prices, space, unfolded(graph), gap=1e-9)
@@ -277,7 +277,7 @@ def test_weights_are_gathered_as_is_best(make: Callable[[], Graph], once: float,
     """Of all plans with every way of gathering every weight the fastest, or the fastest that fits."""
     graph, random = make(), Random(7)
     prices = random_prices(graph, Mesh((2,)), random)
-    prices.once = once
+    prices.step_weight = once
     space = small_space(graph, prices, random, most=2, layouts=3)
     space = replace(space, gatherings=LEVELS[level])
     plans = sorted(set(EveryGathering(graph, prices, space).gathered_plans()))

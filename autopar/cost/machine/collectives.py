@@ -141,8 +141,8 @@ class CollectiveTable:
         copy_rate: float = math.inf,
         estimate: float | None = None,
     ) -> CollectiveCost:
-        """The measured cost where there are points on both sides, else an `estimate`, or the closed form, in
-        which a rank copies `copy_rate` bytes per second; both marked.
+        """The measured cost between measured points, else an `estimate`, or the closed form. In that a rank
+        copies `copy_rate` bytes per second; both marked.
 
         Below the smallest point the latency rules, so its time is an estimate from above; beyond the
         largest the bandwidth rules, so its time grows in proportion. Both count as estimates.

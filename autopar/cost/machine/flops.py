@@ -153,8 +153,8 @@ _FORMS: dict[Any, Form] = {
 
 
 def _may_hold_products(call: Call) -> bool:
-    """Whether two floating operands have a dim to contract and the operator is made of others, or
-    is one that torch's counter knows."""
+    """Whether an operator multiplies: two floating operands share a dim to contract, or torch's counter
+    knows it. The first holds for operators that are made of others."""
     matrices = [spec for spec in operands.specs(call) if may_learn(spec.dtype) and len(spec.shape) > 1]
     if len(matrices) < 2:
         return False

@@ -44,8 +44,8 @@ Keep = Callable[[Iterable[Measurement]], None]
 
 @dataclass(slots=True)
 class Budget:
-    """Seconds that the measuring for one plan may still take, and what estimates of operators were found to
-    be off by so far."""
+    """Seconds that the measuring for one plan may still take. Holds what estimates of operators were found
+    to be off by so far, too."""
 
     left: float = math.inf
     ratios: dict[str, list[Ratio]] = field(default_factory=dict)

@@ -101,7 +101,7 @@ class Prices:
     model: CostModel
     training: bool = True
     optimizer: OptimizerState = ADAM
-    once: float = 1.0
+    step_weight: float = 1.0
     micro_batches: int = 1
     accumulates: bool = False  # whether gradients of several micro-batches add up
     shown: float = 1.0  # of gradient sums in buckets, a multiplier
@@ -544,7 +544,7 @@ class Prices:
         """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
         the weight is stored are made once a step."""
         seconds = self.gradient_sync(name, move)
-        return self.once * seconds if leads else seconds
+        return self.step_weight * seconds if leads else seconds
 
     def gradient_sync(self, name: str, move: Move) -> float:
         """A weight's conversion: its all-reduce is that of a bucket, or of a gradient where it lies."""

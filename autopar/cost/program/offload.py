@@ -137,8 +137,8 @@ def backward_wait(items: Sequence[Movable], times: Clock, link: LinkLike) -> flo
 
 
 def hides_until(items: Sequence[Movable], times: Clock, link: LinkLike) -> list[int]:
-    """Of each of `items`, among which neither forward nor backward waits, the operator up to which a stage
-    must reach, about, so that its copies hide in the stage, too; none that there is if they never do.
+    """Of each of `items` the operator up to which a stage must reach, about, to hide its copies. Neither
+    forward nor backward waits for any of them; none that there is if they never do.
 
     In forward it must have left; in backward it may be the first that is fetched."""
     until, ends = dict[int, int](), 0.0

@@ -68,7 +68,7 @@ class PricedProgram:
     def seconds(self) -> float:
         """Predicted seconds of one micro-batch with its share of what is done once a step: of one training
         step if there are no micro-batches."""
-        return self.cost.weighted(self.prices.once)
+        return self.cost.weighted(self.prices.step_weight)
 
     @property
     def plain(self) -> PricedProgram:

@@ -36,9 +36,8 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of each operator the `seconds` that it takes to run it again, and the `spared` bytes that then need
-    not be kept, at best: those of what it makes, and its own. Beside that no more than `away` bytes
-    hide in a second of a stage's forward."""
+    """Of each operator the `seconds` to run it again and the `spared` bytes, at best: those of what it
+    makes, and its own. Beside that no more than `away` bytes hide in a second of a stage's forward."""
 
     seconds: Row
     spared: Row

@@ -38,9 +38,9 @@ class StepCost:
     def micro_batch(self) -> float:
         return self.forward + self.backward
 
-    def weighted(self, once: float) -> float:
-        """Seconds of a micro-batch and `once` times those that are spent once: what is minimised."""
-        return self.micro_batch + once * (self.sync + self.update)
+    def weighted(self, step_weight: float) -> float:
+        """Seconds of a micro-batch and `step_weight` times those spent once a step: the objective."""
+        return self.micro_batch + step_weight * (self.sync + self.update)
 
     def of(self, micro_batches: int) -> float:
         """Seconds of a step on one group of ranks, without stages."""

@@ -257,8 +257,9 @@ class _Seconds:
 def _weights(
     priced: PricedProgram, hop: LinkLike, places: Sequence[int]
 ) -> tuple[Table, Table, Table, Table, Table, Table, Table]:
-    """State, gradient sums, updates, and the bytes of all gradients, of the largest and of those that are
-    summed in buckets, of every stage's weights, and of the sums those that may hide.
+    """State, gradient sums, updates and bytes of gradients of every stage's weights. The bytes are those of
+    all gradients, of the largest, and of those that are summed in buckets; of the sums those that may hide
+    come last.
 
     A weight on several stages has a copy on each, and its gradient is summed over them besides.
     """
@@ -309,7 +310,7 @@ def _weights(
 
 
 def _summing(buckets: Table, kept: Table) -> Table:
-    """What is there beside gradients when a bucket is put together, if all but the last are full and come
+    """What is there beside gradients when a bucket is put together. All but the last are full and come
     evenly: the bucket, and what the operators keep whose gradients are still to come."""
     behind = np.minimum(1.0, BUCKET_BYTES / np.maximum(buckets, 1.0))
     return np.minimum(buckets, BUCKET_BYTES + ALONE_BYTES) + (1.0 - behind) * kept
@@ -322,9 +323,9 @@ def _memory(
     largest: Table,
     starts: Sequence[int] | None,
 ) -> tuple[Table, Table, Table, Halves]:
-    """Bytes kept by a micro-batch in flight, and the most that any operator needs beside what is kept, at any
-    time and with the gradients of the first backward; at other times a new gradient, at most the `largest`,
-    is held beside the sum of those before. And all that where backward is split.
+    """Bytes that a micro-batch in flight keeps, and the most that an operator needs beside them. The most is
+    that at any time, and that with the gradients of the first backward; at other times a new gradient, at
+    most the `largest`, is held beside the sum of those before. And all that where backward is split.
 
     What a stage keeps of what it received lies in its receive buffer (added by the caller), between the
     halves as long as it is needed; what it sends is a copy of its own.

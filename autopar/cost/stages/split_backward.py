@@ -90,8 +90,8 @@ def splits_cleanly(graph: Graph, values: Values, places: Sequence[int]) -> NDArr
 
 
 def _since(graph: Graph, values: Values) -> list[int]:
-    """For each operator the last place from which on a stage that begins there or before makes all that the
-    operator's operands depend on and that learns."""
+    """For each operator the last place where a stage may begin that makes what its operands depend on. Only
+    what learns counts."""
     found: list[int] = []
     for place, item in enumerate(graph.operators):
         makers = (
@@ -104,8 +104,9 @@ def _since(graph: Graph, values: Values) -> list[int]:
 
 
 def beside(kept: Table, working: Row, behind: Table) -> Table:
-    """The most that a stage [p, q] needs beyond what it keeps in all while the operators at [j, j + 1] run,
-    j in [p, q): what those up to there keep, `working` [j], and what is there of those `behind`."""
+    """The most that a stage [p, q] needs beyond what it keeps while the operators at [j, j + 1] run.
+
+    For j in [p, q): what those up to there keep, `working` [j], and what is there of those `behind`."""
     most = np.zeros_like(kept)
     for j, bytes_here in enumerate(working):
         moments = (kept[: j + 1, j + 1] + bytes_here)[:, None] + behind[j + 1, j + 1 :][None, :]

@@ -86,8 +86,8 @@ def _handle(x: Tensor, *_: Any) -> Tensor:
 
 
 def _half(name: str, transposed: str, start: Callable[..., Callable[[], Tensor]]) -> None:
-    """Register both halves of a move from shards, and those of its transposed one, which follows from
-    `start` by its own."""
+    """Register both halves of a move from shards, and those of its transposed one. Each follows from its own
+    start."""
 
     def begin_kernel(x: Tensor, *arguments: Any) -> Tensor:
         return begin(_handle(x), start(x, *arguments))

@@ -207,8 +207,8 @@ class CallPrograms:
     def _with_free_numbers(
         self, call: Arguments, key: tuple[Hashable, ...], *, step: bool, place: int
     ) -> Entry[Program] | None:
-        """A program for all values of the numbers in which the call differs from one that has its program,
-        None where that can't be proved."""
+        """A program for all values of the numbers in which the call differs from a known one. None where
+        that can't be proved."""
         for entry in (*self.cache.of(key), *reversed(self.cache.like(key))):
             tried = trial(entry.guard, entry.constants, call.constants, entry.free)
             if tried is None or self._failed.get(tried.name, 0) >= TRIALS:

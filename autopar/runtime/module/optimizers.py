@@ -38,8 +38,8 @@ _TOGETHER = {"LBFGS": "takes one step along all parameters"}
 
 
 def refuse_together(owner: object, mesh: DeviceMesh, *, staged: bool) -> None:
-    """From now on, while `owner` lives, such an optimizer's step of parameters on `mesh` raises InputError,
-    where these are of one stage or lie in unequal shards."""
+    """While `owner` lives, such an optimizer's step of parameters on `mesh` raises InputError. It does where
+    these are of one stage or lie in unequal shards."""
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _TOGETHER]
@@ -59,8 +59,8 @@ def refuse_together(owner: object, mesh: DeviceMesh, *, staged: bool) -> None:
 
 
 def step_fast(owner: object, mesh: DeviceMesh) -> None:
-    """While `owner` lives, groups of parameters on `mesh` that leave `foreach` open take it, or
-    `fused` if that is open too, for the time of each step."""
+    """While `owner` lives, groups of parameters on `mesh` take `foreach`, or `fused`, for each step. They do
+    where they leave `foreach` open, and `fused` if that is open too."""
 
     def choose(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if type(optimizer) not in _ELEMENTWISE:

@@ -55,7 +55,7 @@ def is_sharded_state() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SerialOrder:
-    """A rank's chunk of a serial tensor, on a mesh that says so, and whether it is stored apart from that."""
+    """A rank's chunk of a serial tensor on a mesh, and whether it is stored apart from that."""
 
     chunk: InputPart
     mesh: DeviceMesh

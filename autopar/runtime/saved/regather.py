@@ -42,9 +42,9 @@ def is_again(target: Any) -> bool:
 
 
 def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable[..., Any]:
-    """`program`, of whose gathered weights autograd keeps shards, whose offloaded tensors in host memory,
-    and, if its backward is split, in boxes that are emptied `between` the halves; itself if there is nothing
-    to free."""
+    """`program` with autograd keeping less of what it saves; itself if there is nothing to free. Of gathered
+    weights it keeps shards, offloaded tensors in host memory, and all of it, if backward is split, in boxes
+    that are emptied `between` the halves."""
     graphs = [module.graph for module in program.modules() if isinstance(module, fx.GraphModule)]
     again = any(is_again(node.target) for graph in graphs for node in graph.nodes)
     away = moves(program.graph)

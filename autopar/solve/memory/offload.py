@@ -41,8 +41,8 @@ MOST_TRIED = 500  # tensors, the largest: the time that it takes to choose grows
 
 
 def spare(priced: PricedProgram, cap: int, *, recompute: Recompute, offload: Offload) -> Fitted:
-    """The program with the parts computed again, and the tensors moved, that make it fit `cap` bytes per
-    device at least expense, as far as these are free; if none do, with those that need least."""
+    """Recomputes parts and moves tensors so that the program fits `cap` bytes per device at least expense.
+    Only what is free to be chosen is chosen; where nothing fits, what needs least."""
     plain = fitted(priced)
     if plain.peak.nbytes <= cap:
         return plain
@@ -96,8 +96,9 @@ def moving_in_stages(
     schedule: Schedule,
     most: int | None = None,
 ) -> PricedProgram:
-    """The program cut at `starts`, with as much moved of what each operator makes and has in `away` as hides
-    in its stage and finds room on the host for all micro-batches in flight; or the `most` largest of that."""
+    """Moves as much to the host as hides in each stage of the program cut at `starts`. Of what an operator
+    makes only what `away` has for it is moved, as far as the host has room for all micro-batches in flight;
+    or the `most` largest of that."""
     places = range(len(priced.graph.operators))
     items = [item for item in _worthwhile(priced) if item.home in places and item.moved in away[item.home]]
     times, chosen = clock(priced), list[Movable]()

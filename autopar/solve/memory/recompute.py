@@ -76,8 +76,8 @@ def everything(priced: PricedProgram) -> PricedProgram:
 
 
 def sparing(priced: PricedProgram) -> tuple[float, int]:
-    """Seconds that it takes to compute again whatever spares memory, in parts of moderate size, and the bytes
-    that it spares, about."""
+    """About how many seconds it takes to compute again whatever spares memory, and the bytes. Parts are of
+    moderate size."""
     table = _table(priced)
     parts = _parts(table, float("inf"), MODERATE * float(table.spared[0, -1]))
     seconds, spared = _totals(table, parts)
@@ -85,8 +85,8 @@ def sparing(priced: PricedProgram) -> tuple[float, int]:
 
 
 def ladder(priced: PricedProgram, rungs: int) -> list[PricedProgram]:
-    """The program without recomputed parts, and up to so many more, each of which keeps less than the one
-    before for the seconds that it adds.
+    """The program without recomputed parts, and up to so many more that keep less and less. Each keeps less
+    than the one before for the seconds that it adds.
 
     Equal layers join all at the same price, so a quarter, a half and three quarters of the parts of each
     candidate stand for the stages in between.

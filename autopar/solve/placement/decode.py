@@ -177,7 +177,7 @@ def _moves_of(
         )
     if problem.may_gather(tensor.name) or not candidates:
         candidates.append(path(leads=False))
-    if parameter and prices.once < 1.0:
+    if parameter and prices.step_weight < 1.0:
         candidates.append(path(leads=True))
 
     def seconds(moves: tuple[Move, ...]) -> float:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from autopar.core.gathering import Gathering
 from autopar.core.offload import Offload
 from autopar.core.program import Program
 from autopar.core.recompute import Recompute
@@ -37,7 +38,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
+class Candidate:
     """A plan with what it takes."""
 
     priced: PricedProgram
@@ -55,15 +56,15 @@ class Near:
         return max(0, self.peak.nbytes - cap)
 
 
-def near(
+def search_locally(
     problem: Problem,
-    starts: Sequence[Near],
+    starts: Sequence[Candidate],
     cap: int,
     recompute: Recompute,
     *,
     offload: Offload = Offload.NONE,
     deadline: float | None = None,
-) -> Near:
+) -> Candidate:
     """The best plan that changes lead to from any of `starts`, the most promising first, with effort left:
     one that fits `cap`, or needs less, and is faster. After `deadline`, by the monotonic clock, no other is
     tried."""
@@ -81,7 +82,7 @@ class _Descent:
     cap: int
     recompute: Recompute
     offload: Offload
-    found: Near
+    found: Candidate
     deadline: float | None
     left: int = EFFORT
 
@@ -91,14 +92,14 @@ class _Descent:
     def late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
-    def best(self) -> Near:
+    def best(self) -> Candidate:
         while not self.over() and (self.changed() or self.fitted_anew() or self.changed(twice=True)):
             pass
         return self.found
 
     def changed(self, *, twice: bool = False) -> bool:
-        """Whether a change, or two at once if there are few, with the same parts computed again, or none, was
-        better: then it is taken."""
+        """Whether a change was better, or two at once if there are few. The same parts are computed again,
+        or none: then it is taken."""
         better = False
         for plain, _ in self.changes(twice=twice):
             for parts in dict.fromkeys(((), self.found.program.recompute)):
@@ -124,7 +125,7 @@ class _Descent:
             return fit(plain, self.cap).priced
         return spare(plain, self.cap, recompute=self.recompute, offload=self.offload).priced
 
-    def takes(self, other: Near) -> bool:
+    def takes(self, other: Candidate) -> bool:
         mine, theirs = self.found.excess(self.cap), other.excess(self.cap)
         better = theirs < mine or theirs == mine and other.seconds < self.found.seconds * (1 - FASTER)
         if better:
@@ -135,11 +136,11 @@ class _Descent:
         """Plans one change away, and that itself, without parts that are computed again, with their seconds:
         those that could be better. Or two changes away, unless that takes too long."""
         start = choices_of(self.problem, self.found.program)
-        near = [start, *changed(self.problem, start)]
+        tried = [start, *neighbors(self.problem, start)]
         if twice:
-            few = len(near) ** 2 * len(self.found.program.strategies) < self.left
-            near = [each for one in near for each in changed(self.problem, one)] if few else []
-        for choices in near:
+            few = len(tried) ** 2 * len(self.found.program.strategies) < self.left
+            tried = [each for one in tried for each in neighbors(self.problem, one)] if few else []
+        for choices in tried:
             if self.late():
                 break
             for program in self.decoded(choices):
@@ -159,13 +160,13 @@ class _Descent:
         around = decoded(self.problem, choices, around=True)
         return [direct] if around.moves == direct.moves else [direct, around]
 
-    def replayed(self, priced: PricedProgram) -> Near:
+    def replayed(self, priced: PricedProgram) -> Candidate:
         self.left -= len(priced.program.strategies)
-        return Near(priced, priced.seconds)
+        return Candidate(priced, priced.seconds)
 
 
-def changed(problem: Problem, choices: Choices) -> Iterator[Choices]:
-    """The choices with one of them made another way."""
+def neighbors(problem: Problem, choices: Choices) -> Iterator[Choices]:
+    """Yields the choices with one of them made another way."""
     for name, chosen in choices.strategies.items():
         for strategy in problem.space.strategies[name]:
             if strategy != chosen:
@@ -174,6 +175,10 @@ def changed(problem: Problem, choices: Choices) -> Iterator[Choices]:
         for other in problem.inputs[name]:
             if other != stored and not problem.is_fixed(name):
                 yield replace(choices, stored=_with(choices.stored, name, other))
+    for name, way in choices.casts.items():
+        if problem.regathered[name] is not None:
+            other_way = Gathering.KEEP if way is Gathering.AGAIN else Gathering.AGAIN
+            yield replace(choices, casts=_with(choices.casts, name, other_way))
     for name, layout in choices.outputs.items():
         for place in problem.output_layouts[name]:
             if place != layout:

@@ -83,8 +83,8 @@ class Priced:
         )
 
     def corners(self, flight: float, most: float) -> Iterator[Program]:
-        """Placements at the frontier of seconds and of bytes with `flight` micro-batches on their way, from
-        the fastest on, as far as they take less than `most` seconds."""
+        """Placements at the frontier of seconds and bytes with `flight` micro-batches on their way. They
+        come from the fastest on, as far as they take less than `most` seconds."""
         first = self.corner(0.0, flight)
         last = self.corner(DEAR * first.seconds / max(1.0, first.nbytes), flight)
         found, waiting = [first, last], [(first, last)]

@@ -365,7 +365,7 @@ class Problem:
             for use in uses
         ]
         for phase in taken[0]:
-            seconds = network.seconds * (count if phase.next is None else count * self.prices.once)
+            seconds = network.seconds * (count if phase.next is None else count * self.prices.step_weight)
             moves = np.logical_or.reduce([each[phase] for each in taken])
             tensor.paid[phase] = self.flow_variables(moves, seconds)
         copies: dict[Layout, int] = {}
@@ -445,7 +445,7 @@ class Problem:
             return self.cast_starts(tensor)
         if tensor.name not in self.kinds:
             return {(layout, Phase.EVERY): terms for layout, terms in self.sources(tensor).items()}
-        waits = self.is_parameter(tensor.name) and self.prices.once < 1.0
+        waits = self.is_parameter(tensor.name) and self.prices.step_weight < 1.0
         found: dict[Place, Terms] = {}
         for (layout, gathering), variable in self.input_sources(tensor).items():
             phase = first_phase(gathering, waits=waits)
@@ -524,7 +524,7 @@ class Problem:
         isn't counted here."""
         if not self.requires_grad(tensor.name):
             return
-        if self.prices.once == 1.0:  # it is scattered as soon as it comes
+        if self.prices.step_weight == 1.0:  # it is scattered as soon as it comes
             return
         if layout not in copies:
             copies[layout] = self.lp.variable()
@@ -556,7 +556,7 @@ class Problem:
         ):
             layout, _ = stored
             cost = self.prices.update(tensor.name, layout) if self.is_parameter(tensor.name) else 0.0
-            cost *= self.prices.once
+            cost *= self.prices.step_weight
             variables[stored] = self.lp.variable(cost * count, integer=True, upper=1.0)
             if self.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
@@ -582,7 +582,7 @@ class Problem:
         serve = {
             Gathering.KEEP: True,
             Gathering.AGAIN: self.cap is not None or self.memory_price != FREE,
-            Gathering.ONCE: self.prices.once < 1.0,
+            Gathering.ONCE: self.prices.step_weight < 1.0,
         }
         return [(layout, gathering) for gathering in self.space.gatherings if serve[gathering]]
 

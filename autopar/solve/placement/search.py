@@ -25,7 +25,7 @@ from autopar.solve.memory.recompute import everything, fit
 from autopar.solve.memory.remedies import remedies
 from autopar.solve.placement.decode import is_whole, read
 from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.local_search import Near, near
+from autopar.solve.placement.local_search import Candidate, search_locally
 from autopar.solve.placement.problem import FREE, MemoryPrice, Problem, Space
 from autopar.units import show_bytes
 
@@ -132,8 +132,8 @@ class _Search:
         """The best that changes of single choices lead to from these."""
         if self.recompute is Recompute.ALL or self.offload is Offload.ALL:
             return known[0]
-        starts = [Near(each.priced, each.seconds) for each in known]
-        best = near(
+        starts = [Candidate(each.priced, each.seconds) for each in known]
+        best = search_locally(
             self.problem(rows=cap),
             starts,
             cap,
@@ -343,8 +343,8 @@ def completed(
     recompute: Recompute,
     offload: Offload = Offload.NONE,
 ) -> Solution:
-    """The program with the parts that are computed again and the tensors that are moved to the host, if any,
-    and what it takes; without a bound."""
+    """The program with what is computed again and moved to the host, if anything, and its cost; without a
+    bound."""
     if recompute is Recompute.ALL:
         priced = everything(priced)
     if offload is Offload.ALL:
@@ -378,11 +378,11 @@ def _optimism(problem: Problem, priced: PricedProgram) -> float:
     """Seconds by which the program is dearer than the solver knew: where several uses of a weight part
     before its gradient is summed, it is summed for every micro-batch."""
     prices = problem.prices
-    if prices.once == 1.0:
+    if prices.step_weight == 1.0:
         return 0.0
     uses = problem.graph.consumers()
     return sum(
-        (1.0 - prices.once) * prices.gradient_sync(value.name, value.move)
+        (1.0 - prices.step_weight) * prices.gradient_sync(value.name, value.move)
         for value in priced.values.of.values()
         if value.move is not None
         and not value.leads

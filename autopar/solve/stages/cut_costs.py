@@ -305,9 +305,9 @@ class CutProblem:
         return np.zeros_like(row) if self.late or self.schedule.kind.is_v else row
 
     def twice_away(self, rank: int, forward: Table, back: Table, away: Row) -> Table:
-        """Seconds from a rank's first action to its last backward along the first micro-batch to the last
-        stage and back, the rank's own actions up to its last forward, and that one's way; 0 if all forwards
-        come first. `away` is what later stages take forward and back."""
+        """Seconds from a rank's first action to its last backward, along two micro-batches. The first goes
+        to the last stage and back; then come the rank's own actions up to its last forward, and that one's
+        way; 0 if all forwards come first. `away` is what later stages take forward and back."""
         kinds = [action.kind for action in self.schedule.actions(rank)]
         first = next(index for index, kind in enumerate(kinds) if kind is not ActionKind.FORWARD)
         last = max(index for index, kind in enumerate(kinds) if kind is ActionKind.FORWARD)

@@ -52,9 +52,9 @@ MOST_ACTIONS = 1_000_000  # to run through in the proof, and a tenth of them in 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The first operator of each stage, seconds of a step, and a lower bound over all cuts at the same
-    `places`, so many of them; what each stage costs, and the peak of bytes on one device of each stage and
-    each rank. `mixes` says for each stage which of several tables it takes."""
+    """The first operator of each stage, the seconds of a step, and a lower bound. The bound holds for all
+    cuts at the same `places`, so many of them; what each stage costs, and the peak of bytes on one device of
+    each stage and each rank. `mixes` says for each stage which of several tables it takes."""
 
     starts: tuple[int, ...]
     seconds: float

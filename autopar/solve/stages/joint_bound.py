@@ -12,9 +12,10 @@ with a[p,q] the seconds of * as a stage, and k[p] what conversions at p take at 
 
     x[p,q]  >=  c[p,q] = max(T - a[0,p] - a[q,n] - k[p] - k[q], sum of the fastest strategies of [p,q))
 
-Seconds are those that placements are compared by: of a micro-batch, F + B, and `once` those of gradient sums
-and updates, E, of which a stage has at most e[p,q]; t[p,q] = c[p,q] - once e[p,q] bounds F + B alone. For a
-schedule of M micro-batches on K ranks that gives, by the same paths through its actions as in cut_problem.py,
+Seconds are those that placements are compared by: of a micro-batch, F + B, and w (`step_weight`) times those
+of gradient sums and updates, E, of which a stage has at most e[p,q]; t[p,q] = c[p,q] - w e[p,q] bounds F + B
+alone. For a schedule of M micro-batches on K ranks that gives, by the same paths through its actions as in
+cut_costs.py,
 
     M T / K                                        a rank works no less than the average
     M c[p,q] + F of the stages before              all its work, after the first micro-batch came
@@ -78,7 +79,7 @@ class Exchange:
     users: dict[str, list[int]] = field(init=False)  # places of operators; who takes outputs comes last
 
     def __post_init__(self) -> None:
-        graph, total, once = self.graph, self.solution.bound, self.prices.once
+        graph, total, weight = self.graph, self.solution.bound, self.prices.step_weight
         self.values = self.solution.priced.values
         self.given = {item.name: item for item in graph.inputs}
         self.own = {}
@@ -95,12 +96,12 @@ class Exchange:
         self.forward = self.fastest(lambda price: price.forward)
         self.backward = self.fastest(lambda price: price.backward)
         fastest = self.fastest(lambda price: price.seconds)
-        given = self.table.seconds + once * (self.table.sync + self.table.update)
+        given = self.table.seconds + weight * (self.table.sync + self.table.update)
         borders, late = self.borders(), self.once_at_most()
         left = total - given[0][:, None] - given[:, -1][None, :] - borders[:, None] - borders[None, :]
         self.seconds = np.triu(np.maximum(left, fastest), 1)
-        self.micro_batch = np.triu(np.maximum(left - once * late, fastest), 1)
-        self.least = max(total - once * late[0, -1], fastest[0, -1])
+        self.micro_batch = np.triu(np.maximum(left - weight * late, fastest), 1)
+        self.least = max(total - weight * late[0, -1], fastest[0, -1])
 
     def bound(self, schedules: Iterable[Schedule]) -> float:
         """Seconds that no step takes less than, under any of the schedules, of any placement and cut."""
@@ -181,8 +182,8 @@ class Exchange:
         return math.inf if fixed and far else far
 
     def farthest(self, name: str) -> float:
-        """Seconds of the dearest conversion of a tensor between a layout that it has in * and any that
-        somebody may make or want, either way."""
+        """Seconds of the dearest conversion of a tensor between a layout in * and any other, either way. The
+        others are those that somebody may make or want."""
         requires_grad = self.prices.training and self.graph.specs[name].requires_grad
         own = self.own[name]
         ends = {canonical(layout, differentiable=requires_grad) for layout in self.layouts(name)} | own

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from autopar.core.program import Program
 from autopar.errors import InfeasibleError, RuleError
 from autopar.solve.placement.decode import Choices, choices_of, decoded
-from autopar.solve.placement.local_search import FASTER, changed
+from autopar.solve.placement.local_search import FASTER, neighbors
 from autopar.solve.placement.problem import Problem
 from autopar.solve.stages.step import Step
 
@@ -28,17 +28,17 @@ MANY = 300  # nor are fewer than these where it is not
 
 
 def cuts_left(operators: int) -> int:
-    """How many placements of so many operators `near_step` cuts at most."""
+    """How many placements of so many operators `improved_step` cuts at most."""
     return EFFORT // operators
 
 
 def is_worthwhile(operators: int, *, scarce: bool) -> bool:
-    """Whether enough placements can be cut, where memory is scarce and the fastest may be far from the best,
-    or where it is not."""
+    """Whether enough placements can be cut, where memory is scarce or where it is not. Where it is scarce,
+    the fastest may be far from the best."""
     return cuts_left(operators) >= (FEW if scarce else MANY)
 
 
-def near_step(
+def improved_step(
     problem: Problem,
     start: Program,
     known: Step | None,
@@ -74,11 +74,11 @@ class _Descent:
     def changed(self, *, twice: bool = False) -> bool:
         """Whether a change, or two at once if there are few, was better: then it is taken."""
         better = False
-        near = list(changed(self.problem, self.choices))
+        untried = list(neighbors(self.problem, self.choices))
         if twice:
-            few = len(near) ** 2 < self.left
-            near = [each for one in near for each in changed(self.problem, one)] if few else []
-        for choices in near:
+            few = len(untried) ** 2 < self.left
+            untried = [each for one in untried for each in neighbors(self.problem, one)] if few else []
+        for choices in untried:
             if self.left <= 0 or self.deadline is not None and time.monotonic() >= self.deadline:
                 return False
             if _key(choices) not in self.tried:
@@ -105,4 +105,5 @@ class _Descent:
 
 
 def _key(choices: Choices) -> object:
-    return tuple(tuple(each.values()) for each in (choices.strategies, choices.stored, choices.outputs))
+    made = choices.strategies, choices.stored, choices.outputs, choices.casts
+    return tuple(tuple(each.values()) for each in made)

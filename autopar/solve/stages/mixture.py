@@ -90,8 +90,8 @@ class Mixture:
         )
 
     def seams(self, places: Sequence[int]) -> tuple[int, ...]:
-        """Those of `places`, the ends of the graph among them, at which operators may go over from any
-        placement to any other."""
+        """Those of `places` at which operators may go over from any placement to any other. The ends of the
+        graph are among them."""
         crossing = self.crossing(places)
         ways = [each for each in product(range(len(self.programs)), repeat=2) if each[0] != each[1]]
 

@@ -142,8 +142,8 @@ class _Rank:
     room: float
 
     def onward(self, place: int, end: int, seconds: float) -> NDArray[np.intp]:
-        """For each place up to which the first stage, from `place` on, may go, the least one at which the
-        second, up to `end`, may begin; beyond all places where there is none."""
+        """For each end of the first stage, which begins at `place`, the least begin of the second one. The
+        second goes up to `end`; beyond all places where there is none."""
         count = len(self.first)
         least = np.searchsorted(self.second[: end + 1, end], self.first[place] - (seconds + self.room))
         least = np.maximum(least, np.arange(count))

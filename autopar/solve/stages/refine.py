@@ -105,8 +105,8 @@ class Refinement:
         return closer_bound(table, whole, most=most)
 
     def moved(self, step: Step) -> Step:
-        """The step with its stages cut at any operator around where they are cut now, if they were sought at
-        some of many places."""
+        """The step with its stages cut at any operator around where they are cut now. Only if they were
+        sought at some of many places."""
         assert step.cut is not None and step.schedule is not None
         solution, operators = step.solution, len(self.graph.operators)
         recompute = () if self.recompute is Recompute.AUTO else None

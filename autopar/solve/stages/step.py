@@ -63,7 +63,7 @@ class Step:
         return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds > 0 else 0.0
 
 
-def once(ranks: int, micro_batches: int) -> float:
+def step_weight(ranks: int, micro_batches: int) -> float:
     """What a second that is spent once a step counts against one of every micro-batch.
 
     A balanced pipeline takes about t (M + K - 1)/K + E/K, with t and E sums over all its stages.

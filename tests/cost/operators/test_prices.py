@@ -218,7 +218,7 @@ def test_other_moves_of_a_weight_are_not_put_into_buckets() -> None:
 
 def test_what_leads_from_where_a_weight_lies_counts_as_once_a_step() -> None:
     prices = of_tensors(4, 6)
-    prices.once = 0.25
+    prices.step_weight = 0.25
     sync = prices.gradient_sync("w", SYNC)
     assert prices.weight_move("w", SYNC, leads=True) == sync / 4
     assert prices.weight_move("w", SYNC, leads=False) == sync

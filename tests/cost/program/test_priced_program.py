@@ -37,7 +37,7 @@ def test_each_derived_value_is_that_of_the_program_by_itself() -> None:
     for each in (plain, plain.remedied(recompute=((0, 2),)), plain.remedied(recompute=((0, 2),)).plain):
         alone = PricedProgram(plain.prices, each.program)
         assert (alone.cost, alone.peak, alone.tape) == (each.cost, each.peak, each.tape)
-        assert alone.seconds == each.seconds == each.cost.weighted(plain.prices.once)
+        assert alone.seconds == each.seconds == each.cost.weighted(plain.prices.step_weight)
 
 
 def test_without_a_change_there_is_no_other_program() -> None:

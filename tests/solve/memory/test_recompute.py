@@ -32,7 +32,7 @@ from autopar.solve.memory.recompute import _Fitting, _table, everything, fit, la
 from autopar.solve.placement.search import Solution, choose
 from autopar.solve.placement.space import build_space
 from autopar.solve.stages.cut_search import best, bound_again, cuts, keep, least_bytes
-from autopar.solve.stages.step import once, staged
+from autopar.solve.stages.step import staged, step_weight
 from tests.proof.models import Script
 from tests.solve.brute_force import (
     BruteForce,
@@ -161,7 +161,11 @@ def test_placement_and_parts_together_are_about_the_best_and_the_gap_is_true(
 def test_placement_and_cut_together_are_about_the_best(make: Callable[[], Graph], seed: int) -> None:
     graph, random, count, ranks = make(), Random(seed), 4, 2
     prices = random_prices(graph, Mesh((2,)), random)
-    prices.once, prices.micro_batches, prices.accumulates = once(ranks, count), count, True
+    prices.step_weight, prices.micro_batches, prices.accumulates = (
+        step_weight(ranks, count),
+        count,
+        True,
+    )
     space = small_space(graph, prices, random, most=4, layouts=1)
     schedule = scheduled(ScheduleKind.ONE_F_ONE_B, ranks, 1, count)
 

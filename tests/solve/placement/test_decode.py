@@ -31,7 +31,7 @@ def weights(
     sum over its uses, and as they are counted."""
     graph, random = chain(), Random(seed)
     prices = random_prices(graph, Mesh((2,)), random)
-    prices.once = once
+    prices.step_weight = once
     space = small_space(graph, prices, random, most=2, layouts=3)
     space = replace(space, gatherings=tuple(Gathering))
     every = EveryGathering(graph, prices, space)

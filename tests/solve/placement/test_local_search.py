@@ -12,27 +12,27 @@ from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.recompute import Recompute
 from autopar.solve.placement import local_search
-from autopar.solve.placement.local_search import Near, near
+from autopar.solve.placement.local_search import Candidate, search_locally
 from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.search import choose
 from autopar.solve.placement.space import build_space
 from tests.solve.brute_force import random_prices, scores, unfolded
 
 
-def scarce(graph: Graph) -> tuple[Problem, Near, int]:
+def scarce(graph: Graph) -> tuple[Problem, Candidate, int]:
     """The fastest plan, and a cap that it doesn't meet."""
     prices, folding = random_prices(graph, Mesh((2,)), Random(0)), unfolded(graph)
     space = build_space(graph, prices, folding)
     fastest = choose(graph, prices, space, folding)
     cap = fastest.peak.nbytes - 1
     problem = Problem(graph, prices, space, folding, cap=cap)
-    return problem, Near(fastest.priced, fastest.seconds), cap
+    return problem, Candidate(fastest.priced, fastest.seconds), cap
 
 
 def test_a_plan_that_needs_less_is_found_nearby() -> None:
     problem, start, cap = scarce(scores())
-    found = near(problem, [start], cap, Recompute.NONE, deadline=math.inf)
-    patient = near(problem, [start], cap, Recompute.NONE)
+    found = search_locally(problem, [start], cap, Recompute.NONE, deadline=math.inf)
+    patient = search_locally(problem, [start], cap, Recompute.NONE)
     assert (found.program, found.seconds) == (patient.program, patient.seconds)
     assert found.excess(cap) < start.excess(cap)
 
@@ -41,12 +41,15 @@ def test_nothing_is_tried_after_the_deadline(monkeypatch: pytest.MonkeyPatch) ->
     """It may pass between two plans, of which there are many, and then the best so far stays."""
     problem, start, cap = scarce(scores())
     tried = []
-    replayed = local_search.Near
-    monkeypatch.setattr(local_search, "Near", lambda *given: tried.append(given) or replayed(*given))
-    assert near(problem, [start], cap, Recompute.NONE, deadline=time.monotonic()) is start and not tried
-    near(problem, [start], cap, Recompute.NONE)
+    replayed = local_search.Candidate
+    monkeypatch.setattr(local_search, "Candidate", lambda *given: tried.append(given) or replayed(*given))
+    assert (
+        search_locally(problem, [start], cap, Recompute.NONE, deadline=time.monotonic()) is start
+        and not tried
+    )
+    search_locally(problem, [start], cap, Recompute.NONE)
     many, ticks = len(tried), iter(range(10_000))
     tried.clear()
     monkeypatch.setattr(local_search.time, "monotonic", lambda: next(ticks))
-    near(problem, [start], cap, Recompute.NONE, deadline=5)
+    search_locally(problem, [start], cap, Recompute.NONE, deadline=5)
     assert 0 < len(tried) <= 5 < many

@@ -17,7 +17,7 @@ from autopar.schedules.in_flight import scheduled
 from autopar.solve.placement.search import choose
 from autopar.solve.stages.cut_search import cut
 from autopar.solve.stages.joint_bound import Exchange
-from autopar.solve.stages.step import once
+from autopar.solve.stages.step import step_weight
 from tests.solve.brute_force import (
     BruteForce,
     blocks,
@@ -49,7 +49,11 @@ def two_stages(kind: ScheduleKind, count: int = COUNT) -> Schedule:
 def test_no_placement_and_cut_takes_less(make: Callable[[], Graph], seed: int) -> None:
     graph, random = make(), Random(seed)
     prices = random_prices(graph, Mesh((2,)), random)
-    prices.once, prices.micro_batches, prices.accumulates = once(RANKS, COUNT), COUNT, True
+    prices.step_weight, prices.micro_batches, prices.accumulates = (
+        step_weight(RANKS, COUNT),
+        COUNT,
+        True,
+    )
     space = small_space(graph, prices, random, most=3, layouts=2)
     fastest = choose(graph, prices, space, unfolded(graph), gap=1e-9)
     places = range(len(graph.operators) + 1)
@@ -69,7 +73,11 @@ def test_it_is_near_where_many_blocks_are_alike(kind: ScheduleKind) -> None:
     graph = blocks(24)
     count = 16
     prices = random_prices(graph, Mesh((2,)), Random(0))
-    prices.once, prices.micro_batches, prices.accumulates = once(RANKS, count), count, True
+    prices.step_weight, prices.micro_batches, prices.accumulates = (
+        step_weight(RANKS, count),
+        count,
+        True,
+    )
     space = small_space(graph, prices, Random(0), most=1, layouts=1)
     fastest = choose(graph, prices, space, unfolded(graph), gap=1e-9)
     table = intervals(PricedProgram(prices, fastest.program), HOP, places=range(len(graph.operators) + 1))

@@ -22,7 +22,7 @@ from autopar.errors import InfeasibleError
 from autopar.schedules.in_flight import flight, scheduled
 from autopar.solve.placement.search import Solution
 from autopar.solve.stages.cut_search import bound_again, keep
-from autopar.solve.stages.step import Step, once, staged
+from autopar.solve.stages.step import Step, staged, step_weight
 from tests.solve.brute_force import blocks
 from tests.solve.memory.test_offload import deep, gpus, placed, prices_of
 from tests.solve.memory.test_recompute import HOP, partings
@@ -42,7 +42,11 @@ def made(graph: Graph, share: float, *, host_memory: int | None = None) -> tuple
     nbytes = sum(item.nbytes for item in movable(PricedProgram(prices, program)))
     seconds = PricedProgram(prices, program).cost.forward
     prices = prices_of(graph, gpus(share * nbytes / seconds, count=1, host_memory=host_memory))
-    prices.once, prices.micro_batches, prices.accumulates = once(RANKS, COUNT), COUNT, True
+    prices.step_weight, prices.micro_batches, prices.accumulates = (
+        step_weight(RANKS, COUNT),
+        COUNT,
+        True,
+    )
     priced = PricedProgram(prices, program)
     return prices, Solution(priced, priced.seconds, priced.seconds, "optimal", priced.peak)
 
