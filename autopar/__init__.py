@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.module.whole_model import full
     from autopar.sharding.declared import register
+    from autopar.sharding.vertex_order import order_vertices
 
 __all__ = [
     "AutoparError",
@@ -33,6 +34,7 @@ __all__ = [
     "compare",
     "explain",
     "full",
+    "order_vertices",
     "parallelize",
     "plan",
     "register",
@@ -52,6 +54,7 @@ _HOMES = {
     "compare": "autopar.api",
     "explain": "autopar.api",
     "full": "autopar.runtime.module.whole_model",
+    "order_vertices": "autopar.sharding.vertex_order",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register": "autopar.sharding.declared",

@@ -38,6 +38,7 @@ from autopar.explaining.asked import Asked
 from autopar.explaining.explain import explained
 from autopar.explaining.frontier import SECONDS, frontier
 from autopar.integrations import stock
+from autopar.planning.busy_neighbours import busy_neighbours
 from autopar.planning.given_plan import agree_on_plan, plan_to_run
 from autopar.planning.options import (
     COMPARE,
@@ -328,8 +329,12 @@ def compare(
     serial_model.check(made.model)
     if run:
         return run_rows(Job(made.source, cluster, request, asked.optimizer, asked.costdb, bar), made)
-    with Database.open(asked.costdb) as database, bar.shown() if bar else nullcontext():
-        return Comparer(made, cluster, request, database, bar).compare()
+    with (
+        Database.open(asked.costdb) as database,
+        bar.shown() if bar else nullcontext(),
+        busy_neighbours(cluster, wanted=request.measure) as co_runners,
+    ):
+        return Comparer(made, cluster, request, database, bar, co_runners).compare()
 
 
 @documented(PROFILE)
