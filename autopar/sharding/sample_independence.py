@@ -31,6 +31,7 @@ from autopar.errors import RuleError
 from autopar.sharding.atoms import Atom, Dims
 from autopar.sharding.equation import Kind
 from autopar.sharding.made_constants import made_constants
+from autopar.sharding.needed_rows import NEEDED
 from autopar.sharding.rule import Instance, rule_of
 from autopar.sharding.strategies import options_of
 
@@ -319,7 +320,7 @@ class SampleFlow:
         match self._kind(item, option):
             case Kind.FREE:
                 return [Value(Role.ROWS, scale=scale)] * len(item.results)
-            case Kind.CONTRACTED:
+            case Kind.CONTRACTED if not rule_of(item).reads_values:  # else vertices meet in others
                 return [self._reduced(item, given, scale)] * len(item.results)
             case Kind.STATISTIC if item.target in _BATCH_NORMS:
                 self.statistics.append(item)
@@ -329,8 +330,11 @@ class SampleFlow:
         return [Value(Role.MIXED, item)] * len(item.results)
 
     def _option(self, item: Operator, rows: set[int]) -> Option | None:
-        """How the operator is sharded by samples, in all that it takes of them and nothing else."""
+        """How the operator is sharded by samples, in all that it takes of them and nothing else; none that
+        fetches rows of others."""
         for option in options_of(item, self.dims):
+            if option.factor == NEEDED:
+                continue
             sharded = {
                 place
                 for place, (name, each) in enumerate(zip(item.operands, option.operands, strict=True))

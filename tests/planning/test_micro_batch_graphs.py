@@ -306,6 +306,10 @@ def neighbours(layer: nn.Module, x: Tensor, edges: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(layer(x + around), y)
 
 
+def of_neighbours(layer: nn.Module, x: Tensor, edges: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(layer(torch.zeros_like(x).index_add_(0, edges[1], x[edges[0]])), y)
+
+
 EDGES = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])
 
 
@@ -314,6 +318,7 @@ def test_where_the_graph_does_not_tell_the_user_is_asked() -> None:
     asked = [
         (model(far_anchors, nn.Linear(6, 2)), (x, torch.randn(4, 2).double()), "cdist"),
         (model(neighbours, nn.Linear(6, 3)), (x, EDGES, torch.arange(4) % 3), "index"),
+        (model(of_neighbours, nn.Linear(6, 3)), (x, EDGES, torch.arange(4) % 3), "index"),
         (model(lambda layer, x: (layer(x) @ layer(x).t()).exp().mean(), nn.Linear(6, 3)), (x,), "matmul"),
     ]
     for asking, call, culprit in asked:
