@@ -27,7 +27,15 @@ from rich.console import Console, Group, RenderableType
 
 from autopar import __version__
 from autopar.cluster import ClusterSpec
-from autopar.errors import INTERRUPTED, AutoparError, CheckError, InfeasibleError, InputError, WorkerError
+from autopar.errors import (
+    INTERRUPTED,
+    AutoparError,
+    CheckError,
+    InfeasibleError,
+    InputError,
+    WorkerError,
+    cut_text,
+)
 from autopar.planning.options import (
     COMPARE,
     OPTIONS,
@@ -610,7 +618,7 @@ def _answer(words: Sequence[str]) -> Answer:
         name = context.command_path if context else "autopar"
         raise InputError(
             where=name,
-            found=cause.format_message().rstrip(".") or "no command",
+            found=cut_text(cause.format_message().rstrip("."), 160) or "no command",
             wanted=context.get_usage().removeprefix("Usage: ") if context else "a command and its options",
             remedy=f"see {name} --help",
         ) from cause

@@ -88,7 +88,7 @@ def _parts_of(edge_index: Tensor, num_vertices: int, parts: int) -> Tensor:
             where="order_vertices",
             found="pymetis isn't installed",
             wanted='it, for by="metis"',
-            remedy='pip install pymetis, or say by="random"',
+            remedy='run pip install pymetis, or say by="random"',
         ) from cause
     both = torch.cat((edge_index, edge_index.flip(0)), 1)
     both = both[:, both[0] != both[1]].unique(dim=1)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.errors import InputError
+from autopar.errors import InputError, show_value
 from autopar.trace.call_signature import LossFunction, split_inputs
 from autopar.trace.user_source import user_line
 
@@ -47,7 +47,7 @@ def load_target(text: str) -> Target:
     """
     file, colon, name = text.rpartition(":")
     if not (colon and name.isidentifier()):
-        raise _wrong("TARGET", repr(text), "file.py:function", "write examples/digits.py:digits")
+        raise _wrong("TARGET", show_value(text), "file.py:function", "write examples/digits.py:digits")
     path = Path(file).resolve()
     if not path.is_file():
         raise _wrong(f"TARGET {text}", f"no file {file}", "a Python file", "check the path")
