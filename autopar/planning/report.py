@@ -13,6 +13,8 @@ from autopar.core.fingerprint import fingerprint_of
 from autopar.core.force import Force, Parallelism
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
+from autopar.core.precision import Precision
+from autopar.core.program import Program
 from autopar.core.strategy import Option
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import moved, wait_seconds
@@ -110,6 +112,7 @@ def report(
             *graph.notes,
             *gathering_notes(graph, program),
             *whole_notes(graph, prices.dims, program, request.shard_state),
+            *_reduced(graph, program),
             *_notes(graph, step, request),
         ),
         pipeline=pipeline,
@@ -179,6 +182,16 @@ def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
             )
         )
     return tuple(found)
+
+
+def _reduced(graph: Graph, program: Program) -> tuple[str, ...]:
+    """What gradients are summed in that aren't summed in float32."""
+    if program.reduce is Precision.FP32:
+        return ()
+    word, count = program.reduce.value, len(graph.cast_weights)
+    if not count:
+        return (f"no weight is cast: gradients are summed in their own dtype, not in {word}",)
+    return (f"gradients of {count} cast weights are summed over ranks in {word}",)
 
 
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
