@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.cluster import ClusterSpec
-from autopar.convert.moves import effect
+from autopar.convert.moves import effect, sums_gradients
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.force import Force, Parallelism
 from autopar.core.graph import Graph, InputKind
@@ -188,9 +188,13 @@ def _reduced(graph: Graph, program: Program) -> tuple[str, ...]:
     """What gradients are summed in that aren't summed in float32."""
     if program.reduce is Precision.FP32:
         return ()
-    word, count = program.reduce.value, len(graph.cast_weights)
-    if not count:
+    word = program.reduce.value
+    if not graph.cast_weights:
         return (f"no weight is cast: gradients are summed in their own dtype, not in {word}",)
+    count = sum(
+        graph.specs[name].requires_grad and any(map(sums_gradients, program.moves.get(name, ())))
+        for name in graph.cast_weights | graph.cast_alone
+    )
     return (f"gradients of {count} cast weights are summed over ranks in {word}",)
 
 
