@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 # Compiled modules are kept: the tests start hundreds of processes that import them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check test-long bench plan-zoo mutants
+.PHONY: run test check test-long bench plan-zoo mutants docs docs-test
 
 run: $(STAMP)
 	$(BIN)/python examples/photographs.py
@@ -32,6 +32,15 @@ bench: $(STAMP)
 plan-zoo: $(STAMP)
 	$(BIN)/python -m pip install -e '.[zoo]'
 	$(BIN)/python -m tests.benchmarks.zoo
+
+# The pages as a site, in build/docs; a warning is an error.
+docs: $(STAMP)
+	$(BIN)/python -m pip install -e '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -b html -c docs . build/docs
+
+# Every block of code and every command of the pages, run.
+docs-test: $(STAMP)
+	$(BIN)/python -m pytest tests/docs -m 'long or not long'
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.core.version import VERSION
 
 if TYPE_CHECKING:
-    from autopar.api import compare, explain, parallelize, plan, timeline
+    from autopar.api import compare, explain, parallelize, plan, report, timeline
     from autopar.cluster import ClusterSpec, Link
     from autopar.core.mesh import Mesh
     from autopar.errors import AutoparError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.module.whole_model import full
     from autopar.sharding.declared import register
+    from autopar.sharding.vertex_order import order_vertices
 
 __all__ = [
     "AutoparError",
@@ -33,9 +34,11 @@ __all__ = [
     "compare",
     "explain",
     "full",
+    "order_vertices",
     "parallelize",
     "plan",
     "register",
+    "report",
     "timeline",
     "verify_operator",
 ]
@@ -51,9 +54,11 @@ _HOMES = {
     "compare": "autopar.api",
     "explain": "autopar.api",
     "full": "autopar.runtime.module.whole_model",
+    "order_vertices": "autopar.sharding.vertex_order",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register": "autopar.sharding.declared",
+    "report": "autopar.api",
     "timeline": "autopar.api",
     "verify_operator": "autopar.proof.declared",
 }

@@ -36,7 +36,9 @@ from autopar.cost.machine.measuring import Progress
 from autopar.errors import InputError
 from autopar.explaining.asked import Asked
 from autopar.explaining.explain import explained
+from autopar.explaining.frontier import SECONDS, frontier
 from autopar.integrations import stock
+from autopar.planning.busy_neighbours import busy_neighbours
 from autopar.planning.given_plan import agree_on_plan, plan_to_run
 from autopar.planning.options import (
     COMPARE,
@@ -63,8 +65,10 @@ from autopar.proof.check import Report, check, check_input
 from autopar.results.announce import Announcer
 from autopar.results.comparison import Comparison
 from autopar.results.explanation import Explanation
+from autopar.results.measured_steps import MeasuredSteps, read_measured
 from autopar.results.plan import Plan
 from autopar.results.progress_bar import ProgressLines
+from autopar.results.report.page import Beside, Written, write_page
 from autopar.rewrite.render import describe
 from autopar.runtime.collectives import random
 from autopar.runtime.compiled.compiler import check_compiler
@@ -72,6 +76,7 @@ from autopar.runtime.launch import worker
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.schedules.fill_bubbles import order_of
+from autopar.schedules.one_stage import one_stage
 from autopar.schedules.simulate import simulate
 from autopar.trace.call_signature import LossFunction, split_inputs
 from autopar.trace.target import Target, check_target, load_target
@@ -324,8 +329,12 @@ def compare(
     serial_model.check(made.model)
     if run:
         return run_rows(Job(made.source, cluster, request, asked.optimizer, asked.costdb, bar), made)
-    with Database.open(asked.costdb) as database, bar.shown() if bar else nullcontext():
-        return Comparer(made, cluster, request, database, bar).compare()
+    with (
+        Database.open(asked.costdb) as database,
+        bar.shown() if bar else nullcontext(),
+        busy_neighbours(cluster, wanted=request.measure) as co_runners,
+    ):
+        return Comparer(made, cluster, request, database, bar, co_runners).compare()
 
 
 @documented(PROFILE)
@@ -346,18 +355,86 @@ def profile(
         return measure_profile(cluster, database, target=target, request=request, bar=bar)
 
 
+@documented(PLAN)
+def report(
+    source: Plan | nn.Module | Target | str | Path,
+    cluster: ClusterSpec | None = None,
+    example_inputs: Any = (),
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    output: str | Path = "report.html",
+    measured: Comparison | str | Path | None = None,
+    frontier_seconds: float | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[PlanOptions],
+) -> Written:
+    """Write a plan as one page of HTML, which needs no network.
+
+    `source` is a plan, or the file of one (PLAN.json); or what is planned first, for `cluster` and with
+    `options`: a model with its example, or "file.py:function". Then the page also shows what less memory
+    would cost, by plans that are solved for `frontier_seconds`, 30 by default. `measured` is a comparison
+    with `run=True`, or the file of one: then it shows predicted beside measured steps.
+
+    Raises what `plan` raises, and InputError where the page can't be written.
+    """
+    steps = MeasuredSteps.of(measured) if isinstance(measured, Comparison) else None
+    if isinstance(measured, str | Path):
+        steps = read_measured(measured)
+    said = {name: value for name, value in options.items() if value is not None}
+    if isinstance(source, Plan) or (isinstance(source, str | Path) and str(source).endswith(".json")):
+        _refuse_beside_plan(cluster=cluster, frontier_seconds=frontier_seconds, **said)
+        found = source if isinstance(source, Plan) else Plan.load(source)
+        return write_page(found, Path(output), Beside(_timeline_of(found), None, steps))
+    if isinstance(source, nn.Module):
+        args, kwargs = split_inputs(example_inputs, example_kwargs)
+        source = Target(source, args, dict(kwargs), loss_fn, "model")
+    made = load_target(str(source)) if isinstance(source, str | Path) else check_target("report", source)
+    PLAN.check(said)
+    check_cluster(cluster)
+    assert cluster is not None
+    assert cluster is not None
+    serial_model.check(made.model)
+    asked = Asked(made, cluster, said, progress)
+    found = asked.plan(alternatives=True)
+    around = None
+    if frontier_seconds is None or frontier_seconds > 0:
+        around = frontier(asked, found, seconds=SECONDS if frontier_seconds is None else frontier_seconds)
+    return write_page(found, Path(output), Beside(_timeline_of(found), around, steps))
+
+
+def _refuse_beside_plan(**said: Any) -> None:
+    """Raise InputError for what only a search takes beside a plan that is given."""
+    if names := [name for name, value in said.items() if value is not None]:
+        raise InputError(
+            where=f"report: {names[0]}",
+            found="a plan, for which nothing is planned",
+            wanted="the plan alone",
+            remedy="leave it out, or pass the model",
+        )
+
+
+def _timeline_of(plan: Plan) -> Timeline | None:
+    """The timeline of a plan, if it says what happens when."""
+    return timeline(plan) if plan.moments or plan.stage_costs else None
+
+
 def timeline(plan: Plan) -> Timeline:
-    """The step of a plan with stages as its schedule runs it, from the plan's seconds and bytes.
+    """The step of a plan over time, from the plan's seconds and bytes: with stages as its schedule runs it.
 
     `timeline_text` draws it and `write_trace` writes it for a trace viewer (autopar.results); its
-    `schedule` prints the order of each rank. Raises InputError for a plan without stages.
+    `schedule` prints the order of each rank. Raises InputError for a plan without stages that was saved
+    before plans said what happens when.
     """
     pipeline = plan.pipeline
-    if not pipeline.is_staged:
+    if pipeline.is_staged:
+        return simulate(order_of(pipeline), plan.stage_costs)
+    if not plan.moments:
         raise InputError(
             where="timeline",
-            found="a plan without pipeline stages",
-            wanted="one whose ranks do different things at different times",
-            remedy="plan with --stages",
+            found="a plan without stages that doesn't say what happens when",
+            wanted="one of this version",
+            remedy="plan again",
         )
-    return simulate(order_of(pipeline), plan.stage_costs)
+    names = [layer.module or layer.name for layer in plan.layers]
+    return one_stage(plan.moments, pipeline.micro_batches, names=names, hidden=plan.parts.hidden)

@@ -149,7 +149,8 @@ def plan(
     target: TargetName,
     cluster: Cluster,
     trace: Annotated[
-        str | None, typer.Option("--trace", metavar="FILE", help="Write the timeline of the stages.")
+        str | None,
+        typer.Option("--trace", metavar="FILE", help="Write the step over time, for trace viewers."),
     ] = None,
     output: Annotated[
         str | None,
@@ -265,50 +266,53 @@ def report(
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="Where to write the page.")
     ] = "report.html",
+    measured: Annotated[
+        str | None,
+        typer.Option(
+            "--measured",
+            metavar="FILE",
+            help="Show beside it what compare --measure --json printed.",
+        ),
+    ] = None,
+    frontier: Annotated[
+        float | None,
+        typer.Option(
+            "--frontier", metavar="S", help="Seconds to find what less memory would cost; 30, 0 for none."
+        ),
+    ] = None,
     as_json: AsJson = False,
     progress: ShowProgress = False,
     **options: Any,
 ) -> Answer:
     """Write a plan as one page of HTML, which needs no network."""
-    from autopar import api
-    from autopar.results.report.page import write_page
-    from autopar.units import show_bytes
-
     said = {name: value for name, value in options.items() if value is not None}
-    found = _plan_of(source, cluster, progress, said)
-    timeline = api.timeline(found) if found.pipeline.is_staged else None
-    size = write_page(found, Path(output), timeline)
-    return Answer({"report": output, "bytes": size}, f"{output}: {show_bytes(size)}")
-
-
-def _plan_of(source: str, cluster: str | None, progress: bool, said: dict[str, Any]) -> Plan:
-    """The plan of a file, or of a target; raises InputError for options beside a file, or no cluster."""
-    from autopar import api
-    from autopar.results.plan import Plan
-    from autopar.results.progress_bar import ProgressBar
-    from autopar.trace.target import load_target
-
     if source.endswith(".json"):
-        _refuse_beside(cluster=cluster, **said)
-        return Plan.load(source)
-    if cluster is None:
+        _refuse_beside(cluster=cluster, frontier=frontier, **said)
+    elif cluster is None:
         raise InputError(
             where="autopar report",
             found="a target without a cluster",
             wanted="the devices to plan for, or a plan that is saved as PLAN.json",
             remedy=f"autopar report {source} --cluster local:4",
         )
-    spec, made, bar = ClusterSpec.parse(cluster), load_target(source), ProgressBar(progress)
+    spec = None if cluster is None else ClusterSpec.parse(cluster)
+    _check_seconds("--frontier", frontier or None)
+    from autopar import api
+    from autopar.results.progress_bar import ProgressBar
+    from autopar.units import show_bytes
+
+    bar = ProgressBar(progress)
     with bar.shown():
-        return api.plan(
-            made.model,
+        written = api.report(
+            source,
             spec,
-            made.args,
-            example_kwargs=made.kwargs,
-            loss_fn=made.loss_fn,
+            output=output,
+            measured=measured,
+            frontier_seconds=frontier,
             progress=bar,
             **said,
         )
+    return Answer(written.as_dict(), f"{output}: {show_bytes(written.nbytes)}")
 
 
 def _refuse_beside(**said: Any) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,17 @@ from typing import Any, Literal, TypeAlias
 
 from autopar.core.mesh import AXIS_NAMES, Mesh
 from autopar.core.slurm import torchrun_variables
-from autopar.errors import InputError
+from autopar.core.user_text import LONGEST_TOML, parse_toml, read_text
+from autopar.errors import InputError, show_value
 from autopar.units import parse_bytes, parse_rate, parse_seconds, show_bytes, show_rate, show_seconds
+
+MOST_DEVICES = 1_000_000  # more than any cluster has, and few enough to list their meshes in a second
+MOST_BYTES = 1 << 63
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number with which floats can be multiplied."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +46,12 @@ class Link:
     estimated: bool = False
 
     def __post_init__(self) -> None:
-        if not (0 <= self.latency < math.inf and 0 < self.bandwidth < math.inf):
+        numbers = _is_finite(self.latency) and _is_finite(self.bandwidth)
+        if not (numbers and self.latency >= 0 and self.bandwidth > 0):
+            latency, bandwidth = show_value(self.latency), show_value(self.bandwidth)
             raise InputError(
                 where="link",
-                found=f"latency {self.latency:g} s, bandwidth {self.bandwidth:g} bytes/s",
+                found=f"latency {latency} s, bandwidth {bandwidth} bytes/s",
                 wanted="a finite latency of at least 0 and a finite bandwidth above 0",
                 remedy="give seconds and bytes per second",
             )
@@ -107,7 +117,8 @@ class ClusterSpec:
             "host_memory": host_memory,
         }
         values = _read("cluster", given, CLUSTER_KEYS, wrong)
-        wrong += _missing_inter(values.get("nodes", 1), inter) + _needless_host(values, host)
+        wrong += _too_many(values) + _missing_inter(values.get("nodes", 1), inter)
+        wrong += _needless_host(values, host)
         _raise("ClusterSpec", wrong)
         values["intra"] = intra or (LOOPBACK if values["device"] == "cpu" else PCIE)
         values["inter"], values["host"] = inter, host
@@ -117,13 +128,13 @@ class ClusterSpec:
     @staticmethod
     def parse(text: str) -> ClusterSpec:
         """Read the command line's `local:4` or the path of a TOML file."""
-        if count := re.fullmatch(r"local:(\d+)", text):
+        if count := re.fullmatch(r"local:(\d{1,9})", text):
             return ClusterSpec.local(int(count[1]))
         if text.endswith(".toml"):
             return ClusterSpec.from_toml(text)
         raise InputError(
             where="--cluster",
-            found=repr(text),
+            found=show_value(text),
             wanted="local:N or a file that ends in .toml",
             remedy="write --cluster local:4 for four processes on this machine",
         )
@@ -142,11 +153,13 @@ class ClusterSpec:
         environment = {**environment, **torchrun_variables(environment)}
         names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         texts = [environment.get(name, "") for name in names]
-        world, per_node = (int(text) if text.isdecimal() else 0 for text in texts)
+        world, per_node = (int(text) if text.isdecimal() and len(text) < 10 else 0 for text in texts)
         if not (world and per_node and world % per_node == 0):
             raise InputError(
                 where="environment",
-                found=", ".join(f"{name}={text!r}" for name, text in zip(names, texts, strict=True)),
+                found=", ".join(
+                    f"{name}={show_value(text)}" for name, text in zip(names, texts, strict=True)
+                ),
                 wanted="whole numbers, as torchrun sets them, with equally many processes on every node",
                 remedy="start the script by `autopar run SCRIPT --cluster local:4` or by torchrun",
             )
@@ -169,11 +182,11 @@ class ClusterSpec:
         Raises `InputError` with all violations at once.
         """
         try:
-            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as cause:
+            document = parse_toml(read_text(path, longest=LONGEST_TOML))
+        except ValueError as cause:
             raise InputError(
                 where=str(path),
-                found=cause.strerror or str(cause) if isinstance(cause, OSError) else str(cause),
+                found=str(cause),
                 wanted="a readable TOML file",
                 remedy="see docs/clusters.md for a cluster file",
             ) from cause
@@ -298,48 +311,49 @@ class ClusterSpec:
 Reader: TypeAlias = Callable[[str, object], Any]  # (where, value) -> the value read; raises InputError
 
 
-def _count(where: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+def _count(where: str, value: object, most: int = MOST_DEVICES) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most:
         return value
-    raise _wrong(where, repr(value), "a whole number of at least 1")
+    least = f"from 1 to {most:,}" if isinstance(value, int) and value > most else "of at least 1"
+    raise _wrong(where, show_value(value), f"a whole number {least}")
 
 
 def _device(where: str, value: object) -> str:
     if isinstance(value, str) and value.strip():
         return value.strip().lower()
-    raise _wrong(where, repr(value), 'a kind of device such as "cpu" or "h100"')
+    raise _wrong(where, show_value(value), 'a kind of device such as "cpu" or "h100"')
 
 
 def _memory(where: str, value: object) -> int | None:
     if value is None:
         return None
-    return _count(where, parse_bytes(value, where=where) if isinstance(value, str) else value)
+    return _count(where, parse_bytes(value, where=where) if isinstance(value, str) else value, MOST_BYTES)
 
 
 def _cores(where: str, value: object) -> float | None:
     if value is None:
         return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+    if isinstance(value, (int, float)) and _is_finite(value) and value > 0:
         return float(value)
-    raise _wrong(where, repr(value), "a number of cores above 0 such as 8 or 0.5")
+    raise _wrong(where, show_value(value), "a number of cores above 0 such as 8 or 0.5")
 
 
 def _rate(where: str, value: object) -> float:
     if isinstance(value, str):
         return parse_rate(value, where=where)
-    raise _wrong(where, repr(value), 'a text with its unit such as "450GB/s"')
+    raise _wrong(where, show_value(value), 'a text with its unit such as "450GB/s"')
 
 
 def _seconds(where: str, value: object) -> float:
     if isinstance(value, str):
         return parse_seconds(value, where=where)
-    raise _wrong(where, repr(value), 'a text with its unit such as "2us"')
+    raise _wrong(where, show_value(value), 'a text with its unit such as "2us"')
 
 
 def _table(where: str, value: object) -> dict[str, object]:
     if isinstance(value, dict):
         return value
-    raise _wrong(where, repr(value), f"a table [{where}]")
+    raise _wrong(where, show_value(value), f"a table [{where}]")
 
 
 CLUSTER_KEYS: Mapping[str, Reader] = {
@@ -381,7 +395,7 @@ def _from_tables(path: str, document: Mapping[str, object]) -> ClusterSpec:
     links = _read("links", tables.get("links", {}), {"intra": _table, "inter": _table, "host": _table}, wrong)
     for name, table in links.items():
         values[name] = _read_link(f"links.{name}", table, wrong)
-    wrong += _missing_inter(values.get("nodes", 1), links.get("inter"))
+    wrong += _too_many(values) + _missing_inter(values.get("nodes", 1), links.get("inter"))
     wrong += _needless_host(values, links.get("host"))
     _raise(path, wrong)
     return ClusterSpec(**values)
@@ -404,6 +418,14 @@ def _missing_inter(nodes: int, inter: object) -> list[InputError]:
     if nodes == 1 or inter is not None:
         return []
     return [_wrong("links.inter", "nothing", f"the link between the {nodes} nodes")]
+
+
+def _too_many(values: Mapping[str, Any]) -> list[InputError]:
+    """Violations by more devices than any cluster has."""
+    count = values.get("nodes", 1) * values.get("devices_per_node", 1)
+    if count <= MOST_DEVICES:
+        return []
+    return [_wrong("cluster", f"{count:,} devices", f"at most {MOST_DEVICES:,}")]
 
 
 def _needless_host(values: Mapping[str, Any], host: object) -> list[InputError]:

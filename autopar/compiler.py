@@ -24,6 +24,7 @@ from autopar.core.program import Program
 from autopar.cost.machine.measuring import Budget, CoRunners, Progress
 from autopar.errors import CheckError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.agree import agree, measure_links
+from autopar.planning.busy_neighbours import busy_neighbours
 from autopar.planning.known_plans import kept, resized
 from autopar.planning.micro_batch_graphs import Parts, parts_of
 from autopar.planning.pipeline_search import decide_all
@@ -246,11 +247,15 @@ class Compiler:
     def find_plan(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], auto: Auto | None
     ) -> Plan:
-        """The best plan of a call, whose stages and micro-batches are the request's, or to be chosen."""
-        if auto:
-            found = self.find_pipeline(model, args, kwargs, auto)
-        else:
-            found = self.find(self.trace_step(model, args, kwargs).graph, self.request)
+        """The best plan of a call, whose stages and micro-batches are the request's, or to be chosen.
+
+        No ranks run here that could measure along.
+        """
+        with busy_neighbours(self.cluster, wanted=self.request.measure) as co_runners:
+            if auto:
+                found = self.find_pipeline(model, args, kwargs, auto, co_runners)
+            else:
+                found = self.find(self.trace_step(model, args, kwargs).graph, self.request, co_runners)
         self.check_lengths(model, args, kwargs, found)
         return found
 

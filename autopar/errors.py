@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from reprlib import Repr
 from typing import Any
 
+LONGEST = 400  # characters of a message: more nobody reads, and what is wrong may be a file of 100 MB
+SHOWN = 80  # characters of a value that a message repeats
+DIGITS = 40  # of a whole number that it repeats
+_FIELDS = ("where", "found", "wanted", "remedy")
+_FORM = "{where}: found {found}, wanted {wanted}; {remedy}"
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 INTERRUPTED = 128 + signal.SIGINT  # the command line's exit code, 130, as shells count
 
 
@@ -16,18 +24,60 @@ def cut_text(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
+class _Shown(Repr):
+    """Python's own short `repr`, of huge numbers and of objects that only have an address too."""
+
+    def repr_int(self, number: int, _: int) -> str:
+        if abs(number) < 10**DIGITS:
+            return repr(number)
+        return f"a number of {int(math.log10(abs(number))) + 1:,} digits"
+
+    def repr_float(self, number: float, _: int) -> str:
+        return f"{number:g}"
+
+    def repr_str(self, text: str, _: int) -> str:
+        return cut_text(repr(text[:SHOWN]) + text[SHOWN : SHOWN + 1], SHOWN)
+
+    def repr_instance(self, value: object, _: int) -> str:
+        try:
+            text = repr(value)
+        except Exception:  # the user's class may raise anything
+            return f"a {type(value).__name__}"
+        return f"a {type(value).__name__}" if _ADDRESS.search(text) else cut_text(text, SHOWN)
+
+
+_SHOWN = _Shown()
+
+
+def show_value(value: object) -> str:
+    """A value as messages repeat it: at most `SHOWN` characters, whatever it is, without addresses."""
+    return cut_text(_SHOWN.repr(value), SHOWN)
+
+
+def fit(texts: Mapping[str, str], room: int) -> dict[str, str]:
+    """The texts, of at most `room` characters together: the longest are cut, to equal lengths."""
+    fitted: dict[str, str] = {}
+    for index, name in enumerate(sorted(texts, key=lambda name: len(texts[name]))):
+        fitted[name] = cut_text(texts[name], room // (len(texts) - index))
+        room -= len(fitted[name])
+    return fitted
+
+
 class AutoparError(Exception):
     """Base of all errors that autopar raises on purpose.
 
-    `exit_code` is what the command line returns for it: 1 a check failed, 2 bad input or
-    infeasible, 3 no incumbent in time, 4 a worker failed.
+    A message has at most `LONGEST` characters: its longest parts are cut. `exit_code` is what the
+    command line returns for it: 1 a check failed, 2 bad input or infeasible, 3 no incumbent in time,
+    4 a worker failed.
     """
 
     exit_code: int = 2
 
     def __init__(self, *, where: str, found: str, wanted: str, remedy: str) -> None:
-        self.where, self.found, self.wanted, self.remedy = where, found, wanted, remedy
-        super().__init__(f"{where}: found {found}, wanted {wanted}; {remedy}")
+        texts = {"where": where, "found": found, "wanted": wanted, "remedy": remedy}
+        texts = fit(texts, LONGEST - len(_FORM.format(**dict.fromkeys(texts, ""))))
+        self.where, self.found, self.wanted, self.remedy = (texts[name] for name in _FIELDS)
+        super().__init__(_FORM.format(**texts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rank 0 sends its errors to the others."""
@@ -41,7 +91,7 @@ class AutoparError(Exception):
 
     def as_words(self) -> dict[str, str]:
         """What another error of the tree is made of."""
-        return {"where": self.where, "found": self.found, "wanted": self.wanted, "remedy": self.remedy}
+        return {name: getattr(self, name) for name in _FIELDS}
 
     def as_dict(self) -> dict[str, str]:
         """The error as the command line's JSON shows it."""
@@ -111,13 +161,13 @@ class OverCapError(InfeasibleError):
 
     def as_words(self) -> dict[str, str]:
         """What another error of the tree is made of."""
-        return {"where": self.where, "found": self.found, "wanted": self.wanted, "remedy": self.remedy}
+        return self.told.as_words()
 
     def as_dict(self) -> dict[str, str]:
         return self.told.as_dict()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("where", "found", "wanted", "remedy", "least"):
+        if name in (*_FIELDS, "least"):
             return getattr(self.told, name)
         raise AttributeError(name)
 

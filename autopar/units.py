@@ -7,12 +7,11 @@ Printing is decimal with three significant digits, so that bytes over rate gives
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
 
-from autopar.errors import InputError
+from autopar.errors import InputError, show_value
 
 BYTES: Mapping[str, float] = {
     "B": 1,
@@ -36,6 +35,7 @@ BITS: Mapping[str, float] = {
 RATES: Mapping[str, float] = {f"{unit}/s": scale for unit, scale in {**BYTES, **BITS}.items()}
 SECONDS: Mapping[str, float] = {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
+LONGEST = 40  # characters of a quantity: what is larger than 1e40 of anything is a slip
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([^\d\s.]+)\s*")
 
 
@@ -70,14 +70,13 @@ def show_seconds(seconds: float) -> str:
 
 
 def _parse(text: str, units: Mapping[str, float], *, where: str, wanted: str, example: str) -> float:
-    if (match := _QUANTITY.fullmatch(text)) and match[2] in units:
+    match = _QUANTITY.fullmatch(text) if len(text) <= LONGEST else None
+    if match and match[2] in units:
         # In decimal, so that 10us is the float nearest to 0.00001.
-        value = float(Decimal(match[1]) * Decimal(str(units[match[2]])))
-        if math.isfinite(value):
-            return value
+        return float(Decimal(match[1]) * Decimal(str(units[match[2]])))
     raise InputError(
         where=where,
-        found=repr(text),
+        found=show_value(text),
         wanted=f"{wanted} such as {example}",
         remedy=f"write a number and one of the units {', '.join(units)}",
     )

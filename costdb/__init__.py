@@ -2,6 +2,7 @@
 
 database              one SQLite file, by `schema.sql`
 rows                  measurements to rows and back
+columns               what a row may hold, by the same
 measurement           the two kinds of measurement
 setting               where a number was taken
 profiler              times operators, forward and backward

@@ -8,25 +8,25 @@ user_version which schema it holds.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from autopar.core.costs import DeviceModel
 from autopar.errors import InputError
 from costdb import rows
+from costdb.columns import SCHEMA, TABLES, wrong_tables
 from costdb.measurement import CollectiveMeasurement, Measurement
 from costdb.rows import Row
 from costdb.setting import Setting
 
 APPLICATION_ID = 0x61706172  # "apar"
 SCHEMA_VERSION = 1  # raise it with every change of schema.sql
-SCHEMA = Path(__file__).with_name("schema.sql")
-TABLES = ("operators", "collectives", "devices")
 BUSY_SECONDS = 30.0  # how long a write waits for another process
 CHECK_SECONDS = 3.0  # how long it does where only that is asked
 
@@ -35,7 +35,11 @@ Decoded = TypeVar("Decoded")
 
 def default_path() -> Path:
     """`autopar/costs.sqlite` in the user's data folder."""
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    data = os.environ.get("XDG_DATA_HOME")
+    if not data:
+        data = os.path.expanduser("~/.local/share")
+    if str(data).startswith("~"):
+        raise _unusable(Path(data), "no home folder", Refusal("HOME or XDG_DATA_HOME", OTHER))
     return Path(data) / "autopar" / "costs.sqlite"
 
 
@@ -53,6 +57,8 @@ class Database:
         """
         place = Path(path) if path is not None else default_path()
         with _refused(place):
+            if place.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "a folder")
             place.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(place, timeout=BUSY_SECONDS, isolation_level=None)
             try:
@@ -120,9 +126,18 @@ class Database:
 
     def settings(self) -> list[Setting]:
         """Every setting that has rows, sorted."""
-        query = " UNION ".join(f"SELECT fingerprint, torch_version, threads FROM {name}" for name in TABLES)
+        query = " UNION ".join(f"SELECT {', '.join(Setting.__slots__)} FROM {name}" for name in TABLES)
         with _refused(self.path):
-            return sorted(Setting(*row) for row in self._connection.execute(query))
+            found = list(self._connection.execute(query))
+        return sorted(
+            self._decode(rows.setting, [dict(zip(Setting.__slots__, row, strict=True)) for row in found])
+        )
+
+    def check_rows(self, setting: Setting) -> None:
+        """Raise InputError for the first row of a setting that can't have been measured."""
+        self.operators(setting)
+        self.collectives(setting)
+        self.device(setting)
 
     def insert(self, table: str, setting: Setting, values: list[Row]) -> None:
         """Insert or replace rows of one table, all or none."""
@@ -151,10 +166,10 @@ class Database:
             return [decode(row) for row in found]
         except InputError as cause:
             raise InputError(
-                where=f"{self.path}, {cause.where}",
+                where=f"cost database {self.path}: {cause.where}",
                 found=cause.found,
                 wanted=cause.wanted,
-                remedy="delete the file and profile again",
+                remedy=OTHER_OR_NEW,
             ) from cause
 
     @contextmanager
@@ -163,10 +178,11 @@ class Database:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._connection.execute("COMMIT")
         except BaseException:
-            self._connection.execute("ROLLBACK")
+            if self._connection.in_transaction:  # of some failures SQLite has made an end itself
+                self._connection.execute("ROLLBACK")
             raise
-        self._connection.execute("COMMIT")
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
@@ -183,9 +199,45 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
             f" PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
     elif program != APPLICATION_ID:
-        raise _unusable(path, "another program's database", "autopar's cost database")
+        raise _unusable(path, "another program's database", Refusal("autopar's cost database", OTHER))
     elif version != SCHEMA_VERSION:
-        raise _unusable(path, f"version {version}", f"version {SCHEMA_VERSION}")
+        raise _unusable(path, f"version {version}", Refusal(f"version {SCHEMA_VERSION}", OTHER_OR_NEW))
+    elif wrong := wrong_tables(connection):
+        found = f"other tables than it was made with: {', '.join(wrong)}"
+        raise _unusable(path, found, Refusal("those of schema.sql", OTHER_OR_NEW))
+
+
+class Refusal(NamedTuple):
+    """What is wanted of a file that SQLite, or the file system, refuses, and the remedy."""
+
+    wanted: str
+    remedy: str
+
+
+DATABASE = f"a cost database, version {SCHEMA_VERSION}"
+OTHER = "choose another file with --costdb"
+OTHER_OR_NEW = f"{OTHER}, or delete this one and profile again"
+BUSY = Refusal(
+    "one that other processes leave free in time",
+    f"wait until the process that uses it is done, or {OTHER}",
+)
+CLOSED = Refusal("a file and a folder that can be written", f"make them writable, or {OTHER}")
+FULL = Refusal("room on the disk, within your quota", f"make room there, or {OTHER} on another disk")
+ROW = Refusal("numbers that the schema allows", "measure again, and report this if it happens again")
+REFUSALS: Mapping[int, Refusal] = {
+    sqlite3.SQLITE_BUSY: BUSY,
+    sqlite3.SQLITE_LOCKED: BUSY,
+    sqlite3.SQLITE_PROTOCOL: BUSY,
+    sqlite3.SQLITE_READONLY: CLOSED,
+    sqlite3.SQLITE_CANTOPEN: CLOSED,
+    sqlite3.SQLITE_PERM: CLOSED,
+    sqlite3.SQLITE_AUTH: CLOSED,
+    sqlite3.SQLITE_FULL: FULL,
+    sqlite3.SQLITE_IOERR: FULL,
+    sqlite3.SQLITE_CONSTRAINT: ROW,
+    sqlite3.SQLITE_CORRUPT: Refusal(DATABASE, OTHER_OR_NEW),
+}
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -193,10 +245,19 @@ def _refused(path: Path) -> Iterator[None]:
     """Turn SQLite's and the file system's refusals into errors that name the file."""
     try:
         yield
-    except (sqlite3.Error, OSError) as cause:
-        raise _unusable(path, str(cause), f"a cost database, version {SCHEMA_VERSION}") from cause
+    except sqlite3.Error as cause:
+        code = getattr(cause, "sqlite_errorcode", None) or sqlite3.SQLITE_ERROR
+        raise _unusable(path, str(cause), REFUSALS.get(code & 0xFF, Refusal(DATABASE, OTHER))) from cause
+    except OSError as cause:
+        refusal = FULL if cause.errno in NO_ROOM else CLOSED
+        raise _unusable(path, cause.strerror or str(cause), refusal) from cause
+    except MemoryError as cause:
+        raise _unusable(path, "rows that memory can't hold", Refusal(DATABASE, OTHER)) from cause
+    except (ValueError, OverflowError) as cause:  # of a name that no file can have, of a number of 65 bits
+        raise _unusable(path, str(cause), Refusal(DATABASE, OTHER)) from cause
 
 
-def _unusable(path: Path, found: str, wanted: str) -> InputError:
-    remedy = "choose another file with --costdb, or delete this one and profile again"
-    return InputError(where=f"cost database {path}", found=found, wanted=wanted, remedy=remedy)
+def _unusable(path: Path, found: str, refusal: Refusal) -> InputError:
+    return InputError(
+        where=f"cost database {path}", found=found, wanted=refusal.wanted, remedy=refusal.remedy
+    )

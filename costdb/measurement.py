@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from autopar.core.costs import Collective, Saved, refuse_bad
+from autopar.errors import InputError
 
 
 def now() -> str:
@@ -70,3 +71,10 @@ class CollectiveMeasurement:
     def __post_init__(self) -> None:
         where = f"measurement of {self.kind.value} over {self.size} ranks, {self.nbytes} bytes"
         refuse_bad(where, seconds=self.seconds, spread=self.spread, nbytes=self.nbytes)
+        if self.size < 1 or not 1 <= self.nodes <= self.size:
+            raise InputError(
+                where=where,
+                found=f"a group of {self.size} ranks on {self.nodes} nodes",
+                wanted="at least one rank on each node",
+                remedy="measure again",
+            )

@@ -194,10 +194,21 @@ def test_a_plan_with_stages_is_drawn_and_its_timeline_written(
     assert len(found["pipeline"]["stage_seconds"]) == 2
 
 
+def test_a_plan_without_stages_has_a_trace_of_its_operators(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    words = ["plan", f"{TARGETS}:net", *LOCAL, "--no-measure", "--stages", "1", "--micro-batches", "1"]
+    code, found = command(capsys, *words, "--trace", str(path))
+    events = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
+    assert code == 0 and any(each["name"].endswith(" backward") for each in events)
+    assert max(each["ts"] + each["dur"] for each in events) == pytest.approx(1e6 * found["step_seconds"])
+
+
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["--trace", "t.json"], "a plan without pipeline stages"),
+        (["--stages", "1", "--trace", "/no/such/folder/t.json"], "/no/such/folder"),
         (["--stages", "2", "--micro-batches", "2", "--trace", "/no/such/folder/t.json"], "/no/such/folder"),
     ],
 )
@@ -441,7 +452,7 @@ def test_runs_bad_options_are_told_before_anything_starts(
 
 @pytest.mark.parametrize("text", ["stages=2", "[2]", '{"stage": 2}', '{"stages": [2]}', '{"measure": "no"}'])
 def test_an_environment_without_options_is_bad_input(text: str) -> None:
-    with pytest.raises(InputError, match=f"{VARIABLE}.*wanted a JSON object of mesh"):
+    with pytest.raises(InputError, match=f"{VARIABLE}.*wanted a JSON object of options"):
         read({VARIABLE: text})
 
 

@@ -7,7 +7,17 @@ import pickle
 
 import pytest
 
-from autopar.errors import INTERRUPTED, AutoparError, InfeasibleError, InputError, OverCapError, WorkerError
+from autopar.errors import (
+    INTERRUPTED,
+    LONGEST,
+    AutoparError,
+    InfeasibleError,
+    InputError,
+    OverCapError,
+    WorkerError,
+    fit,
+    show_value,
+)
 
 WORDS = {"where": "layer 3", "found": "4 rows", "wanted": "8", "remedy": "give it more"}
 
@@ -50,3 +60,37 @@ def test_an_interrupted_command_ends_as_shells_count() -> None:
 def test_the_bytes_that_are_known_to_do_are_the_least_where_there_is_one() -> None:
     assert InfeasibleError(**WORDS, least=7).would_do == 7
     assert InfeasibleError(**WORDS).would_do == math.inf
+
+
+def test_a_message_has_400_characters_and_its_longest_parts_are_cut() -> None:
+    error = InputError(where="file", found="x" * 10**6, wanted="y" * 500, remedy="write 2")
+    assert len(str(error)) <= LONGEST and error.where == "file" and error.remedy == "write 2"
+    assert error.found.endswith("...") and len(error.found) - len(error.wanted) in (-1, 0, 1)
+    error.add_remedy("z" * 500)
+    assert len(str(error)) <= LONGEST
+
+
+def test_parts_that_fit_are_left_whole() -> None:
+    assert fit({"a": "1234", "b": "1"}, 5) == {"a": "1234", "b": "1"}
+    assert fit({"a": "1" * 20, "b": "12", "c": "3" * 20}, 18) == {
+        "a": "11111...",
+        "b": "12",
+        "c": "33333...",
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("a'b", '"a\'b"'),
+        ("x" * 10**6, "'" + "x" * 76 + "..."),
+        (10**5_000, "a number of 5,001 digits"),
+        ([10**5_000], "[a number of 5,001 digits]"),
+        (object(), "a object"),
+        (2.5, "2.5"),
+        ({"a": [1, None]}, "{'a': [1, None]}"),
+    ],
+    ids=range(7),
+)
+def test_values_are_shown_short_and_without_addresses(value: object, shown: str) -> None:
+    assert show_value(value) == shown

@@ -45,7 +45,10 @@ def fresh(body: str) -> tuple[object, set[str]]:
 
 TOLD: list[tuple[tuple[str, ...], int, str]] = [
     (("--help",), 0, "compare"),
-    *(((name, "--help"), 0, "--cluster") for name in ("plan", "verify", "compare", "run", "profile")),
+    *(
+        ((name, "--help"), 0, "--cluster")
+        for name in ("plan", "verify", "compare", "run", "profile", "doctor")
+    ),
     (("--version",), 0, f"autopar {autopar.__version__}"),
     (("fly",), 2, "fly"),
     (("plan",), 2, "TARGET"),

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 
 from autopar.cluster import ClusterSpec
-from autopar.errors import InputError
+from autopar.errors import InputError, show_value
 
-_RANGE = re.compile(r"(local|.+\.toml):(\d+)-(\d+)")
+_RANGE = re.compile(r"(local|.+\.toml):(\d{1,9})-(\d{1,9})")
 
 
 def is_range(text: str) -> bool:
@@ -28,7 +28,7 @@ def clusters_of(text: str) -> list[ClusterSpec]:
     if not 1 <= first <= last:
         raise InputError(
             where="--cluster",
-            found=repr(text),
+            found=show_value(text),
             wanted="a range such as 1-8, from at least 1 device to as many or more",
             remedy=f"write {kind}:1-{max(first, last, 1)}",
         )

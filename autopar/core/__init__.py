@@ -23,5 +23,6 @@ structure     tensors for whose values a program is made
 samples       which rows of the global batch each rank loads
 slurm         the variables of a task under SLURM, as torchrun's
 version       the version of autopar
+user_text     texts of users as data, JSON and TOML, within bounds
 costs         what operators and collectives cost, and the devices and links
 """

@@ -6,13 +6,13 @@ where it is made, so that none ever reaches the solver.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from autopar.errors import CostMissingError, InputError
+from autopar.errors import CostMissingError, InputError, show_value
 
 if TYPE_CHECKING:
     import torch
@@ -53,12 +53,12 @@ def refuse_bad(where: str, **costs: object) -> None:
     bad = {
         name: cost
         for name, cost in costs.items()
-        if not isinstance(cost, (int, float)) or not math.isfinite(cost) or cost < 0
+        if not isinstance(cost, (int, float)) or not 0 <= cost <= sys.float_info.max
     }
     if bad:
         raise InputError(
             where=where,
-            found=", ".join(f"{name} = {cost}" for name, cost in bad.items()),
+            found=", ".join(f"{name} = {show_value(cost)}" for name, cost in bad.items()),
             wanted="finite costs of at least 0",
             remedy="measure again",
         )
@@ -155,7 +155,7 @@ OPTIMIZERS: Mapping[str, OptimizerState] = {
 def named_optimizer(name: str) -> OptimizerState:
     """What an optimizer of `OPTIMIZERS` keeps; raises InputError for another name."""
     if name not in OPTIMIZERS:
-        raise wrong_optimizer(repr(name), ", ".join(OPTIMIZERS))
+        raise wrong_optimizer(show_value(name), ", ".join(OPTIMIZERS))
     return OPTIMIZERS[name]
 
 

@@ -15,12 +15,15 @@ an at sign, the shape. "b@2x3" are the groups {0,1,2} and {3,4,5}; "ab@2x3" is e
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from autopar.errors import InputError
+from autopar.errors import InputError, show_value
 
+LONGEST = 1_000_000  # devices of an axis
 AXIS_NAMES = "abc"  # one to three axes; more have never paid on real clusters
+_MESH = re.compile(r"-?\d{1,9}([xX]-?\d{1,9})*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +33,24 @@ class Mesh:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.shape) <= len(AXIS_NAMES) or min(self.shape) < 1:
+        if not 1 <= len(self.shape) <= len(AXIS_NAMES) or not all(
+            1 <= size <= LONGEST for size in self.shape
+        ):
             raise InputError(
                 where="mesh",
-                found="x".join(map(str, self.shape)) or "no axes",
-                wanted=f"1 to {len(AXIS_NAMES)} axes of at least one device",
+                found="x".join(map(show_value, self.shape)) or "no axes",
+                wanted=f"1 to {len(AXIS_NAMES)} axes of 1 to {LONGEST:,} devices",
                 remedy="write the mesh as 4, 2x2 or 2x2x2",
             )
 
     @staticmethod
     def parse(text: str) -> Mesh:
         """Read `4`, `2x2` or `2x2x2`."""
-        try:
-            return Mesh(tuple(int(part) for part in text.lower().split("x")))
-        except ValueError as cause:
+        if not _MESH.fullmatch(text):
             raise InputError(
-                where="mesh", found=repr(text), wanted="whole numbers joined by x", remedy="write 2x2"
-            ) from cause
+                where="mesh", found=show_value(text), wanted="whole numbers joined by x", remedy="write 2x2"
+            )
+        return Mesh(tuple(map(int, text.lower().split("x"))))
 
     @property
     def num_devices(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from autopar.errors import InputError
+from autopar.errors import SHOWN, InputError, cut_text
 
 _FIRST_PORT, _PORTS = 12_000, 20_000  # below those that systems give to connections
 _STEP = 7_919  # a prime, so that steps of one job that run together seldom meet on a port
@@ -23,11 +23,11 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     Raises InputError for nodes with unequally many tasks.
     """
     world = _of_step(environment, "NUM_TASKS", "SLURM_NTASKS")
-    if "RANK" in environment or "SLURM_PROCID" not in environment or not world.isdecimal():
+    if "RANK" in environment or "SLURM_PROCID" not in environment or not _is_count(world):
         return {}
     per_node = _tasks_per_node(environment, int(world))
     job, step = (environment.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID"))
-    number = sum(int(text) * factor for text, factor in ((job, 1), (step, _STEP)) if text.isdecimal())
+    number = sum(int(text) * factor for text, factor in ((job, 1), (step, _STEP)) if _is_count(text))
     nodes = _of_step(environment, "NODELIST", "SLURM_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     made = {
         "RANK": environment["SLURM_PROCID"],
@@ -47,15 +47,19 @@ def _of_step(environment: Mapping[str, str], step: str, job: str) -> str:
 def _tasks_per_node(environment: Mapping[str, str], world: int) -> int:
     """From `4(x2)`, or `4,4`, which say four on each of two nodes."""
     text = _of_step(environment, "TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or str(world)
-    counts = {int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", text)}
-    if len(counts) != 1:
+    counts = set(re.findall(r"(\d+)(?:\(x\d+\))?", text))
+    if len(counts) != 1 or not _is_count(*counts):
         raise InputError(
             where="SLURM_TASKS_PER_NODE",
-            found=text,
+            found=cut_text(text, SHOWN),
             wanted="equally many tasks on every node",
             remedy="pass --ntasks-per-node to srun or sbatch",
         )
-    return counts.pop()
+    return int(counts.pop())
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10
 
 
 def _first_node(nodes: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import TypeAlias
 
 from autopar.core.costs import refuse_bad
@@ -60,9 +61,43 @@ class Beside(Enum):
     SEND = "send"
     SYNC = "sync"
     UPDATE = "update"
+    RECOMPUTE = "recompute"
+    COPIES = "copies"  # to and from the host's memory, for which it waits
 
 
 EventKind: TypeAlias = ActionKind | Beside
+COMPUTING = (Beside.UPDATE, Beside.RECOMPUTE)
+
+
+class Phase(Enum):
+    """What a device without stages is at."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    COPIES = "copies"
+    SUMS = "sums"
+    OPTIMIZER = "optimizer"
+
+    @property
+    def is_once(self) -> bool:
+        """Whether it comes once a step, and not once a micro-batch."""
+        return self in (Phase.SUMS, Phase.OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A part of a step without stages on one device: its seconds, and the most bytes that are held meanwhile.
+
+    It is of the operator with the number `layer` in the plan, and of conversions of what that takes; of none
+    where the device waits for copies, sums gradients or updates weights. `seconds` of sums are those that
+    nothing hides.
+    """
+
+    phase: Phase
+    layer: int | None
+    seconds: float
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +105,7 @@ class Event:
     """Something that a rank does for a stage from `start` to `stop`, in seconds from the step's start.
 
     `micro_batch` is None for what is done once a step. A send stands at the rank that sends;
-    `to_stage` is the stage that receives, None for all else.
+    `to_stage` is the stage that receives, None for all else. `label` names the operator, where it is one's.
     """
 
     rank: int
@@ -80,14 +115,18 @@ class Event:
     start: float
     stop: float
     to_stage: int | None = None
+    label: str = ""
 
     @property
     def computes(self) -> bool:
         """Whether it occupies the device: actions and the optimizer do, sends and syncs don't."""
-        return isinstance(self.kind, ActionKind) or self.kind is Beside.UPDATE
+        return isinstance(self.kind, ActionKind) or self.kind in COMPUTING
 
     def __str__(self) -> str:
-        """Torch's words for actions and sends, as in `2F0` and `2SEND_F0`; `sync 2` and `update 2`."""
+        """Torch's words for actions and sends, as in `2F0` and `2SEND_F0`; `sync 2` and `update 2`; or the
+        label."""
+        if self.label:
+            return self.label
         if self.micro_batch is None:
             return f"{self.kind.value} {self.stage}"
         if self.to_stage is None:
@@ -124,6 +163,22 @@ class Timeline:
     def seconds(self) -> float:
         """When the last rank is done."""
         return max((event.stop for event in self.events), default=0.0)
+
+    @property
+    def coarse(self) -> Timeline:
+        """The timeline without operators: what a rank does of one kind for a micro-batch without a break."""
+        joined: dict[tuple[int, int], list[Event]] = {}
+        for event in self.events:
+            own = joined.setdefault((event.rank, event.stage), [])
+            last = own[-1] if own else event
+            if own and event.label and (event.kind, event.micro_batch) == (last.kind, last.micro_batch):
+                own[-1] = replace(last, stop=event.stop, label="")
+            else:
+                own.append(event)
+        events = sorted(
+            chain.from_iterable(joined.values()), key=lambda each: (each.start, each.rank, each.stop)
+        )
+        return replace(self, events=tuple(events))
 
     def busy_seconds(self, rank: int) -> float:
         """How long the rank computes, the optimizer included."""

@@ -6,5 +6,6 @@ layers          other ways to split a layer, pinned and solved
 constraints     what the memory cap and options cost
 what_if         other memory, devices and batches
 data_parallel   why not plain data parallelism, in one sentence
+frontier        the plan under lower and lower memory caps
 infeasible      what to change where no plan fits
 """

@@ -8,7 +8,7 @@ import torch
 
 from autopar.cluster import ClusterSpec
 from autopar.core.cutting import Rows
-from autopar.errors import InputError, cut_text
+from autopar.errors import InputError, show_value
 from autopar.explaining.asked import REFUSED, Asked, reason_of
 from autopar.results.explanation import Change
 from autopar.units import parse_bytes
@@ -34,7 +34,7 @@ def read(text: str) -> dict[str, str]:
         if name not in WORDS or not equals or name in found or not _is_value(name, value):
             raise InputError(
                 where=WHERE,
-                found=cut_text(repr(text), 80),
+                found=show_value(text),
                 wanted="memory=SIZE, devices=COUNT or batch=COUNT, joined by commas",
                 remedy="write --what-if memory=40GB, or --what-if devices=8,batch=64",
             )

@@ -15,9 +15,8 @@ block once, when its program is written. Which rows of x it reads is known then,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,16 +26,21 @@ from autopar.core.placement import B, Shard
 from autopar.core.strategy import Option
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.equation import Equation, Kind
-from autopar.sharding.needed_rows import NeededRows, fetch_needed, members, needed_rows, owned_rows
+from autopar.sharding.needed_rows import (
+    NEEDED,
+    NeededRows,
+    cut_key,
+    fetch_needed,
+    members,
+    needed_rows,
+    owned_rows,
+    remembered,
+)
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 from autopar.sharding.sparse_blocks import block_of
 from autopar.trace.sparse_products import PRODUCT
 
 aten = torch.ops.aten
-Made = TypeVar("Made")
-
-
-NEEDED = "r"  # the factor of which each rank fetches the rows that it reads
 
 
 class _Mine:
@@ -47,7 +51,8 @@ class _Mine:
         self.rows = self.rows_of(site.coordinate)
         self.group = tuple(owned_rows(site, 3, place) for place in members(site, self.axes))
         self.own = owned_rows(site, 3, site.coordinate)
-        self.key = *site.operands[:2], self.rows, self.group, self.own
+        self.matrix = site.operands[:2]
+        self.key = *self.matrix, cut_key(site, 3)
 
     def rows_of(self, coordinate: Sequence[int]) -> tuple[int, int]:
         """The rows of the result that the rank at a coordinate makes."""
@@ -60,8 +65,8 @@ class _Mine:
     def entries(self, coordinate: Sequence[int]) -> Tensor:
         """Which entries the rank at a coordinate multiplies by."""
         columns = self.group_of(coordinate)
-        key = "entries", *self.site.operands[:2], self.rows_of(coordinate), columns
-        return self.remembered(key, lambda: self.find_entries(self.rows_of(coordinate), columns))
+        key = "entries", *self.matrix, self.rows_of(coordinate), columns
+        return remembered(self.site, key, lambda: self.find_entries(self.rows_of(coordinate), columns))
 
     def group_of(self, coordinate: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """The ranges of columns that the rank at a coordinate reads of, its own among them."""
@@ -85,17 +90,17 @@ class _Mine:
             found = self.places()[1][self.find_entries(rows, columns)]
             return len(found) + int((torch.bincount(found) > 0).sum())
 
-        return self.remembered(("work", *self.site.operands[:2], rows, columns), count)
+        return remembered(self.site, ("work", *self.matrix, rows, columns), count)
 
     def reads(self, coordinate: Sequence[int]) -> Tensor:
         """The rows of x that the rank at a coordinate reads, rising."""
-        key = "reads", *self.site.operands[:2], self.rows_of(coordinate), self.group_of(coordinate)
+        key = "reads", *self.matrix, self.rows_of(coordinate), self.group_of(coordinate)
 
         def find() -> Tensor:
             found: Tensor = self.places()[1][self.entries(coordinate)].unique()
             return found
 
-        return self.remembered(key, find)
+        return remembered(self.site, key, find)
 
     @cached_property
     def needed(self) -> NeededRows:
@@ -117,21 +122,13 @@ class _Mine:
             shape = self.rows[1] - self.rows[0], self.width
             return block_of(row[kept] - self.rows[0], local, shape).forms
 
-        return self.remembered(("block", *self.key), cut)
+        return remembered(self.site, ("block", *self.matrix, self.rows, self.group, self.own), cut)
 
     def places(self) -> tuple[Tensor, Tensor]:
         """The row and the column of every entry."""
         row, column = self.site.value_of(0), self.site.value_of(1)
         assert row is not None and column is not None, "the places of a product's entries are constants"
         return row, column
-
-    def remembered(self, key: object, make: Callable[[], Made]) -> Made:
-        """What `make` gives, once for all ranks and strategies with this key."""
-        memo = self.site.dims.memo
-        if key not in memo:
-            memo[key] = make()
-        found: Made = memo[key]
-        return found
 
 
 @register

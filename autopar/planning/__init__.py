@@ -12,9 +12,11 @@ estimates         what other numbers of stages and micro-batches would take
 optimizer_state   what an optimizer keeps beside each weight
 measured_first    which operators are measured first: what decides between the best plans
 agree             one plan for all ranks
+busy_neighbours   processes that measure along where one plans by itself
 given_plan        a plan that is there already, taken instead of a search
 known_plans       a plan of another graph, kept for one that differs in numbers or sizes alone
 report            the plan as it is printed and carried
+edge_cuts         how many edges lead between parts of a graph
 step_parts        where the seconds of a step go
 strategies_beside   other strategies beside the plan: the pure ones, and one device
 """

@@ -40,7 +40,7 @@ def agree(find: Callable[[CoRunners], Answer], cluster: ClusterSpec) -> Answer:
 
 def _lead(find: Callable[[CoRunners], Answer]) -> Answer | AutoparError:
     def co_runners(calls: list[Call]) -> None:
-        _tell((True, [_packed(call) for call in calls]))
+        _tell((True, [packed(call) for call in calls]))
 
     try:
         answer: Answer | AutoparError = find(co_runners)
@@ -55,7 +55,7 @@ def _follow(threads: int) -> Any:
         measuring, value = _tell(None)
         if not measuring:
             return value
-        measure_portion([_unpacked(item) for item in value], threads)
+        measure_portion([unpacked(item) for item in value], threads)
 
 
 def _tell(message: Any) -> Any:
@@ -64,14 +64,15 @@ def _tell(message: Any) -> Any:
     return box[0]
 
 
-def _packed(call: Call) -> bytes:
+def packed(call: Call) -> bytes:
     """Overloads don't pickle, their names do."""
     packet, overload = call.target.overloadpacket.__name__, call.target._overloadname
     return pickle.dumps((call.target.namespace, packet, overload, call.args, call.kwargs))
 
 
-def _unpacked(packed: bytes) -> Call:
-    namespace, packet, overload, args, kwargs = pickle.loads(packed)
+def unpacked(data: bytes) -> Call:
+    """The call that was packed."""
+    namespace, packet, overload, args, kwargs = pickle.loads(data)
     return Call(getattr(getattr(getattr(torch.ops, namespace), packet), overload), args, kwargs)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.core.costs import OptimizerState, named_optimizer, wrong_optimizer
+from autopar.errors import show_value
 
 Factory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 OptimizerLike: TypeAlias = str | type[Optimizer] | Factory | Optimizer
@@ -52,7 +53,7 @@ def state_of(optimizer: OptimizerLike) -> OptimizerState:
             return _measure(optimizer, _name(optimizer))
         case _:
             raise wrong_optimizer(
-                repr(optimizer), "a name, a class, a function of parameters or an optimizer"
+                show_value(optimizer), "a name, a class, a function of parameters or an optimizer"
             )
 
 

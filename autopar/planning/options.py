@@ -12,8 +12,9 @@ import inspect
 import json
 import math
 import os
+import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
@@ -30,7 +31,8 @@ from autopar.core.outputs import Outputs
 from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
-from autopar.errors import InputError, cut_text
+from autopar.core.user_text import parse_json
+from autopar.errors import SHOWN, InputError, cut_text, show_value
 from autopar.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -38,9 +40,13 @@ if TYPE_CHECKING:
 
 VARIABLE = "AUTOPAR_OPTIONS"  # of the environment: a JSON object of options by name
 AUTO = "auto"
+MOST = 1_000_000  # pipeline ranks or micro-batches
+MOST_BYTES = 1 << 63
+MOST_SECONDS = 366 * 24 * 3600  # a year: solvers and clocks take no more
 DEFAULT_GAP = 1e-3  # relative
 MEASURE_SECONDS = 60.0
 PIPELINE = "pipeline"  # the kind of parallelism that no operator has
+_DIM = re.compile(r"-?\d{1,9}")
 Choice = TypeVar("Choice", bound=Enum)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -57,7 +63,11 @@ def _mesh(mesh: Mesh | Sequence[int] | str | None) -> Mesh | None:
         return Mesh.parse(mesh)
     if mesh is None or isinstance(mesh, Mesh):
         return mesh
-    return Mesh.parse("x".join(map(str, mesh)))
+    try:
+        text = "x".join(map(str, mesh))
+    except ValueError:  # of a number that Python doesn't write
+        text = "x".join(map(show_value, mesh))
+    return Mesh.parse(text)
 
 
 def _force(force: Any) -> Force | Pins | None:
@@ -81,7 +91,7 @@ def _force(force: Any) -> Force | Pins | None:
 def _no_force(found: object) -> InputError:
     return InputError(
         where="force",
-        found=cut_text(repr(found), 80),
+        found=show_value(found),
         wanted=", ".join((*(kind.value for kind in Parallelism), PIPELINE)),
         remedy="choose one kind of parallelism, or join one for each axis by +",
     )
@@ -89,29 +99,35 @@ def _no_force(found: object) -> InputError:
 
 def _memory(memory: float | str | None) -> int | None:
     if isinstance(memory, str):
-        return parse_bytes(memory, where="memory")
-    if memory is None or 0 < memory < math.inf:
+        memory = parse_bytes(memory, where="memory")
+    if memory is None or 1 <= memory < MOST_BYTES:
         return None if memory is None else int(memory)
     raise InputError(
-        where="memory", found=f"{memory:g} bytes", wanted="a size such as 2GiB", remedy='write memory="2GiB"'
+        where="memory",
+        found=f"{show_value(memory)} bytes",
+        wanted="a size such as 2GiB",
+        remedy='write memory="2GiB"',
     )
 
 
 def _time_limit(seconds: float | None) -> float | None:
-    if seconds is None or 0 < seconds < math.inf:
+    if seconds is None or 0 < seconds < MOST_SECONDS:
         return seconds
     raise InputError(
-        where="time limit", found=f"{seconds:g} s", wanted="more than 0 s", remedy="give it some seconds"
+        where="--time-limit",
+        found=f"{show_value(seconds)} s",
+        wanted="more than 0 s, and less than a year",
+        remedy="write --time-limit 60, or leave it out for no limit",
     )
 
 
 def _measure_seconds(seconds: float) -> float:
-    if seconds >= 0:
+    if 0 <= seconds < MOST_SECONDS or seconds == math.inf:
         return float(seconds)
     raise InputError(
         where="--measure-seconds",
-        found=f"{seconds:g} s",
-        wanted="at least 0 s",
+        found=f"{show_value(seconds)} s",
+        wanted="at least 0 s, and less than a year",
         remedy="write --measure-seconds 60",
     )
 
@@ -120,7 +136,7 @@ def _gap(gap: float) -> float:
     if 0 <= gap < 1:
         return gap
     raise InputError(
-        where="gap", found=f"{gap:g}", wanted="at least 0 and less than 1", remedy="write 0.01 for 1 %"
+        where="gap", found=show_value(gap), wanted="at least 0 and less than 1", remedy="write 0.01 for 1 %"
     )
 
 
@@ -134,22 +150,24 @@ def _count(flag: str, value: int | str | None) -> int | None:
     """A count of at least 1, None where it is to be chosen."""
     if value is None or value == AUTO:
         return None
-    if (
-        isinstance(value, int)
-        and value >= 1
-        and value is not True
-        or isinstance(value, str)
-        and value.isdecimal()
-        and int(value)
-    ):
-        return int(value)
-    raise InputError(where=flag, found=repr(value), wanted="at least 1, or auto", remedy=f"write {flag} 2")
+    if isinstance(value, str) and value.isdecimal() and len(value) <= len(str(MOST)):
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST:
+        return value
+    raise InputError(
+        where=flag,
+        found=show_value(value),
+        wanted=f"at least 1 and at most {MOST:,}, or auto",
+        remedy=f"write {flag} 2",
+    )
 
 
 def _choice(flag: str, choices: type[Choice], value: str) -> Choice:
     names = {str(choice.value): choice for choice in choices}
     if not isinstance(value, str) or value not in names:
-        raise InputError(where=flag, found=repr(value), wanted=", ".join(names), remedy="choose one of these")
+        raise InputError(
+            where=flag, found=show_value(value), wanted=", ".join(names), remedy="choose one of these"
+        )
     return names[value]
 
 
@@ -159,7 +177,7 @@ def _schedule(value: str) -> ScheduleKind | None:
     if value not in (*kinds, AUTO):
         raise InputError(
             where="--schedule",
-            found=repr(value),
+            found=show_value(value),
             wanted=", ".join((*kinds, AUTO)),
             remedy="choose one of these",
         )
@@ -170,11 +188,11 @@ def _static(said: Sequence[str] | str | None) -> tuple[str, ...]:
     """The names of tensors; of a text, `edge_index,batch`."""
     if isinstance(said, str):
         said = [name.strip() for name in said.split(",")]
-    names = tuple(said or ())
+    names = tuple(said or ()) if said is None or isinstance(said, Iterable) else (said,)
     if not all(isinstance(name, str) and name for name in names):
         raise InputError(
             where="--static",
-            found=cut_text(repr(said), 80),
+            found=show_value(said),
             wanted="names of arguments of forward or of buffers",
             remedy='write --static edge_index,batch, in Python static=("edge_index", "batch")',
         )
@@ -187,8 +205,10 @@ def _batch_dims(said: Mapping[str | int, int | None] | str | None) -> Mapping[st
         said = dict(map(_batch_dim, said.split(",")))
     if said is None:
         return None
+    if not isinstance(said, Mapping):
+        raise _wrong_dims(show_value(said))
     wrong = [
-        f"{key!r}: {dim!r}"
+        f"{show_value(key)}: {show_value(dim)}"
         for key, dim in said.items()
         if not isinstance(key, str | int) or isinstance(dim, bool) or not isinstance(dim, int | None)
     ]
@@ -199,9 +219,9 @@ def _batch_dims(said: Mapping[str | int, int | None] | str | None) -> Mapping[st
 
 def _batch_dim(word: str) -> tuple[str | int, int | None]:
     name, _, text = (part.strip() for part in word.partition("="))
-    if not name or not (text.removeprefix("-").isdecimal() or text.lower() == "none"):
-        raise _wrong_dims(repr(word))
-    return int(name) if name.isdecimal() else name, None if text.lower() == "none" else int(text)
+    if not name or not (_DIM.fullmatch(text) or text.lower() == "none"):
+        raise _wrong_dims(show_value(word))
+    return int(name) if _DIM.fullmatch(name) else name, None if text.lower() == "none" else int(text)
 
 
 def _wrong_dims(found: str) -> InputError:
@@ -245,7 +265,7 @@ class Option:
             return
         raise InputError(
             where=name,
-            found=f"{cut_text(repr(value), 80)}, a {type(value).__name__}",
+            found=f"{show_value(value)}, a {type(value).__name__}",
             wanted=" or ".join(kind.__name__ for kind in (*self.words, *self.types)),
             remedy=f"write {name}={self.example or repr(self.default)}",
         )
@@ -613,7 +633,7 @@ def is_local(value: str) -> bool:
         return value == "local"
     raise InputError(
         where="inputs",
-        found=repr(value),
+        found=show_value(value),
         wanted="'global' or 'local'",
         remedy="say whether every rank passes the whole batch or its own samples",
     )
@@ -647,13 +667,13 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as cause:
-        raise _wrong(f"{text!r}: {cause}") from cause
+        found = parse_json(text)
+    except ValueError as cause:
+        raise _wrong(f"{show_value(text)}: {cause}") from cause
     if not isinstance(found, dict):
-        raise _wrong(repr(text))
+        raise _wrong(show_value(text))
     wrong = [
-        f"{name}={word!r}"
+        f"{cut_text(name, SHOWN)}={show_value(word)}"
         for name, word in found.items()
         if name not in OPTIONS or not OPTIONS[name].fits(word)
     ]
@@ -672,6 +692,6 @@ def _wrong(found: str) -> InputError:
     return InputError(
         where=f"environment variable {VARIABLE}",
         found=found,
-        wanted="a JSON object of " + ", ".join(OPTIONS),
+        wanted="a JSON object of options by their names in help(autopar.parallelize), each of its type",
         remedy=f"""write {VARIABLE}='{{"stages": 2, "micro_batches": 8}}', or unset it""",
     )

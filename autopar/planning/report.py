@@ -17,9 +17,11 @@ from autopar.core.precision import Precision
 from autopar.core.program import Program
 from autopar.core.strategy import Option
 from autopar.cost.program.gathering import regathers
+from autopar.cost.program.moments import moments
 from autopar.cost.program.offload import moved, wait_seconds
 from autopar.cost.program.values import Values
 from autopar.planning.apart import error_of, interpolated_share, measured_share
+from autopar.planning.edge_cuts import edge_notes
 from autopar.planning.request import Request
 from autopar.planning.step_parts import step_parts
 from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
@@ -110,6 +112,7 @@ def report(
         parameter_bytes=_parameter_bytes(graph, prices.dims, step, priced.values),
         notes=(
             *graph.notes,
+            *edge_notes(graph, prices.dims.atoms, prices.dims.mesh.num_devices),
             *gathering_notes(graph, program),
             *whole_notes(graph, prices.dims, program, request.shard_state),
             *_reduced(graph, program),
@@ -124,6 +127,7 @@ def report(
         graph=fingerprint_of(graph),
         devices=cluster.devices,
         parts=step_parts(step, pipeline),
+        moments=() if pipeline.is_staged else moments(priced),
     )
 
 

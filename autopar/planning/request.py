@@ -23,7 +23,7 @@ from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
 from autopar.cost.machine.devices import GPUS
-from autopar.errors import InputError, cut_text
+from autopar.errors import InputError, show_value
 from autopar.planning.optimizer_state import state_of
 from autopar.planning.options import DEFAULT_GAP, MEASURE_SECONDS, PIPELINE, Options
 from autopar.results.plan import Plan
@@ -216,7 +216,7 @@ def check_cluster(cluster: object) -> None:
     if not isinstance(cluster, ClusterSpec):
         raise InputError(
             where="cluster",
-            found=f"{cut_text(repr(cluster), 80)}, a {type(cluster).__name__}",
+            found=f"{show_value(cluster)}, a {type(cluster).__name__}",
             wanted="a ClusterSpec",
             remedy="write ClusterSpec.local(2), or ClusterSpec.from_toml(file)",
         )
@@ -243,7 +243,7 @@ def check_timeout(timeout: object) -> None:
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise InputError(
             where="timeout",
-            found=f"{cut_text(repr(timeout), 80)}, a {type(timeout).__name__}",
+            found=f"{show_value(timeout)}, a {type(timeout).__name__}",
             wanted="a timedelta of more than 0 seconds",
             remedy="write timeout=timedelta(minutes=10)",
         )

@@ -1,6 +1,7 @@
 """Tells people what autopar found; importing the package registers how each result prints.
 
 plan                a plan as data
+plan_laws           what holds of every plan
 step_parts          where the seconds of its step go
 render_plan         a plan as text
 render_step         the seconds of its step as text
@@ -8,6 +9,8 @@ plan_words          the words of a printed plan, and what they mean
 fold_blocks         equal blocks of a table, printed once
 comparison          strategies side by side, as data
 render_comparison   as text
+frontier            plans under memory caps, as data
+measured_steps      what a comparison measured, read from its JSON
 scaling             plans on more and more devices, as data
 render_scaling      as text
 difference          two plans beside each other, as data

@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import cattrs
+from cattrs.v import format_exception
 
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Broadcast, Partial, Placement, Replicate, Shard
+from autopar.core.user_text import parse_json, read_text
 from autopar.core.version import VERSION
-from autopar.errors import InputError, cut_text
+from autopar.errors import SHOWN, AutoparError, InputError, cut_text, show_value
 from autopar.results.whole_file import write_whole
 
 FORMAT = 2  # of a file: another number gives its fields another meaning
 READ = (FORMAT - 1, FORMAT)  # formats that are read
 HEAD = ("kind", "format", "autopar")
-SHOWN = 3  # faults of a file that an error names
-LONGEST = 60  # characters of what a file says that an error repeats
+EXACTLY: Mapping[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str,), bool: (bool,)}
+FAULTS = 3  # of a file, that an error names
 
 Result = TypeVar("Result")
 
@@ -44,31 +48,55 @@ def save(result: object, path: str | Path) -> None:
     write_whole(Path(path), _text(document), where=f"{type(result).__name__.lower()} file {path}")
 
 
-def load(kind: type[Result], path: str | Path) -> Result:
+def load(
+    kind: type[Result], path: str | Path, broken_laws: Callable[[Result], Iterable[str]] = lambda _: ()
+) -> Result:
     """The result of that kind that `save` wrote; raises InputError for any other file."""
     document = _read(path, kind.__name__)
     try:
-        return _CONVERTER.structure(document["result"], kind)
+        result = _CONVERTER.structure(document["result"], kind)
     except cattrs.BaseValidationError as cause:
-        faults = cattrs.transform_error(cause, path="result")
-        more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-        raise _wrong(path, "; ".join(faults[:SHOWN]) + more, f"the fields of a {kind.__name__}") from cause
+        faults = cattrs.transform_error(cause, path="result", format_exception=_fault)
+        raise _faulty(path, kind, faults) from cause
+    if faults := list(broken_laws(result)):
+        raise _faulty(path, kind, faults)
+    return result
+
+
+def _faulty(path: str | Path, kind: type, faults: list[str]) -> InputError:
+    more = f" and {len(faults) - FAULTS} more" if len(faults) > FAULTS else ""
+    parts = [fault.rpartition(" @ ") for fault in faults[:FAULTS]]
+    found = (
+        "; ".join(f"{cut_text(what, SHOWN)}{at}{cut_text(path, SHOWN)}" for what, at, path in parts) + more
+    )
+    return _wrong(path, found, f"the fields of a {kind.__name__}")
+
+
+def _fault(cause: BaseException, kind: type | None) -> str:
+    """What is wrong with one field."""
+    match cause:
+        case AutoparError():
+            return f"{cause.found}, where {cause.wanted} is wanted"
+        case ValueError():
+            return str(cause)
+        case _:
+            return format_exception(cause, kind)
 
 
 def _read(path: str | Path, kind: str) -> dict[str, Any]:
     """The document in a file, whose kind and versions are those wanted."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
-        found = cause.strerror if isinstance(cause, OSError) else str(cause)
-        raise _wrong(path, str(found), f"a readable JSON file of a {kind}") from cause
+        document = parse_json(read_text(path))
+    except ValueError as cause:
+        raise _wrong(path, str(cause), f"a readable JSON file of a {kind}") from cause
     if not isinstance(document, dict) or document.keys() != {*HEAD, "result"}:
         raise _wrong(path, "other JSON", f"an object of {', '.join(HEAD)} and result")
     if document["kind"] != kind:
-        raise _wrong(path, f"kind {cut_text(repr(document['kind']), LONGEST)}", f"kind {kind!r}")
+        raise _wrong(path, f"kind {show_value(document['kind'])}", f"kind {kind!r}")
     if document["format"] not in READ or isinstance(document["format"], bool):
-        found = f"format {cut_text(repr(document['format']), LONGEST)} of autopar "
-        found += cut_text(str(document["autopar"]), LONGEST)
+        found = (
+            f"format {show_value(document['format'])} of autopar {cut_text(str(document['autopar']), SHOWN)}"
+        )
         raise _wrong(path, found, f"format {' or '.join(map(str, READ))}")
     return document
 
@@ -90,8 +118,15 @@ def _placement(text: Any, _: object) -> Placement:
         return plain[text]
     shard = re.fullmatch(r"S\((\d+)(?:\.(\d+))?\)", str(text))
     if shard is None:
-        raise ValueError(f"{text!r} is no placement: S(0), S(0.1), R, P or B")
+        raise ValueError(f"{show_value(text)} is no placement: S(0), S(0.1), R, P or B")
     return Shard(int(shard[1]), int(shard[2] or 0))
+
+
+def _exactly(types: tuple[type, ...], value: Any, kind: type) -> Any:
+    """The value, which has one of the types: what could be made of another is not what was saved."""
+    if type(value) not in types:
+        raise ValueError(f"{show_value(value)} is no {kind.__name__}")
+    return kind(value)
 
 
 def _converter() -> cattrs.Converter:
@@ -100,6 +135,8 @@ def _converter() -> cattrs.Converter:
         converter.register_unstructure_hook(printed, str)
     converter.register_structure_hook(Mesh, lambda text, _: Mesh.parse(str(text)))
     converter.register_structure_hook(Placement, _placement)
+    for kind, types in EXACTLY.items():
+        converter.register_structure_hook(kind, partial(_exactly, types))
     return converter
 
 

@@ -33,7 +33,10 @@ MARKS: dict[EventKind, tuple[str, str]] = {
     ActionKind.WEIGHT_GRADIENT: ("+", "weight gradients"),
     Beside.SYNC: ("s", "waits for gradient sums"),
     Beside.UPDATE: ("u", "update"),
+    Beside.RECOMPUTE: ("r", "computes again"),
+    Beside.COPIES: ("c", "waits for copies"),
 }
+WAITING = (Beside.SYNC, Beside.COPIES)
 MICROSECONDS = 1e6  # in a second; the unit of trace files
 
 
@@ -43,7 +46,7 @@ def timeline_text(timeline: Timeline, *, width: int = WIDTH) -> str:
     Below the picture stand what its marks mean, and how long each rank waits and what it holds.
     Raises InputError if `width` leaves no room for the picture.
     """
-    schedule = timeline.schedule
+    schedule, timeline = timeline.schedule, timeline.coarse
     rows = [
         (rank, stage)
         for rank in range(schedule.ranks)
@@ -116,7 +119,7 @@ def _line(timeline: Timeline, rank: int, stage: int, scale: float) -> str:
     """All columns of one stage."""
     columns = ["."] * round(timeline.seconds * scale)
     own = [event for event in timeline.events if event.rank == rank]
-    for event in [event for event in own if event.kind is Beside.SYNC and event.stage == stage]:
+    for event in [event for event in own if event.kind in WAITING and event.stage == stage]:
         _paint(columns, event, scale, MARKS[event.kind][0])
     for event in [event for event in own if event.computes]:
         number = "" if event.micro_batch is None else str(event.micro_batch)

@@ -11,8 +11,9 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.placement import Layout, show
 from autopar.core.program import Program
-from autopar.core.timeline import StageCost
+from autopar.core.timeline import Moment, StageCost
 from autopar.results import codec
+from autopar.results.plan_laws import broken_laws
 from autopar.results.step_parts import StepParts
 from autopar.results.text import html_of, text_of
 
@@ -133,6 +134,7 @@ class Plan:
     devices: str = ""  # nodes, devices of each and their kind, as in "2 x 4 h100"
     parts: StepParts = StepParts()  # of the step, which they add up to
     serial: Alternative | None = None  # one device of the cluster by itself, with as many micro-batches
+    moments: tuple[Moment, ...] = ()  # of a step without stages: of one micro-batch, and what comes once
 
     @property
     def mesh(self) -> Mesh:
@@ -153,7 +155,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote; raises InputError for another file, or another version's."""
-        return codec.load(cls, path)
+        return codec.load(cls, path, broken_laws)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as the command line's JSON shows it."""
@@ -197,6 +199,15 @@ class Plan:
                 "stage_bytes": [stage.nbytes for stage in self.stages],
                 "bubble": self.bubble,
             },
+            "moments": [
+                {
+                    "phase": moment.phase.value,
+                    "layer": moment.layer,
+                    "seconds": moment.seconds,
+                    "bytes": moment.nbytes,
+                }
+                for moment in self.moments
+            ],
             "conversions": list(self.conversions),
             "offload": {
                 "tensors": [

@@ -43,7 +43,9 @@ def _layers(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
         yield f"\n{layer.name} ({operator_name(layer.op)}){equal}"
         yield _choices(layer, base)
         if layer.untried:
-            yield f"{layer.untried} more ways, dearer by themselves, were not solved"
+            several = layer.untried > 1
+            ways = "ways, dearer by themselves, were" if several else "way, dearer by itself, was"
+            yield f"{layer.untried} more {ways} not solved"
         yield _why(layer, base)
 
 

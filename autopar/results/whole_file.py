@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from autopar.errors import InputError
@@ -12,15 +13,16 @@ def write_whole(path: Path, text: str, *, where: str) -> None:
 
     Raises InputError for `where`, leaving what was there, if the file can't be written.
     """
-    draft = path.with_name(path.name + ".part")
+    draft = path.parent / f"{path.name}.part"
     try:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
-    except OSError as cause:
-        draft.unlink(missing_ok=True)
+    except (OSError, ValueError) as cause:  # a ValueError of a name that no file can have
+        with suppress(OSError, ValueError):
+            draft.unlink(missing_ok=True)
         raise InputError(
             where=where,
-            found=str(cause),
+            found=getattr(cause, "strerror", None) or str(cause),
             wanted="a file that can be written",
             remedy="name another path",
         ) from cause

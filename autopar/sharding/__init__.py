@@ -7,6 +7,7 @@ strategies            from a graph to its atoms and all strategies
 atoms                 into what every dim can be split
 window                which input rows a range of output rows needs
 halo                  fetching them from other ranks
+vertex_order          orders of vertices in which few edges lead from part to part
 needed_rows           fetching the rows that a graph names
 sparse_blocks         the block of a sparse matrix that a rank has
 statistics            moments over sharded dims

@@ -20,10 +20,15 @@ Boundaries that the strides divide need fewer rows, or none where the window is 
 stride, so the fine cut keeps to a multiple of the strides as far as that leaves the ranks even. A
 component too short for its share of the boundaries has a cut of its own, and the exchange that
 fetches the window's rows moves the difference.
+
+**Tables.** Edges in the order of their destinations are cut where these are, whatever their number:
+
+    destinations   0 0 0 1 3 3     starts  0 3 4 4 6      vertices cut at 0 2 4, edges at 0 4 6
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -32,6 +37,8 @@ from fractions import Fraction
 from typing import Any
 
 import networkx as nx
+import torch
+from torch import Tensor
 
 from autopar.core.cut import Cut, aligned, balanced, chunked, has_empty, longest, longest_place, nested, part
 from autopar.core.graph import Graph, InputKind
@@ -47,6 +54,9 @@ Group = tuple[Dim | int, ...]
 # How much longer than an even share a part may be for the sake of aligned boundaries. Ranks that
 # wait lose this share of every operator at that size; an exchange of a few rows is cheaper.
 UNEVEN = 0.05
+# How many times its share the fullest part of edges may have for vertices and edges to be cut together: ranks
+# that wait lose more by then than an exchange of edges costs.
+FULLEST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +76,33 @@ class Scaling:
     scale: Fraction
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Rows of `output` lie in the order of the rows of `base`: row i of that has those from `starts[i]` to
+    `starts[i + 1]`."""
+
+    base: Dim
+    output: Dim
+    starts: Tensor
+    digest: str
+
+    @staticmethod
+    def of(base: Dim, output: Dim, index: Tensor, length: int) -> Table:
+        """By the row of `base`, of `length`, to which each row of `output` belongs; `index` must rise."""
+        starts = torch.searchsorted(index, torch.arange(length + 1))
+        return Table(base, output, starts, hashlib.blake2b(starts.numpy().tobytes()).hexdigest())
+
+
 class Atoms:
     """The refinement of every dim of a graph, and the components of atoms that are cut alike."""
 
-    def __init__(self, graph: Graph, relations: Sequence[Relation], scalings: Sequence[Scaling]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        relations: Sequence[Relation],
+        scalings: Sequence[Scaling],
+        tables: Sequence[Table] = (),
+    ) -> None:
         self.sizes: dict[Dim, int] = {
             (name, dim): size for name, spec in graph.specs.items() for dim, size in enumerate(spec.shape)
         }
@@ -88,7 +121,7 @@ class Atoms:
         for relation in relations:
             for left, right in self.matches(relation):
                 self.components.union(left, right)
-        self.scalings = tuple(scalings)
+        self.scalings, self.tables = tuple(scalings), tuple(tables)
 
     def _is_empty(self, relation: Relation) -> bool:
         items = (*relation.left, *relation.right)
@@ -183,7 +216,9 @@ class Dims:
         self.sign_of: dict[str, int] = {}
         self.memo: dict[object, Any] = {}  # what rules have cut for ranks, by what it depends on
         self._anchors: dict[Atom, tuple[Atom, Fraction, int]] = {}
+        self._tables: dict[Atom, tuple[Atom, Table]] = {}
         self._anchor()
+        self._follow_tables()
 
     # -- cuts ---------------------------------------------------------------------------------------
 
@@ -225,6 +260,40 @@ class Dims:
                 del self._anchors[component]
             self._cuts.clear()
 
+    def _follow_tables(self) -> None:
+        """Let the rows that a table puts in order be cut where those are to which they belong, unless some
+        part would be empty or have several times its share on this mesh."""
+        for table in sorted(
+            self.atoms.tables, key=lambda each: len(each.starts)
+        ):  # graphs, their vertices, edges
+            ends = [(name, dim, 0) for name, dim in (table.base, table.output)]
+            base, output = (self.atoms.components[end] for end in ends)
+            whole = all(len(self.atoms.of[name][dim]) == 1 for name, dim, _ in ends)
+            taken = {output} & (self._tables.keys() | self._anchors.keys() | self._weights)
+            if not whole or taken or output in self._followed(base):
+                continue
+            self._tables[output] = base, table
+            if not all(self._is_even(output, sizes) for sizes in self._subsets):
+                del self._tables[output]
+            self._cuts.clear()
+
+    def _followed(self, component: Atom) -> set[Atom]:
+        """The component, and those where it is cut by tables."""
+        found = {component}
+        while component in self._tables:
+            component, _ = self._tables[component]
+            found.add(component)
+        return found
+
+    def _is_even(self, component: Atom, sizes: tuple[int, ...]) -> bool:
+        """Whether no part is empty, or much longer than its share."""
+        length, parts = self._length(component), math.prod(sizes)
+        base, _ = self._tables[component]
+        if parts > min(length, self._length(base)):
+            return True  # of so few rows there is no such cut at all
+        cut = self.cut(component, sizes)
+        return not has_empty(cut) and longest(cut) <= FULLEST * -(-length // parts)
+
     def _unit(self, length: int, scales: Iterable[Fraction]) -> int:
         """The largest common stride whose multiples still cut `length` rows evenly."""
         even = -(-length // self.mesh.num_devices)
@@ -245,12 +314,24 @@ class Dims:
 
     def way_of_cutting(self, component: Atom) -> object:
         """Equal for components that are cut alike on one mesh, by whatever sizes; also of other graphs."""
+        if component in self._tables:
+            base, table = self._tables[component]
+            return (
+                self._length(component),
+                component in self._weights,
+                self.way_of_cutting(base),
+                table.digest,
+            )
         base, *way = self._anchors.get(component, (component,))
         followed = self._length(base), base in self._weights, *way
         return self._length(component), component in self._weights, followed
 
     def _make_cut(self, component: Atom, sizes: tuple[int, ...]) -> Cut:
         length = self._length(component)
+        if component in self._tables:
+            owner, table = self._tables[component]
+            if math.prod(sizes) <= self._length(owner):
+                return tuple(table.starts[torch.tensor(self.cut(owner, sizes))].tolist())
         base, scale, unit = self._anchors.get(component, (component, Fraction(1), 1))
         if base != component:
             fine = self.cut(base, sizes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from autopar.core.graph import TensorSpec
 from autopar.core.placement import Shard
 from autopar.sharding.rule import Handle, Site
 
+NEEDED = "r"  # the factor of which each rank fetches the rows that it reads
+Made = TypeVar("Made")
 Rows = tuple[int, int]  # [first, stop)
 Reads = Callable[[Sequence[int]], Tensor]  # the rows, rising, that the rank at a coordinate reads
 
@@ -36,6 +39,7 @@ class NeededRows:
     sent: Tensor
     receives: tuple[int, ...]
     sends: tuple[int, ...]
+    is_silent: bool  # whether no rank of the mesh reads a row of another
 
     @property
     def length(self) -> int:
@@ -71,6 +75,20 @@ def owned_rows(site: Site, operand: int, coordinate: Sequence[int]) -> Rows:
     return site.dims.rows(name, Shard(0), layout, coordinate)
 
 
+def cut_key(site: Site, operand: int) -> object:
+    """Equal where the rows of an operand and of the result are cut alike, on all ranks."""
+    result = site.operator.results[0]
+    assert result is not None
+    ends = (site.operands[operand], site.operand_layout(operand)), (result, site.result_layout())
+    axes = [tuple(axis for axis, each in enumerate(layout) if each == Shard(0)) for _, layout in ends]
+    lengths = [site.dims.graph.specs[name].shape[0] for name, _ in ends]
+    ways = [
+        site.dims.way_of_cutting(site.dims.component(name, Shard(0))) if along else length
+        for (name, _), along, length in zip(ends, axes, lengths, strict=True)
+    ]
+    return site.axes(NEEDED), *axes, *ways
+
+
 def needed_rows(site: Site, operand: int, axes: Sequence[int], reads: Reads) -> NeededRows:
     """What this rank exchanges so that all along `axes` have the rows of an operand that they read."""
     group = members(site, axes)
@@ -79,13 +97,20 @@ def needed_rows(site: Site, operand: int, axes: Sequence[int], reads: Reads) -> 
     mine, read = owned[me], reads(site.coordinate)
     foreign = [_within(read, rows) if rank != me else read[:0] for rank, rows in enumerate(owned)]
     sent = [_within(reads(place), mine) - mine[0] if place != group[me] else read[:0] for place in group]
-    return NeededRows(
-        mine, torch.cat(foreign), torch.cat(sent), tuple(map(len, foreign)), tuple(map(len, sent))
-    )
+    counts = tuple(map(len, foreign)), tuple(map(len, sent))
+    everyone = members(site, site.mesh.axes)  # programs of all ranks have the same calls
+    silent = all(_lies_in(reads(place), owned_rows(site, operand, place)) for place in everyone)
+    return NeededRows(mine, torch.cat(foreign), torch.cat(sent), *counts, silent)
+
+
+def _lies_in(rows: Tensor, span: Rows) -> bool:
+    return not len(rows) or bool(span[0] <= int(rows[0]) and int(rows[-1]) < span[1])
 
 
 def fetch_needed(site: Site, value: Handle, needed: NeededRows, axes: Sequence[int], key: object) -> Handle:
-    """The rank's rows of a value and those that it needs of others, of which `key` says which they are."""
+    """The rank's rows of a value and those that it needs of others, if any rank does; `key` tells which."""
+    if needed.is_silent:
+        return value
     spec = TensorSpec((len(needed.sent),), torch.int64)
     sent = site.emitter.constant((key, "sent"), spec, lambda: needed.sent)
     args = value, site.key(axes), sent, list(needed.sends), list(needed.receives)
@@ -97,3 +122,12 @@ def _within(rows: Tensor, span: Rows) -> Tensor:
     """Those of rising rows that lie in a range."""
     low, high = torch.searchsorted(rows, torch.tensor(span)).tolist()
     return rows[low:high]
+
+
+def remembered(site: Site, key: object, make: Callable[[], Made]) -> Made:
+    """What `make` gives of an operator's constants, once for all ranks and strategies with this key."""
+    memo = site.dims.memo
+    if key not in memo:
+        memo[key] = make()
+    found: Made = memo[key]
+    return found

@@ -26,7 +26,7 @@ from autopar.core.graph import Operator, Ref, TensorSpec, map_refs
 from autopar.core.placement import Layout, R, Shard
 from autopar.core.strategy import UNSUMMED, Option, Strategy
 from autopar.errors import RuleError
-from autopar.sharding.atoms import Atoms, Dim, Dims, Relation, Scaling
+from autopar.sharding.atoms import Atoms, Dim, Dims, Relation, Scaling, Table
 from autopar.sharding.equation import Equation, Kind, sharded_option, unsharded_options
 
 Handle: TypeAlias = Any  # a value in the program being written: an fx.Node
@@ -285,6 +285,10 @@ class Rule(ABC):
             for dim, label in enumerate(labels)
             if name and label and label in sources
         ]
+
+    def tables(self, op: Instance, values: Mapping[str, torch.Tensor]) -> list[Table]:
+        """Which rows lie in the order of which others, by the values of constants."""
+        return []
 
     def options(self, op: Instance, atoms: Atoms) -> list[Option]:
         """Every way to run the operator on one axis."""

@@ -19,7 +19,9 @@ def find_atoms(graph: Graph) -> Atoms:
     instances = [(rule_of(item), Instance(item, graph.specs)) for item in graph.operators]
     relations = [relation for rule, op in instances for relation in rule.relations(op)]
     scalings = [scaling for rule, op in instances for scaling in rule.scalings(op)]
-    return Atoms(graph, relations, scalings)
+    values = {item.name: item.value for item in graph.inputs if item.value is not None}
+    tables = [table for rule, op in instances for table in rule.tables(op, values)]
+    return Atoms(graph, relations, scalings, tables)
 
 
 def sign_of(operation: Operator, dims: Dims) -> int:

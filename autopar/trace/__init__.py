@@ -8,6 +8,8 @@ casts                what autocast casts, as operators
 call_forms           calls in functional form, with devices by name
 structure            evaluates what follows from a graph's edges alone
 fused_products       sums of neighbours as such products
+edge_operators       rows that a graph's structure picks and places
+sorted_edges         edges in the order of their destinations
 sparse_products      products of sparse matrices as one operator
 constant_folding     folds what follows from constants
 autocast             what torch.autocast does to operators

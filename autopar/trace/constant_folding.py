@@ -30,8 +30,10 @@ from autopar.core.graph import (
     may_learn,
 )
 from autopar.errors import TraceError
+from autopar.trace.edge_operators import with_edge_operators
 from autopar.trace.fused_products import with_products
 from autopar.trace.simplify import without_dead_code
+from autopar.trace.sorted_edges import with_sorted_edges
 from autopar.trace.sparse_products import PRODUCT
 from autopar.trace.structure import digest_of
 
@@ -94,7 +96,8 @@ class _Folding:
             operators=(*operators, *kept),
             specs=self.specs | {item.name: item.spec for item in made},
         )
-        return _without_twins(with_products(_without_twins(without_dead_code(graph))))
+        fused = with_products(_without_twins(without_dead_code(graph)))
+        return _without_twins(with_sorted_edges(with_edge_operators(_without_twins(fused))))
 
     def folds(self, item: Operator) -> bool:
         """Whether the operator follows from constants, of which at least one isn't made of numbers alone."""

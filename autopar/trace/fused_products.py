@@ -18,6 +18,7 @@ from autopar.trace.simplify import without_dead_code
 from autopar.trace.sparse_products import PRODUCT
 
 aten = torch.ops.aten
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class _Fusion:
         before, values = self.weights(found, order)
         into, result = found.add.operands[0], found.add.results[0]
         assert result is not None
-        is_zero = into in self.makers and self.makers[into].target is aten.zeros.default
+        is_zero = into in self.makers and self.makers[into].target in ZEROS
         length, spec = self.specs[into].shape[0], self.specs[result]
         name = result if is_zero else f"{result}_product"
         self.specs[name] = replace(spec, requires_grad=spec.requires_grad)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+from tests.docs.blocks import BLOCK, ROOT
+
 FILE = re.compile(r"^(?:---|\+\+\+) (.+)\n", re.MULTILINE)
 
 

@@ -22,13 +22,9 @@ from autopar.convert.moves import Action, effect_of
 from autopar.core.placement import B, P, Placement, R, Shard
 from autopar.planning.options import OPTIONS, PARALLELIZE, PLAN, Options
 from autopar.results.render_step import LEAST, MOST
-from tests.docs.recipes import BLOCK, ROOT
+from tests.docs.blocks import BLOCK, PAGES, ROOT, blocks_of, files_of, text_of
 from tests.test_architecture import FLOORS
 
-PAGES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
-)
 CODE = ("autopar", "costdb", "tests", "examples")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -37,11 +33,8 @@ TARGET = re.compile(r"\w[\w/]*\.py:\w+")
 FILE = re.compile(r"[\w/]+\.(?:py|md|toml)")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 MOST_LINES = 200  # of the README
-USERS = {"file.py", "train.py", "h100.toml"}  # files of users, which examples name
-
-
-def text_of(page: str) -> str:
-    return (ROOT / page).read_text()
+USERS = {"file.py", "train.py", "h100.toml", "lm.py"}  # files of users, which examples name
+PROGRAMS = {"srun", "torchrun"}  # of others
 
 
 def inline(page: str) -> list[str]:
@@ -56,10 +49,12 @@ def shell_lines(page: str) -> list[str]:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """Every command line of autopar in a page's blocks, as words."""
-    for line in shell_lines(page):
-        if line.startswith("autopar "):
-            yield shlex.split(line, comments=True)[1:]
+    """Every command line of autopar in a page's blocks, as words, also where a launcher starts it."""
+    scripts = [block.text for block in blocks_of(page) if block.language == "bash"]
+    for line in (*shell_lines(page), *"".join(scripts).splitlines()):
+        words = shlex.split(line, comments=True) if "autopar" in line else []
+        if words and words[0] in {"autopar", *PROGRAMS} and "autopar" in words:
+            yield words[words.index("autopar") + 1 :]
 
 
 @cache
@@ -159,7 +154,9 @@ def test_names_that_a_page_names_exist(page: str) -> None:
     words = {
         word for word in words if NAME.fullmatch(word) and not FILE.fullmatch(word) and not iskeyword(word)
     }
-    assert not [word for word in sorted(words) if not is_known(word)]
+    python = "".join(block.text for block in blocks_of(page) if block.language == "python")
+    own = {*re.findall(r"\w+", python), *PROGRAMS}
+    assert not [word for word in sorted(words - own) if not is_known(word)]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -188,10 +185,8 @@ def test_command_lines_are_ones_that_autopar_takes(page: str) -> None:
 def test_targets_flags_and_modules_exist(page: str) -> None:
     lines = [*inline(page), *shell_lines(page)]
     for file, function in (target.split(":") for line in lines for target in TARGET.findall(line)):
-        assert file in USERS | {"nets.py"} or f"def {function}(" in (ROOT / file).read_text(), (
-            file,
-            function,
-        )
+        known = file in USERS | {"nets.py"} | files_of(page).keys()
+        assert known or f"def {function}(" in (ROOT / file).read_text(), (file, function)
     own = [line for line in lines if "python" not in line and "torchrun" not in line]
     unknown = {flag for line in own for flag in FLAG.findall(line)} - flags()
     assert not unknown, sorted(unknown)

@@ -6,20 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.convert.path import tree
+from autopar.core.graph import InputKind, Operator
 from autopar.core.mesh import Mesh
+from autopar.core.move import Move
 from autopar.core.placement import Layout, R, Shard
 from autopar.core.program import Program
+from autopar.core.strategy import Strategy
 from autopar.proof.operators import OneOperator
 from autopar.proof.ranks import distribute, run
 from autopar.proof.simulated import Call, simulate
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Sample
-from autopar.sharding.strategies import find_atoms, strategies_of
+from autopar.sharding.strategies import find_atoms, options_of, strategies_of
+from autopar.trace.edge_operators import PICK, PLACE
+from autopar.trace.export import trace
 from autopar.trace.sparse_products import PRODUCT
+from tests.forced_programs import connect
 
 N, F = 5040, 240  # vertices and features, which the numbers of ranks divide
 BACK = {"s_to_b": "p_to_s", "p_to_s": "s_to_b", "p_to_b": "p_to_b"}  # the move that a gradient makes
@@ -84,7 +90,7 @@ def layer(
         name: tree(
             ends[name],
             [wanted[name]],
-            lambda move: float(sum(isinstance(each, Shard) for each in move.source) + 1),
+            by_shards,
             legal=lambda layout, name=name: dims.legal(name, layout),  # type: ignore[misc]
             differentiable=True,
         )
@@ -102,3 +108,51 @@ def layer(
     count = Counting(mesh.num_devices)
     run(programs, distribute(one.tensors, program.inputs, dims), meaning=count)
     return count.elements
+
+
+class _Messages(nn.Module):
+    """Messages that are no product, of the vertices where edges begin."""
+
+    def __init__(self, edges: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("edge_index", edges)
+        self.edge_index: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        target, source = self.edge_index
+        return torch.zeros_like(x).index_add(0, target, torch.tanh(x[source]))
+
+
+def messages(mesh: Mesh, source: str, target: str, *, edges: Tensor, width: int = F) -> float:
+    """Elements that one rank sends on average for messages along edges (rows and columns), forward and
+    backward, picked by one factor and placed by the other, with vertices split before and after."""
+    x = torch.randn(N, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    graph = trace(_Messages(edges), (x,)).graph
+    dims = Dims(graph, find_atoms(graph), mesh)
+    split = (Shard(0),) * len(mesh.shape)
+    factors = {PICK: source, PLACE: target}
+
+    def strategy(item: Operator) -> Strategy:
+        wanted = factors.get(item.target, "d0")
+        named = {option.factor: option for option in options_of(item, dims)}
+        return (named[wanted],) * len(mesh.shape)
+
+    program = connect(
+        graph,
+        dims,
+        {item.name: strategy(item) for item in graph.operators},
+        store=lambda item, _: split if item.kind is InputKind.USER else (R,) * len(mesh.shape),
+        leave=lambda _: split,
+        price=by_shards,
+    )
+    given = {InputKind.USER: x, InputKind.BUFFER: edges}
+    values = {item.name: given[item.kind] if item.value is None else item.value for item in graph.inputs}
+    programs = [rewrite(graph, program, dims, rank=rank) for rank in range(mesh.num_devices)]
+    count = Counting(mesh.num_devices)
+    run(programs, distribute(values, program.inputs, dims), meaning=count)
+    return count.elements
+
+
+def by_shards(move: Move) -> float:
+    """A price of moves by which tensors are split as long as they can be."""
+    return float(sum(isinstance(each, Shard) for each in move.source) + 1)

@@ -7,7 +7,8 @@ import torch
 
 from autopar.core.mesh import Mesh
 from autopar.core.placement import B, Placement, Shard
-from tests.ops.layer_bytes import F, N, layer
+from tests.benchmarks.graphs import rows_of
+from tests.ops.layer_bytes import F, N, layer, messages, random_edges
 
 S0, S1 = Shard(0), Shard(1)
 
@@ -56,3 +57,20 @@ def test_rows_that_are_read_along_one_axis_with_features_along_the_other() -> No
     edges = torch.stack((torch.arange(N), torch.arange(N).roll(1)))
     found = layer(Mesh((2, 2)), ["r", "f"], (S0, S1), (S0, S1), edges=edges)
     assert found == pytest.approx(2 * F / 2)  # one row of half the features to each other rank
+
+
+@pytest.mark.parametrize(("source", "target", "times"), [("e", "e", 4), ("e", "r", 2)])
+def test_messages_to_vertices_that_are_split_send_half_of_what_edges_do(
+    source: str, target: str, times: int
+) -> None:
+    """Edges in the order of where they lead are cut with these vertices, and their sums stay."""
+    ranks, width = 2, 8
+    found = messages(Mesh((ranks,)), source, target, edges=random_edges(), width=width)
+    assert found == pytest.approx(times * N * width * (ranks - 1) / ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_every_row_of_the_table_is_as_counted(ranks: int) -> None:
+    for row in rows_of(ranks):
+        assert row.counted == pytest.approx(row.formula), row

@@ -16,7 +16,7 @@ from autopar.core.costs import DeviceModel, Saved
 from autopar.core.graph import Call
 from autopar.cost.machine import measuring
 from autopar.cost.machine.compute import estimate
-from autopar.cost.machine.model import setting_of
+from autopar.cost.machine.model import busy_setting, setting_of
 from costdb.database import Database
 from costdb.measurement import Measurement
 
@@ -69,7 +69,7 @@ def planned(costdb: str, **options: Any) -> autopar.Plan:
 
 def count(costdb: str) -> int:
     with Database.open(costdb) as database:
-        return len(database.operators(setting_of(TWO)))
+        return len(database.operators(busy_setting(TWO)))
 
 
 def test_without_seconds_it_is_the_plan_by_estimates(costdb: str) -> None:

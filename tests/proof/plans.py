@@ -173,7 +173,10 @@ def prove(model: Model, program: Program, dims: Dims) -> tuple[float, str]:
     _backward(wanted, cotangents)
     worst: tuple[float, str] = (0.0, "-")
     for meaning in (simulate, simulate_typed):
-        worst = max(worst, _prove(model, program, dims, programs, wanted, cotangents, meaning))
+        found = _prove(
+            model, program, dims, programs, [each.constants for each in written], wanted, cotangents, meaning
+        )
+        worst = max(worst, found)
     return worst
 
 
@@ -217,6 +220,7 @@ def _prove(
     program: Program,
     dims: Dims,
     programs: Sequence[GraphModule],
+    constants: Sequence[Mapping[str, Tensor]],
     wanted: Mapping[str, Tensor],
     cotangents: Mapping[str, Tensor],
     meaning: Meaning,
@@ -227,7 +231,8 @@ def _prove(
     }
     locals_ = distribute(full, program.inputs, dims)
     torch.manual_seed(model.seed)
-    outputs = run(programs, locals_, meaning=meaning)
+    held = [local | dict(own) for local, own in zip(locals_, constants, strict=True)]
+    outputs = run(programs, held, meaning=meaning)
     errors = Errors(dims)
     count = len(graph.outputs)
     for place, name in enumerate(graph.outputs):

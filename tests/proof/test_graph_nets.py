@@ -6,10 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.api import verify
 from autopar.cluster import ClusterSpec
+from autopar.trace.edge_operators import PICK, PLACE
+from autopar.trace.export import trace
 from tests.trace.graph_nets import (
     HIDDEN,
     HeldLayer,
@@ -106,6 +110,42 @@ def test_sparse_products_stay_where_they_are_in_blocks(name: str, variant: tuple
 @pytest.mark.parametrize("name", SPARSE)
 def test_every_variant_of_sparse_products_is_right(name: str, variant: tuple[str, Sequence[str]]) -> None:
     prove_variant(name, *variant)
+
+
+class Attention(nn.Module):
+    """Messages weighed by a softmax over each vertex's edges, as GATConv's, with dropout of weights."""
+
+    def __init__(self, features: int, out: int) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(features, out), nn.Linear(2 * out, 1)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x, (source, target) = self.linear(x), edge_index
+        score = F.leaky_relu(self.weight(torch.cat((x[source], x[target]), 1)))[:, 0]
+        none = score.new_zeros(len(x))
+        most = none.scatter_reduce(0, target, score.detach(), "amax", include_self=False)
+        share = torch.exp(score - most[target])
+        share = F.dropout(share / none.index_add(0, target, share)[target], 0.2, self.training)
+        return torch.zeros_like(x).index_add(0, target, share[:, None] * x[source])
+
+
+def pinned(layer: Layer, factor: str) -> dict[str, list[str]]:
+    """All operators of the net that pick or place rows, pinned to a factor."""
+    net = target(layer)
+    graph = trace(net.model, net.args, loss_fn=net.loss_fn).graph
+    return {item.name: [factor] for item in graph.operators if item.target in (PICK, PLACE)}
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(5, marks=pytest.mark.long)])
+def test_attention_trains_as_alone_with_its_vertices_and_edges_split(devices: int) -> None:
+    prove(Attention, devices, pinned(Attention, "r"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer", "sage_max"])
+def test_every_layer_may_exchange_the_rows_that_it_needs(name: str, devices: int) -> None:
+    prove(layers()[name], devices, pinned(layers()[name], "r"))
 
 
 @pytest.mark.long

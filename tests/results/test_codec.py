@@ -99,7 +99,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "a field too many": (lambda d: d["result"].update(speed=1), r"extra fields found \(speed\)"),
     "no placement": (
         lambda d: d["result"]["program"]["inputs"].update(input_0=["S(a)"]),
-        r"expected .*Shard.* @ result\.program\.inputs\['input_0'\]\[0\]",
+        r"'S\(a\)' is no placement.* @ result\.program\.inputs\['input_0'\]\[0\]",
     ),
     "no mesh": (lambda d: d["result"]["program"].update(mesh="2y2"), r"result\.program\.mesh"),
     "no number": (lambda d: d["result"].update(peak_bytes="much"), r"result\.peak_bytes"),

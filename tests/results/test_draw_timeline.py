@@ -139,7 +139,8 @@ def test_a_trace_file_reads_back_as_the_timeline(tmp_path: Path) -> None:
         for event in timeline.events
     )
     assert found == wanted
-    assert {event["cat"] for event in complete} == {kind.name.lower() for kind in (*ActionKind, *Beside)}
+    staged = (*ActionKind, Beside.SEND, Beside.SYNC, Beside.UPDATE)
+    assert {event["cat"] for event in complete} == {kind.name.lower() for kind in staged}
     counters = [event for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == 1]
     assert [(event["ts"], event["args"]["bytes"]) for event in counters] == [
         (held.seconds * 1e6, held.nbytes) for held in timeline.held[1]

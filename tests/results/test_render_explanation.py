@@ -114,3 +114,8 @@ def test_json_holds_all_of_it() -> None:
     document = json.loads(json.dumps(FOUND.as_dict()))
     assert document["memory_binds"] is True and document["layers"][0]["others"][0]["outcome"]["gap"] == 0.02
     assert document["base"]["parts"]["compute"] == 0.1 and document["what_if"][0]["outcome"] is None
+
+
+def test_a_single_way_is_told_as_one() -> None:
+    found = replace(FOUND, layers=(replace(LAYER, untried=1),))
+    assert "1 more way, dearer by itself, was not solved" in str(found)

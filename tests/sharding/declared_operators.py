@@ -33,6 +33,23 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
 product.register_autograd(_gradients, setup_context=_keep)
 
 
+@torch.library.custom_op("declared::biased", mutates_args=())
+def biased(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """x w^T + bias."""
+    return x @ w.T + bias
+
+
+biased.register_fake(lambda x, w, bias: x.new_empty(len(x), len(w)))
+biased.register_autograd(
+    lambda ctx, gradient: (
+        gradient @ ctx.saved_tensors[1],
+        gradient.T @ ctx.saved_tensors[0],
+        gradient.sum(0),
+    ),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]),
+)
+
+
 @torch.library.custom_op("declared::limited", mutates_args=())
 def limited(x: Tensor) -> Tensor:
     """x, its gradient limited to 0.01: by a backward that isn't linear."""

@@ -19,7 +19,7 @@ from autopar.sharding.declared import Declared, register
 from autopar.sharding.rule import GATHER, RULES, Instance
 from autopar.trace.target import Target
 from costdb.database import Database
-from tests.sharding.declared_operators import Limited, Net, limited, product, written
+from tests.sharding.declared_operators import Limited, Net, biased, limited, product, written
 
 TRUE = "... i+, o i+ -> ... o"
 CALL = (torch.randn(5, 7), torch.randn(4, 7), 0.5)
@@ -43,6 +43,15 @@ def test_what_is_true_is_proved(text: str) -> None:
     found = verify(text)
     assert found.error < 1e-12 and found.factors[-1] == "o" and found.strategies > 10
     assert ("i" in found.factors) == ("i+" in text)
+
+
+def test_what_is_added_to_a_sum_joins_once() -> None:
+    call = torch.randn(5, 7), torch.randn(4, 7), torch.randn(4)
+    register(biased, "n i+, o i+, o& -> n o")
+    assert autopar.verify_operator(biased, *call).factors == ("n", "i", "o")
+    register(biased, "n i+, o i+, o -> n o")
+    with pytest.raises(CheckError, match="split along i over 2, result 0"):
+        autopar.verify_operator(biased, *call)
 
 
 def test_dots_are_dims_of_any_number() -> None:

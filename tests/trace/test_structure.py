@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from autopar.core.graph import InputKind, Operator, map_refs
 from autopar.errors import InputError, TraceError, ValuesAskedError
+from autopar.trace.edge_operators import PLACE
 from autopar.trace.export import Traced, trace
 from autopar.trace.sparse_products import PRODUCT
 from tests.trace.graph_nets import FEATURES, VERTICES, SumOfNeighbours, WeightedLayer, adjacency, edges
@@ -74,9 +75,20 @@ def test_scatters_of_whole_rows_are_told_as_such() -> None:
         return largest + zeros.scatter_add(0, rows, messages)
 
     found = traced(most, torch.randn(VERTICES, FEATURES), edges())
+    placed = {item.args[3] for item in found.graph.operators if item.target is PLACE}
+    assert placed == {"amax", "sum"}
+    assert all(item.target is not aten.expand.default for item in found.graph.operators)
+
+
+def test_scatters_into_what_is_there_are_by_rows_as_well() -> None:
+    def added(x: Tensor, edge_index: Tensor) -> Tensor:
+        source, target = edge_index
+        rows = target.view(-1, 1).expand(-1, x.shape[1])
+        return x.scatter_reduce(0, rows, x[source], "amax") + x.scatter_add(0, rows, x[source].exp())
+
+    found = traced(added, torch.randn(VERTICES, FEATURES), edges())
     targets = {item.target for item in found.graph.operators}
     assert {aten.index_reduce.default, aten.index_add.default} <= targets
-    assert aten.expand.default not in targets
 
 
 def test_masks_of_constants_and_of_edges_choose_rows() -> None:

@@ -7,7 +7,9 @@
 
 A machine that is shared, or grows warm, is faster at one time than at another. So that what is measured at
 different times can be compared, seconds are those of the time when `YARDSTICKS` took what is known of them,
-or else what they take first.
+or else what they take first: of products by that for products, of others by that for memory, for a busy
+memory hardly slows what cores compute. What is known must be of the same circumstances. Measured alone and
+then beside a neighbour, yardsticks would take off what the neighbour costs.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import geometric_mean
 
 import torch
 
 from autopar.core.graph import Call, TensorSpec
+from autopar.cost.machine.flops import training_flops
 from autopar.cost.machine.neighbours import Ratio
 from autopar.cost.machine.threads import using_threads
 from costdb import operands
@@ -93,7 +95,7 @@ class Measuring:
                 self.co_runners(portion)
             timed = measure_portion(portion, self.threads)
             first = {each.key(): timed[each.key()] for each in YARDSTICKS} | first
-            new = _scaled(timed, first)
+            new = _scaled(timed, first, portion)
             self.keep(new.values())
             found |= new
             refused |= {call.key() for call in portion} - new.keys()
@@ -138,10 +140,15 @@ def measure_portion(calls: Sequence[Call], threads: int) -> dict[str, Measuremen
     return {each.key: each for each in timed}
 
 
-def _scaled(timed: Mapping[str, Measurement], first: Mapping[str, Measurement]) -> dict[str, Measurement]:
+def _scaled(
+    timed: Mapping[str, Measurement], first: Mapping[str, Measurement], calls: Iterable[Call]
+) -> dict[str, Measurement]:
     """What was timed as it was when yardsticks took what they took `first`."""
-    pace = geometric_mean(first[key].forward_seconds / timed[key].forward_seconds for key in first)
-    return {key: first[key] if key in first else each.scaled(pace) for key, each in timed.items()}
+    product, memory = (
+        first[key].forward_seconds / timed[key].forward_seconds for key in (each.key() for each in YARDSTICKS)
+    )
+    paces = {each.key(): product if training_flops(each).forward else memory for each in calls}
+    return {key: first[key] if key in first else each.scaled(paces[key]) for key, each in timed.items()}
 
 
 def _named(calls: Sequence[Call]) -> str:

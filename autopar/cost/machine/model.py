@@ -69,7 +69,7 @@ class CostModel:
         """Read what `database` knows about the cluster's devices."""
         if cluster.device_type != "cpu":
             return CostModel(device_model(cluster.device, database), {}, CollectiveTable({}))
-        setting = setting_of(cluster)
+        setting = busy_setting(cluster)
         with using_threads(setting.threads):
             device = calibrate("cpu", database)
         measured = database.operators(setting) if database else {}
@@ -160,6 +160,19 @@ def setting_of(cluster: ClusterSpec) -> Setting:
     share = int(_cores(cluster) // cluster.devices_per_node)
     threads = min(torch.get_num_threads(), max(1, share))
     return Setting(fingerprint("cpu"), str(torch.__version__), threads)
+
+
+def co_running(cluster: ClusterSpec) -> int:
+    """How many processes of a node compute at the same time, each on cores of its own."""
+    return max(1, min(cluster.devices_per_node, int(_cores(cluster))))
+
+
+def busy_setting(cluster: ClusterSpec) -> Setting:
+    """Where operators are measured: beside as many processes as a node has, which share caches and memory."""
+    setting, count = setting_of(cluster), co_running(cluster)
+    if count == 1:
+        return setting
+    return replace(setting, fingerprint=f"{setting.fingerprint}; {count} busy")
 
 
 def network_of(cluster: ClusterSpec) -> Setting:

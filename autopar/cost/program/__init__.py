@@ -5,6 +5,7 @@ values           every tensor in every layout: where it is made, where it is use
 tape             the program as calls on numbered values, in order
 step             what every micro-batch repeats, and what is done once
 peak_memory      what is alive at every moment of a step
+moments          what one device does and holds, over time
 recompute        operators that are computed again in backward
 offload          tensors that wait in the host's memory
 gathering        weights that are stored in shards

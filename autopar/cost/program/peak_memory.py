@@ -88,13 +88,13 @@ class Life:
 
 def peak_memory(priced: PricedProgram) -> Peak:
     """Replay one step of the largest rank, with the parts of the program that are computed again."""
-    return _Replay(priced).run()
+    return Replay(priced).run()
 
 
 def footing(priced: PricedProgram, *, starts: Sequence[int] | None = None) -> Footing:
     """What each operator of the largest rank holds, for cuts into pipeline stages to add up. A stage moves
     what hides in it of what the program moves, or all if that is of the stages from `starts` on."""
-    replay = _Replay(priced, staged=True, starts=starts or (0,))
+    replay = Replay(priced, staged=True, starts=starts or (0,))
     replay.run()
     link = priced.prices.cluster.host
     if starts is None and link is not None:
@@ -134,7 +134,7 @@ def lives(priced: PricedProgram) -> tuple[Life, ...]:
     return (*found, *own)
 
 
-class _Heap:
+class Heap:
     """Storages by key, each there while somebody holds it; `now` bytes, and at `most` so far."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class _Heap:
 
 
 @dataclass(slots=True)
-class _Part:
+class Part:
     """Calls [first, stop) of the tape that are computed again in backward."""
 
     first: int
@@ -167,7 +167,7 @@ class _Part:
         return range(self.first, self.stop)
 
 
-class _Replay:
+class Replay:
     """One step. Keys of storages are roots; ("again", root) of those that are computed again, ("back", root)
     of those that were fetched from the host, ("own", call) of scratch, ("gradient", number) of gradients.
 
@@ -202,7 +202,7 @@ class _Replay:
         self.moved_from: dict[int, list[int]] = {}  # of each that is away, who would keep it, by place
         self.back: set[int] = set()  # those that were fetched
         self.begun: set[int] = set()  # stages that have begun to fetch
-        self.heap = _Heap()
+        self.heap = self.new_heap()
         self.copies: set[int] = set()  # roots that are there as copies
         self.variables: set[Hashable] = set()  # storages that a later call takes
         self.keepers: dict[int, list[int]] = {}  # of each storage that is kept, by place
@@ -222,12 +222,16 @@ class _Replay:
         weights = sorted(self.tape.weights, key=self.first_use)
         self.sums = _Sums(self.heap, weights, adding=self.prices.accumulates)
 
-    def find_parts(self) -> list[_Part]:
+    def new_heap(self) -> Heap:
+        """The memory in which it is replayed."""
+        return Heap()
+
+    def find_parts(self) -> list[Part]:
         found = []
         for first, stop in self.program.recompute:
             inside = [number for number, call in enumerate(self.calls) if first <= call.place < stop]
             if inside:
-                found.append(_Part(inside[0], inside[-1] + 1))
+                found.append(Part(inside[0], inside[-1] + 1))
         return found
 
     def run(self) -> Peak:
@@ -418,7 +422,7 @@ class _Replay:
         if len(self.departing) > AHEAD:
             self.heap.drop(self.departing.pop(0))
 
-    def first_time(self, part: _Part, left: Counter[int]) -> None:
+    def first_time(self, part: Part, left: Counter[int]) -> None:
         """A part in forward: what it takes is kept, and what it will not make again."""
         for root in self.taken(part):
             self.keep(root, self.calls[part.first].place)
@@ -434,19 +438,19 @@ class _Replay:
     def uses(self, calls: Iterable[TapeCall]) -> Counter[int]:
         return Counter(self.tape.root[value] for call in calls for value in call.memory.takes)
 
-    def taken(self, part: _Part) -> list[int]:
+    def taken(self, part: Part) -> list[int]:
         """Storages that a part takes from outside."""
         inside = self.given(part)
         found = (self.tape.root[value] for number in part.calls for value in self.calls[number].memory.takes)
         return [root for root in dict.fromkeys(found) if root not in inside]
 
-    def leaving(self, part: _Part) -> set[int]:
+    def leaving(self, part: Part) -> set[int]:
         """Storages that a part makes for later calls."""
         later = self.uses(self.calls[part.stop :])
         outputs = {self.tape.root[value] for value in self.tape.outputs}
         return {root for root in self.given(part) if later[root] or root in outputs}
 
-    def given(self, part: _Part) -> set[int]:
+    def given(self, part: Part) -> set[int]:
         """Storages that a part makes."""
         gives = (item for number in part.calls for item in self.calls[number].memory.gives)
         return {item.value for item in gives if item.alias is None}
@@ -511,7 +515,7 @@ class _Replay:
         """The first call that takes the weight; -1 if none does."""
         return self.firsts.get(weight.value, -1)
 
-    def second_time(self, part: _Part) -> None:
+    def second_time(self, part: Part) -> None:
         """A part is computed again, up to the last tensor that its backward reads."""
         calls = [self.calls[number] for number in part.calls]
         kept = {item.value for call in calls if not call.memory.repeats for item in call.memory.gives}
@@ -550,7 +554,7 @@ class _Replay:
         if memory.repeats:
             self.own_for_weights[place] += memory.own
 
-    def differentiate(self, number: int, part: _Part | None) -> None:
+    def differentiate(self, number: int, part: Part | None) -> None:
         """A call's backward: from the gradients of what it gave to those of what it took."""
         call = self.calls[number]
         incoming = {
@@ -648,7 +652,7 @@ class _Sums:
     large one is summed where it lies. Those of earlier micro-batches are there from the start.
     """
 
-    def __init__(self, heap: _Heap, weights: Sequence[Weight], *, adding: bool) -> None:
+    def __init__(self, heap: Heap, weights: Sequence[Weight], *, adding: bool) -> None:
         """`weights` in the order of their first use."""
         self.heap, self.adding, self.weights = heap, adding, weights
         members = [

@@ -68,8 +68,30 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
+class Spot:
+    """A point of a plot, in per cent of its width from the left, and of its height from the top."""
+
+    left: float
+    top: float
+    colour: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Points of two scales, joined by steps; each scale with its name and its ends, and marks between them:
+    where, in per cent, and what they say."""
+
+    spots: tuple[Spot, ...]
+    across: str
+    upwards: str
+    marks_across: tuple[tuple[float, str], ...]
+    marks_upwards: tuple[tuple[float, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Picture:
-    """Bars of one scale, what their colours mean, and the table behind them."""
+    """Bars of one scale, or a plot, what their colours mean, and the table behind them."""
 
     title: str
     about: str
@@ -77,6 +99,7 @@ class Picture:
     colours: tuple[tuple[str, str], ...]  # class and meaning
     table: Table
     rest: str = ""  # says what is left out
+    plot: Plot | None = None
     whole: bool = False  # one bar alone, which needs no name, with its table beneath
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
 from autopar.core.timeline import Timeline
 from autopar.core.version import VERSION
 from autopar.errors import cut_text
+from autopar.results.frontier import Frontier
+from autopar.results.measured_steps import MeasuredSteps
 from autopar.results.plan import Plan
 from autopar.results.render_plan import advice
 from autopar.results.render_step import trust_lines
-from autopar.results.report.figures import LONGEST, Picture, key_figures
+from autopar.results.report.figures import LONGEST, key_figures
+from autopar.results.report.frontier_picture import frontier_picture
+from autopar.results.report.measured_picture import measured_picture
 from autopar.results.report.model_picture import axes_table, model_picture
 from autopar.results.report.step_picture import step_picture, strategies_picture
 from autopar.results.report.time_picture import memory_picture, time_picture
@@ -23,12 +30,52 @@ NOTES = 40  # that are shown, each of so many characters:
 NOTE = 4 * LONGEST
 
 
-def page(plan: Plan, timeline: Timeline | None = None) -> str:
-    """The page of a plan; of one with stages, `timeline` is what `autopar.api.timeline` makes of it."""
-    pictures: list[Picture | None] = [step_picture(plan), model_picture(plan)]
-    if timeline is not None:
-        pictures += [time_picture(plan, timeline), memory_picture(timeline)]
-    pictures.append(strategies_picture(plan))
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a page shows beside its plan: the step over time (`autopar.timeline`), the frontier of seconds and
+    bytes, and steps that were measured; each as far as it is known."""
+
+    timeline: Timeline | None = None
+    frontier: Frontier | None = None
+    measured: MeasuredSteps | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The frontier and the measured steps as the command line's JSON shows them."""
+        return {
+            "frontier": self.frontier.as_dict() if self.frontier else None,
+            "measured": self.measured.as_dict() if self.measured else None,
+        }
+
+
+NOTHING = Beside()
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A page that was written: its file and bytes, its plan, and what it shows beside that."""
+
+    path: Path
+    nbytes: int
+    plan: Plan
+    beside: Beside
+
+    def as_dict(self) -> dict[str, Any]:
+        """The page as the command line's JSON shows it."""
+        return {"report": str(self.path), "bytes": self.nbytes} | self.beside.as_dict()
+
+
+def page(plan: Plan, beside: Beside = NOTHING) -> str:
+    """The page of a plan, with what is known beside it."""
+    timeline, frontier, measured = beside.timeline, beside.frontier, beside.measured
+    pictures = [
+        step_picture(plan),
+        measured_picture(plan, measured) if measured else None,
+        model_picture(plan),
+        time_picture(plan, timeline) if timeline else None,
+        memory_picture(plan, timeline) if timeline else None,
+        frontier_picture(plan, frontier) if frontier else None,
+        strategies_picture(plan),
+    ]
     return _template().render(
         plan=plan,
         cluster=cut_text(plan.cluster, NOTE),
@@ -36,15 +83,29 @@ def page(plan: Plan, timeline: Timeline | None = None) -> str:
         pictures=[picture for picture in pictures if picture],
         axes=axes_table(plan),
         notes=[cut_text(note, NOTE) for note in (*advice(plan), *_trust(plan), *plan.notes)[:NOTES]],
+        missing=list(_missing(beside)),
         version=VERSION,
     )
 
 
-def write_page(plan: Plan, path: Path, timeline: Timeline | None = None) -> int:
-    """Write the page of a plan, and return its bytes; raises InputError where that cannot be done."""
-    text = page(plan, timeline)
+def write_page(plan: Plan, path: Path, beside: Beside = NOTHING) -> Written:
+    """Write the page of a plan; raises InputError where that cannot be done."""
+    text = page(plan, beside)
     write_whole(path, text, where=f"report {path}")
-    return len(text.encode())
+    return Written(path, len(text.encode()), plan, beside)
+
+
+def _missing(beside: Beside) -> Iterator[str]:
+    """What the page can't show, and how it can."""
+    if beside.timeline is None:
+        yield "Time and memory during the step: the plan's file is older than these; plan again."
+    if beside.frontier is None:
+        yield "What less memory would cost: that is solved from the model, by autopar report TARGET."
+    if beside.measured is None:
+        yield (
+            "Measured steps: run autopar compare TARGET --measure --json > measured.json, then "
+            "autopar report with --measured measured.json."
+        )
 
 
 def _trust(plan: Plan) -> list[str]:

@@ -62,7 +62,7 @@ def require_launcher() -> None:
         where="parallelize",
         found="no process group and no launcher",
         wanted="one process for each device",
-        remedy="put the code into a script and start it with `autopar run SCRIPT --cluster local:4` "
+        remedy="put the code into a script and start it with `autopar run SCRIPT --cluster local:4`, "
         "torchrun or srun; plan() works here",
     )
 

@@ -58,6 +58,7 @@ class Kinds:
             for item in graph.inputs
             if item.kind is InputKind.USER and item.spec.shape
         }
+        self._reach_edges()
         self.weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
         for item in graph.operators:  # what is made of weights only is one too: a transposed one
             if item.operands and self.weights.issuperset(item.operands):
@@ -70,6 +71,15 @@ class Kinds:
             if option.shards and not self._own(item, option)
             for component in self._components(item, option)
         }
+
+    def _reach_edges(self) -> None:
+        """Edges of the batch's vertices are of the batch, and so are the vertices to which these lead."""
+        atoms, before = self.dims.atoms, 0
+        while before < len(self.batch):
+            before = len(self.batch)
+            for table in atoms.tables:
+                ends = {atoms.components[name, dim, 0] for name, dim in (table.base, table.output)}
+                self.batch |= ends if ends & self.batch else set()
 
     def of(self, operation: Operator, option: Option) -> Parallelism | None:
         """The kind of a one-axis option; None if it shards nothing."""

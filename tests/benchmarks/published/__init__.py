@@ -9,6 +9,7 @@ llama        a Llama of a row's shape, on the meta device
 pieces       its embedding, a block and its head, priced once for each size of micro-batch and split
 stack        how the published stack runs them: cuts into stages, memory, sums of gradients, hosts
 prediction   seconds and bytes of a run
+fitting      the stack's constants, fitted to runs within bounds
 baselines    an alpha-beta model without a fit, and one with eleven fitted parameters
 score        rank correlation, regret, errors, out-of-memory
 """

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TypeAlias
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.compiler import Compiler
-from autopar.convert.moves import gathers
-from autopar.core.costs import OptimizerState
-from autopar.core.graph import Graph
+from autopar.convert.moves import Action, effect, gathers
+from autopar.core.costs import Collective, OptimizerState
+from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.prices import Prices
+from autopar.cost.program.values import Value
 from autopar.cost.stages.intervals import Intervals, intervals
 from autopar.errors import InputError
 from autopar.planning.mesh_search import MeshProblem
@@ -30,21 +32,29 @@ from autopar.sharding.strategies import find_atoms
 from tests.benchmarks.published.llama import BLOCK, HEAD, llama, pins
 from tests.benchmarks.published.runs import Shape
 
+INSTANT = 1e3  # times a device's bandwidth, so that products alone take time
 ONCE = OptimizerState(0.0)  # so that state is a weight and a gradient
+COLLECTIVES = {
+    Action.ALL_REDUCE: Collective.ALL_REDUCE,
+    Action.ALL_GATHER: Collective.ALL_GATHER,
+    Action.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
+}
+Exchanges: TypeAlias = tuple[tuple[Collective, int], ...]  # with bytes of the full tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Seconds of one micro-batch, those of its exchanges apart, and bytes on one device; `weights` counts
-    those on one device, `leaving` bytes go on to the next piece. Of what is kept for backward `gathered`
-    bytes are other devices' parts, which could be gathered again."""
+    """Seconds of one micro-batch, without those of what it exchanges, and bytes on one device: `products` and
+    attention, and the rest, which `moves` memory; `weights` counts those on one device, `leaving` bytes go on
+    to the next piece. Of what is kept for backward `gathered` bytes are other devices' parts, which could be
+    gathered again."""
 
-    forward: float
-    backward: float
-    exchanging: float
-    exchanges: int
-    exchanging_back: float
-    exchanges_back: int
+    products: float
+    products_back: float
+    moves: float
+    moves_back: float
+    exchanges: Exchanges
+    exchanges_back: Exchanges
     kept: float
     gathered: float
     working: float
@@ -70,35 +80,67 @@ def traced(shape: Shape, samples: int) -> Graph:
 def price(shape: Shape, samples: int, cluster: ClusterSpec) -> Pieces:
     """The pieces where all devices of `cluster` share every layer, placed as Megatron does; where its pins
     don't fit the shape, as the solver finds best."""
-    graph = traced(shape, samples)
+    graph, pinned = traced(shape, samples), pins(cluster.num_devices)
     try:
-        table, exchanges = _table(graph, cluster, pins(cluster.num_devices))
+        table, shared = _table(graph, cluster, pinned)
     except InputError:
-        table, exchanges = _table(graph, cluster, {})
-    embed, block, head, loss = (_piece(table, place, *exchanges[place]) for place in range(4))
+        pinned = {}
+        table, shared = _table(graph, cluster, pinned)
+    products, instant = _table(graph, cluster, pinned, bandwidth=INSTANT)
+    embed, block, head, loss = (
+        _piece(table, place, shared[place], _passes(products, place, instant[place])) for place in range(4)
+    )
     return replace(embed, leaving=block.leaving), block, head, loss  # summed before it is sent
 
 
+@dataclass(slots=True)
+class Shared:
+    """What the devices of a piece exchange: collectives and autopar's seconds for them, forward and backward,
+    and the bytes that they bring from other devices to be kept."""
+
+    exchanges: list[tuple[Collective, int]] = field(default_factory=list)
+    exchanges_back: list[tuple[Collective, int]] = field(default_factory=list)
+    seconds: float = 0.0
+    seconds_back: float = 0.0
+    gathered: float = 0.0
+
+
 def _table(
-    graph: Graph, cluster: ClusterSpec, pinned: dict[str, tuple[str]]
-) -> tuple[Intervals, list[tuple[list[tuple[float, float]], float]]]:
-    """The stages that pieces make, and of each piece what its exchanges take, forward and backward, and the
-    bytes that they bring from other devices to be kept."""
+    graph: Graph, cluster: ClusterSpec, pinned: dict[str, tuple[str]], *, bandwidth: float = 1.0
+) -> tuple[Intervals, list[Shared]]:
+    """The stages that pieces make, where memory has so many times its `bandwidth`, and what each exchanges;
+    gradients of its norms, which a stack sums once a step, are too small to count."""
     mesh, model = Mesh((cluster.num_devices,)), CostModel.of(cluster, None)
+    device = replace(model.device, bandwidth=bandwidth * model.device.bandwidth)
+    model = replace(model, device=device)
     request = Request(mesh=mesh, pins=pinned or None, measure=False, alternatives=False, optimizer=ONCE)
     problem = MeshProblem(graph, find_atoms(graph), mesh, cluster, model, request, None, cluster.intra)
     priced = problem.solve(problem.ask()).priced
     places = _places(graph)
-    exchanges: list[list[tuple[float, float]]] = [[] for _ in places[1:]]
-    gathered, prices = [0.0 for _ in places[1:]], problem.prices
+    weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
+    found = [Shared() for _ in places[1:]]
     for value in priced.values.of.values():
         if value.move is not None and not value.leads:
-            piece = bisect_right(places, max(0, value.home)) - 1
-            exchanges[piece].append(prices.move_parts(value.name, value.move))
-            whole, part = (prices.local_bytes(value.name, at) for at in (value.layout, value.move.source))
-            gathered[piece] += max(0, whole - part) if gathers(value.move) else 0.0
-    table = intervals(priced, Link(0.0, 1.0), places=places)
-    return table, list(zip(exchanges, gathered, strict=True))
+            made = found[bisect_right(places, max(0, priced.values.source(value.name).home)) - 1]
+            _share(made, problem.prices, value, is_weight=value.name in weights)
+    return intervals(priced, Link(0.0, 1.0), places=places), found
+
+
+def _share(shared: Shared, prices: Prices, value: Value, *, is_weight: bool) -> None:
+    """Add the conversion that makes a value."""
+    assert value.move is not None
+    forward, backward = prices.move_parts(value.name, value.move)
+    shared.seconds += forward
+    shared.seconds_back += backward
+    if is_weight:
+        return
+    whole, part = (prices.local_bytes(value.name, at) for at in (value.layout, value.move.source))
+    shared.gathered += max(0, whole - part) if gathers(value.move) else 0.0
+    change, nbytes = effect(value.move), max(whole, part)
+    if change.forward in COLLECTIVES:
+        shared.exchanges.append((COLLECTIVES[change.forward], nbytes))
+    if change.backward in COLLECTIVES:
+        shared.exchanges_back.append((COLLECTIVES[change.backward], nbytes))
 
 
 def _places(graph: Graph) -> Sequence[int]:
@@ -110,18 +152,26 @@ def _places(graph: Graph) -> Sequence[int]:
     return 0, block, head, loss, len(modules)
 
 
-def _piece(table: Intervals, place: int, exchanges: Sequence[tuple[float, float]], gathered: float) -> Piece:
+def _passes(table: Intervals, place: int, shared: Shared) -> tuple[float, float]:
+    """Seconds of a piece forward and backward, without its exchanges."""
     at = place, place + 1
-    forward, backward = (sum(each) for each in zip((0.0, 0.0), *exchanges, strict=True))
+    backward = float(table.input_gradient[at] + table.weight_gradient[at])
+    return max(0.0, float(table.forward[at]) - shared.seconds), max(0.0, backward - shared.seconds_back)
+
+
+def _piece(table: Intervals, place: int, shared: Shared, products: tuple[float, float]) -> Piece:
+    at = place, place + 1
+    forward, backward = _passes(table, place, shared)
+    again = [each for each in shared.exchanges if each[0] is Collective.ALL_GATHER]
     return Piece(
-        forward=max(0.0, float(table.forward[at]) - forward),
-        backward=max(0.0, float(table.input_gradient[at] + table.weight_gradient[at]) - backward),
-        exchanging=forward,
-        exchanges=sum(before > 0 for before, _ in exchanges),
-        exchanging_back=backward,
-        exchanges_back=sum(after > 0 for _, after in exchanges),
+        products=products[0],
+        products_back=products[1],
+        moves=max(0.0, forward - products[0]),
+        moves_back=max(0.0, backward - products[1]),
+        exchanges=tuple(shared.exchanges),
+        exchanges_back=(*again, *shared.exchanges_back),
         kept=float(table.kept[at]),
-        gathered=gathered,
+        gathered=shared.gathered,
         working=float(table.working[at]),
         weights=float(table.gradients[at]) / 2,  # in bfloat16
         leaving=float(table.received[place + 1]),

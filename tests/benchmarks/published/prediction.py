@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.schedule import ScheduleKind
 from autopar.core.timeline import StageCost
-from autopar.cost.machine.model import CostModel
+from autopar.cost.machine.devices import device_model
 from autopar.schedules.in_flight import scheduled
 from autopar.schedules.simulate_many import CutCosts, step_seconds
 from tests.benchmarks.published import stack
 from tests.benchmarks.published.pieces import Pieces, price
 from tests.benchmarks.published.runs import Run, Shape
 
-# NVLink 4; and of a 400 Gbit/s card for each device what healthy jobs measured of it.
-INTRA, INTER = Link(2e-6, 450e9), Link(5e-6, 25e9)
+# NVLink 4, and a 400 Gbit/s card for each device.
+DEVICE, INTRA, INTER = "h100", Link(2e-6, 450e9), Link(stack.LATENCY, stack.CARD)
 CAP = 80e9  # bytes
 
 
@@ -38,7 +39,7 @@ class Prediction:
 @dataclass(slots=True)
 class Predictor:
     """Predicts runs; pieces are priced once. With `measured_links` the bandwidths that a run's own job
-    measured between nodes say in which conditions it ran, and are the cluster's where these are good."""
+    measured say in which conditions it ran, and are its links'."""
 
     measured_links: bool = False
     constants: stack.Stack = stack.Stack()
@@ -46,79 +47,97 @@ class Predictor:
 
     def predict(self, runs: Sequence[Run]) -> list[Prediction]:
         """All runs, those of one schedule together."""
-        costs, alike = [self.costs(run) for run in runs], defaultdict(list)
-        for number, run in enumerate(runs):
-            alike[run.split.pp, run.split.micro_batches].append(number)
-        found: dict[int, Prediction] = {}
-        for (ranks, count), numbers in alike.items():
-            kind = ScheduleKind.ONE_F_ONE_B if count >= ranks else ScheduleKind.GPIPE
-            seconds = step_seconds(scheduled(kind, ranks, 1, count), together([costs[n] for n in numbers]))
-            for number, each in zip(numbers, seconds.tolist(), strict=True):
-                found[number] = Prediction(each, most_bytes(costs[number], count))
-        return [found[number] for number in range(len(runs))]
+        costs = [self.costs(run, self.constants) for run in runs]
+        (seconds,) = simulated(runs, [costs])
+        return [
+            Prediction(each, most_bytes(stages, run.split.micro_batches))
+            for run, stages, each in zip(runs, costs, seconds.tolist(), strict=True)
+        ]
 
-    def cluster(self, run: Run) -> ClusterSpec:
-        """The machines of a run."""
-        devices = run.split.devices
-        nodes, rest = divmod(devices, stack.PER_NODE)
-        if rest:
-            return ClusterSpec(devices_per_node=devices, device="h100", memory=int(CAP), intra=INTRA)
-        inter = INTER
-        if self.measured_links and run.all_reduce and not stack.is_slow(run, by_links=True):
-            inter = Link(INTER.latency, run.all_reduce / stack.PER_NODE)
-        return ClusterSpec(
-            nodes=nodes,
-            devices_per_node=stack.PER_NODE,
-            device="h100",
-            memory=int(CAP),
-            intra=INTRA,
-            inter=inter if nodes > 1 else None,
-        )
+    def seconds(self, runs: Sequence[Run], constants: Sequence[stack.Stack]) -> NDArray[np.float64]:
+        """Seconds of a step, [constants, run]."""
+        return simulated(runs, [[self.costs(run, each) for run in runs] for each in constants])
 
-    def pieces(self, shape: Shape, samples: int, cluster: ClusterSpec) -> Pieces:
+    def pieces(self, shape: Shape, samples: int, tp: int) -> Pieces:
         """Those of a group that shares layers; remembered."""
-        key = shape, samples, cluster.nodes, cluster.devices_per_node
+        key = shape, samples, tp
         if key not in self._pieces:
+            nodes = max(1, tp // stack.PER_NODE)
+            cluster = ClusterSpec(
+                nodes=nodes,
+                devices_per_node=tp // nodes,
+                device=DEVICE,
+                memory=int(CAP),
+                intra=INTRA,
+                inter=INTER if nodes > 1 else None,
+            )
             self._pieces[key] = price(shape, samples, cluster)
         return self._pieces[key]
 
-    def costs(self, run: Run) -> Sequence[StageCost]:
-        """What every stage costs."""
-        split, constants, cluster = run.split, self.constants, self.cluster(run)
-        part, hop = cluster.stage(split.pp), cluster.hop(split.pp)
+    def way(self, run: Run, constants: stack.Stack) -> stack.Way:
+        """The links of a run."""
         slow = stack.is_slow(run, by_links=self.measured_links)
-        bandwidth = CostModel.of(part, None).device.bandwidth
-        pieces = self.pieces(run.shape, split.samples, part.stage(split.dp))
-        wait = constants.hop if run.mended or run.nodes == 1 else constants.broken_hop
+        if not self.measured_links:
+            return stack.way(constants, slow=slow)
+        card = None if slow or not run.all_reduce else min(stack.CARD, run.all_reduce / stack.PER_NODE)
+        return stack.way(constants, slow=slow, near=run.inside, card=card)
+
+    def costs(self, run: Run, constants: stack.Stack) -> Sequence[StageCost]:
+        """What every stage costs."""
+        split, way = run.split, self.way(run, constants)
+        pieces = self.pieces(run.shape, split.samples, split.tp)
+        wait = constants.broken_hop if run.nodes > 1 and not run.mended else 0.0
+        crosses = split.devices > stack.PER_NODE
+        bandwidth = stack.CARD if crosses else way.near.bandwidth
+        known: dict[stack.Stage, StageCost] = {}
         found: list[StageCost] = []
-        for stage in stack.stages(run.shape, split.pp):
-            weights = stage.total(pieces, "weights")
-            if run.shape.tied and stage.counts[stack.EMBED] and stage.counts[stack.HEAD]:
-                weights -= pieces[stack.EMBED].weights
-            leaving = [piece.leaving for piece, _ in stage.parts(pieces)][-1:] or [0.0]
-            send = wait + leaving[0] / hop.bandwidth
-            forward, backward = (
-                stack.pass_seconds(stage, pieces, split, constants, backward=each, slow=slow)
-                for each in (False, True)
-            )
-            sync = stack.sum_seconds(stage, weights, split, part, constants, slow=slow, behind=backward)
-            kept = int(stage.total(pieces, "kept") - stage.total(pieces, "gathered"))
-            working = int(stage.most(pieces, "working") + stage.most(pieces, "gathered"))
-            found.append(
-                StageCost(
-                    forward=forward,
-                    input_gradient=backward,
-                    weight_gradient=0.0,
-                    send_output=send,
-                    send_gradient=found[-1].send_output if found else 0.0,
-                    sync=sync,
-                    update=constants.fixed + stack.update_seconds(weights, split, bandwidth, constants),
-                    state=int(stack.state_bytes(weights, split)),
-                    kept=kept,
-                    working=working,
-                )
-            )
+        for place, stage in enumerate(stack.stages(run.shape, split.pp)):
+            if stage not in known:
+                known[stage] = _cost(stage, pieces, run, constants, way)
+            last = place == split.pp - 1
+            send = wait + (0.0 if last else pieces[stack.BLOCK].leaving / bandwidth)
+            back = found[-1].send_output if found else 0.0
+            found.append(replace(known[stage], send_output=send, send_gradient=back))
         return found
+
+
+def _cost(stage: stack.Stage, pieces: Pieces, run: Run, constants: stack.Stack, way: stack.Way) -> StageCost:
+    """What a stage costs, but for its messages."""
+    split, weights = run.split, stage.total(pieces, "weights")
+    if run.shape.tied and stage.counts[stack.EMBED] and stage.counts[stack.HEAD]:
+        weights -= pieces[stack.EMBED].weights
+    forward, backward = (
+        stack.pass_seconds(stage, pieces, split, constants, way, backward=each) for each in (False, True)
+    )
+    count = stack.buckets(stage, run.shape, split.tp)
+    bandwidth = device_model(DEVICE).bandwidth
+    kept, working = stack.kept_bytes(stage, pieces, run.shape, split)
+    return StageCost(
+        forward=forward,
+        input_gradient=backward,
+        weight_gradient=0.0,
+        send_output=0.0,
+        send_gradient=0.0,
+        sync=stack.sum_seconds(weights, count, split, constants, way, behind=backward),
+        update=constants.fixed + stack.update_seconds(weights, split, bandwidth, constants),
+        state=int(stack.state_bytes(weights, split)),
+        kept=kept,
+        working=working,
+    )
+
+
+def simulated(runs: Sequence[Run], variants: Sequence[Sequence[Sequence[StageCost]]]) -> NDArray[np.float64]:
+    """Seconds of a step, [variant, run]; runs of one schedule are simulated together."""
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, run in enumerate(runs):
+        alike[run.split.pp, run.split.micro_batches].append(number)
+    found = np.zeros((len(variants), len(runs)))
+    for (ranks, count), numbers in alike.items():
+        kind = ScheduleKind.ONE_F_ONE_B if count >= ranks else ScheduleKind.GPIPE
+        costs = together([variant[number] for variant in variants for number in numbers])
+        seconds = step_seconds(scheduled(kind, ranks, 1, count), costs)
+        found[:, numbers] = np.reshape(seconds, (len(variants), len(numbers)))
+    return found
 
 
 def together(costs: Sequence[Sequence[StageCost]]) -> CutCosts:

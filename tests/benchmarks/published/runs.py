@@ -8,6 +8,7 @@ AllReduce, AllGather, ReduceScatter     GB/s of bus bandwidth, measured in the r
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,11 @@ from pathlib import Path
 from autopar.errors import InputError
 
 GIGA = 1e9
-NEEDED = ("hidden_size", "num_layers", "num_heads", "vocab_size", "interm_dim", "seq_len", "dp", "tp", "pp")
+NEEDED = (
+    *("hidden_size", "num_layers", "num_heads", "vocab_size", "interm_dim", "seq_len"),
+    *("dp", "tp", "pp", "mbs", "batch_accum", "tok/s/gpu"),
+)
+MOST_DEVICES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ class Run:
     mended: bool  # whether the stack's pipeline engine had been mended
     all_reduce: float | None
     all_gather: float | None
+    inside: float | None = None  # of all-reduces within a node
 
     @property
     def group(self) -> tuple[Shape, int, bool]:
@@ -88,66 +94,139 @@ class Run:
 
 
 def read(path: Path) -> list[Run]:
-    """The file's runs; raises InputError for a file without the columns or with a cell that is no number."""
+    """The file's runs; raises InputError for a file without the columns, and names the line and the column of
+    a cell that can't be. Columns of other names are passed over."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as cause:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or ()
+            rows = [Row(path, reader.line_num, cells) for cells in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as cause:
         raise _wrong(str(path), str(cause)) from cause
-    if missing := [name for name in NEEDED if not rows or name not in rows[0]]:
+    if missing := [name for name in NEEDED if name not in columns]:
         raise _wrong(str(path), f"no column {', '.join(missing)}")
-    try:
-        return list(_runs(rows))
-    except (ValueError, ZeroDivisionError) as cause:
-        raise _wrong(str(path), str(cause)) from cause
+    if not rows:
+        raise _wrong(str(path), "no run")
+    return list(_runs(rows))
 
 
-def _runs(rows: Sequence[Mapping[str, str]]) -> Iterator[Run]:
-    known = {_model(row): row for row in rows if row.get("num_kv_heads")}  # left empty where memory ran out
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the file."""
+
+    path: Path
+    line: int
+    cells: Mapping[str, str | None]
+
+    def text(self, name: str) -> str:
+        """A cell, empty where there is none."""
+        return (self.cells.get(name) or "").strip()
+
+    def count(self, name: str, least: int = 1) -> int:
+        """A whole number, of `least` at least."""
+        value = self.number(name)
+        if value is None or value < least or not value.is_integer():
+            raise self.refused(name, f"a whole number of at least {least}")
+        return int(value)
+
+    def number(self, name: str) -> float | None:
+        """A finite number above or at 0, None for an empty cell."""
+        text = self.text(name)
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise self.refused(name, "a number of at least 0")
+        return value
+
+    def one_of(self, name: str, known: Sequence[str]) -> str:
+        """One of the `known` texts, the first for an empty cell."""
+        text = self.text(name) or known[0]
+        if text not in known:
+            raise self.refused(name, " or ".join(known))
+        return text
+
+    def flag(self, name: str) -> bool:
+        """Whether a cell says True."""
+        return self.one_of(name, ("False", "True")) == "True"
+
+    def rate(self, name: str) -> float | None:
+        """Bytes per second of a cell in GB/s, None for an empty one or 0."""
+        value = self.number(name)
+        return GIGA * value if value else None
+
+    def refused(self, name: str, wanted: str) -> InputError:
+        """The error for a cell that can't be."""
+        where = f"{self.path}, line {self.line}, column {name}"
+        return InputError(
+            where=where,
+            found=repr(self.text(name)),
+            wanted=wanted,
+            remedy="correct the cell, or leave out the line",
+        )
+
+
+def _runs(rows: Sequence[Row]) -> Iterator[Run]:
+    known = {_model(row): row for row in rows if row.text("num_kv_heads")}  # left empty where memory ran out
     for row in rows:
-        whole = known.get(_model(row), row)
-        shape = Shape(
-            hidden=_count(row["hidden_size"]),
-            layers=_count(row["num_layers"]),
-            heads=_count(row["num_heads"]),
-            kv_heads=_count(whole.get("num_kv_heads") or row["num_heads"]),
-            inner=_count(row["interm_dim"]),
-            vocabulary=_count(row["vocab_size"]),
-            sequence=_count(row["seq_len"]),
-            tied=whole.get("tie_word_embeddings") == "True",
-        )
-        split = Split(
-            dp=_count(row["dp"]),
-            tp=_count(row["tp"]),
-            pp=_count(row["pp"]),
-            samples=_count(row["mbs"]),
-            micro_batches=_count(row["batch_accum"]),
-            zero=_count(row.get("zero_stage") or "0"),
-        )
-        speed = row.get("tok/s/gpu")
+        row.one_of("tp_mode", ("REDUCE_SCATTER",))
+        shape, split = _shape(row, known.get(_model(row), row)), _split(row)
+        speed = row.number("tok/s/gpu")
+        if speed == 0:
+            raise row.refused("tok/s/gpu", "a throughput above 0, or nothing")
         tokens = split.dp * split.samples * split.micro_batches * shape.sequence
         yield Run(
             shape=shape,
             split=split,
-            nodes=_count(row.get("nodes") or str(-(-split.devices // 8))),
-            seconds=tokens / (float(speed) * split.devices) if speed else None,
-            mended=row.get("after_pp_fix") == "True",
-            all_reduce=_rate(row.get("AllReduce (GB/s)")),
-            all_gather=_rate(row.get("AllGather (GB/s)")),
+            nodes=row.count("nodes") if row.text("nodes") else -(-split.devices // 8),
+            seconds=tokens / (speed * split.devices) if speed else None,
+            mended=row.flag("after_pp_fix"),
+            all_reduce=row.rate("AllReduce (GB/s)"),
+            all_gather=row.rate("AllGather (GB/s)"),
+            inside=row.rate("AR Intra-node (GB/s)"),
         )
 
 
-def _model(row: Mapping[str, str]) -> tuple[str, ...]:
+def _shape(row: Row, whole: Row) -> Shape:
+    heads = row.count("num_heads")
+    kv_heads = whole.count("num_kv_heads") if whole.text("num_kv_heads") else heads
+    shape = Shape(
+        hidden=row.count("hidden_size"),
+        layers=row.count("num_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        inner=row.count("interm_dim"),
+        vocabulary=row.count("vocab_size"),
+        sequence=row.count("seq_len"),
+        tied=whole.flag("tie_word_embeddings"),
+    )
+    if shape.hidden % (2 * heads):
+        raise row.refused("num_heads", f"a number that divides {shape.hidden}, into heads of even size")
+    if heads % kv_heads:
+        raise whole.refused("num_kv_heads", f"a divisor of {heads}")
+    return shape
+
+
+def _split(row: Row) -> Split:
+    split = Split(
+        dp=row.count("dp"),
+        tp=row.count("tp"),
+        pp=row.count("pp"),
+        samples=row.count("mbs"),
+        micro_batches=row.count("batch_accum"),
+        zero=int(row.one_of("zero_stage", ("0", "1"))),
+    )
+    if split.devices > MOST_DEVICES:
+        raise row.refused("dp", f"at most {MOST_DEVICES} devices: dp x tp x pp is {split.devices}")
+    return split
+
+
+def _model(row: Row) -> tuple[str, ...]:
     names = ("hidden_size", "num_layers", "num_heads", "vocab_size", "interm_dim")
-    return tuple(row[name] for name in names)
-
-
-def _count(text: str) -> int:
-    return int(float(text))
-
-
-def _rate(text: str | None) -> float | None:
-    return GIGA * float(text) if text else None
+    return tuple(row.text(name) for name in names)
 
 
 def _wrong(where: str, found: str) -> InputError:

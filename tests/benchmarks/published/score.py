@@ -1,13 +1,16 @@
 """How well predictions tell which of the published splits is best, how long it takes, and what fits.
 
 group         runs of one model on as many devices, with the stack in one state
-rank          Spearman's correlation of predicted and published seconds a sample, mean over groups
-regret        1 - (best published speed / that of the split that is predicted best), mean over groups
+rank          Spearman's correlation of predicted and published seconds a sample, mean over groups; what is
+              said not to fit comes last
+regret        1 - (best published speed / that of the split that is predicted best), mean over groups; a split
+              that is said not to fit isn't chosen where another fits
 error         |predicted / published - 1|, median and ninth decile of runs
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -41,14 +44,14 @@ class Memory:
     missed: float
 
 
-def score(runs: Sequence[Run], seconds: Sequence[float]) -> Score:
-    """The score of predicted `seconds` a step; all runs have a throughput."""
+def score(runs: Sequence[Run], seconds: Sequence[float], fits: Sequence[bool]) -> Score:
+    """The score of predicted `seconds` a step and of whether they fit; all runs have a throughput."""
     groups: dict[object, list[tuple[float, float]]] = defaultdict(list)
     errors = []
-    for run, guess in zip(runs, seconds, strict=True):
+    for run, guess, fit in zip(runs, seconds, fits, strict=True):
         assert run.seconds is not None and run.seconds_per_sample is not None
         samples = run.seconds / run.seconds_per_sample
-        groups[run.group].append((run.seconds_per_sample, guess / samples))
+        groups[run.group].append((run.seconds_per_sample, guess / samples if fit else math.inf))
         errors.append(abs(guess / run.seconds - 1))
     large = [group for group in groups.values() if len(group) >= LEAST]
     return Score(

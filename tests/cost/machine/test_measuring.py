@@ -98,3 +98,20 @@ def test_a_machine_that_takes_longer_than_thought_gets_fewer_calls(portions: lis
     budget = Budget(left=200.0)
     run([(relu(length), 1e-6) for length in range(1, 300)], budget)
     assert budget.left > 0 and len(portions[0]) > len(portions[-1])
+
+
+def test_slow_memory_takes_nothing_off_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a second portion, in which memory takes three times as long."""
+    slow = 1.0
+
+    def timed(calls: Sequence[Call], device: str, *, budget: float) -> list[Measurement]:
+        paces = [1.0 if call.target is torch.ops.aten.mm.default else slow for call in calls]
+        pairs = zip(calls, paces, strict=True)
+        return [Measurement(call.key(), 2 * pace, pace, Saved(), 0, None, 5, 0.0) for call, pace in pairs]
+
+    monkeypatch.setattr(measuring, "measure_together", timed)
+    first, _ = Measuring([(relu(1), 0.1)], 1, {}, Budget(), lambda _: None).run()
+    slow = 3.0
+    product = Call(torch.ops.aten.mm.default, (TensorSpec((8, 8), torch.float32),) * 2, {})
+    found, _ = Measuring([(relu(2), 0.1), (product, 0.1)], 1, first, Budget(), lambda _: None).run()
+    assert [found[call.key()].forward_seconds for call in (relu(2), product)] == [2.0, 2.0]

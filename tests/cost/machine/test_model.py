@@ -13,7 +13,7 @@ from autopar.cluster import ClusterSpec, Link
 from autopar.core.costs import Collective, DeviceModel, Saved
 from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine import measuring
-from autopar.cost.machine.model import CostModel, network_of, setting_of
+from autopar.cost.machine.model import CostModel, busy_setting, network_of, setting_of
 from autopar.cost.machine.threads import using_threads
 from costdb.database import Database
 from costdb.measurement import CollectiveMeasurement, Measurement
@@ -51,6 +51,14 @@ def test_devices_of_a_node_share_its_cores(
         assert setting_of(cluster).threads == threads
         database.write_device(setting_of(cluster), TOY)
         assert CostModel.of(cluster, database).contention == contention
+
+
+def test_what_is_measured_alone_is_not_what_is_measured_beside_others(database: Database) -> None:
+    """One device of a node of two: the other one idles then."""
+    two = ClusterSpec(nodes=1, devices_per_node=2, cores=2)
+    alone = busy_setting(two.stage(2))
+    assert alone == setting_of(two) != busy_setting(two)
+    assert busy_setting(ClusterSpec(nodes=1, devices_per_node=4, cores=2)) == busy_setting(two)
 
 
 def test_cpus_of_several_nodes_are_measured_here(database: Database) -> None:

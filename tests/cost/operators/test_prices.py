@@ -26,7 +26,7 @@ from autopar.core.strategy import Strategy
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.halo_convolution import foreign
-from autopar.cost.operators.prices import Price, Prices
+from autopar.cost.operators.prices import UPDATE_LAUNCHES, Price, Prices
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms, options_of
@@ -234,6 +234,13 @@ def test_the_update_reads_and_writes_a_weight_its_gradient_and_the_optimizers_st
     assert prices.update("w", (R,)) == 2 * 2 * 96
     prices.optimizer = OptimizerState(1.0, 8)
     assert prices.update("w", (S,)) == 2 * (3 * 48 + 8)
+
+
+@pytest.mark.parametrize("ranks", [(1,), (2,)])
+def test_on_a_cpu_the_update_of_a_small_weight_is_what_its_host_does(ranks: tuple[int, ...]) -> None:
+    """As many launches, of a second each, of a plain parameter or of a DTensor."""
+    on_gpu, on_cpu = (of_tensors(4, 6, device=device, ranks=ranks).update("w", (R,)) for device in (GPU, CPU))
+    assert on_cpu - on_gpu == UPDATE_LAUNCHES[ranks == (2,)]
 
 
 def test_what_does_not_learn_has_no_update() -> None:

@@ -8,7 +8,9 @@ from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
 from autopar.core.program import Program
 from autopar.core.schedule import ScheduleKind
-from autopar.core.timeline import StageCost
+from autopar.core.timeline import Moment, Phase, StageCost
+from autopar.results.frontier import Frontier, Point
+from autopar.results.measured_steps import MeasuredStep, MeasuredSteps
 from autopar.results.plan import ONE_DEVICE, Alternative, Layer, Plan, Stage
 from autopar.results.step_parts import StepParts
 
@@ -94,3 +96,40 @@ def staged(micro_batches: int = 8, ranks: int = 4) -> Plan:
     )
     pipeline = Pipeline(ranks, micro_batches, ScheduleKind.ONE_F_ONE_B, tuple(range(ranks)))
     return replace(plain(), pipeline=pipeline, stages=stages, stage_costs=costs, bubble=0.2)
+
+
+def timed(micro_batches: int = 2) -> Plan:
+    """A plan without stages that says what happens when."""
+    made, count = plain(), len(plain().layers)
+    forward = [Moment(Phase.FORWARD, place, 1e-4, 10**6 * (10 + place)) for place in range(count)]
+    backward = [Moment(Phase.BACKWARD, place, 2e-4, 10**6 * (10 + place)) for place in reversed(range(count))]
+    again = Moment(Phase.RECOMPUTE, 0, 1e-4, 10**6 * 12)
+    ends = Moment(Phase.SUMS, None, 9.5e-3, 10**7), Moment(Phase.OPTIMIZER, None, 1.5e-3, 10**7)
+    moments = (*forward, again, *backward, Moment(Phase.COPIES, None, 1e-5, 10**7), *ends)
+    return replace(made, moments=moments, pipeline=Pipeline(micro_batches=micro_batches))
+
+
+def long() -> Plan:
+    """A plan without stages of 5,000 moments and two micro-batches."""
+    made = replace(large(), layers=large().layers[:5000])
+    moments = tuple(Moment(Phase.FORWARD, place, 1e-6, place) for place in range(len(made.layers)))
+    return replace(made, moments=moments, pipeline=Pipeline(micro_batches=2))
+
+
+def frontier(plan: Plan) -> Frontier:
+    """The plan and two leaner ones."""
+    return Frontier(
+        (
+            Point.of(plan),
+            Point(10**9, plan.step_seconds * 1.25, 9 * 10**8, 0.0),
+            Point(8 * 10**8, plan.step_seconds * 1.5, 7 * 10**8, 0.01),
+        ),
+        infeasible=5 * 10**8,
+        untried=1,
+    )
+
+
+def measured(plan: Plan) -> MeasuredSteps:
+    """The plan's own step, and that of data parallelism under a hostile name."""
+    own = MeasuredStep("hybrid", plan.step_seconds, plan.step_seconds * 1.1, 1 << 30, 1 << 29)
+    return MeasuredSteps((own, MeasuredStep(HOSTILE[:80], 0.03, 0.025, 3 << 30, 3 << 30)), "hybrid")

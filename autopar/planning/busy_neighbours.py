@@ -1,0 +1,93 @@
+"""Processes that measure along where one plans by itself, so that the node is as busy as in a step.
+
+    this process   a plan by estimates ── portion ── portion ── solve ── portion ── plan
+    neighbour                             portion    portion             portion      ends
+
+They start with the first portion and are told what is measured by a pipe each. A neighbour that dies ends
+nothing: its core is free then, as if the machine had none.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from autopar.cluster import ClusterSpec
+from autopar.core.graph import Call
+from autopar.cost.machine.measuring import CoRunners, measure_portion
+from autopar.cost.machine.model import co_running, setting_of
+from autopar.planning.agree import packed, unpacked
+
+READY = b"!"
+Process = subprocess.Popen[bytes]
+
+
+@contextmanager
+def busy_neighbours(cluster: ClusterSpec, *, wanted: bool) -> Iterator[CoRunners | None]:
+    """What tells a node's other processes to measure along; None where there are none, or other ranks do."""
+    count = co_running(cluster) - 1
+    launched = dist.is_available() and dist.is_initialized()
+    if not wanted or cluster.device_type != "cpu" or count < 1 or launched:
+        yield None
+        return
+    neighbours = _Neighbours(count, setting_of(cluster).threads)
+    try:
+        yield neighbours.measure
+    finally:
+        neighbours.end()
+
+
+@dataclass(slots=True)
+class _Neighbours:
+    count: int
+    threads: int
+    processes: list[Process] = field(default_factory=list)
+
+    def measure(self, calls: list[Call]) -> None:
+        """Begin to measure these calls in every neighbour."""
+        if not self.processes:
+            self.start()
+        for process in self.processes:
+            assert process.stdin is not None
+            with suppress(OSError):  # it has died
+                pickle.dump([packed(call) for call in calls], process.stdin)
+                process.stdin.flush()
+
+    def start(self) -> None:
+        """Start them, and wait until all have imported what they need."""
+        words = [sys.executable, "-m", __name__, str(self.threads)]
+        pipe = subprocess.PIPE
+        self.processes = [subprocess.Popen(words, stdin=pipe, stdout=pipe) for _ in range(self.count)]
+        for process in self.processes:
+            assert process.stdout is not None
+            process.stdout.read(len(READY))
+
+    def end(self) -> None:
+        """What they still measure counts for nobody."""
+        for process in self.processes:
+            process.kill()
+            with process:  # closes the pipes and waits
+                pass
+
+
+def serve(portions: IO[bytes], threads: int) -> None:
+    """Measure the portions that come, until no more do."""
+    while True:
+        try:
+            calls: list[Any] = pickle.load(portions)
+        except EOFError:
+            return
+        measure_portion([unpacked(each) for each in calls], threads)
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
+    serve(sys.stdin.buffer, int(sys.argv[1]))

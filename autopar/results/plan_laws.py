@@ -1,0 +1,94 @@
+"""What holds of every plan, and may not of a file that was broken or edited.
+
+Numbers are finite and at least 0, layouts have a placement for each axis of the mesh, and stages are as many
+as the schedule gives its ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from autopar.core.schedule import check_schedule
+from autopar.errors import InputError, show_value
+
+if TYPE_CHECKING:
+    from autopar.results.plan import Plan
+
+ROUNDING = -1e-6  # differences of seconds that are 0 in truth may lie a little below
+MOST_ACTIONS = 1_000_000  # of all stages: to put more of them in order takes minutes
+
+
+def broken_laws(plan: Plan) -> Iterator[str]:
+    """What doesn't hold of a plan, in the words of its file."""
+    yield from _numbers("result", plan)
+    yield from _axes(plan)
+    yield from _stages(plan)
+
+
+def _numbers(path: str, value: Any) -> Iterator[str]:
+    """Numbers that no cost or count can be. The gap is infinite where the search found no bound in time."""
+    most = math.inf if path == "result.gap" else sys.float_info.max
+    if isinstance(value, (int, float)) and not ROUNDING <= value <= most:
+        yield f"{show_value(value)} @ {path}"
+    for name, child in _children(value):
+        yield from _numbers(f"{path}{name}", child)
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if is_dataclass(value):
+        yield from ((f".{each.name}", getattr(value, each.name)) for each in fields(value))
+    elif isinstance(value, Mapping):
+        yield from ((f"[{show_value(key)}]", child) for key, child in value.items())
+    elif isinstance(value, tuple):
+        yield from ((f"[{index}]", child) for index, child in enumerate(value))
+
+
+def _axes(plan: Plan) -> Iterator[str]:
+    """Layouts, strategies and layers with more or fewer places than the mesh has axes."""
+    program, axes = plan.program, len(plan.mesh.shape)
+    places: dict[str, tuple[Any, ...]] = {
+        **{f"program.inputs[{show_value(name)}]": layout for name, layout in program.inputs.items()},
+        **{f"program.outputs[{show_value(name)}]": layout for name, layout in program.outputs.items()},
+        **{f"program.strategies[{show_value(name)}]": item for name, item in program.strategies.items()},
+        **{f"layers[{index}].strategy": layer.strategy for index, layer in enumerate(plan.layers)},
+        **{f"layers[{index}].kinds": layer.kinds for index, layer in enumerate(plan.layers)},
+        **{f"offloaded[{index}].layout": item.layout for index, item in enumerate(plan.offloaded)},
+    }
+    for name, moves in program.moves.items():
+        for index, move in enumerate(moves):
+            places[f"program.moves[{show_value(name)}][{index}]"] = move.source
+            places[f"program.moves[{show_value(name)}][{index}].target"] = move.target
+    yield from (
+        f"{len(place)} for a mesh of {axes} axes @ result.{path}"
+        for path, place in places.items()
+        if len(place) != axes
+    )
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    """Numbers of stages, and what is said of each, that don't go together."""
+    pipeline = plan.pipeline
+    stages, count = pipeline.num_stages, pipeline.micro_batches
+    if stages * count > MOST_ACTIONS:
+        yield f"{stages} stages by {show_value(count)} micro-batches @ result.pipeline"
+        return
+    if pipeline.ranks < 1 or count < 1:
+        yield f"{show_value(pipeline.ranks)} ranks, {show_value(count)} micro-batches @ result.pipeline"
+        return
+    if list(pipeline.starts) != sorted({0, *pipeline.starts}):
+        yield f"starts {show_value(pipeline.starts)}, which don't ascend from 0 @ result.pipeline"
+    if not pipeline.is_staged:
+        return
+    if stages % pipeline.ranks or not {len(plan.stages), len(plan.stage_costs)} <= {stages}:
+        told = f"{len(plan.stages)} of them told, {len(plan.stage_costs)} with costs"
+        yield f"{stages} stages on {show_value(pipeline.ranks)} ranks, {told} @ result.pipeline"
+        return
+    try:
+        per_rank = stages // pipeline.ranks
+        check_schedule(pipeline.schedule, ranks=pipeline.ranks, stages_per_rank=per_rank, micro_batches=count)
+    except InputError as cause:
+        yield f"{cause.found}, where {cause.wanted} is wanted @ result.pipeline"

@@ -1,0 +1,327 @@
+"""Edges in the order of their destinations, whatever order they were passed in.
+
+    index    2 0 1 0     order  1 3 2 0     messages of a vertex lie side by side,
+    sorted   0 0 1 2                        so that a cut of vertices is a cut of edges, too
+
+A tensor has a row for each edge where it is picked by a constant, or made row by row of such tensors: row k
+of the result follows from rows k alone. All that are tied so, up to where rows are placed, are put in order
+together: constants that pick and place are, what comes in by edge (features, weights that learn) is picked
+in that order, what leaves or meets another operator is put back. Random masks are drawn in the old order, and
+batch norms take rows in any.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor
+
+from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs
+from autopar.trace.edge_operators import PICK, PLACE
+from autopar.trace.simplify import without_dead_code
+from autopar.trace.structure import digest_of
+
+aten = torch.ops.aten
+_DROPOUT = aten.dropout.default
+
+
+def with_sorted_edges(graph: Graph) -> Graph:
+    """The graph with its edges in the order of where they lead."""
+    if all(item.target is not PLACE for item in graph.operators):
+        return graph
+    return _Sorting(graph).run()
+
+
+# -- operators that work row by row -----------------------------------------------------------------
+
+
+def rowwise(item: Operator, specs: dict[str, TensorSpec]) -> tuple[str, ...]:
+    """The operands by whose rows the rows of the operator's one result are made, each by those of its number;
+    none if that isn't known."""
+    if len(item.results) != 1 or item.results[0] is None or not item.operands:
+        return ()
+    shape = specs[item.results[0]].shape
+    if not shape or shape[0] < 2 or not _is_rowwise(item, specs):
+        return ()
+    first = {name: _leads(specs[name].shape, shape) for name in item.operands}
+    if torch.Tag.pointwise in item.target.tags or item.target is aten.cat.default:
+        return tuple(name for name, leads in first.items() if leads)
+    lead = item.operands[0]
+    rows = specs[lead].shape
+    return (lead,) if rows and rows[0] == shape[0] else ()
+
+
+def _leads(operand: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    return len(operand) == len(result) and operand[0] == result[0]
+
+
+def _is_rowwise(item: Operator, specs: dict[str, TensorSpec]) -> bool:
+    tags = item.target.tags
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
+    if torch.Tag.pointwise in tags:
+        return True
+    check = _ROWWISE.get(item.target)
+    return check is not None and check(item, len(specs[item.operands[0]].shape))
+
+
+def _always(item: Operator, dims: int) -> bool:
+    return True
+
+
+def _not_along_rows(place: int) -> Callable[[Operator, int], bool]:
+    """Whether the dim, or the dims, in argument `place` leave out the first."""
+
+    def check(item: Operator, dims: int) -> bool:
+        if len(item.args) <= place or item.args[place] is None:
+            return False
+        said = item.args[place] if isinstance(item.args[place], (list, tuple)) else [item.args[place]]
+        return bool(said) and dims > 0 and all(isinstance(dim, int) and dim % dims for dim in said)
+
+    return check
+
+
+def _unsqueezed(item: Operator, dims: int) -> bool:
+    return bool(item.args[1] % (dims + 1))
+
+
+def _permuted(item: Operator, dims: int) -> bool:
+    return dims > 0 and item.args[1][0] % dims == 0
+
+
+def _swapped(item: Operator, dims: int) -> bool:
+    return dims > 0 and bool(item.args[1] % dims) and bool(item.args[2] % dims)
+
+
+def _by_matrix(item: Operator, dims: int) -> bool:
+    return dims > 1
+
+
+def _as_many_dims(item: Operator, dims: int) -> bool:
+    return len(item.args[1]) == dims
+
+
+def _normalised(item: Operator, dims: int) -> bool:
+    return len(item.args[1]) < dims
+
+
+def _concatenated(item: Operator, dims: int) -> bool:
+    return len(item.args) > 1 and dims > 0 and bool(item.args[1] % dims)
+
+
+_ROWWISE: dict[Any, Callable[[Operator, int], bool]] = {
+    **dict.fromkeys(
+        # Of views and broadcasts those that have as many rows before and after: rows lie one after the other.
+        (
+            aten.view.default,
+            aten.reshape.default,
+            aten.detach.default,
+            aten.alias.default,
+            aten.to.dtype,
+            aten._to_copy.default,
+        ),
+        _always,
+    ),
+    **dict.fromkeys((aten.linear.default, aten.mm.default, aten.batch_norm.default), _by_matrix),
+    aten.expand.default: _as_many_dims,
+    **dict.fromkeys(
+        (
+            aten.sum.dim_IntList,
+            aten.mean.dim,
+            aten.amax.default,
+            aten.amin.default,
+            aten.softmax.int,
+            aten.log_softmax.int,
+            aten._softmax.default,
+            aten._log_softmax.default,
+            aten.squeeze.dim,
+            aten.slice.Tensor,
+            aten.select.int,
+        ),
+        _not_along_rows(1),
+    ),
+    aten.unsqueeze.default: _unsqueezed,
+    aten.permute.default: _permuted,
+    aten.transpose.int: _swapped,
+    aten.layer_norm.default: _normalised,
+    aten.cat.default: _concatenated,
+}
+
+
+# -- putting them in order ---------------------------------------------------------------------------
+
+
+class _Sorting:
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.specs = graph, dict(graph.specs)
+        self.inputs = {item.name: item for item in graph.inputs}
+        self.added: dict[str, GraphInput] = {}
+        self.ties = nx.utils.UnionFind(graph.specs)
+        for item in graph.operators:
+            self.ties.union(*self.rows_of(item), *(name for name in item.results[:1] if name))
+        self.orders = dict(self.wanted())
+        self.written: list[Operator] = []
+        self.item = graph.operators[0]  # what is being written
+
+    def rows_of(self, item: Operator) -> tuple[str, ...]:
+        """The operands whose rows an operator goes through one by one, but for drawing a mask."""
+        return item.operands if item.target is _DROPOUT else rowwise(item, self.graph.specs)
+
+    def wanted(self) -> Iterator[tuple[str, Tensor]]:
+        """For tensors that are tied, by one of them, the order in which most of what is placed is sorted."""
+        votes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for item in self.graph.operators:
+            if item.target is PLACE:
+                rows, index = item.operands
+                votes[self.ties[rows]][index] += self.specs[rows].numel
+        for tied, counts in votes.items():
+            most = max(counts, key=lambda name: (counts[name], name))
+            order = torch.argsort(self.value(most), stable=True)
+            if not torch.equal(order, torch.arange(len(order))):
+                yield tied, order
+
+    def value(self, name: str) -> Tensor:
+        value = self.inputs[name].value
+        assert value is not None, "rows are picked and placed by constants"
+        return value
+
+    def order_of(self, name: str | None) -> Tensor | None:
+        """The order in which a tensor's rows are put, if they are."""
+        return None if name is None else self.orders.get(self.ties[name])
+
+    def run(self) -> Graph:
+        if not self.orders:
+            return self.graph
+        for item in self.graph.operators:
+            self.item = item
+            self.write()
+        outputs = tuple(map(self.as_before, self.graph.outputs))
+        writes = tuple((buffer, self.as_before(name)) for buffer, name in self.graph.writes)
+        made = replace(
+            self.graph,
+            inputs=(*self.graph.inputs, *self.added.values()),
+            operators=tuple(self.written),
+            specs=self.specs,
+            outputs=outputs,
+            writes=writes,
+        )
+        return without_dead_code(made)
+
+    def write(self) -> None:
+        """The operator on rows in order where it goes through them one by one, else as it was."""
+        item = self.item
+        order = self.order_of(item.results[0])
+        if item.target is PLACE:
+            rows, index, *rest = item.args
+            moved = self.constant(index.name, self.order_of(rows.name))
+            self.emit(args=(Ref(self.in_order(rows.name)), Ref(moved), *rest))
+        elif item.target is PICK:
+            x, index = item.args
+            places = self.value(index.name)
+            if x.name not in self.inputs and (before := self.order_of(x.name)) is not None:
+                places = torch.argsort(before)[places]
+            places = places if order is None else places[order]
+            self.emit(args=(x, Ref(self.index(places, index.name))))
+        elif not any(self.order_of(name) is not None for name in item.results):
+            self.emit(**self.operands(frozenset()))
+        elif item.target is _DROPOUT and order is not None:
+            self.drop(order)
+        elif rows_of := self.rows_of(item):
+            self.emit(**self.operands(frozenset(rows_of)))
+        else:
+            self.reorder()
+
+    def emit(self, **changes: Any) -> None:
+        self.written.append(replace(self.item, **changes))
+
+    def operands(self, by_row: frozenset[str]) -> dict[str, Any]:
+        """The operator's arguments, those in order that it goes through `by_row`, the others as they were."""
+
+        def told(ref: Ref) -> Ref:
+            return Ref(self.in_order(ref.name) if ref.name in by_row else self.as_before(ref.name))
+
+        return {"args": map_refs(self.item.args, told), "kwargs": map_refs(self.item.kwargs, told)}
+
+    def reorder(self) -> None:
+        """The operator as it was, and then those of its results in order that others take so."""
+        ordered = [name for name in self.item.results if self.order_of(name) is not None]
+        before = {name: f"{name}_unsorted" for name in ordered if name}
+        self.specs |= {other: self.specs[name] for name, other in before.items()}
+        results = tuple(before.get(name, name) if name else None for name in self.item.results)
+        self.emit(**self.operands(frozenset()), results=results)
+        for name, other in before.items():
+            self.pick(other, name, self.order_of(name))
+
+    def drop(self, order: Tensor) -> None:
+        """A dropout of rows in order, by the mask that the old order draws."""
+        result, (x, *rest) = self.item.results[0], self.item.args
+        assert result is not None
+        spec = replace(self.specs[result], requires_grad=False)
+        ones, drawn, mask = (f"{result}_{name}" for name in ("ones", "drawn", "mask"))
+        self.specs |= dict.fromkeys((ones, drawn, mask), spec)
+        made = {"dtype": spec.dtype, "device": torch.device("cpu")}
+        target = aten.ones.default
+        self.emit(name=ones, target=target, args=([*spec.shape],), kwargs=made, results=(ones,), order=())
+        self.emit(name=drawn, args=(Ref(ones), *rest), results=(drawn,))
+        self.pick(drawn, mask, order)
+        operands = Ref(self.in_order(x.name)), Ref(mask)
+        self.emit(target=aten.mul.Tensor, args=operands, kwargs={}, order=())
+
+    def pick(self, x: str, result: str, order: Tensor | None) -> None:
+        """Write a pick of rows of x in an order, as a part of what the operator is."""
+        assert order is not None
+        args = Ref(x), Ref(self.index(order, "edge_order"))
+        self.emit(name=f"{result}_pick", target=PICK, args=args, kwargs={}, results=(result,), order=())
+
+    def in_order(self, name: str) -> str:
+        """The name of a tensor with its rows in order: what operators make is so, inputs are picked."""
+        order = self.order_of(name)
+        if order is None or name not in self.inputs:
+            return name
+        if self.inputs[name].value is not None:
+            return self.constant(name, order)
+        moved = f"{name}_sorted"
+        if moved not in self.specs:
+            self.specs[moved] = self.specs[name]
+            self.pick(name, moved, order)
+        return moved
+
+    def as_before(self, name: str) -> str:
+        """The name of a tensor with its rows as the user has them."""
+        order = self.order_of(name)
+        if order is None or name in self.inputs:
+            return name
+        before = f"{name}_unsorted"
+        if before not in self.specs:
+            self.specs[before] = self.specs[name]
+            self.pick(name, before, torch.argsort(order))
+        return before
+
+    def constant(self, name: str, order: Tensor | None) -> str:
+        """A constant with its rows in an order."""
+        if order is None:
+            return name
+        given = self.inputs[name]
+        exact = None if given.exact is None else given.exact[order]
+        return self.add(self.value(name)[order], name, exact)
+
+    def index(self, places: Tensor, name: str) -> str:
+        """A constant of places, `name` itself if that is what it says."""
+        known = self.inputs.get(name)
+        same = known is not None and known.value is not None and torch.equal(known.value, places)
+        return name if same else self.add(places, name)
+
+    def add(self, value: Tensor, name: str, exact: Tensor | None = None) -> str:
+        title = f"{name}_{digest_of(value)[:12]}"
+        if title not in self.added:
+            spec = TensorSpec(tuple(value.shape), value.dtype)
+            self.specs[title] = spec
+            self.added[title] = GraphInput(
+                title, InputKind.CONSTANT, f"sorted.{title}", spec, value=value.contiguous(), exact=exact
+            )
+        return title
