@@ -20,7 +20,7 @@ from autopar.core.placement import B, R
 from autopar.core.precision import Precision
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.prices import Prices
-from autopar.errors import InputError
+from autopar.errors import InfeasibleError, InputError
 from autopar.planning.options import PLAN, Options
 from autopar.planning.request import request_of
 from autopar.results.plan import Plan
@@ -163,3 +163,19 @@ def test_without_casts_the_plan_says_that_sums_stay_as_they_are() -> None:
     plan = planned("fp32", force="batch", reduce_dtype="bf16")[0]
     assert "no weight is cast: gradients are summed in their own dtype, not in bf16" in plan.notes
     assert plan.step_seconds == planned("fp32", force="batch")[0].step_seconds
+
+
+def test_a_model_may_fit_in_low_precision_alone() -> None:
+    """Whatever is sharded and computed again: beside weights in float32 there are activations in bfloat16."""
+    eight = replace(GPUS, devices_per_node=8)
+    with torch.device("meta"):
+        net, batch = Deep(1024, 4), (torch.randn(65536, 1024),)
+
+    def fitted(dtype: str) -> Plan:
+        return api.plan(
+            net, eight, batch, dtype=dtype, mesh="8", stages=1, micro_batches=1, measure=False, memory="467MB"
+        )
+
+    with pytest.raises(InfeasibleError, match="found 467 MB per device, wanted at least"):
+        fitted("fp32")
+    assert fitted("bf16").peak_bytes <= 467e6
