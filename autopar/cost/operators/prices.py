@@ -432,10 +432,10 @@ class Prices:
         nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
         change, weight = Change(move.axis, *move.placements), name in self._parameters
         return self._change(
-            change, nbytes, requires_grad=self._requires_grad(name), weight=weight, wide=self._wide(name)
+            change, nbytes, requires_grad=self._requires_grad(name), weight=weight, wide=self.widening(name)
         )
 
-    def _wide(self, name: str) -> float:
+    def widening(self, name: str) -> float:
         """How many times the bytes of a tensor its gradient has where it is summed over ranks."""
         return self.reduce.nbytes / self.graph.specs[name].dtype.itemsize if name in self._reduced else 1.0
 
@@ -483,7 +483,7 @@ class Prices:
             for dim, lengths in enumerate(atoms.of[name])
             for atom in range(len(lengths))
         )
-        return spec, atoms.of[name], cuts, name in self._parameters, self._wide(name)
+        return spec, atoms.of[name], cuts, name in self._parameters, self.widening(name)
 
     def _changes(self, name: str, layouts: Sequence[Layout]) -> PriceOfChange:
         """Seconds of changes between numbers of `layouts`."""
@@ -493,13 +493,13 @@ class Prices:
         def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
             different, back = np.unique(np.maximum(sizes[source], sizes[target]), return_inverse=True)
             price = partial(
-                self._change, change, requires_grad=requires_grad, weight=weight, wide=self._wide(name)
+                self._change, change, requires_grad=requires_grad, weight=weight, wide=self.widening(name)
             )
             parts = [price(nbytes) for nbytes in different.tolist()]
             whole = [sum(each) for each in parts]
             if weight and change.effect.name == "r_to_b":
                 pairs = zip(whole, different.tolist(), strict=True)
-                wide = self._wide(name)
+                wide = self.widening(name)
                 whole = [self._in_buckets(each, nbytes, change.axis, wide) for each, nbytes in pairs]
             ahead = np.array([forward for forward, _ in parts])
             return np.array(whole, dtype=np.float64)[back], ahead.astype(np.float64)[back]
@@ -559,7 +559,7 @@ class Prices:
         seconds = self.move(name, move)
         if effect(move).name != "r_to_b":
             return seconds
-        return self._in_buckets(seconds, self.local_bytes(name, move.source), move.axis, self._wide(name))
+        return self._in_buckets(seconds, self.local_bytes(name, move.source), move.axis, self.widening(name))
 
     def _in_buckets(self, seconds: float, nbytes: int, axis: int, wide: float) -> float:
         """Seconds of a gradient's all-reduce, of which one by itself would take `seconds`; summed are `wide`
