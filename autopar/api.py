@@ -66,6 +66,7 @@ from autopar.results.announce import Announcer
 from autopar.results.comparison import Comparison
 from autopar.results.explanation import Explanation
 from autopar.results.measured_steps import MeasuredSteps, read_measured
+from autopar.results.notebook_bar import notebook_bar
 from autopar.results.plan import Plan
 from autopar.results.progress_bar import ProgressLines
 from autopar.results.report.page import Beside, Written, write_page
@@ -107,8 +108,9 @@ def plan(
     serial_model.check(model)
     request, auto = request_of(asked, cluster)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
-    compiler = Compiler(cluster, request, loss_fn, costdb=asked.costdb, progress=progress)
-    return compiler.find_plan(model, args, kwargs, auto)
+    with notebook_bar(progress) as shown:
+        compiler = Compiler(cluster, request, loss_fn, costdb=asked.costdb, progress=shown)
+        return compiler.find_plan(model, args, kwargs, auto)
 
 
 @documented(PLAN)
@@ -118,6 +120,7 @@ def explain(
     layer: str | None = None,
     *,
     what_if: str | Sequence[str] = (),
+    seconds: float | None = None,
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
 ) -> Explanation:
@@ -126,7 +129,9 @@ def explain(
     `target` is "file.py:function", as on the command line, or a model with example inputs. Every other way to
     split `layer` (a layer's or an operator's name), or else the dearest ones, is pinned and solved again.
     `what_if` are other circumstances, such as "memory=40GB", "devices=8" or "batch=64,devices=8". Where no
-    plan meets the memory cap the explanation says what to change, each change planned.
+    plan meets the memory cap the explanation says what to change, each change planned. What is solved beside
+    the plan takes about so many `seconds`, 60 or the plan's own by default; what is left then
+    says so.
 
     Raises what `plan` raises otherwise.
     """
@@ -135,8 +140,9 @@ def explain(
     made = load_target(target) if isinstance(target, str) else check_target("explain", target)
     serial_model.check(made.model)
     said = {name: value for name, value in options.items() if value is not None}
-    asked = Asked(made, cluster, said, progress)
-    return explained(asked, layer, [what_if] if isinstance(what_if, str) else what_if)
+    circumstances = [what_if] if isinstance(what_if, str) else what_if
+    with notebook_bar(progress) as shown:
+        return explained(Asked(made, cluster, said, shown), layer, circumstances, seconds=seconds)
 
 
 @documented(PARALLELIZE)
@@ -395,11 +401,11 @@ def report(
     assert cluster is not None
     assert cluster is not None
     serial_model.check(made.model)
-    asked = Asked(made, cluster, said, progress)
-    found = asked.plan(alternatives=True)
-    around = None
-    if frontier_seconds is None or frontier_seconds > 0:
-        around = frontier(asked, found, seconds=SECONDS if frontier_seconds is None else frontier_seconds)
+    seconds = SECONDS if frontier_seconds is None else frontier_seconds
+    with notebook_bar(progress) as shown:
+        asked = Asked(made, cluster, said, shown)
+        found = asked.plan(alternatives=True)
+        around = frontier(asked, found, seconds=seconds) if seconds > 0 else None
     return write_page(found, Path(output), Beside(_timeline_of(found), around, steps))
 
 

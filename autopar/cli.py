@@ -293,7 +293,7 @@ def report(
             where="autopar report",
             found="a target without a cluster",
             wanted="the devices to plan for, or a plan that is saved as PLAN.json",
-            remedy=f"autopar report {source} --cluster local:4",
+            remedy=f"write autopar report {source} --cluster local:4",
         )
     spec = None if cluster is None else ClusterSpec.parse(cluster)
     _check_seconds("--frontier", frontier or None)
@@ -361,11 +361,20 @@ def explain(
             "--what-if", metavar="memory=40GB|devices=8|batch=64", help="Plan under other circumstances, too."
         ),
     ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--seconds",
+            metavar="S",
+            help="For what is solved beside the plan; 60, or the plan's own, if more.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     progress: ShowProgress = False,
     **options: Any,
 ) -> Answer:
     """Explain the plan of TARGET: what each other way would cost, and what binds."""
+    _check_seconds("--seconds", seconds)
     spec = ClusterSpec.parse(cluster)
     from autopar import api
     from autopar.results.progress_bar import ProgressBar
@@ -374,7 +383,9 @@ def explain(
 
     made, bar = load_target(target), ProgressBar(progress)
     with bar.shown():
-        found = api.explain(made, spec, layer, what_if=what_if or (), progress=bar, **options)
+        found = api.explain(
+            made, spec, layer, what_if=what_if or (), seconds=seconds, progress=bar, **options
+        )
     exit_code = 0 if found.plan else InfeasibleError.exit_code
     return Answer(found.as_dict(), render_explanation(found), exit_code)
 

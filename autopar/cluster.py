@@ -14,39 +14,71 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
+from autopar.core.cluster_keys import (
+    CARD_KEYS,
+    CLUSTER_KEYS,
+    DEVICE_KEYS,
+    LINK_KEYS,
+    MOST_DEVICES,
+    as_table,
+    is_finite,
+    line_numbers,
+    read_table,
+    refuse,
+    violation,
+    whole_number,
+)
 from autopar.core.mesh import AXIS_NAMES, Mesh
 from autopar.core.slurm import torchrun_variables
 from autopar.core.user_text import LONGEST_TOML, parse_toml, read_text
 from autopar.errors import InputError, show_value
-from autopar.units import parse_bytes, parse_rate, parse_seconds, show_bytes, show_rate, show_seconds
-
-MOST_DEVICES = 1_000_000  # more than any cluster has, and few enough to list their meshes in a second
-MOST_BYTES = 1 << 63
-
-
-def _is_finite(value: object) -> bool:
-    """Whether it is a number with which floats can be multiplied."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
+from autopar.units import (
+    show_bytes,
+    show_rate,
+    show_seconds,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """A link between two devices: `latency` in seconds, `bandwidth` in bytes per second each way.
 
-    `estimated` marks numbers that nobody gave or measured, so that a plan can say so.
+    `estimated` marks numbers that nobody gave or measured, so that a plan can say so. Of measured `points`,
+    bytes and seconds that rise, a message takes what lies between them.
     """
 
     latency: float
     bandwidth: float
     estimated: bool = False
+    points: tuple[tuple[int, float], ...] = ()
+
+    @staticmethod
+    def measured(points: tuple[tuple[int, float], ...]) -> Link:
+        """The link of measured messages: the smallest one's seconds, and the rate between the last two."""
+        (before, early), (last, late) = points[-2:]
+        return Link(points[0][1], (last - before) / (late - early), points=points)
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds of one message; the smallest point's below it, and by the bandwidth beyond the largest."""
+        if not self.points:
+            return self.latency + nbytes / self.bandwidth
+        place = bisect_left(self.points, (nbytes, -math.inf))
+        if place == 0:
+            return self.latency
+        (left, early) = self.points[place - 1]
+        if place == len(self.points):
+            return early + (nbytes - left) / self.bandwidth
+        right, late = self.points[place]
+        return early + (late - early) * (nbytes - left) / (right - left)
 
     def __post_init__(self) -> None:
-        numbers = _is_finite(self.latency) and _is_finite(self.bandwidth)
+        numbers = is_finite(self.latency) and is_finite(self.bandwidth)
         if not (numbers and self.latency >= 0 and self.bandwidth > 0):
             latency, bandwidth = show_value(self.latency), show_value(self.bandwidth)
             raise InputError(
@@ -69,6 +101,14 @@ PCIE = Link(latency=10e-6, bandwidth=25e9, estimated=True)
 ETHERNET = Link(latency=50e-6, bandwidth=1.25e9, estimated=True)
 
 
+@dataclass(frozen=True, slots=True)
+class DescribedDevice:
+    """A GPU that no data sheet here knows: peak flop/s of dense products by dtype, bytes/s of its memory."""
+
+    flops: tuple[tuple[str, float], ...]
+    bandwidth: float
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class ClusterSpec:
     """`nodes` machines with `devices_per_node` devices each.
@@ -89,6 +129,7 @@ class ClusterSpec:
     inter: Link | None
     host: Link | None
     host_memory: int | None
+    described: DescribedDevice | None
 
     def __init__(
         self,
@@ -102,6 +143,7 @@ class ClusterSpec:
         inter: Link | None = None,
         host: Link | None = None,
         host_memory: int | str | None = None,
+        described: DescribedDevice | None = None,
     ) -> None:
         """Take memory also as text (`"80GB"`); without `intra` a marked estimate stands in.
 
@@ -116,12 +158,12 @@ class ClusterSpec:
             "cores": cores,
             "host_memory": host_memory,
         }
-        values = _read("cluster", given, CLUSTER_KEYS, wrong)
-        wrong += _too_many(values) + _missing_inter(values.get("nodes", 1), inter)
-        wrong += _needless_host(values, host)
-        _raise("ClusterSpec", wrong)
+        values = read_table("cluster", given, CLUSTER_KEYS, wrong)
+        wrong += _missing_inter(values.get("nodes", 1), inter) + _needless_host(values, host)
+        wrong += _too_many(values)
+        refuse("ClusterSpec", wrong)
         values["intra"] = intra or (LOOPBACK if values["device"] == "cpu" else PCIE)
-        values["inter"], values["host"] = inter, host
+        values["inter"], values["host"], values["described"] = inter, host, described
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -167,7 +209,7 @@ class ClusterSpec:
 
     @staticmethod
     def from_toml(path: str | Path) -> ClusterSpec:
-        """Read the tables `[cluster]`, `[links.intra]`, `[links.inter]` and `[links.host]`.
+        """Read the tables `[cluster]`, `[links.intra]`, `[links.inter]`, `[links.host]` and `[device]`.
 
         [cluster]                       [links.intra]
         nodes = 2                       bandwidth = "450GB/s"
@@ -176,13 +218,21 @@ class ClusterSpec:
         memory = "80GB"                 [links.inter] likewise; needed if nodes > 1
         host_memory = "1TB"             [links.host] likewise: from a GPU to its node's memory
 
+        [device]                        of a GPU that isn't known by name
+        flops = {bf16 = "400TFLOP/s"}   or one rate for all dtypes
+        bandwidth = "2TB/s"
+
+        Instead of both a link may have `points = [["1kB", "10us"], ["1MB", "90us"]]`, measured messages.
+        With `cards = 2` in [links.inter] the devices of a node share two network cards of its bandwidth.
+
         Bandwidths count bytes or bits: "200Mbit/s" is "25MB/s". A cluster of CPUs may say `cores` too;
         `host_memory` and the link to it serve offload, and are left out where unknown.
 
         Raises `InputError` with all violations at once.
         """
         try:
-            document = parse_toml(read_text(path, longest=LONGEST_TOML))
+            text = read_text(path, longest=LONGEST_TOML)
+            document = parse_toml(text)
         except ValueError as cause:
             raise InputError(
                 where=str(path),
@@ -190,7 +240,7 @@ class ClusterSpec:
                 wanted="a readable TOML file",
                 remedy="see docs/clusters.md for a cluster file",
             ) from cause
-        return _from_tables(str(path), document)
+        return _from_tables(str(path), document, line_numbers(text))
 
     @property
     def num_devices(self) -> int:
@@ -259,6 +309,7 @@ class ClusterSpec:
             inter=self.inter if nodes > 1 else None,
             host=self.host,
             host_memory=self.host_memory,
+            described=self.described,
         )
 
     def stage_counts(self) -> tuple[int, ...]:
@@ -308,116 +359,58 @@ class ClusterSpec:
         return f"{self.devices}{memory}{cores}; within a node {self.intra}{inter}{host}"
 
 
-Reader: TypeAlias = Callable[[str, object], Any]  # (where, value) -> the value read; raises InputError
-
-
-def _count(where: str, value: object, most: int = MOST_DEVICES) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most:
-        return value
-    least = f"from 1 to {most:,}" if isinstance(value, int) and value > most else "of at least 1"
-    raise _wrong(where, show_value(value), f"a whole number {least}")
-
-
-def _device(where: str, value: object) -> str:
-    if isinstance(value, str) and value.strip():
-        return value.strip().lower()
-    raise _wrong(where, show_value(value), 'a kind of device such as "cpu" or "h100"')
-
-
-def _memory(where: str, value: object) -> int | None:
-    if value is None:
-        return None
-    return _count(where, parse_bytes(value, where=where) if isinstance(value, str) else value, MOST_BYTES)
-
-
-def _cores(where: str, value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, (int, float)) and _is_finite(value) and value > 0:
-        return float(value)
-    raise _wrong(where, show_value(value), "a number of cores above 0 such as 8 or 0.5")
-
-
-def _rate(where: str, value: object) -> float:
-    if isinstance(value, str):
-        return parse_rate(value, where=where)
-    raise _wrong(where, show_value(value), 'a text with its unit such as "450GB/s"')
-
-
-def _seconds(where: str, value: object) -> float:
-    if isinstance(value, str):
-        return parse_seconds(value, where=where)
-    raise _wrong(where, show_value(value), 'a text with its unit such as "2us"')
-
-
-def _table(where: str, value: object) -> dict[str, object]:
-    if isinstance(value, dict):
-        return value
-    raise _wrong(where, show_value(value), f"a table [{where}]")
-
-
-CLUSTER_KEYS: Mapping[str, Reader] = {
-    "nodes": _count,
-    "devices_per_node": _count,
-    "device": _device,
-    "memory": _memory,
-    "cores": _cores,
-    "host_memory": _memory,
-}
-LINK_KEYS: Mapping[str, Reader] = {"bandwidth": _rate, "latency": _seconds}
-
-
-def _read(
-    where: str, table: Mapping[str, object], readers: Mapping[str, Reader], wrong: list[InputError]
-) -> dict[str, Any]:
-    """The values of `table` that can be read; what is unknown or cannot be read joins `wrong`."""
-    prefix = f"{where}." if where else ""
-    wrong += [
-        _wrong(prefix + key, "an unknown key", f"one of {', '.join(readers)}")
-        for key in table
-        if key not in readers
-    ]
-    values = {}
-    for key in (key for key in readers if key in table):
-        try:
-            values[key] = readers[key](prefix + key, table[key])
-        except InputError as error:
-            wrong.append(error)
-    return values
-
-
-def _from_tables(path: str, document: Mapping[str, object]) -> ClusterSpec:
+def _from_tables(path: str, document: Mapping[str, object], lines: Mapping[str, int]) -> ClusterSpec:
     wrong: list[InputError] = []
-    tables = _read("", document, {"cluster": _table, "links": _table}, wrong)
-    values = _read("cluster", tables.get("cluster", {}), CLUSTER_KEYS, wrong)
+    tables = read_table("", document, {"cluster": as_table, "links": as_table, "device": as_table}, wrong)
+    values = read_table("cluster", tables.get("cluster", {}), CLUSTER_KEYS, wrong)
     if "devices_per_node" not in tables.get("cluster", {}):
-        wrong.append(_wrong("cluster.devices_per_node", "nothing", "the number of devices of each node"))
-    links = _read("links", tables.get("links", {}), {"intra": _table, "inter": _table, "host": _table}, wrong)
+        wrong.append(violation("cluster.devices_per_node", "nothing", "the number of devices of each node"))
+    links = read_table(
+        "links", tables.get("links", {}), dict.fromkeys(("intra", "inter", "host"), as_table), wrong
+    )
     for name, table in links.items():
-        values[name] = _read_link(f"links.{name}", table, wrong)
-    wrong += _too_many(values) + _missing_inter(values.get("nodes", 1), links.get("inter"))
-    wrong += _needless_host(values, links.get("host"))
-    _raise(path, wrong)
+        values[name] = _read_link(name, table, values.get("devices_per_node", 1), wrong)
+    wrong += _missing_inter(values.get("nodes", 1), links.get("inter"))
+    wrong += _needless_host(values, links.get("host")) + _too_many(values)
+    if "device" in tables:
+        values |= _read_device(tables["device"], values, wrong)
+    refuse(path, wrong, lines)
     return ClusterSpec(**values)
 
 
-def _read_link(where: str, table: Mapping[str, object], wrong: list[InputError]) -> Link | None:
-    values = _read(where, table, LINK_KEYS, wrong)
-    missing = [key for key in LINK_KEYS if key not in table]
-    wrong += [_wrong(f"{where}.{key}", "nothing", f"the link's {key}") for key in missing]
-    if len(values) < len(LINK_KEYS):
+def _read_link(name: str, table: Mapping[str, object], devices: int, wrong: list[InputError]) -> Link | None:
+    """The link of a table; between nodes what each of a node's `devices` has of its network cards."""
+    where = f"links.{name}"
+    values = read_table(where, table, CARD_KEYS if name == "inter" else LINK_KEYS, wrong)
+    if "points" in table:
+        more = [key for key in ("bandwidth", "latency", "cards") if key in table]
+        wrong += [violation(f"{where}.{key}", "points beside it", "one of both") for key in more]
+        return Link.measured(values["points"]) if "points" in values else None
+    missing = [key for key in ("bandwidth", "latency") if key not in table]
+    wrong += [violation(f"{where}.{key}", "nothing", f"the link's {key}") for key in missing]
+    if not {"bandwidth", "latency"} <= values.keys():
         return None
-    try:
-        return Link(**values)
-    except InputError as error:
-        wrong.append(_wrong(where, error.found, error.wanted))
-        return None
+    cards = values.get("cards", devices)
+    return Link(values["latency"], values["bandwidth"] * cards / devices)
 
 
-def _missing_inter(nodes: int, inter: object) -> list[InputError]:
-    if nodes == 1 or inter is not None:
-        return []
-    return [_wrong("links.inter", "nothing", f"the link between the {nodes} nodes")]
+def _read_device(
+    table: Mapping[str, object], values: Mapping[str, Any], wrong: list[InputError]
+) -> dict[str, Any]:
+    """What a table [device] says: the description, and memory where [cluster] doesn't say it."""
+    found = read_table("device", table, DEVICE_KEYS, wrong)
+    missing = [key for key in ("flops", "bandwidth") if key not in table]
+    wrong += [violation(f"device.{key}", "nothing", f"the device's {key}") for key in missing]
+    if values.get("device", "cpu") == "cpu":
+        wrong.append(
+            violation("cluster.device", repr(values.get("device")), "a name for the GPU of [device]")
+        )
+    if "memory" in found and "memory" in values:
+        wrong.append(violation("device.memory", "memory in [cluster] too", "one of both"))
+    memory = {"memory": found["memory"]} if "memory" in found else {}
+    if not {"flops", "bandwidth"} <= found.keys():
+        return memory
+    return memory | {"described": DescribedDevice(found["flops"], found["bandwidth"])}
 
 
 def _too_many(values: Mapping[str, Any]) -> list[InputError]:
@@ -425,41 +418,25 @@ def _too_many(values: Mapping[str, Any]) -> list[InputError]:
     count = values.get("nodes", 1) * values.get("devices_per_node", 1)
     if count <= MOST_DEVICES:
         return []
-    return [_wrong("cluster", f"{count:,} devices", f"at most {MOST_DEVICES:,}")]
+    return [violation("cluster", f"{count:,} devices", f"at most {MOST_DEVICES:,}")]
+
+
+def _missing_inter(nodes: int, inter: object) -> list[InputError]:
+    if nodes == 1 or inter is not None:
+        return []
+    return [violation("links.inter", "nothing", f"the link between the {nodes} nodes")]
 
 
 def _needless_host(values: Mapping[str, Any], host: object) -> list[InputError]:
     """Violations by a link to the host, of devices whose memory is the host's."""
     if host is None or values.get("device", "cpu") != "cpu":
         return []
-    return [_wrong("links.host", "a link of CPUs to the host", "none: their memory is the host's")]
-
-
-def _wrong(where: str, found: str, wanted: str) -> InputError:
-    return InputError(
-        where=where, found=found, wanted=wanted, remedy="correct the description of the cluster"
-    )
-
-
-def _raise(source: str, wrong: list[InputError]) -> None:
-    """Raise one error that lists all of `wrong`, if there are any."""
-    if len(wrong) == 1:
-        (only,) = wrong
-        raise InputError(
-            where=f"{source}: {only.where}", found=only.found, wanted=only.wanted, remedy=only.remedy
-        )
-    if wrong:
-        raise InputError(
-            where=f"{source}: {len(wrong)} violations",
-            found="; ".join(f"{error.where}: {error.found}" for error in wrong),
-            wanted="; ".join(f"{error.where}: {error.wanted}" for error in wrong),
-            remedy="correct the description of the cluster",
-        )
+    return [violation("links.host", "a link of CPUs to the host", "none: their memory is the host's")]
 
 
 def _this_machine(num_processes: int, *, nodes: int) -> ClusterSpec:
     """`nodes` machines like this one, each with `num_processes` processes."""
-    _count("number of processes", num_processes)
+    whole_number("number of processes", num_processes)
     import torch  # here, so that a text that names no cluster is told before torch is loaded
 
     inter = ETHERNET if nodes > 1 else None

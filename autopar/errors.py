@@ -75,6 +75,7 @@ class AutoparError(Exception):
 
     def __init__(self, *, where: str, found: str, wanted: str, remedy: str) -> None:
         texts = {"where": where, "found": found, "wanted": wanted, "remedy": remedy}
+        texts = {name: _ADDRESS.sub("", text) for name, text in texts.items()}
         texts = fit(texts, LONGEST - len(_FORM.format(**dict.fromkeys(texts, ""))))
         self.where, self.found, self.wanted, self.remedy = (texts[name] for name in _FIELDS)
         super().__init__(_FORM.format(**texts))

@@ -33,6 +33,7 @@ BITS: Mapping[str, float] = {
     "Tbit": 1e12 / 8,
 }
 RATES: Mapping[str, float] = {f"{unit}/s": scale for unit, scale in {**BYTES, **BITS}.items()}
+FLOPS: Mapping[str, float] = {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 SECONDS: Mapping[str, float] = {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 LONGEST = 40  # characters of a quantity: what is larger than 1e40 of anything is a slip
@@ -47,6 +48,11 @@ def parse_bytes(text: str, *, where: str = "size") -> int:
 def parse_rate(text: str, *, where: str = "bandwidth") -> float:
     """Bytes per second in `450GB/s` or `5Gbit/s`; `where` names the input in the error."""
     return _parse(text, RATES, where=where, wanted="a rate", example="450GB/s")
+
+
+def parse_flops(text: str, *, where: str = "flops") -> float:
+    """Floating-point operations per second in `312TFLOP/s`; `where` names the input in the error."""
+    return _parse(text, FLOPS, where=where, wanted="a rate", example="312TFLOP/s")
 
 
 def parse_seconds(text: str, *, where: str = "time") -> float:

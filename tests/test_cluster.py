@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import ETHERNET, LOOPBACK, ClusterSpec, Link, gpu_kind
+from autopar.cluster import ETHERNET, LOOPBACK, ClusterSpec, DescribedDevice, Link, gpu_kind
 from autopar.core.mesh import Mesh
+from autopar.cost.machine.collectives import all_gather
 from autopar.errors import InputError
 
 FAST, SLOW = Link(2e-6, 450e9), Link(10e-6, 25e9)
@@ -212,7 +213,7 @@ def test_a_file_may_say_what_offload_needs(tmp_path: Path) -> None:
     wanted = replace(TWO_NODES, host=Link(10e-6, 25e9), host_memory=10**12)
     assert ClusterSpec.from_toml(write(tmp_path, text)) == wanted
     path = write(tmp_path, text.replace('"h100"', '"cpu"'))
-    with pytest.raises(InputError, match=rf"{path.name}: links.host: found a link of CPUs"):
+    with pytest.raises(InputError, match=rf"{path.name}, line \d+: links.host: found a link of CPUs"):
         ClusterSpec.from_toml(path)
 
 
@@ -232,7 +233,7 @@ def test_a_short_file_takes_the_defaults(tmp_path: Path) -> None:
         ('device = "h100"', 'colour = "red"', "cluster.colour", "an unknown key"),
         ('"2us"', "2e-6", "links.intra.latency", "2e-06"),
         ('"450GB/s"', '"450Gb/s"', "links.intra.bandwidth", "'450Gb/s'"),
-        ('"450GB/s"', '"0GB/s"', "links.intra", "latency 2e-06 s, bandwidth 0 bytes/s"),
+        ('"450GB/s"', '"0GB/s"', "links.intra.bandwidth", "'0GB/s'"),
         ('latency = "10us"', "", "links.inter.latency", "nothing"),
         ("[links.intra]", "[links.inner]", "links.inner", "an unknown key"),
         ("[cluster]", "[clusters]", "clusters", "an unknown key"),
@@ -252,7 +253,106 @@ def test_all_violations_of_a_file_are_told_at_once_and_in_order(tmp_path: Path) 
     text = TOML.replace("nodes = 2", 'nodes = "two"').replace('"2us"', "2").replace('"80GB"', '"?"')
     with pytest.raises(InputError) as caught:
         ClusterSpec.from_toml(write(tmp_path, text))
-    assert caught.value.found == "cluster.nodes: 'two'; cluster.memory: '?'; links.intra.latency: 2"
+    told = "line 3, cluster.nodes: 'two'; line 6, cluster.memory: '?'; line 10, links.intra.latency: 2"
+    assert caught.value.found == told
+
+
+BY_HAND = TOML.replace('"h100"', '"mine"').replace('memory = "80GB"\n', "") + (
+    '[device]\nflops = { bf16 = "400TFLOP/s", fp32 = "50TFLOP/s" }\nbandwidth = "2TB/s"\nmemory = "64GB"\n'
+)
+
+
+def test_a_device_may_be_described_by_hand(tmp_path: Path) -> None:
+    found = ClusterSpec.from_toml(write(tmp_path, BY_HAND))
+    assert found.described == DescribedDevice((("bf16", 400e12), ("fp32", 50e12)), 2e12)
+    assert (found.device, found.device_type, found.memory) == ("mine", "cuda", 64 * 10**9)
+    assert found.shaped(1, 2).described == found.described
+    one = BY_HAND.replace('{ bf16 = "400TFLOP/s", fp32 = "50TFLOP/s" }', '"1PFLOP/s"')
+    described = ClusterSpec.from_toml(write(tmp_path, one)).described
+    assert described is not None and dict(described.flops) == dict.fromkeys(
+        ("fp16", "bf16", "fp32", "fp64"), 1e15
+    )
+
+
+POINTS = TOML.replace(
+    'bandwidth = "200Gbit/s"\nlatency = "10us"',
+    'points = [\n  ["1kB", "10us"],\n  ["2kB", "10us"],\n  ["1002kB", "110us"],\n]',
+)
+
+
+def test_a_link_may_be_a_table_of_measured_messages(tmp_path: Path) -> None:
+    """Of 1 MB more in 100 us; messages between two points lie on a line, those beyond the last on its own."""
+    link = ClusterSpec.from_toml(write(tmp_path, POINTS)).inter
+    assert link is not None and link.latency == 10e-6 and link.bandwidth == pytest.approx(1e10)
+    told = [link.seconds(nbytes) for nbytes in (1, 1000, 1500, 502_000, 1_002_000, 2_002_000)]
+    assert told == pytest.approx([10e-6, 10e-6, 10e-6, 60e-6, 110e-6, 210e-6])
+    assert all_gather(4 * 502_000, 4, link) == pytest.approx(3 * 60e-6)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "where"),
+    [
+        ('["2kB", "10us"]', '["1kB", "10us"]', 15, "links.inter.points.2"),
+        ('["2kB", "10us"]', '["2kB", "9us"]', 15, "links.inter.points.2"),
+        ('["1002kB", "110us"]', '["1002kB", "10us"]', 16, "links.inter.points.3"),
+        ('["1002kB", "110us"]', '["1002kB"]', 16, "links.inter.points.3"),
+        ('["1002kB", "110us"]', '["1002kB", "-1us"]', 16, "links.inter.points.3"),
+        ("points = [", 'latency = "1us"\npoints = [', 13, "links.inter.latency"),
+        ("[links.inter]", "[links.inter]\ncards = 2", 13, "links.inter.cards"),
+    ],
+)
+def test_points_out_of_order_name_their_line(
+    tmp_path: Path, old: str, new: str, line: int, where: str
+) -> None:
+    assert POINTS.count(old) == 1
+    with pytest.raises(InputError) as caught:
+        ClusterSpec.from_toml(write(tmp_path, POINTS.replace(old, new)))
+    assert f"line {line}: {where}: found" in str(caught.value)
+
+
+def test_devices_of_a_node_share_its_network_cards(tmp_path: Path) -> None:
+    """Four devices with two cards have half a card each, with eight cards two."""
+    whole = ClusterSpec.from_toml(write(tmp_path, TOML)).inter
+    assert whole is not None
+    for cards, share in ((2, 0.5), (4, 1.0), (8, 2.0)):
+        text = TOML.replace("[links.inter]", f"[links.inter]\ncards = {cards}")
+        assert ClusterSpec.from_toml(write(tmp_path, text)).inter == replace(
+            whole, bandwidth=share * whole.bandwidth
+        )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "where"),
+    [
+        ("nodes = 2", "nodes = 1000000000", 3, "cluster.nodes"),
+        ("devices_per_node = 4", "devices_per_node = 1000000000", 4, "cluster.devices_per_node"),
+        ('"450GB/s"', '"999999TB/s"', 8, "links.intra.bandwidth"),
+        ('"450GB/s"', '"1B/s"', 8, "links.intra.bandwidth"),
+        ('"450GB/s"', '"-450GB/s"', 8, "links.intra.bandwidth"),
+        ('"2us"', '"3600s"', 9, "links.intra.latency"),
+        ('"400TFLOP/s"', '"1000000000000000PFLOP/s"', 15, "device.flops.bf16"),
+        ('"400TFLOP/s"', "1e30", 15, "device.flops.bf16"),
+        ('"50TFLOP/s"', '"0TFLOP/s"', 15, "device.flops.fp32"),
+        ("fp32", "fp12", 15, "device.flops"),
+        ('"2TB/s"', '"0B/s"', 16, "device.bandwidth"),
+        ('memory = "64GB"', 'memory = "9999999999TB"', 17, "device.memory"),
+        ('bandwidth = "2TB/s"\n', "", 14, "device.bandwidth"),
+        ('device = "mine"', 'device = "cpu"', 5, "cluster.device"),
+        ("[links.inter]", "[links.inter]\ncards = 0", 12, "links.inter.cards"),
+    ],
+)
+def test_figures_that_cannot_be_name_the_line(
+    tmp_path: Path, old: str, new: str, line: int, where: str
+) -> None:
+    assert BY_HAND.count(old) == 1
+    with pytest.raises(InputError) as caught:
+        ClusterSpec.from_toml(write(tmp_path, BY_HAND.replace(old, new)))
+    assert f"line {line}: {where}: found" in str(caught.value)
+
+
+def test_more_devices_than_any_cluster_has_are_refused_in_code_too() -> None:
+    with pytest.raises(InputError, match="at most 1,000,000"):
+        ClusterSpec(nodes=1 << 15, devices_per_node=64, inter=Link(0.0, 1.0))
 
 
 def test_several_nodes_need_the_link_between_them(tmp_path: Path) -> None:

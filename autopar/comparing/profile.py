@@ -110,7 +110,7 @@ def profile(
             where="--cluster",
             found=str(cluster),
             wanted="processes on the CPU",
-            remedy="GPUs are priced by their data sheets and the cluster's links",
+            remedy="leave it out: GPUs are priced by their data sheets and the cluster's links",
         )
     if target is not None:
         _graph(target, request, cluster)  # what cannot be traced is bad input, and no worker's failure

@@ -2,6 +2,7 @@
 
 graph         the traced model: operators in order, tensors by name
 fingerprint   what a plan is for, as text
+cluster_keys   how a cluster's description is read, with bounds and lines
 mesh          the grid of devices that one stage runs on
 placement     how a tensor lies on a mesh
 cut           which rows of a sharded dim each rank owns

@@ -47,6 +47,9 @@ class LinkLike(Protocol):
     @property
     def bandwidth(self) -> float: ...
 
+    def seconds(self, nbytes: float) -> float:
+        """Seconds of one message."""
+
 
 def refuse_bad(where: str, **costs: object) -> None:
     """Raise InputError naming every cost that isn't a finite number of at least 0."""

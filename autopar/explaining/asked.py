@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,9 @@ from autopar.results.explanation import Change, Outcome
 from autopar.results.plan import Plan
 from autopar.trace.target import Target
 
-LEAST_PATIENCE = 20.0  # seconds for another plan, or twice those that the first one took
+LEAST = 60.0  # seconds for all other plans, or those that the first one took, if these are more
+SHARE = 0.5  # of the seconds that are left, for one of them
+OVER = "the time for explaining was over; ask for less at once, or give more by --seconds"
 REFUSED = (InfeasibleError, InputError, SolverError, TraceError)
 SHOWN = 160  # characters of why there is no plan
 
@@ -29,7 +32,7 @@ class Asked:
     cluster: ClusterSpec
     options: Mapping[str, Any]
     progress: Progress | None = None
-    patience: float | None = None  # seconds for each other plan, where no time limit is said
+    until: float | None = None  # on the monotonic clock, when no further plan is sought
 
     def request(self) -> tuple[Request, Auto | None]:
         """What the search takes."""
@@ -50,11 +53,29 @@ class Asked:
         """The same with options said otherwise; None says nothing."""
         return replace(self, options={**self.options, **options})
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no further plan is sought."""
+        return self.until is not None and time.monotonic() >= self.until
+
+    def seconds(self) -> float | None:
+        """Seconds for one more plan: those that were said, at most a share of what is left."""
+        said: float | None = self.options.get("time_limit")
+        if self.until is None:
+            return said
+        share = max(1.0, SHARE * (self.until - time.monotonic()))
+        return share if said is None else min(said, share)
+
+    def hurried(self) -> Asked:
+        """The same with a limit for one more plan."""
+        return self.saying(time_limit=self.seconds())
+
     def change(self, what: str) -> Change:
         """The plan of what is asked here as a change from something else."""
-        limit = self.options.get("time_limit") or self.patience
+        if self.is_over:
+            return Change(what, None, OVER)
         try:
-            return Change(what, Outcome.of(self.saying(time_limit=limit).plan()))
+            return Change(what, Outcome.of(self.hurried().plan()))
         except REFUSED as error:
             return Change(what, None, reason_of(error))
 

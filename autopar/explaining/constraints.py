@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.explaining.asked import REFUSED, Asked, reason_of
+from autopar.explaining.asked import OVER, REFUSED, Asked, reason_of
 from autopar.explaining.layers import Alternatives
 from autopar.planning.options import OPTIONS
 from autopar.results.explanation import Change, Outcome, binds
@@ -45,6 +45,8 @@ def memory(alternatives: Alternatives, base: Plan) -> Iterator[Change]:
 
 
 def _solved(alternatives: Alternatives, what: str, cap: int | None) -> Change:
+    if alternatives.is_over:
+        return Change(what, None, OVER)
     problem = alternatives.like(cap=cap)
     try:
         return Change(what, Outcome.of(alternatives.solved(problem, cap=cap)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.explaining.asked import REFUSED, Asked, reason_of
+from autopar.explaining.asked import OVER, REFUSED, Asked, reason_of
 from autopar.results.difference import difference
 from autopar.results.plan import Plan
 from autopar.results.render_step import told_parts
@@ -21,6 +21,9 @@ def why_not(asked: Asked, plan: Plan) -> str:
     if is_data_parallel(plan):
         return "This is plain data parallelism: every operator with products splits the samples alone."
     plain = asked.saying(force=BATCH, stages=1, micro_batches=1, mesh=None, schedule=None, memory=None)
+    if plain.is_over:
+        return f"Plain data parallelism wasn't planned: {OVER}."
+    plain = plain.hurried()
     try:
         other = replace(plain, cluster=replace(plain.cluster, memory=None)).plan()
     except REFUSED as error:

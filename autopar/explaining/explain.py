@@ -3,32 +3,45 @@
 plan ── its mesh, stages and micro-batches ── solved again ──┬── with layers pinned to something else
                                                              ├── without the memory cap, and with more
                                                              └── under other circumstances (planned anew)
+
+All of that takes as long as it is given. What was asked comes first: circumstances, then layers, what binds,
+and data parallelism; what is left when time is over says so.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.explaining import constraints
-from autopar.explaining.asked import LEAST_PATIENCE, Asked
+from autopar.explaining.asked import LEAST, SHARE, Asked
 from autopar.explaining.data_parallel import why_not
 from autopar.explaining.infeasible import remedies
-from autopar.explaining.layers import DEAREST, FEW, MOST, Alternatives
+from autopar.explaining.layers import DEAREST, FEW, MOST, PATIENCE, Alternatives
 from autopar.explaining.what_if import read, what_if
-from autopar.planning.search import decide
+from autopar.planning.mesh_search import MeshProblem
 from autopar.results.explanation import Explanation, LayerChoices, Outcome
 from autopar.results.plan import Plan
+from autopar.sharding.strategies import find_atoms
 from costdb.database import Database
 
 ROUNDS = 3  # of measuring what was solved and solving it again, at most
 
 
-def explained(asked: Asked, layer: str | None = None, circumstances: Sequence[str] = ()) -> Explanation:
+def explained(
+    asked: Asked,
+    layer: str | None = None,
+    circumstances: Sequence[str] = (),
+    *,
+    seconds: float | None = None,
+) -> Explanation:
     """The explanation of a plan, of one `layer` or of its dearest ones, under `circumstances` besides.
 
+    What is solved beside the plan takes about so many `seconds`.
     Raises InputError for a layer that the plan doesn't have, and for circumstances that say nothing; what
     `autopar.plan` raises, unless no plan meets the memory cap: then the explanation says what to change.
     """
@@ -39,9 +52,10 @@ def explained(asked: Asked, layer: str | None = None, circumstances: Sequence[st
     try:
         plan = asked.plan(alternatives=True)
     except InfeasibleError as error:
-        asked = waiting(asked, begun)
+        asked = waiting(asked, begun, seconds)
         if error.least is None and asked.options.get("memory") is None and asked.cluster.memory is None:
             raise
+        others = tuple(what_if(asked, text) for text in circumstances)
         found = tuple(remedies(asked, error))
         return Explanation(
             name,
@@ -49,9 +63,10 @@ def explained(asked: Asked, layer: str | None = None, circumstances: Sequence[st
             None,
             infeasible=f"{error.found}; wanted {error.wanted}",
             remedies=found,
-            what_if=tuple(what_if(asked, text) for text in circumstances),
+            what_if=others,
         )
-    asked = waiting(asked, begun)
+    asked = waiting(asked, begun, seconds)
+    others = tuple(what_if(asked, text) for text in circumstances)
     alternatives, base, layers = solved_again(asked, plan, layer)
     return Explanation(
         name,
@@ -62,39 +77,58 @@ def explained(asked: Asked, layer: str | None = None, circumstances: Sequence[st
         memory=tuple(constraints.memory(alternatives, base)),
         options=tuple(constraints.options(asked)),
         data_parallel=why_not(asked, plan),
-        what_if=tuple(what_if(asked, text) for text in circumstances),
+        what_if=others,
     )
 
 
-def waiting(asked: Asked, begun: float) -> Asked:
-    """What is asked with the patience for other plans that the first one's seconds suggest."""
-    return replace(asked, patience=max(LEAST_PATIENCE, 2 * (time.monotonic() - begun)))
+def waiting(asked: Asked, begun: float, seconds: float | None) -> Asked:
+    """What is asked, with the moment when no further plan is sought: after so many seconds, or those that the
+    first plan suggests."""
+    now = time.monotonic()
+    return replace(asked, until=now + (max(LEAST, now - begun) if seconds is None else seconds))
 
 
 def solved_again(
     asked: Asked, plan: Plan, layer: str | None
 ) -> tuple[Alternatives, Plan, list[LayerChoices]]:
-    """A plan's own program, solved with what it pins, and with its layers split otherwise."""
-    request = replace(asked.request()[0].settled(plan), alternatives=False)
-    compiler, target = asked.compiler(request), asked.target
-    graph = compiler.trace_step(target.model, target.args, target.kwargs).graph
+    """A plan's own program with its layers split otherwise. Where operators are measured meanwhile the plan
+    is solved again as well, with what is known then."""
+    problem, until = problem_of(asked, plan), math.inf if asked.until is None else asked.until
+    patience = max(0.0, min(PATIENCE, SHARE * (until - time.monotonic())))
+    request = problem.request
+    measuring = request.measure and problem.model.here
     with Database.open(asked.options.get("costdb")) as database:
-        decision = decide(graph, asked.cluster, request, database=database, progress=asked.progress)
-        problem = decision.problem
         for number in range(ROUNDS):
-            alternatives = Alternatives(problem, asked.cluster)
-            base = alternatives.base()
+            alternatives = Alternatives(problem, asked.cluster, patience, until=until)
+            base = alternatives.base() if measuring else plan
             layers = chosen_layers(alternatives, base, layer)
-            measures = request.measure and problem.model.here and number + 1 < ROUNDS
-            model = problem.model
-            if measures:
-                model = model.measure(alternatives.calls, database, asked.progress)
+            if not measuring or number + 1 == ROUNDS or alternatives.is_over:
+                break
+            model = problem.model.measure(alternatives.calls, database, asked.progress)
             if model is problem.model:
                 break
-            problem = type(problem)(
-                graph, problem.atoms, problem.mesh, problem.cluster, model, request, problem.cap, problem.hop
+            problem = MeshProblem(
+                problem.graph,
+                problem.atoms,
+                problem.mesh,
+                problem.cluster,
+                model,
+                request,
+                problem.cap,
+                problem.hop,
             )
     return alternatives, base, layers
+
+
+def problem_of(asked: Asked, plan: Plan) -> MeshProblem:
+    """The problem that the plan is an answer to, with what is known of operators' seconds by now."""
+    request = replace(asked.request()[0].settled(plan), alternatives=False)
+    target, whole = asked.target, asked.cluster
+    graph = asked.compiler(request).trace_step(target.model, target.args, target.kwargs).graph
+    with Database.open(asked.options.get("costdb")) as database:
+        model = CostModel.of(whole, database)
+    cluster, hop = whole.stage(request.stages), model.hop(whole, request.stages)
+    return MeshProblem(graph, find_atoms(graph), plan.mesh, cluster, model, request, plan.memory_cap, hop)
 
 
 def chosen_layers(alternatives: Alternatives, base: Plan, layer: str | None) -> list[LayerChoices]:

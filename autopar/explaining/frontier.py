@@ -13,17 +13,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
-from autopar.cost.machine.model import CostModel
 from autopar.errors import InfeasibleError, SolverError
 from autopar.explaining.asked import Asked
-from autopar.explaining.layers import SOLVING, Alternatives
-from autopar.planning.mesh_search import MeshProblem
+from autopar.explaining.explain import problem_of
+from autopar.explaining.layers import Alternatives
 from autopar.results.frontier import Frontier, Point, undominated
 from autopar.results.plan import Plan
-from autopar.sharding.strategies import find_atoms
-from costdb.database import Database
 
 SECONDS = 30.0  # for all caps
 SHARES = (0.85, 0.7, 0.55, 0.4, 0.25)  # of what the fastest plan needs
@@ -31,46 +27,24 @@ SHARES = (0.85, 0.7, 0.55, 0.4, 0.25)  # of what the fastest plan needs
 
 def frontier(asked: Asked, plan: Plan, *, seconds: float = SECONDS) -> Frontier:
     """The frontier around a plan of what was asked; it is solved for about so many seconds."""
-    return _Search(problem_of(asked, plan), asked, plan, time.monotonic() + seconds).found()
-
-
-def problem_of(asked: Asked, plan: Plan) -> MeshProblem:
-    """The plan's program without a memory cap, with what is known of operators' seconds by now."""
-    request = replace(asked.request()[0].settled(plan), alternatives=False, measure=False, memory=None)
-    target, whole = asked.target, asked.cluster
-    graph = asked.compiler(request).trace_step(target.model, target.args, target.kwargs).graph
-    with Database.open(asked.options.get("costdb")) as database:
-        model = CostModel.of(whole, database)
-    return MeshProblem(
-        graph,
-        find_atoms(graph),
-        plan.mesh,
-        whole.stage(request.stages),
-        model,
-        request,
-        None,
-        model.hop(whole, request.stages),
-    )
+    problem = problem_of(asked, plan)
+    return _Search(Alternatives(problem, asked.cluster, until=time.monotonic() + seconds), plan).found()
 
 
 class _Search:
-    def __init__(self, problem: MeshProblem, asked: Asked, plan: Plan, deadline: float) -> None:
-        self.problem, self.plan, self.deadline = problem, plan, deadline
-        self.alternatives = Alternatives(problem, asked.cluster)
-        self.limit: float | None = asked.options.get("time_limit")
+    def __init__(self, alternatives: Alternatives, plan: Plan) -> None:
+        self.alternatives, self.plan = alternatives, plan
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() >= self.deadline
+        return self.alternatives.is_over
 
     def found(self) -> Frontier:
         """The frontier, as far as time lasts."""
-        points, failed = [Point.of(self.plan)], None
-        if self.plan.memory_cap is not None:
-            if self.is_over:
-                return Frontier(tuple(points), untried=len(SHARES) + 1)
+        points, failed = self.own(), None
+        if self.plan.memory_cap is not None and not self.is_over:
             points += self.solved(None)
-        most = max(point.peak_bytes for point in points)
+        most = max((point.peak_bytes for point in points), default=0)
         waiting = [int(share * most) for share in SHARES]
         while waiting and not self.is_over:
             cap = waiting.pop(0)
@@ -84,6 +58,13 @@ class _Search:
                 waiting = []
         return Frontier(undominated(points), failed, len(waiting))
 
+    def own(self) -> list[Point]:
+        """The plan's point; where operators were measured, by what is known of them now, as all others."""
+        problem = self.alternatives.problem
+        if problem.request.measure and problem.model.here:
+            return [] if self.is_over else self.solved(self.plan.memory_cap)
+        return [Point.of(self.plan)]
+
     def least(self, error: InfeasibleError) -> Iterator[Point]:
         """The leanest plan that is known, after a cap that no plan meets."""
         if math.isfinite(error.would_do) and not self.is_over:
@@ -94,9 +75,7 @@ class _Search:
 
     def solved(self, cap: int | None) -> list[Point]:
         """The point of a cap, none if time was too short; raises InfeasibleError where no plan meets it."""
-        limit = min(self.limit or SOLVING, max(1.0, self.deadline - time.monotonic()))
-        problem = self.alternatives.like(cap=cap, request=replace(self.problem.request, time_limit=limit))
         try:
-            return [Point.of(self.alternatives.solved(problem, cap=cap))]
+            return [Point.of(self.alternatives.solved(self.alternatives.like(cap=cap), cap=cap))]
         except SolverError:
             return []

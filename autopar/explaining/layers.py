@@ -9,14 +9,15 @@ Equal layers of equal blocks are planned alike, and pinned alike.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call, Graph, Operator
-from autopar.errors import InputError
-from autopar.explaining.asked import REFUSED, reason_of
+from autopar.errors import InputError, show_value
+from autopar.explaining.asked import REFUSED, SHARE, reason_of
 from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.report import report
@@ -38,12 +39,14 @@ Factors = tuple[str | None, ...]  # of each axis
 
 @dataclass(slots=True)
 class Alternatives:
-    """Solves one mesh's problem, as it is and with layers pinned; `seconds` is its patience."""
+    """Solves one mesh's problem, as it is and with layers pinned, as far as time lasts: `until` that moment
+    on the monotonic clock, and of layers for at most `patience` seconds."""
 
     problem: MeshProblem
     cluster: ClusterSpec
     patience: float = PATIENCE
     begun: float = field(default_factory=time.monotonic)
+    until: float = math.inf
     calls: list[Call] = field(default_factory=list)  # of all that was solved
 
     @property
@@ -52,11 +55,17 @@ class Alternatives:
 
     def solved(self, problem: MeshProblem, *, cap: int | None) -> Plan:
         """The plan of a problem under a cap; raises what the search does."""
-        limits = Limits(after(problem.request.time_limit or SOLVING))
+        seconds = problem.request.time_limit or SOLVING
+        limits = Limits(after(min(seconds, max(1.0, SHARE * (self.until - time.monotonic())))))
         step = problem.plan(problem.ask(problem.request.force, cap=cap), limits)
         step = problem.refined(step, limits.deadline)
         self.calls += (call for price in step.solution.priced.operator_prices for call in price.calls)
         return report(step, self.cluster, [], cap, problem.request)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing further is solved."""
+        return time.monotonic() >= self.until
 
     def base(self) -> Plan:
         """The plan with nothing pinned but what was asked."""
@@ -100,7 +109,8 @@ class Alternatives:
     def tried(self, index: int, names: Sequence[str], ways: Sequence[Factors]) -> Iterator[Choice]:
         """The choices among `ways`, as long as patience lasts."""
         for number, factors in enumerate(ways):
-            if number and time.monotonic() - self.begun > self.patience:
+            late = time.monotonic() - self.begun > self.patience
+            if self.is_over or (number and late):
                 return
             try:
                 plan = self.pinned(names, factors)
@@ -145,7 +155,7 @@ class Alternatives:
             names = dict.fromkeys(item.module or item.name for item in self.graph.operators)
             raise InputError(
                 where="LAYER",
-                found=repr(layer)[:80],
+                found=show_value(layer),
                 wanted="a layer or an operator of the plan",
                 remedy=f"take one from autopar plan, such as {', '.join(list(names)[:4])}",
             )

@@ -55,7 +55,7 @@ class Strategy(SingleDeviceStrategy):
                 where=f"Strategy of {type(model).__name__}",
                 found="no parallel module",
                 wanted="one, of which the training step is made",
-                remedy="in configure_model: self.net = autopar.parallelize(self.net, cluster, example)",
+                remedy="write self.net = autopar.parallelize(self.net, cluster, example) in configure_model",
             )
         for item in parallel:
             item._autopar.tensors.require_placed()

@@ -36,6 +36,6 @@ def _refused(framework: str, found: str, wanted: str) -> InputError:
         where=f"autopar.integrations.{framework}",
         found=f"{found} of {framework}",
         wanted=wanted,
-        remedy=f"pip install '{framework}>={_text(KNOWN[framework][0])},<{_text(KNOWN[framework][1])}', "
+        remedy=f"run pip install '{framework}>={_text(KNOWN[framework][0])},<{_text(KNOWN[framework][1])}', "
         "or train in a loop of your own",
     )

@@ -130,10 +130,10 @@ class Pick(Rule):
             )
 
         needed = needed_rows(site, 0, axes, reads)
-        key = site.operands[1], cut_key(site, 0)
+        key = site.operator.target, site.operands[1], cut_key(site, 0)
         x = fetch_needed(site, site.values[0], needed, axes, key)
         local = site.emitter.constant(
-            ("pick", *key), _indices(edges[1] - edges[0]), lambda: needed.places(index[slice(*edges)])
+            ("picked", *key), _indices(edges[1] - edges[0]), lambda: needed.places(index[slice(*edges)])
         )
         return (site.call(aten.index_select.default, x, 0, local),)
 
@@ -194,7 +194,7 @@ class Place(Rule):
             return remembered(site, ("placed", site.operands[1], first, stop, tuple(group)), find)
 
         needed, mine = needed_rows(site, 0, axes, reads), reads(site.coordinate)
-        key = site.operands[1], cut_key(site, 0)
+        key = site.operator.target, site.operands[1], cut_key(site, 0)
         rows, count = fetch_needed(site, site.values[0], needed, axes, key), _indices(len(mine))
         if not needed.is_silent:  # else each has just its own
             places = site.emitter.constant(("placed", *key), count, lambda: needed.places(mine))

@@ -346,7 +346,7 @@ def check_input(
 ) -> None:
     """Raise InputError for what can't be proved, whatever its plan."""
     if steps < 1:
-        raise InputError(where="--steps", found=str(steps), wanted="at least 1", remedy="verify some steps")
+        raise InputError(where="--steps", found=str(steps), wanted="at least 1", remedy="write --steps 3")
     serial_model.check(target.model)
     check_dense(target.model)
     if any(parameter.is_meta for parameter in target.model.parameters()):

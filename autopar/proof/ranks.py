@@ -88,7 +88,7 @@ def _check_alike(nodes: Sequence[fx.Node]) -> None:
             where="programs of the ranks",
             found=", ".join(str(node.target) for node in nodes),
             wanted="the same operator on every rank",
-            remedy="a rule's `lower` must write the same calls everywhere",
+            remedy="let the rule's `lower` write the same calls everywhere",
         )
 
 
@@ -251,6 +251,6 @@ def assemble(name: str, locals_: Sequence[Tensor], layout: Layout, dims: Dims) -
                 where=f"{name} on rank {rank}",
                 found=f"a replica that differs by {float((mine - local).abs().max()):.3g}",
                 wanted="equal replicas",
-                remedy="a placement is wrong: report this model",
+                remedy="report this model: a placement is wrong",
             )
     return full

@@ -22,6 +22,7 @@ render_examination   as text
 draw_timeline       a timeline, as text and for a trace viewer
 report              a plan as one page of HTML
 announce            what a plan notes, on stderr
+notebook_bar        how far it is, in a notebook
 progress_bar        how far a long search is, on stderr
 codec               plans as files of JSON, and back
 schema              the JSON Schema of such files

@@ -98,6 +98,8 @@ def _read(path: str | Path, kind: str) -> dict[str, Any]:
             f"format {show_value(document['format'])} of autopar {cut_text(str(document['autopar']), SHOWN)}"
         )
         raise _wrong(path, found, f"format {' or '.join(map(str, READ))}")
+    if not isinstance(document["result"], dict):
+        raise _wrong(path, f"result {show_value(document['result'])}", f"the fields of a {kind}")
     return document
 
 

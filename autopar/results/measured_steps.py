@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import InputError, cut_text
+from autopar.core.user_text import parse_json, read_text
+from autopar.errors import SHOWN, InputError, cut_text, show_value
 from autopar.results.comparison import Comparison
 
+MOST = 1e30  # of seconds and bytes
 FIGURES = ("step_seconds", "measured_step_seconds", "peak_bytes", "measured_peak_bytes")
 
 
@@ -49,10 +49,9 @@ class MeasuredSteps:
 def read_measured(path: str | Path) -> MeasuredSteps:
     """The steps in a file of `autopar compare --measure --json`; raises InputError for any other file."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as cause:
-        reason = cause.strerror if isinstance(cause, OSError) else type(cause).__name__
-        raise _wrong(str(path), str(reason)) from cause
+        document = parse_json(read_text(path))
+    except ValueError as cause:
+        raise _wrong(str(path), str(cause)) from cause
     return _steps(document, str(path))
 
 
@@ -70,9 +69,9 @@ def _steps(document: Any, where: str) -> MeasuredSteps:
 def _step(row: Mapping[str, Any], where: str) -> MeasuredStep:
     figures = {name: row.get(name) for name in FIGURES}
     for name, value in figures.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise _wrong(where, f"{name} {cut_text(repr(value), 40)}")
-    return MeasuredStep(cut_text(str(row.get("name")), 80), **figures)  # type: ignore[arg-type]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+            raise _wrong(where, f"{name} {show_value(value)}")
+    return MeasuredStep(cut_text(str(row.get("name")), SHOWN), **figures)  # type: ignore[arg-type]
 
 
 def _wrong(where: str, found: str) -> InputError:
@@ -80,5 +79,5 @@ def _wrong(where: str, found: str) -> InputError:
         where=where,
         found=found,
         wanted="what autopar compare --measure --json prints",
-        remedy="autopar compare TARGET --cluster local:2 --measure --json > measured.json",
+        remedy="run autopar compare TARGET --cluster local:2 --measure --json > measured.json",
     )

@@ -26,6 +26,7 @@ def broken_laws(plan: Plan) -> Iterator[str]:
     """What doesn't hold of a plan, in the words of its file."""
     yield from _numbers("result", plan)
     yield from _axes(plan)
+    yield from _moments(plan)
     yield from _stages(plan)
 
 
@@ -67,6 +68,15 @@ def _axes(plan: Plan) -> Iterator[str]:
         for path, place in places.items()
         if len(place) != axes
     )
+
+
+def _moments(plan: Plan) -> Iterator[str]:
+    """Moments of operators that the plan hasn't got, or too many."""
+    if len(plan.moments) * plan.pipeline.micro_batches > MOST_ACTIONS:
+        yield f"{len(plan.moments)} moments of each micro-batch @ result.moments"
+    for index, moment in enumerate(plan.moments):
+        if moment.layer is not None and moment.layer >= len(plan.layers):
+            yield f"layer {show_value(moment.layer)} of {len(plan.layers)} @ result.moments[{index}]"
 
 
 def _stages(plan: Plan) -> Iterator[str]:

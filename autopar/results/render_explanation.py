@@ -43,10 +43,17 @@ def _layers(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
         yield f"\n{layer.name} ({operator_name(layer.op)}){equal}"
         yield _choices(layer, base)
         if layer.untried:
-            several = layer.untried > 1
-            ways = "ways, dearer by themselves, were" if several else "way, dearer by itself, was"
-            yield f"{layer.untried} more {ways} not solved"
+            yield _untried(layer)
         yield _why(layer, base)
+
+
+def _untried(layer: LayerChoices) -> str:
+    """How many ways were left; those that are solved come first by what they take themselves."""
+    several = layer.untried > 1
+    if not layer.others:
+        return f"{layer.untried} other {'ways were' if several else 'way was'} not solved"
+    ways = "ways, dearer by themselves, were" if several else "way, dearer by itself, was"
+    return f"{layer.untried} more {ways} not solved"
 
 
 def _choices(layer: LayerChoices, base: Outcome) -> Table:
@@ -82,7 +89,7 @@ def _why(layer: LayerChoices, base: Outcome) -> str:
     """The runner-up, and what speaks against it."""
     runner, chosen = layer.runner_up, layer.chosen
     if runner is None or runner.outcome is None:
-        return "There is no other way to split it."
+        return "No other way was solved." if layer.untried else "There is no other way to split it."
     price = runner.outcome.price(base)
     least, most = runner.outcome.least(base), runner.outcome.most(base)
     if price < SAME * base.step_seconds:
@@ -108,6 +115,9 @@ def _binds(found: Explanation, base: Outcome) -> Iterator[RenderableType]:
     cap = found.plan.memory_cap if found.plan else None
     if cap is None:
         yield "No memory cap: memory doesn't bind."
+    elif found.memory and found.memory[0].outcome is None:
+        reason = found.memory[0].reason
+        yield f"Whether memory binds isn't known: without the cap no plan was found, {reason}."
     elif not found.memory_binds:
         yield f"Memory doesn't bind: without the cap of {show_bytes(cap)} no faster plan was found."
     for change in found.memory if found.memory_binds else ():

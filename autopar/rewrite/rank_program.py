@@ -157,7 +157,7 @@ class _Writer:
                 where=f"{name} as {show(layout)} at {self.coordinate}",
                 found=f"local shape {found}",
                 wanted=f"{wanted}",
-                remedy="the operator's rule lowers it wrongly",
+                remedy="report this model: the operator's rule lowers it wrongly",
             )
         self.keep((name, self.canonical(name, layout)), value)
 
@@ -179,7 +179,7 @@ class _Writer:
                     where=f"{name} as {show(layout)}",
                     found="no move that leads there",
                     wanted="a conversion in the plan",
-                    remedy="the plan is incomplete",
+                    remedy="plan anew, and report this model if that is no help",
                 )
             return self.keep(key, self.convert(name, self.parents[key]))
         return self.values[key]

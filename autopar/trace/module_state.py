@@ -220,6 +220,7 @@ def check_cached(graph: Graph, names: Sequence[str], paths: Sequence[str]) -> No
                     where=f"attribute {path}",
                     found="a tensor that forward reads and replaces",
                     wanted="a buffer, whose values are kept from call to call",
-                    remedy=f"register_buffer({path.rpartition('.')[2]!r}, ...) it, or let forward return it",
+                    remedy=f"keep it by register_buffer({path.rpartition('.')[2]!r}, ...), or let forward "
+                    "return it",
                 )
             todo += makers[value].operands

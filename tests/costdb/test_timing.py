@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from costdb import timing
-from costdb.timing import FEW_PAGES, MIN_RUNS, VISITS, WARM_UPS, Mark, Run, repeat, take_turns
+from costdb.timing import FEW_PAGES, LONG_VISITS, MIN_RUNS, VISITS, WARM_UPS, Mark, Run, repeat, take_turns
 
 SLOW, FAST = 0.02, 0.001
 CPU = torch.device("cpu")
@@ -84,3 +84,15 @@ def test_runs_take_turns_and_visits_in_slow_seconds_do_not_count(clock: Clock) -
     times = take_turns([named("a"), named("b")], CPU, budget=0.05)
     assert "".join(key for key, _ in groupby(turns)) == "ab" * (1 + VISITS)
     assert [each.parts for each in times] == [pytest.approx([FAST])] * 2
+
+
+def test_what_takes_longer_than_its_budget_runs_a_few_times_and_the_fastest_is_told(clock: Clock) -> None:
+    seconds = iter([9.0, 3.0, 2.0])
+
+    def run(mark: Callable[[], Mark]) -> Sequence[Mark]:
+        start = mark()
+        clock.work(next(seconds))
+        return start, mark()
+
+    times = repeat(run, CPU, budget=0.05)
+    assert (times.runs, times.parts, times.least) == (LONG_VISITS, (2.5,), 2.0)

@@ -97,6 +97,13 @@ def flags() -> frozenset[str]:
     return frozenset({"--help", *(flag for item in items for flag in (*item.opts, *item.secondary_opts))})
 
 
+@cache
+def flags_of_benchmarks() -> frozenset[str]:
+    """Every flag that a benchmark's command names."""
+    mains = (ROOT / "tests" / "benchmarks").rglob("__main__.py")
+    return frozenset(flag for path in mains for flag in FLAG.findall(path.read_text()))
+
+
 def anchors(page: Path) -> set[str]:
     """What links may name in a page: its headings as GitHub writes them."""
     headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
@@ -188,7 +195,7 @@ def test_targets_flags_and_modules_exist(page: str) -> None:
         known = file in USERS | {"nets.py"} | files_of(page).keys()
         assert known or f"def {function}(" in (ROOT / file).read_text(), (file, function)
     own = [line for line in lines if "python" not in line and "torchrun" not in line]
-    unknown = {flag for line in own for flag in FLAG.findall(line)} - flags()
+    unknown = {flag for line in own for flag in FLAG.findall(line)} - flags() - flags_of_benchmarks()
     assert not unknown, sorted(unknown)
     targets = {word for line in lines for word in re.findall(r"^make ([\w-]+)", line)}
     assert targets <= set(re.findall(r"^([\w-]+):", text_of("Makefile"), re.MULTILINE))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,12 +15,14 @@ from torch import Tensor, nn
 import autopar
 from autopar.cluster import ClusterSpec, Link
 from autopar.errors import InputError
-from autopar.results.explanation import Explanation
+from autopar.explaining.asked import OVER, Asked
+from autopar.results.explanation import Explanation, Outcome
 from autopar.results.plan import Plan
 from autopar.trace.target import Target
 
 NODE = ClusterSpec(devices_per_node=2, device="h100", intra=Link(latency=1e-6, bandwidth=50e9))
 WHOLE: dict[str, Any] = {"measure": False, "stages": 1, "micro_batches": 1}
+FORCED: dict[str, Any] = WHOLE | {"force": "batch"}
 GAPS = 2e-3  # of two solved plans
 
 
@@ -111,6 +115,27 @@ def test_what_an_option_costs_is_found_by_leaving_it_out() -> None:
     (force,) = (each for each in tight().options if each.what == "without --force batch")
     base = tight().base
     assert base and force.outcome and force.outcome.step_seconds <= base.step_seconds * (1 + GAPS)
+
+
+def test_without_time_the_plan_stands_alone_and_what_is_left_says_so() -> None:
+    found = autopar.explain(target(), NODE, "head", what_if="batch=6000", memory=cap(), seconds=0, **FORCED)
+    assert found.plan and found.base == Outcome.of(found.plan)
+    changes = (*found.what_if, *found.memory, *found.options)
+    assert {each.what for each in changes} >= {"batch=6000", "without a memory cap", "without --force batch"}
+    assert all(each.outcome is None and each.reason == OVER for each in changes)
+    assert found.layers[0].others == () and found.layers[0].untried == 3
+    words = str(found)
+    assert "Whether memory binds isn't known" in words and "No other way was solved" in words
+    assert OVER in found.data_parallel or "This is plain data parallelism" in found.data_parallel
+
+
+def test_each_other_plan_has_a_share_of_the_time_that_is_left() -> None:
+    asked = Asked(target(), NODE, WHOLE)
+    assert asked.seconds() is None and asked.saying(time_limit=3.0).seconds() == 3.0
+    late = replace(asked, until=time.monotonic() + 20)
+    assert late.seconds() == pytest.approx(10, abs=1) and not late.is_over
+    assert late.saying(time_limit=100.0).hurried().options["time_limit"] == pytest.approx(10, abs=1)
+    assert replace(asked, until=time.monotonic()).is_over
 
 
 def test_equal_layers_are_pinned_together_and_ways_that_are_forbidden_say_so() -> None:

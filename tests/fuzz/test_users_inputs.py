@@ -29,10 +29,12 @@ from autopar.errors import LONGEST, AutoparError
 from autopar.explaining import what_if
 from autopar.planning.options import OPTIONS, PARALLELIZE, VARIABLE, Options, settle
 from autopar.planning.request import request_of
+from autopar.results import measured_steps
 from autopar.results.difference import difference
-from autopar.results.draw_timeline import timeline_text
+from autopar.results.draw_timeline import timeline_text, write_trace
 from autopar.results.plan import Plan
 from autopar.results.render_difference import render_difference
+from autopar.results.report.page import Beside, write_page
 from autopar.units import parse_bytes, parse_rate, parse_seconds
 from costdb import device_file
 from costdb.database import Database
@@ -87,8 +89,27 @@ def read_plan(random: Random, folder: Path) -> None:
     plan = Plan.load(path)
     str(plan), plan.as_dict(), plan._repr_html_()
     json.dumps(render_difference(difference(plan, Plan.load(OLD_PLAN))) and plan.as_dict())
-    if plan.pipeline.is_staged:
-        timeline_text(api.timeline(plan))
+    if plan.pipeline.is_staged or plan.moments:
+        timeline = api.timeline(plan)
+        timeline_text(timeline)
+        write_trace(timeline, folder / "trace.json")
+        if not random.randrange(10):
+            write_page(plan, folder / "report.html", Beside(timeline))
+
+
+STEPS = {
+    "name": "batch",
+    "step_seconds": 0.08,
+    "measured_step_seconds": 0.09,
+    "peak_bytes": 9,
+    "measured_peak_bytes": 8,
+}
+
+
+def read_measured_steps(random: Random, folder: Path) -> None:
+    path, document = folder / "measured.json", {"rows": [STEPS, STEPS], "chosen": "batch"}
+    path.write_bytes(spoiled_json(random, document))
+    measured_steps.read_measured(path).as_dict()
 
 
 def read_cluster(random: Random, folder: Path) -> None:
@@ -333,6 +354,7 @@ class Reader:
 
 READERS = {
     "plan": Reader(read_plan, 100),
+    "measured steps": Reader(read_measured_steps),
     "cluster file": Reader(read_cluster),
     "environment": Reader(read_environment),
     "option": Reader(read_option),

@@ -44,5 +44,7 @@ def test_what_is_done_more_often_comes_first_and_what_is_measured_is_left_out() 
 
 
 def test_what_has_measured_neighbours_can_wait() -> None:
-    alike = [candidate(relu(64), relu(10_000))]
-    assert most_valuable(alike, model(took(relu(128))))[0] == relu(10_000)
+    """By what interpolations are wrong beside estimates; else the one that is done more often is first."""
+    plans = [candidate(*[relu(64)] * 3, *[relu(10_000)] * 2)]
+    assert most_valuable(plans, model()) == [relu(64), relu(10_000)]
+    assert most_valuable(plans, model(took(relu(128)))) == [relu(10_000), relu(64)]

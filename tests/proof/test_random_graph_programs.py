@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.core.mesh import Mesh
 from autopar.sharding.needed_rows import NEEDED
 from tests.proof.graph_programs import MESHES, MIXES, Mix, draw_model
-from tests.proof.plans import dims_of, draw_moved, draw_program, limit_of, magnified, prove
+from tests.proof.plans import TOLERANCE, dims_of, draw_moved, draw_program, limit_of, magnified, prove
 
 
 def prove_random_graph_programs(count: int, *, repeat: bool) -> int:
@@ -45,6 +45,15 @@ def prove_random_graph_programs(count: int, *, repeat: bool) -> int:
 
     check()
     return len(met)
+
+
+def test_what_one_index_picks_and_places_is_exchanged_apart() -> None:
+    """As many edges as vertices, cut alike, but what is sent of edges isn't what is sent of vertices."""
+    random = Random(435)
+    mesh, model = random.choice(MESHES), draw_model(random, random.choice(MIXES))
+    dims = dims_of(model, mesh)
+    program = draw_program(random, model.graph, dims)
+    assert prove(model, program, dims)[0] < TOLERANCE
 
 
 def test_random_programs_on_random_graphs_equal_serial() -> None:

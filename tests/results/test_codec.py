@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +151,48 @@ def test_a_file_is_kept_where_the_new_one_cannot_be_written(
         plan_with(stages=1, micro_batches=1, mesh="2x2").save(path)
     assert Plan.load(path) == saved
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+BROKEN: dict[str, tuple[Spoil, str]] = {
+    "no number": (lambda d: d["result"].update(step_seconds=float("nan")), "nan @ result.step_seconds"),
+    "a negative one": (lambda d: d["result"].update(peak_bytes=-5), "-5 @ result.peak_bytes"),
+    "a number as text": (lambda d: d["result"].update(peak_bytes="5"), "'5' is no int @ result.peak_bytes"),
+    "a layout too short": (
+        lambda d: d["result"]["program"]["inputs"].update(input_0=[]),
+        r"0 for a mesh of 1 axes @ result.program.inputs\['input_0'\]",
+    ),
+    "a layer too wide": (
+        lambda d: d["result"]["layers"][0].update(kinds=["batch", "batch"]),
+        r"2 for a mesh of 1 axes @ result.layers\[0\].kinds",
+    ),
+    "starts that go back": (
+        lambda d: d["result"]["pipeline"].update(starts=[0, 3, 2]),
+        "which don't ascend from 0 @ result.pipeline",
+    ),
+    "stages without costs": (
+        lambda d: d["result"]["pipeline"].update(ranks=2, starts=[0, 2]),
+        "0 with costs",
+    ),
+    "far too many micro-batches": (
+        lambda d: d["result"]["pipeline"].update(micro_batches=10**9),
+        "1 stages by 1000000000 micro-batches",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_plan_that_can_not_be_is_refused(case: str, tmp_path: Path) -> None:
+    spoil, message = BROKEN[case]
+    path = tmp_path / "plan.json"
+    plan_with(stages=1, micro_batches=1, mesh="4").save(path)
+    document = json.loads(path.read_text())
+    spoil(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(InputError, match=message):
+        Plan.load(path)
+
+
+def test_a_gap_without_a_bound_is_read(tmp_path: Path) -> None:
+    saved = replace(plan_with(stages=1, micro_batches=1), gap=math.inf)
+    saved.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == saved

@@ -16,6 +16,7 @@
 
 Source: Thakur, Rabenseifner and Gropp, 2005.
 
+Of a link with measured points a step of a ring is one message of theirs.
 On known GPUs nccl.py has forms of its own. Processes on CPUs also pack, unpack and add, which takes them as
 long as sending: `copied`.
 """
@@ -67,22 +68,22 @@ def all_reduce(nbytes: int, size: int, link: LinkLike) -> float:
 
 def all_gather(nbytes: int, size: int, link: LinkLike) -> float:
     """(P - 1) alpha + (P - 1)/P n beta; `nbytes` is the size of the gathered tensor, not of a shard."""
-    return (size - 1) * (link.latency + nbytes / size / link.bandwidth)
+    return (size - 1) * link.seconds(nbytes / size)
 
 
 def reduce_scatter(nbytes: int, size: int, link: LinkLike) -> float:
     """(P - 1) alpha + (P - 1)/P n beta; `nbytes` is the size before scattering, not of a shard."""
-    return (size - 1) * (link.latency + nbytes / size / link.bandwidth)
+    return (size - 1) * link.seconds(nbytes / size)
 
 
 def all_to_all(nbytes: int, size: int, link: LinkLike) -> float:
     """(P - 1) alpha + (P - 1)/P n/P beta; `nbytes` is the full tensor, of which a rank holds 1/P."""
-    return (size - 1) * (link.latency + nbytes / size**2 / link.bandwidth)
+    return (size - 1) * link.seconds(nbytes / size**2)
 
 
 def send_recv(nbytes: int, link: LinkLike) -> float:
     """Seconds for one message to a neighbour, a halo or a pipeline hop: alpha + nbytes beta."""
-    return link.latency + nbytes / link.bandwidth
+    return link.seconds(nbytes)
 
 
 def copied(kind: Collective, nbytes: int, size: int) -> float:

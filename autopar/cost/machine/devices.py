@@ -1,9 +1,10 @@
 """Rooflines of devices: from data sheets for known GPUs, calibrated for the machine at hand.
 
-Source of the peaks: NVIDIA's data sheets of V100 SXM2 (2018), A100 SXM4 80 GB (2021), H100 SXM5
-(2023) and H200 SXM (2024); dense rates, without sparsity; float64 on vector units; float32 without
-TF32, as torch multiplies by default. Parts of the peak that attention reaches are of the order that
-FlashAttention-2 (Dao, 2023) reports; it runs on V100s by other kernels.
+Source of the peaks: NVIDIA's data sheets of V100 SXM2 (2018), A100 40 and 80 GB, SXM4 and PCIe (2021), L40S
+(2023), H100 SXM5 (2023) and H200 SXM (2024), its Blackwell architecture brief for HGX B200 and GB200 NVL72
+(2024), and AMD's data sheet of MI300X (2023); dense rates, without sparsity; float64 on vector units;
+float32 without TF32, as torch multiplies by default. Parts of the peak that attention reaches are of the
+order that FlashAttention-2 (Dao, 2023) reports; it runs on V100s by other kernels.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from functools import lru_cache
 
 import torch
 
+from autopar.cluster import DescribedDevice
 from autopar.core.costs import DeviceModel, Kernels
-from autopar.errors import InputError
+from autopar.errors import InputError, show_value
 from costdb.database import Database
 from costdb.setting import Setting
 from costdb.timing import Mark, repeat
@@ -60,11 +62,26 @@ GPUS = {
             units=80,
             attention=(0.4, 0.3),
         ),
+        *(
+            _gpu(
+                name,
+                flops={F16: 312e12, BF16: 312e12, F32: 19.5e12, F64: 9.7e12},
+                bandwidth=bandwidth,
+                units=108,
+                attention=(0.6, 0.5),
+            )
+            for name, bandwidth in (
+                ("a100", 2.039e12),
+                ("a100-40gb", 1.555e12),
+                ("a100-pcie", 1.935e12),
+                ("a100-pcie-40gb", 1.555e12),
+            )
+        ),
         _gpu(
-            "a100",
-            flops={F16: 312e12, BF16: 312e12, F32: 19.5e12, F64: 9.7e12},
-            bandwidth=2.039e12,
-            units=108,
+            "l40s",
+            flops={F16: 362e12, BF16: 362e12, F32: 91.6e12, F64: 1.43e12},
+            bandwidth=864e9,
+            units=142,
             attention=(0.6, 0.5),
         ),
         *(
@@ -77,6 +94,23 @@ GPUS = {
                 fraction=HOPPER_FRACTION,
             )
             for name, bandwidth in (("h100", 3.35e12), ("h200", 4.8e12))
+        ),
+        *(
+            _gpu(
+                name,
+                flops={F16: matrix, BF16: matrix, F32: vector, F64: vector / 2},
+                bandwidth=8e12,
+                units=148,
+                attention=(0.34, 0.27),
+            )
+            for name, matrix, vector in (("b200", 2.25e15, 80e12), ("gb200", 2.5e15, 90e12))
+        ),
+        _gpu(
+            "mi300x",
+            flops={F16: 1307e12, BF16: 1307e12, F32: 163e12, F64: 81.7e12},
+            bandwidth=5.3e12,
+            units=304,
+            attention=(0.34, 0.27),
         ),
     )
 }
@@ -98,9 +132,30 @@ def device_model(name: str, database: Database | None = None) -> DeviceModel:
         return calibrate(name, database)
     raise InputError(
         where="cluster.device",
-        found=repr(name),
+        found=show_value(name),
         wanted="one of cpu, " + ", ".join(GPUS) + ", or cuda where there is a GPU",
-        remedy="name the device that comes closest",
+        remedy="name the device that comes closest, or describe it in a table [device]",
+    )
+
+
+DTYPES = {"fp16": F16, "bf16": BF16, "fp32": F32, "fp64": F64}
+
+
+def described(name: str, device: DescribedDevice) -> DeviceModel:
+    """The roofline of a GPU that a cluster's file describes: what large operators reach of its figures, as of
+    known GPUs; a dtype that isn't named takes the rate of the next wider one that is, or of the widest."""
+    given = {DTYPES[dtype]: MATRIX_FRACTION * rate for dtype, rate in device.flops}
+    order = (F16, BF16, F32, F64)
+    rates = {
+        dtype: next(given[other] for other in (*order[place:], *reversed(order)) if other in given)
+        for place, dtype in enumerate(order)
+    }
+    return DeviceModel(
+        name=name,
+        kind="cuda",
+        flops=tuple(rates.items()),
+        bandwidth=BANDWIDTH_FRACTION * device.bandwidth,
+        launch_seconds=GPU_LAUNCH_SECONDS,
     )
 
 

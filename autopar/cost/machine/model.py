@@ -21,7 +21,7 @@ from autopar.core.costs import Collective, DeviceModel, OperatorCost
 from autopar.core.graph import Call
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.compute import cost, estimate
-from autopar.cost.machine.devices import calibrate, device_model
+from autopar.cost.machine.devices import calibrate, described, device_model
 from autopar.cost.machine.measuring import Budget, CoRunners, Measuring, Progress
 from autopar.cost.machine.neighbours import Neighbours, Ratio, ratio
 from autopar.cost.machine.threads import using_threads
@@ -68,7 +68,9 @@ class CostModel:
     def of(cluster: ClusterSpec, database: Database | None) -> CostModel:
         """Read what `database` knows about the cluster's devices."""
         if cluster.device_type != "cpu":
-            return CostModel(device_model(cluster.device, database), {}, CollectiveTable({}))
+            by_hand = cluster.described
+            device = described(cluster.device, by_hand) if by_hand else device_model(cluster.device, database)
+            return CostModel(device, {}, CollectiveTable({}))
         setting = busy_setting(cluster)
         with using_threads(setting.threads):
             device = calibrate("cpu", database)

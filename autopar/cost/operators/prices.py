@@ -184,7 +184,7 @@ class Prices:
     def _sign(self, operation: Operator, strategy: Strategy) -> Any:
         """Equal for operators of all graphs, and strategies, that have one price on this mesh."""
         own = [(name in self._parameters, name in self._weights) for name in operation.operands]
-        factors = tuple(option.factor for option in strategy)
+        factors = tuple(option.factor for option in self._alike(strategy))
         return sign_of(operation, self.dims), operation.order, factors, tuple(own)
 
     def _key(self, operation: Operator, strategy: Strategy) -> Any:

@@ -153,4 +153,4 @@ def hides_until(items: Sequence[Movable], times: Clock, link: LinkLike) -> list[
 
 def copy_seconds(item: Movable, link: LinkLike) -> float:
     """Of one copy, out or back."""
-    return link.latency + item.nbytes / link.bandwidth
+    return link.seconds(item.nbytes)

@@ -21,7 +21,6 @@ FULL = 100.0  # per cent
 
 def frontier_picture(plan: Plan, frontier: Frontier) -> Picture:
     """The points of a frontier, the plan among them."""
-    own = Point.of(plan)
     rest = []
     if frontier.infeasible is not None:
         rest.append(f"No plan was found under {show_bytes(frontier.infeasible)}.")
@@ -34,21 +33,21 @@ def frontier_picture(plan: Plan, frontier: Frontier) -> Picture:
         "The fastest plans that were found under lower and lower memory caps, on this mesh, with these "
         "stages and micro-batches.",
         (),
-        (("taken", "this plan"), ("other", "others, each solved")),
+        (("taken", "under this plan's cap"), ("other", "under others")),
         Table(
             ("solved under", "step", "peak memory", "gap", "against the fastest"),
-            tuple(_row(number, point, frontier, own) for number, point in enumerate(frontier.points)),
+            tuple(_row(number, point, frontier, plan) for number, point in enumerate(frontier.points)),
         ),
         " ".join(rest),
-        plot=_plot(frontier, own),
+        plot=_plot(frontier, plan),
     )
 
 
-def _row(number: int, point: Point, frontier: Frontier, own: Point) -> tuple[Cell, ...]:
+def _row(number: int, point: Point, frontier: Frontier, plan: Plan) -> tuple[Cell, ...]:
     key, fastest = f"frontier.points.{number}", frontier.points[0].step_seconds
     cap = "no cap" if point.memory_cap is None else f"a cap of {show_bytes(point.memory_cap)}"
     return (
-        f"{cap}: this plan" if point == own else cap,
+        f"{cap}, as this plan" if is_own(point, plan) else cap,
         seconds(f"{key}.step_seconds", point.step_seconds),
         nbytes(f"{key}.peak_bytes", point.peak_bytes),
         share(f"{key}.gap", point.gap, 2),
@@ -56,12 +55,17 @@ def _row(number: int, point: Point, frontier: Frontier, own: Point) -> tuple[Cel
     )
 
 
-def _plot(frontier: Frontier, own: Point) -> Plot:
+def is_own(point: Point, plan: Plan) -> bool:
+    """Whether a point has the plan's cap."""
+    return point.memory_cap == plan.memory_cap
+
+
+def _plot(frontier: Frontier, plan: Plan) -> Plot:
     points = frontier.points
     across = _Scale([point.step_seconds for point in points])
     upwards = _Scale([float(point.peak_bytes) for point in points])
     return Plot(
-        tuple(_spots(points, own, across, upwards)),
+        tuple(_spots(points, plan, across, upwards)),
         "seconds of a step",
         "bytes of a device, at the peak",
         tuple((across.at(value), show_seconds(value)) for value in across.ends),
@@ -69,11 +73,11 @@ def _plot(frontier: Frontier, own: Point) -> Plot:
     )
 
 
-def _spots(points: tuple[Point, ...], own: Point, across: _Scale, upwards: _Scale) -> Iterator[Spot]:
+def _spots(points: tuple[Point, ...], plan: Plan, across: _Scale, upwards: _Scale) -> Iterator[Spot]:
     for point in points:
         title = f"{show_seconds(point.step_seconds)}, {show_bytes(point.peak_bytes)}"
         top = FULL - upwards.at(point.peak_bytes)
-        yield Spot(across.at(point.step_seconds), top, "taken" if point == own else "other", title)
+        yield Spot(across.at(point.step_seconds), top, "taken" if is_own(point, plan) else "other", title)
 
 
 class _Scale:

@@ -73,7 +73,7 @@ def page(plan: Plan, beside: Beside = NOTHING) -> str:
         model_picture(plan),
         time_picture(plan, timeline) if timeline else None,
         memory_picture(plan, timeline) if timeline else None,
-        frontier_picture(plan, frontier) if frontier else None,
+        frontier_picture(plan, frontier) if frontier and frontier.points else None,
         strategies_picture(plan),
     ]
     return _template().render(
@@ -99,7 +99,7 @@ def _missing(beside: Beside) -> Iterator[str]:
     """What the page can't show, and how it can."""
     if beside.timeline is None:
         yield "Time and memory during the step: the plan's file is older than these; plan again."
-    if beside.frontier is None:
+    if beside.frontier is None or not beside.frontier.points:
         yield "What less memory would cost: that is solved from the model, by autopar report TARGET."
     if beside.measured is None:
         yield (

@@ -39,7 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from autopar.errors import INTERRUPTED, InputError, WorkerError
+from autopar.errors import INTERRUPTED, InputError, WorkerError, show_value
 from autopar.runtime.launch import call_main, worker
 from autopar.runtime.launch.processes import STOPPED_SECONDS, RankProcess, is_stopped, process_of
 
@@ -80,7 +80,9 @@ def start_script(
     a rank failed or `timeout` seconds passed, KeyboardInterrupt. Call it from the main thread.
     """
     if not Path(script).is_file():
-        raise InputError(where="script", found=repr(script), wanted="a Python file", remedy="check the path")
+        raise InputError(
+            where="script", found=show_value(script), wanted="a Python file", remedy="check the path"
+        )
     _launch([script, *arguments], num_processes, timeout, variables)
 
 
@@ -123,7 +125,10 @@ def _launch(
     """Run `command` under `worker` on all ranks; WorkerError or KeyboardInterrupt if it doesn't end well."""
     if num_processes < 1:
         raise InputError(
-            where="number of processes", found=str(num_processes), wanted="at least 1", remedy="ask for more"
+            where="number of processes",
+            found=str(num_processes),
+            wanted="at least 1",
+            remedy="start some",
         )
     with (
         tempfile.TemporaryDirectory(prefix="autopar-") as logs,

@@ -260,7 +260,7 @@ class CallPrograms:
                 where=f"attribute {own[0]}",
                 found="a number that forward reads, and changes at each call",
                 wanted=f"one program for all calls; {COUNTS} were made for its values",
-                remedy="register_buffer(name, torch.tensor(0)) it, or count outside",
+                remedy="keep it by register_buffer(name, torch.tensor(0)), or count outside",
             )
         return (change if alike else None), bool(own)
 

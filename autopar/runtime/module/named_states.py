@@ -280,8 +280,8 @@ def _numbered(
                 where=f"state of {known[number]} for {type(optimizer).__name__}",
                 found="none in what is loaded",
                 wanted="state of every parameter that learns",
-                remedy="zero_grad() before get_optimizer_state_dict, which else makes no room for state to "
-                "load, or StateDictOptions(strict=False) to begin it anew",
+                remedy="call zero_grad() before get_optimizer_state_dict, which else makes no room for state "
+                "to load, or StateDictOptions(strict=False) to begin it anew",
             )
     packed = []
     for group in groups.serial:

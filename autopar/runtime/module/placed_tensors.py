@@ -188,7 +188,7 @@ class PlacedTensors:
                 where="a second program of the parallel module",
                 found=f"mesh {made.mesh}" + "".join(f", {name}" for name in moved),
                 wanted=f"mesh {self._mesh[0]} and parameters where they are",
-                remedy="the planner must keep to the layouts that are pinned",
+                remedy="report this model: the planner must keep to the layouts that are pinned",
             )
         return self._mesh[1]
 

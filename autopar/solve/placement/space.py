@@ -247,14 +247,15 @@ def useful(
     (another atom of the dim shards it as well), and, for operators that do products and can be
     sharded on an axis, an unsummed gradient there (sharded, they would do a part of the work)."""
     dims = prices.dims
-
-    def lonely(option: Option) -> bool:
-        return any(
+    lonely = {
+        id(option)
+        for option in options_of(operation, dims)
+        if any(
             len(dims.atoms.of[name][place.dim]) > 1 and dims.component(name, place) not in anchors
             for name, place in _placed(operation, option)
         )
-
-    kept = [strategy for strategy in offered if not any(map(lonely, strategy))]
+    }
+    kept = [strategy for strategy in offered if lonely.isdisjoint(map(id, strategy))]
     if not is_heavy(operation, prices):
         return kept
     axes = prices.dims.mesh.axes
@@ -277,10 +278,10 @@ def idle(offered: Sequence[Strategy], dims: Dims) -> Sequence[Strategy]:
 
 
 def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices) -> list[Strategy]:
-    """Of strategies with equal placements the cheapest; partial sums of integers are not offered."""
+    """Of strategies with equal placements the cheapest, the only ones that are priced here; partial sums of
+    integers are not offered."""
     specs, training = prices.graph.specs, prices.training
-    best: dict[object, Strategy] = {}
-    least: dict[object, float] = {}
+    equal: dict[object, list[Strategy]] = {}
 
     def layouts(
         strategy: Strategy, of: Callable[[Option], tuple[Placement, ...]], names: Sequence[str | None]
@@ -299,10 +300,12 @@ def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices
             layouts(strategy, lambda option: option.operands, operation.operands),
             layouts(strategy, lambda option: option.results, operation.results),
         )
-        cost = prices.operator(operation, strategy).seconds
-        if key not in best or cost < least[key]:
-            best[key], least[key] = strategy, cost
-    return list(best.values())
+        equal.setdefault(key, []).append(strategy)
+
+    def seconds(strategy: Strategy) -> float:
+        return prices.operator(operation, strategy).seconds
+
+    return [first if not others else min((first, *others), key=seconds) for first, *others in equal.values()]
 
 
 def forced(

@@ -26,6 +26,9 @@ class Link:
     latency: float
     bandwidth: float
 
+    def seconds(self, nbytes: float) -> float:
+        return self.latency + nbytes / self.bandwidth
+
 
 UNIT = Link(1.0, 1.0)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from autopar.cluster import ClusterSpec, DescribedDevice, Link
 from autopar.cost.machine import devices
-from autopar.cost.machine.devices import GPUS, calibrate, device_model
-from autopar.cost.machine.model import using_threads
+from autopar.cost.machine.devices import GPUS, calibrate, described, device_model
+from autopar.cost.machine.model import CostModel, using_threads
 from autopar.errors import InputError
 from costdb.database import Database
 from costdb.setting import Setting
@@ -68,3 +69,23 @@ def test_gpus_are_known_by_name() -> None:
 def test_an_unknown_device_is_refused_with_the_known_names() -> None:
     with pytest.raises(InputError, match="h100, h200"):
         device_model("abacus")
+
+
+def test_kinds_of_one_name_differ_in_memory_alone_and_newer_ones_are_faster() -> None:
+    assert GPUS["a100"].bandwidth > GPUS["a100-pcie"].bandwidth > GPUS["a100-40gb"].bandwidth
+    assert GPUS["a100-pcie-40gb"].flops == GPUS["a100"].flops
+    rates = [GPUS[name].rate(torch.bfloat16) for name in ("v100", "a100", "h100", "b200", "gb200")]
+    assert rates == sorted(rates)
+    assert GPUS["l40s"].bandwidth < GPUS["a100-40gb"].bandwidth < GPUS["mi300x"].bandwidth
+
+
+def test_a_described_device_reaches_what_known_ones_reach_of_its_figures() -> None:
+    given = DescribedDevice((("bf16", 312e12), ("fp32", 19.5e12)), 2.039e12)
+    found, known = described("mine", given), GPUS["a100"]
+    for dtype in (torch.bfloat16, torch.float32):
+        assert found.rate(dtype) == pytest.approx(known.rate(dtype))
+    assert found.rate(torch.float16) == found.rate(torch.bfloat16)  # the next wider one that is named
+    assert found.rate(torch.float64) == found.rate(torch.float32)  # the widest
+    assert found.bandwidth == pytest.approx(known.bandwidth)
+    cluster = ClusterSpec(devices_per_node=2, device="mine", intra=Link(0.0, 1e9), described=given)
+    assert CostModel.of(cluster, None).device == found

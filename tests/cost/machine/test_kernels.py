@@ -108,7 +108,7 @@ def test_a_gpu_launches_while_kernels_run_and_does_nothing_for_a_view() -> None:
 
 def test_known_gpus_say_how_they_run_kernels() -> None:
     for device in GPUS.values():
-        assert device.kernels is not None and 80 <= device.kernels.units <= 132
+        assert device.kernels is not None and 80 <= device.kernels.units <= 304
     with pytest.raises(InputError, match="kernels of a GPU"):
         replace(KERNELS, units=0)
     with pytest.raises(InputError, match="kernels of a GPU"):

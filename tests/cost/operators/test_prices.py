@@ -29,7 +29,7 @@ from autopar.cost.operators.halo_convolution import foreign
 from autopar.cost.operators.prices import UPDATE_LAUNCHES, Price, Prices
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Atoms, Dims
-from autopar.sharding.strategies import find_atoms, options_of
+from autopar.sharding.strategies import find_atoms, options_of, strategies_of
 from costdb.measurement import Measurement
 from tests.proof.models import Script
 
@@ -447,3 +447,17 @@ def test_foreign_rows_are_those_that_a_rank_needs_and_others_have(
         len(tensor.intersection(range(start, stop)).difference(range(*own)))
         for start, stop, own in zip(starts, stops, pairwise(owned), strict=True)
     ]
+
+
+def test_strategies_that_differ_by_names_of_equal_axes_are_priced_once_and_right() -> None:
+    """Also where rows can't be cut evenly, so that ranks' parts differ."""
+    s = Script()
+    made = s.call(aten.linear.default, Ref(s.user(9, 11, grad=True)), Ref(s.parameter(13, 11)))
+    graph = s.graph(s.call(aten.sum.default, Ref(made)))
+    prices = priced(graph, find_atoms(graph), ranks=(2, 2, 2))
+    for item in graph.operators:
+        offered, before = strategies_of(item, prices.dims), len(prices.known.operators)
+        found = [prices.operator(item, strategy) for strategy in offered]
+        assert found == [prices._price(item, strategy) for strategy in offered]
+        multisets = {tuple(sorted(option.factor for option in strategy)) for strategy in offered}
+        assert len(prices.known.operators) - before == len(multisets) < len(offered)

@@ -1,0 +1,71 @@
+"""In a notebook planning shows a bar, which goes in the end; elsewhere nothing changes."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.results import notebook_bar as module
+from autopar.results.notebook_bar import bar_html, notebook_bar
+
+
+class Notebook:
+    """IPython, as far as bars need it: what was shown in one place, one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
+        self.shown: list[str] = []
+        ipython, display = ModuleType("IPython"), ModuleType("IPython.display")
+        ipython.get_ipython = lambda: type("Shell", (), {"kernel": kernel})()  # type: ignore[attr-defined]
+        display.display = self.display  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "IPython", ipython)
+        monkeypatch.setitem(sys.modules, "IPython.display", display)
+        monkeypatch.setattr(module, "EVERY", 0.0)
+
+    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Notebook:
+        assert raw and display_id
+        return self.update(data, raw=True)
+
+    def update(self, data: dict[str, str], *, raw: bool) -> Notebook:
+        assert raw and data["text/plain"] == ""
+        self.shown.append(data["text/html"])
+        return self
+
+
+def plan(**options: Any) -> None:
+    model, x = torch.nn.Linear(8, 8), torch.zeros(8, 8)
+    autopar.plan(model, autopar.ClusterSpec.local(2), x, stages=1, **options)
+
+
+def test_planning_shows_a_bar_that_goes_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = Notebook(monkeypatch, kernel=object())
+    plan(measure=False)
+    assert notebook.shown[0] == "<progress></progress> planning" and notebook.shown[-1] == ""
+
+
+def test_the_bar_follows_what_is_told_and_names_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = Notebook(monkeypatch, kernel=object())
+    with pytest.raises(RuntimeError), notebook_bar(None) as listener:
+        assert listener is not None
+        listener(12, 80, "<b>")
+        raise RuntimeError
+    assert notebook.shown[1:] == [bar_html(12, 80, "<b>"), ""]
+    assert notebook.shown[1] == '<progress max="80" value="12"></progress> 12 of 80: &lt;b&gt;'
+
+
+def test_a_listener_is_told_alone_and_terminals_show_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(done: int, total: int, what: str) -> None:
+        """Nothing."""
+
+    notebook = Notebook(monkeypatch, kernel=object())
+    with notebook_bar(own) as listener:
+        assert listener is own
+    assert not notebook.shown
+    terminal = Notebook(monkeypatch, kernel=None)
+    with notebook_bar(None) as listener:
+        assert listener is None
+    assert not terminal.shown
