@@ -151,6 +151,17 @@ class Graph:
         )
 
     @property
+    def cast_alone(self) -> frozenset[str]:
+        """Weights of which nothing but casts to fewer bits is used."""
+        casts, uses = self.cast_weights, self.consumers()
+        return frozenset(
+            item.name
+            for item in self.inputs
+            if item.kind is InputKind.PARAMETER and uses[item.name] and item.name not in self.outputs
+            if all(casts.issuperset(user.results) for user, _ in uses[item.name])
+        )
+
+    @property
     def checkpoints(self) -> tuple[tuple[int, int], ...]:
         """The regions that the model itself computes again in backward: operators [first, stop)."""
         runs = itertools.groupby(enumerate(self.operators), key=lambda each: each[1].checkpoint)

@@ -11,3 +11,8 @@ class Precision(Enum):
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a number."""
+        return 4 if self is Precision.FP32 else 2

@@ -10,6 +10,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.offload import Moved
 from autopar.core.placement import Layout
+from autopar.core.precision import Precision
 from autopar.core.strategy import Strategy
 
 
@@ -23,7 +24,7 @@ class Program:
     again in backward. `gatherings` says when weights, or their casts, by name, are gathered that are
     stored in shards; those that it leaves out are kept from forward to backward. `offload` are tensors
     that wait for backward in host memory, in the order in which it needs them, the last one first; no
-    part that is computed again takes or makes one.
+    part that is computed again takes or makes one. `reduce` is what gradients of cast weights are summed in.
     """
 
     mesh: Mesh
@@ -34,6 +35,7 @@ class Program:
     recompute: tuple[tuple[int, int], ...] = ()
     gatherings: Mapping[str, Gathering] = field(default_factory=dict)
     offload: tuple[Moved, ...] = ()
+    reduce: Precision = Precision.FP32
 
     def gathering(self, name: str) -> Gathering:
         """When the weight is gathered."""

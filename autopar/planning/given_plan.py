@@ -17,7 +17,17 @@ from autopar.units import show_bytes
 
 VARIABLE = "AUTOPAR_PLAN"  # of the environment: the file of a plan
 # Options that a plan has decided.
-DECIDED = ("mesh", "force", "stages", "micro_batches", "schedule", "recompute", "offload", "shard_state")
+DECIDED = (
+    "mesh",
+    "force",
+    "stages",
+    "micro_batches",
+    "schedule",
+    "recompute",
+    "offload",
+    "shard_state",
+    "reduce_dtype",
+)
 
 
 def plan_to_run(environment: Mapping[str, str] = os.environ) -> str | None:

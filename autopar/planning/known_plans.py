@@ -127,5 +127,6 @@ def _peak(plan: Plan, dims: Dims, cluster: ClusterSpec, request: Request) -> int
         step_weight=step_weight(plan.pipeline.ranks, count),
         micro_batches=count,
         accumulates=request.training and count > 1,
+        reduce=request.reduce_dtype,
     )
     return PricedProgram(prices, plan.program).peak.nbytes

@@ -105,6 +105,7 @@ class MeshProblem:
             accumulates=self.request.training and self.request.micro_batches > 1,
             shown=shown,
             credit=credit,
+            reduce=self.request.reduce_dtype,
         )
 
     def ask(self, force: Force | None = None, *, cap: int | None = None, bounded: bool = True) -> Ask:

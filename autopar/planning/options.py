@@ -355,6 +355,19 @@ class SearchOptions(TypedDict, total=False):
             "torch.autocast itself, that holds.",
         ),
     ]
+    reduce_dtype: Annotated[
+        str | None,
+        Option(
+            metavar="fp32|bf16|fp16",
+            default=Precision.FP32.value,
+            types=(object,),
+            read=partial(_choice, "--reduce-dtype", Precision),
+            help="What gradients of weights that are cast are summed in over ranks.",
+            more="bf16 halves the bytes of these sums, which lose what bfloat16 does not tell apart; "
+            "gradients and the optimizer's state stay as they are. Weights that are not cast, or are used in "
+            "their own dtype too, are not concerned.",
+        ),
+    ]
     costdb: Annotated[
         str | None,
         Option(metavar="PATH", types=(Path,), example='"costs.db"', help="Database of measurements."),

@@ -8,11 +8,13 @@ import math
 from collections.abc import Sequence
 
 from autopar.cluster import ClusterSpec
-from autopar.convert.moves import effect
+from autopar.convert.moves import effect, sums_gradients
 from autopar.core.fingerprint import fingerprint_of
 from autopar.core.force import Force, Parallelism
 from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline, kept_starts, stages_per_rank
+from autopar.core.precision import Precision
+from autopar.core.program import Program
 from autopar.core.strategy import Option
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.moments import moments
@@ -113,6 +115,7 @@ def report(
             *edge_notes(graph, prices.dims.atoms, prices.dims.mesh.num_devices),
             *gathering_notes(graph, program),
             *whole_notes(graph, prices.dims, program, request.shard_state),
+            *_reduced(graph, program),
             *_notes(graph, step, request),
         ),
         pipeline=pipeline,
@@ -183,6 +186,20 @@ def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:
             )
         )
     return tuple(found)
+
+
+def _reduced(graph: Graph, program: Program) -> tuple[str, ...]:
+    """What gradients are summed in that aren't summed in float32."""
+    if program.reduce is Precision.FP32:
+        return ()
+    word = program.reduce.value
+    if not graph.cast_weights:
+        return (f"no weight is cast: gradients are summed in their own dtype, not in {word}",)
+    count = sum(
+        graph.specs[name].requires_grad and any(map(sums_gradients, program.moves.get(name, ())))
+        for name in graph.cast_weights | graph.cast_alone
+    )
+    return (f"gradients of {count} cast weights are summed over ranks in {word}",)
 
 
 def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:

@@ -75,6 +75,7 @@ class Request:
     offload: Offload = Offload.AUTO
     shard_state: ShardState = ShardState.AUTO
     dtype: Precision = Precision.FP32  # what calls compute in that aren't under autocast themselves
+    reduce_dtype: Precision = Precision.FP32  # what gradients of cast weights are summed in over ranks
     stages_of_uses: Mapping[str, tuple[int, ...]] | None = None  # of parameters that lie already
     compile: bool = False  # programs
     overlap: bool = False  # gathers of weights and compute
@@ -156,6 +157,7 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
         offload=values["offload"],
         shard_state=values["shard_state"],
         dtype=values["dtype"],
+        reduce_dtype=values["reduce_dtype"],
         batch_dims=values["batch_dims"],
         compile=values["compile"],
         overlap=values["overlap"],

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.errors import CheckError, RuleError
+from autopar.runtime.collectives.placement_moves import SUMMED
+from autopar.runtime.saved.regather import AGAIN
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Arguments = Mapping[str, Any]  # by the names of the schema
@@ -45,12 +47,12 @@ def simulate(target: Any, calls: Sequence[Call]) -> list[Tensor]:
 TRANSPOSED = {
     "p_to_r": "r_to_b",
     "r_to_b": "p_to_r",
-    "r_to_b_wide": "p_to_r",
     "s_to_r": "r_to_s",
     "s_to_r_again": "r_to_s",
     "r_to_s": "s_to_r",
     "r_to_p": "b_to_r",
     "b_to_r": "r_to_p",
+    **{"r_to_b" + ending: "p_to_r" for ending in SUMMED.values()},
 }
 
 
@@ -245,14 +247,11 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "p_to_r": _sum_everywhere,
     "p_to_b": _sum_everywhere,
     "r_to_b": _unchanged,
-    "r_to_b_wide": _unchanged,
     "b_to_r": _unchanged,
     "r_to_p": _first_only,
     "b_to_p": _first_only,
     "s_to_r": _gather,
     "s_to_b": _gather,
-    "s_to_b_wide": _gather,
-    "s_to_b_wide_again": _gather,
     "s_to_r_again": _gather,
     "s_to_b_again": _gather,
     "start_s_to_r": _gather,  # of a move in two halves the first does all
@@ -273,4 +272,6 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "max_reduce": _max_everywhere,
     "convolution": _convolution,
     "batch_norm": _batch_norm,
+    **{"r_to_b" + ending: _unchanged for ending in SUMMED.values()},
+    **{"s_to_b" + ending + again: _gather for ending in SUMMED.values() for again in ("", AGAIN)},
 }

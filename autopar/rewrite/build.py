@@ -21,6 +21,7 @@ from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.samples import find_samples
 from autopar.rewrite.split_stages import StageProgram, split
+from autopar.runtime.collectives.placement_moves import DTYPES
 from autopar.runtime.execute.executable import Executable, InputPart, OutputPart, StagedExecutable
 from autopar.runtime.parameters.parameters import sharding_key
 from autopar.sharding.atoms import Dims
@@ -160,10 +161,15 @@ def _parts(
             mutated=item.mutated,
             sync=deferred[item.name].key if item.name in deferred else None,
             gathers=deferred[item.name].gathers if item.name in deferred else (),
+            reduce=_reduced(deferred.get(item.name)),
             position=users.index(item.target) if item.kind is InputKind.USER else -1,
         )
         for item in traced.graph.inputs
     )
+
+
+def _reduced(deferred: Deferred | None) -> torch.dtype | None:
+    return None if deferred is None or deferred.reduce is None else DTYPES[deferred.reduce]
 
 
 def _made_for(program: RankProgram, plan: Plan) -> tuple[InputPart, ...]:

@@ -21,23 +21,37 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators that are looked for)
 from autopar.core.mesh import parse_key
+from autopar.core.precision import Precision
+from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.execute.executable import Gather
 
-GATHERS = (torch.ops.autopar.s_to_b.default, torch.ops.autopar.s_to_r.default)
+LOW = {SUMMED[each]: each for each in Precision if each is not Precision.FP32}
+
+
+def _summing(name: str) -> dict[Any, Precision | None]:
+    """The operators of a move that sums gradients, and in what: in their own dtype, or in fewer bits."""
+    found: dict[Any, Precision | None] = {getattr(torch.ops.autopar, name).default: None}
+    return found | {getattr(torch.ops.autopar, name + ending).default: each for ending, each in LOW.items()}
+
+
+SUMS, SCATTERS = _summing("r_to_b"), _summing("s_to_b")
+GATHERS = (*SCATTERS, torch.ops.autopar.s_to_r.default)
 
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """What is done once a step for a weight: gathers, and the sum of its gradient over the ranks of `key`."""
+    """What is done once a step for a weight: gathers, and the sum of its gradient over the ranks of `key`, in
+    `reduce` if that isn't its own dtype."""
 
     key: str | None
     gathers: tuple[Gather, ...] = ()
+    reduce: Precision | None = None
 
 
 def defer(
@@ -67,7 +81,7 @@ def defer(
 def _chain(node: fx.Node, *, gathered: bool) -> Iterator[fx.Node]:
     while len(node.users) == 1:
         (node,) = node.users
-        if node.target is not torch.ops.autopar.r_to_b.default and not (gathered and node.target in GATHERS):
+        if node.target not in SUMS and not (gathered and node.target in GATHERS):
             return
         yield node
 
@@ -78,9 +92,10 @@ def _deferred(chain: Sequence[fx.Node]) -> Deferred:
     for link in chain:
         if link.target in GATHERS:
             group = str(link.args[1])
-            whole = link.target is torch.ops.autopar.s_to_b.default or group in summed
+            whole = link.target in SCATTERS or group in summed
             gathers.append(Gather("s_to_b" if whole else "s_to_r", tuple(link.args[1:])))
     done = {gather.arguments[0] for gather in gathers}
     left = [parse_key(group) for group in summed if group not in done]
     key = left[0][0].key(axis for _, axes in left for axis in axes) if left else None
-    return Deferred(key, tuple(gathers))
+    reduce = next((low for link in chain if (low := (SUMS | SCATTERS).get(link.target))), None)
+    return Deferred(key, tuple(gathers), reduce)

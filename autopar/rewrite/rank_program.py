@@ -18,10 +18,11 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, TensorSpec
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard, show
+from autopar.core.precision import Precision
 from autopar.core.program import Program
 from autopar.errors import CheckError
 from autopar.rewrite.emit import GraphEmitter
-from autopar.runtime.collectives.placement_moves import WIDE
+from autopar.runtime.collectives.placement_moves import DTYPES, SUMMED
 from autopar.runtime.saved.offload import offload
 from autopar.runtime.saved.regather import AGAIN
 from autopar.sharding.atoms import Dims
@@ -78,7 +79,9 @@ class _Writer:
     ) -> None:
         self.graph, self.program, self.dims, self.coordinate = graph, program, dims, tuple(coordinate)
         self.exact_random = exact_random
-        self.wide = graph.cast_weights
+        self.reduced = graph.cast_weights
+        if program.reduce is not Precision.FP32:
+            self.reduced |= graph.cast_alone
         self.emitter = GraphEmitter(device=device)
         self.values: dict[tuple[str, Layout], fx.Node] = {}
         self.layers: dict[str, str] = {}
@@ -184,8 +187,8 @@ class _Writer:
     def convert(self, name: str, move: Move) -> fx.Node:
         source = self.value(name, move.source)
         again = gathers(move) and self.program.gathering(name) is Gathering.AGAIN
-        wide = name in self.wide and sums_gradients(move) and self.graph.specs[name].requires_grad
-        target = getattr(torch.ops.autopar, effect(move).name + WIDE * wide + AGAIN * again).default
+        operator = effect(move).name + self.summing(name, move) + AGAIN * again
+        target = getattr(torch.ops.autopar, operator).default
         key = self.dims.mesh.key((move.axis,))
         args: list[object] = [source, key]
         before, after = move.placements
@@ -195,6 +198,13 @@ class _Writer:
                 args += [placement.dim, blocks, list(sizes)]
         shape = self.dims.local_shape(name, move.target, self.coordinate)
         return self.emitter.collective(target, args, shape)
+
+    def summing(self, name: str, move: Move) -> str:
+        """What the name of a move ends with that sums gradients in another dtype than the tensor's."""
+        spec, reduce = self.graph.specs[name], self.program.reduce
+        if name not in self.reduced or not sums_gradients(move) or not spec.requires_grad:
+            return ""
+        return "" if spec.dtype in (DTYPES[reduce], torch.float64) else SUMMED[reduce]
 
 
 def _is_impure(node: fx.Node) -> bool:

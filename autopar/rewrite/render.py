@@ -75,7 +75,8 @@ def _note(item: InputPart) -> str:
     note = f"{dtype}[{','.join(map(str, item.part.shape))}]  {show(item.layout)}"
     over = ", ".join(str(gather.arguments[0]) for gather in item.gathers)
     note += f"  gathered once a step over {over}" if over else ""
-    return note + (f"  gradient summed over {item.sync}" if item.sync else "")
+    low = f" in {str(item.reduce).removeprefix('torch.')}" if item.reduce is not None else ""
+    return note + (f"  gradient summed over {item.sync}{low}" if item.sync else "")
 
 
 class _Writer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,13 @@ from autopar import api
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.gathering import Gathering
 from autopar.core.graph import InputKind
+from autopar.core.mesh import Mesh
+from autopar.core.move import Move
+from autopar.core.placement import B, R
 from autopar.core.precision import Precision
-from autopar.errors import InputError
+from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.prices import Prices
+from autopar.errors import InfeasibleError, InputError
 from autopar.planning.options import PLAN, Options
 from autopar.planning.request import request_of
 from autopar.results.plan import Plan
@@ -124,3 +130,52 @@ def test_cast_weights_are_gathered_again_where_memory_is_short() -> None:
     tight = deep(force="batch", shard_state="auto", memory=f"{int(least * 1.02)}B")
     assert regathered(free) == 0 and tight.peak_bytes <= least * 1.02
     assert regathered(tight) > 0 and tight.step_seconds > free.step_seconds
+
+
+def test_gradients_of_cast_weights_may_be_summed_in_half_the_bytes(tmp_path: Path) -> None:
+    single, half = (
+        planned("bf16", force="batch", shard_state="weights", reduce_dtype=word)[0]
+        for word in ("fp32", "bf16")
+    )
+    assert half.parts.communication < 0.75 * single.parts.communication  # gathers are as they were
+    assert "gradients of 4 cast weights are summed over ranks in bf16" in half.notes
+    assert not any("summed" in note for note in single.notes)
+    half.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").program.reduce is Precision.BF16
+
+
+@pytest.mark.parametrize(("width", "share"), [(64, 0.55), (2048, 0.55)])  # in a bucket, and alone
+def test_sums_in_buckets_are_priced_by_what_is_sent(width: int, share: float) -> None:
+    net, batch = Net(width), (torch.randn(8, width), torch.randn(8, width))
+    graph = trace(net, batch, autocast=Autocast("cuda", torch.bfloat16)).graph
+    assert graph.cast_alone == {"up_weight", "up_bias", "down_weight", "down_bias"}
+    slow = Link(latency=1e-9, bandwidth=1e8)
+    cluster = replace(GPUS, intra=slow, inter=slow)
+    dims, model = Dims(graph, find_atoms(graph), Mesh((2,))), CostModel.of(cluster, None)
+    sums = [
+        Prices(graph, dims, cluster, model, reduce=each).gradient_sync("up_weight", Move(0, (R,), (B,)))
+        for each in (Precision.BF16, Precision.FP32)
+    ]
+    assert sums[0] < share * sums[1]
+
+
+def test_without_casts_the_plan_says_that_sums_stay_as_they_are() -> None:
+    plan = planned("fp32", force="batch", reduce_dtype="bf16")[0]
+    assert "no weight is cast: gradients are summed in their own dtype, not in bf16" in plan.notes
+    assert plan.step_seconds == planned("fp32", force="batch")[0].step_seconds
+
+
+def test_a_model_may_fit_in_low_precision_alone() -> None:
+    """Whatever is sharded and computed again: beside weights in float32 there are activations in bfloat16."""
+    eight = replace(GPUS, devices_per_node=8)
+    with torch.device("meta"):
+        net, batch = Deep(1024, 4), (torch.randn(65536, 1024),)
+
+    def fitted(dtype: str) -> Plan:
+        return api.plan(
+            net, eight, batch, dtype=dtype, mesh="8", stages=1, micro_batches=1, measure=False, memory="467MB"
+        )
+
+    with pytest.raises(InfeasibleError, match="found 467 MB per device, wanted at least"):
+        fitted("fp32")
+    assert fitted("bf16").peak_bytes <= 467e6

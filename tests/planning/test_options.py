@@ -45,6 +45,7 @@ NAMES = {  # of the options that are one of some names
     "shard_state": [level.value for level in ShardState],
     "optimizer": [*OPTIMIZERS],
     "dtype": [kind.value for kind in Precision],
+    "reduce_dtype": [kind.value for kind in Precision],
 }
 
 

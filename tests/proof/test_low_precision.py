@@ -19,7 +19,7 @@ from autopar.planning.request import Request
 from autopar.proof.check import check
 from autopar.proof.low_precision import LowPrecision, compare_low_precision
 from autopar.proof.simulated import MEANINGS
-from autopar.runtime.collectives.placement_moves import WIDE
+from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.saved.regather import AGAIN
 from autopar.trace.autocast import Autocast
 from autopar.trace.export import Traced, trace
@@ -92,6 +92,11 @@ def test_batch_norm_of_a_split_batch_keeps_the_dtype_of_its_samples() -> None:
 
 def test_every_move_that_a_program_can_make_is_simulated() -> None:
     """Also those of cast weights, which a proof in float64 doesn't make."""
-    names = [name + wide + again for name in EFFECTS for wide in ("", WIDE) for again in ("", AGAIN)]
+    names = [
+        name + ending + again
+        for name in EFFECTS
+        for ending in ("", *SUMMED.values())
+        for again in ("", AGAIN)
+    ]
     registered = {name for name in names if hasattr(torch.ops.autopar, name)}
     assert registered <= MEANINGS.keys() and "s_to_b_wide_again" in registered

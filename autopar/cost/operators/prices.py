@@ -26,6 +26,7 @@ from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec
 from autopar.core.mesh import parse_key
 from autopar.core.move import Move
 from autopar.core.placement import Layout
+from autopar.core.precision import Precision
 from autopar.core.strategy import Option, Strategy
 from autopar.cost.machine import nccl
 from autopar.cost.machine.flops import flops
@@ -109,6 +110,7 @@ class Prices:
     accumulates: bool = False  # whether gradients of several micro-batches add up
     shown: float = 1.0  # of gradient sums in buckets, a multiplier
     credit: float = 0.0  # of the backward seconds of operators, behind which such sums hide
+    reduce: Precision = Precision.FP32  # what gradients of cast weights are summed in
     _operators: dict[Any, Price] = field(default_factory=dict)
     _priced: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
     _places: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # fullest ranks, by identity
@@ -121,7 +123,7 @@ class Prices:
     _equal_axes: bool | None = None
     _parameters: frozenset[str] = frozenset()
     _constants: frozenset[str] = frozenset()
-    _cast_weights: frozenset[str] = frozenset()
+    _reduced: frozenset[str] = frozenset()  # tensors whose gradients are summed in `reduce`
     _weights: frozenset[str] = frozenset()  # the parameters and what is made of them alone
 
     def __post_init__(self) -> None:
@@ -134,7 +136,9 @@ class Prices:
             if item.operands and weights.issuperset(item.operands):
                 weights.update(name for name in item.results if name)
         self._weights = frozenset(weights)
-        self._cast_weights = self.graph.cast_weights
+        self._reduced = self.graph.cast_weights
+        if self.reduce is not Precision.FP32:
+            self._reduced |= self.graph.cast_alone
 
     @property
     def device(self) -> DeviceModel:
@@ -428,12 +432,12 @@ class Prices:
         nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
         change, weight = Change(move.axis, *move.placements), name in self._parameters
         return self._change(
-            change, nbytes, requires_grad=self._requires_grad(name), weight=weight, wide=self._wide(name)
+            change, nbytes, requires_grad=self._requires_grad(name), weight=weight, wide=self.widening(name)
         )
 
-    def _wide(self, name: str) -> float:
+    def widening(self, name: str) -> float:
         """How many times the bytes of a tensor its gradient has where it is summed over ranks."""
-        return 4 / self.graph.specs[name].dtype.itemsize if name in self._cast_weights else 1.0
+        return self.reduce.nbytes / self.graph.specs[name].dtype.itemsize if name in self._reduced else 1.0
 
     def _change(
         self, change: Change, nbytes: int, *, requires_grad: bool, weight: bool, wide: float
@@ -449,7 +453,7 @@ class Prices:
             back = (
                 fresh + self._action(what.backward, round(wide * full), change.axis) if requires_grad else 0.0
             )
-            back += 2 * self._copy(full) if requires_grad and wide > 1 else 0.0  # to float32 and back
+            back += 2 * self._copy(full) if requires_grad and wide != 1 else 0.0  # to another dtype and back
             self._moves[key] = fresh + self._action(what.forward, full, change.axis), back
         return self._moves[key]
 
@@ -479,7 +483,7 @@ class Prices:
             for dim, lengths in enumerate(atoms.of[name])
             for atom in range(len(lengths))
         )
-        return spec, atoms.of[name], cuts, name in self._parameters, name in self._cast_weights
+        return spec, atoms.of[name], cuts, name in self._parameters, self.widening(name)
 
     def _changes(self, name: str, layouts: Sequence[Layout]) -> PriceOfChange:
         """Seconds of changes between numbers of `layouts`."""
@@ -489,13 +493,14 @@ class Prices:
         def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
             different, back = np.unique(np.maximum(sizes[source], sizes[target]), return_inverse=True)
             price = partial(
-                self._change, change, requires_grad=requires_grad, weight=weight, wide=self._wide(name)
+                self._change, change, requires_grad=requires_grad, weight=weight, wide=self.widening(name)
             )
             parts = [price(nbytes) for nbytes in different.tolist()]
             whole = [sum(each) for each in parts]
             if weight and change.effect.name == "r_to_b":
                 pairs = zip(whole, different.tolist(), strict=True)
-                whole = [self._in_buckets(each, nbytes, change.axis) for each, nbytes in pairs]
+                wide = self.widening(name)
+                whole = [self._in_buckets(each, nbytes, change.axis, wide) for each, nbytes in pairs]
             ahead = np.array([forward for forward, _ in parts])
             return np.array(whole, dtype=np.float64)[back], ahead.astype(np.float64)[back]
 
@@ -554,17 +559,19 @@ class Prices:
         seconds = self.move(name, move)
         if effect(move).name != "r_to_b":
             return seconds
-        return self._in_buckets(seconds, self.local_bytes(name, move.source), move.axis)
+        return self._in_buckets(seconds, self.local_bytes(name, move.source), move.axis, self.widening(name))
 
-    def _in_buckets(self, seconds: float, nbytes: int, axis: int) -> float:
-        """Seconds of a gradient's all-reduce, of which one by itself would take `seconds`."""
+    def _in_buckets(self, seconds: float, nbytes: int, axis: int, wide: float) -> float:
+        """Seconds of a gradient's all-reduce, of which one by itself would take `seconds`; summed are `wide`
+        times its bytes."""
         if seconds == 0.0:
             return 0.0
-        if nbytes >= ALONE_BYTES:
-            return self.shown * self._collective(Collective.ALL_REDUCE, nbytes, (axis,))
-        share = nbytes / BUCKET_BYTES
+        sent, copies = round(wide * nbytes), self._copy(nbytes) if wide != 1 else 0.0
+        if sent >= ALONE_BYTES:
+            return self.shown * (self._collective(Collective.ALL_REDUCE, sent, (axis,)) + 2 * copies)
+        share = sent / BUCKET_BYTES
         shared = self._collective(Collective.ALL_REDUCE, BUCKET_BYTES, (axis,)) * share + self._copy(nbytes)
-        return self.shown * min(seconds, shared)
+        return self.shown * min(seconds, shared + copies)
 
     # -- state ----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autopar.convert.moves import Action, canonical, effect, gathers
+from autopar.convert.moves import Action, canonical, effect, gathers, sums_gradients
 from autopar.core.gathering import Gathering
 from autopar.core.graph import GraphInput, InputKind
 from autopar.core.move import Move
@@ -220,17 +220,27 @@ class _Recorder:
         nbytes = 0 if passes else self.prices.local_bytes(name, move.target)
         value = self.new(name, nbytes, source if passes else None)
         gradients: tuple[Gradient, ...] = ()
+        scratch = 0
         if self.prices.training and self.graph.specs[name].requires_grad:
             returns = deferred or what.backward is Action.NOTHING
             back = 0 if returns else self.prices.local_bytes(name, move.source)
             gradients = (Gradient(source, back, value if returns else None),)
+            scratch = 0 if returns else self.summed_bytes(name, move) - back
         if again:
             self.gathered.add(value)
         given = Given(value, nbytes, source if passes else None)
         keeps = frozenset({self.root[source]} - self.given - self.gathered if again else ())  # weights stay
-        self.add(place, CallMemory((source,), (given,), keeps, 0, gradients, repeats=passes or again))
+        memory = CallMemory((source,), (given,), keeps, 0, gradients, repeats=passes or again)
+        self.add(place, replace(memory, backward_scratch=max(0, scratch)))
         self.note(value, (name, self.tidy(name, move.target)), place)
         return value
+
+    def summed_bytes(self, name: str, move: Move) -> int:
+        """What a gradient and its sum over ranks take in another dtype than the tensor's, if it is one."""
+        share = self.prices.widening(name)
+        if share == 1.0 or not sums_gradients(move):
+            return 0
+        return round(share * sum(self.prices.local_bytes(name, end) for end in (move.target, move.source)))
 
     def find_deferred(self) -> set[tuple[str, Move]]:
         """Moves of weights whose gradients are summed when backward ends."""

@@ -20,7 +20,7 @@ Y's gradient to X's. Call it the *transposed* move; each operator's backward cal
 (`regather`).
 
 `r_to_b_wide` and `s_to_b_wide` are those of weights that were cast to fewer bits: gradients of fewer bits are
-summed in float32, and the sums rounded once.
+summed in float32, and the sums rounded once. Those that end with `_bf16` or `_fp16` sum in fewer bits.
 
 Arguments. `group` is a group key. A split dim is seen as (`blocks`, length), and of each block's
 length the rank with index k owns `sizes[k]`:
@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.core.precision import Precision
 from autopar.runtime import registry, sparse_kernel
 from autopar.runtime.collectives import batch_norm, convolution, groups, transport
 from autopar.runtime.collectives.memory_format import memory_format
@@ -342,7 +343,9 @@ def _needed_back_shape(
 
 # -- registration -------------------------------------------------------------------------------
 
-WIDE = "_wide"  # ends the names of moves whose gradients are summed in float32
+# What ends the names of moves whose gradients are summed in another dtype than their own.
+SUMMED = {Precision.FP32: "_wide", Precision.BF16: "_bf16", Precision.FP16: "_fp16"}
+DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 WHOLE = "(Tensor x, str group) -> Tensor"
 ALIAS = "(Tensor(a) x, str group) -> Tensor(a)"
 SPLIT = "(Tensor x, str group, int dim, int blocks, int[] sizes) -> Tensor"
@@ -399,12 +402,12 @@ def _alias(name: str, transposed: str | Callable[..., Tensor]) -> None:
     registry.composite(name, ALIAS, lambda x, group: apply(x, group))
 
 
-def _wide(name: str) -> Callable[..., Tensor]:
-    """The move `name`, which sums, in float32."""
+def summing_in(name: str, dtype: torch.dtype | None) -> Callable[..., Tensor]:
+    """The move `name`, which sums, in `dtype` if any; doubles are summed as they are."""
 
     def move(gradient: Tensor, *arguments: Any) -> Tensor:
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        total: Tensor = registry.operator(name)(gradient.to(wide), *arguments)
+        other = gradient.dtype if dtype is None or gradient.dtype is torch.float64 else dtype
+        total: Tensor = registry.operator(name)(gradient.to(other), *arguments)
         return total.to(gradient.dtype)
 
     return move
@@ -416,14 +419,16 @@ _move("r_to_p", WHOLE, _keep_on_first, _same, "b_to_r", is_local=True)
 _move("b_to_p", WHOLE, _keep_on_first, _same, "b_to_p", is_local=True)
 _alias("r_to_b", "p_to_r")
 _alias("b_to_r", "r_to_p")
-_alias("r_to_b_wide", _wide("p_to_r"))
 
 _move("s_to_r", SPLIT, _all_gather, _full, "r_to_s")
 _move("s_to_b", SPLIT, _all_gather, _full, "p_to_s")
-_move("s_to_b_wide", SPLIT, _all_gather, _full, _wide("p_to_s"))
 _move("s_to_r_again", SPLIT, _gather_again("s_to_r"), _full, "r_to_s")
 _move("s_to_b_again", SPLIT, _gather_again("s_to_b"), _full, "p_to_s")
-_move("s_to_b_wide_again", SPLIT, _gather_again("s_to_b"), _full, _wide("p_to_s"))
+for _precision, _ending in SUMMED.items():
+    _summed, _scattered = (summing_in(_name, DTYPES[_precision]) for _name in ("p_to_r", "p_to_s"))
+    _alias("r_to_b" + _ending, _summed)
+    _move("s_to_b" + _ending, SPLIT, _all_gather, _full, _scattered)
+    _move("s_to_b" + _ending + "_again", SPLIT, _gather_again("s_to_b"), _full, _scattered)
 _move("p_to_s", SPLIT, _reduce_scatter, _local, "s_to_b")
 _move("r_to_s", SPLIT, _slice, _sliced, "s_to_r", is_local=True)
 _move("b_to_s", SPLIT, _slice, _sliced, "s_to_p", is_local=True)

@@ -214,7 +214,12 @@ def summed(parameters: Sequence[InputPart]) -> list[Member]:
     order of their first use, and their places there are the members' indices."""
     return [
         Member(
-            index, item.target, key, item.spec.dtype, math.prod(item.part.shape) * item.spec.dtype.itemsize
+            index,
+            item.target,
+            key,
+            item.spec.dtype,
+            math.prod(item.part.shape) * (item.reduce or item.spec.dtype).itemsize,
+            item.reduce,
         )
         for index, item in reversed(list(enumerate(parameters)))
         if (key := sync_key(item)) is not None

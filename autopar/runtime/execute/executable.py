@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from autopar.core.cutting import Cutting
@@ -36,7 +37,8 @@ class InputPart:
     path of a user input; `aliases` are further names of a tied parameter. `sync` is the group key
     over which the parameter's gradient is summed in buckets after backward; None if the program
     itself does all that is needed. A parameter with `gathers` is gathered by them once a step, ahead of the
-    program, and its gradient, once it has added up, scattered the other way round.
+    program, and its gradient, once it has added up, scattered the other way round. Ranks sum in `reduce`,
+    None is the gradient's own dtype.
     """
 
     name: str
@@ -49,6 +51,7 @@ class InputPart:
     mutated: bool = False
     sync: str | None = None
     gathers: tuple[Gather, ...] = ()
+    reduce: torch.dtype | None = None
     position: int = -1  # among the call's flat tensors, for user inputs
 
 

@@ -15,8 +15,9 @@ Where gradients come in backward decides which of the program's own collectives 
 that must be alike on all ranks too. It is: autograd runs what was made last first, and gives a leaf its
 gradient as soon as its last use has run, so that the order is that of the program, which ranks share.
 
-A bucket is a copy of its gradients, side by side. A large gradient is a bucket of its own, and one
-gradient alone is summed where it lies, unless something else holds its storage too.
+A bucket is a copy of its gradients, side by side, in the dtype in which they are summed. A large gradient is
+a bucket of its own, and one gradient alone is summed where it lies, unless something else holds its storage
+too, or its dtype is another.
 """
 
 from __future__ import annotations
@@ -39,18 +40,20 @@ ALONE_BYTES = 4 * 2**20  # copying so much takes a CPU longer than starting one 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter whose gradient is summed over the ranks of `key`; `index` is the caller's."""
+    """A parameter whose gradient is summed over the ranks of `key`, in `reduce` if that isn't its own dtype,
+    and so many bytes; `index` is the caller's."""
 
     index: int
     name: str
     key: str
     dtype: torch.dtype
     nbytes: int
+    reduce: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Members of one key and dtype, summed together."""
+    """Members of one key, dtype, and dtype of sums, summed together."""
 
     key: str
     members: tuple[Member, ...]
@@ -62,22 +65,25 @@ def assign(members: Sequence[Member], bucket_bytes: int) -> tuple[Bucket, ...]:
 
     `members` come in the order in which their gradients are expected.
     """
-    open_: dict[tuple[str, torch.dtype], list[Member]] = {}
+    open_: dict[tuple[str, torch.dtype, torch.dtype | None], list[Member]] = {}
     buckets: list[Bucket] = []
     for member in members:
         if member.nbytes >= ALONE_BYTES:
             buckets.append(Bucket(member.key, (member,)))
             continue
-        kind = (member.key, member.dtype)
+        kind = (member.key, member.dtype, member.reduce)
         filling = open_.setdefault(kind, [])
         filling.append(member)
         if sum(item.nbytes for item in filling) >= bucket_bytes:
             buckets.append(Bucket(member.key, tuple(open_.pop(kind))))
-    return (*buckets, *(Bucket(key, tuple(rest)) for (key, _), rest in open_.items()))
+    return (*buckets, *(Bucket(key, tuple(rest)) for (key, *_), rest in open_.items()))
 
 
 def _new(bucket: Bucket, length: int, like: Tensor) -> Tensor:
-    return like.new_empty(length)
+    return like.new_empty(length, dtype=bucket.members[0].reduce)
+
+
+_Form = tuple[torch.Size, torch.dtype]
 
 
 class Sums:
@@ -100,7 +106,7 @@ class Sums:
         self._next = 0  # the bucket to be launched next
         self._arrived: dict[int, Tensor] = {}  # not launched yet
         self._shared: set[int] = set()  # those whose storage something else holds too
-        self._flights: list[tuple[tuple[Member, ...], Tensor, list[torch.Size], Any]] = []
+        self._flights: list[tuple[tuple[Member, ...], Tensor, list[_Form], Any]] = []
 
     def add(self, index: int, gradient: Tensor, *, fresh: bool) -> None:
         """Take over one member's local gradient; a `fresh` one comes from a hook in the backward that made
@@ -131,18 +137,19 @@ class Sums:
 
     def totals(self) -> Iterator[tuple[int, Tensor]]:
         """Wait for the sums and give them, with their members' indices, in the order of launching."""
-        for members, flat, shapes, work in self._flights:
+        for members, flat, forms, work in self._flights:
             work.wait()
-            totals = torch.split(flat, [shape.numel() for shape in shapes])
-            for member, total, shape in zip(members, totals, shapes, strict=True):
-                yield member.index, total.view(shape)
+            totals = torch.split(flat, [shape.numel() for shape, _ in forms])
+            for member, total, (shape, dtype) in zip(members, totals, forms, strict=True):
+                yield member.index, total.view(shape).to(dtype)
 
     def _launch(self, bucket: Bucket) -> None:
         members = tuple(member for member in bucket.members if member.index in self._arrived)
         if not members:
             return
         parts = [self._arrived.pop(member.index) for member in members]
-        copied = len(parts) > 1 or members[0].index in self._shared or not parts[0].is_contiguous()
+        alone = len(parts) == 1 and members[0].reduce in (None, parts[0].dtype)
+        copied = not alone or members[0].index in self._shared or not parts[0].is_contiguous()
         with torch.no_grad():
             if copied:
                 flat = self._memory(bucket, sum(part.numel() for part in parts), parts[0])
@@ -150,7 +157,7 @@ class Sums:
             else:
                 flat = parts[0].view(-1)
         work = dist.all_reduce(flat, group=groups.group(bucket.key), async_op=True)
-        self._flights.append((members, flat, [part.shape for part in parts], work))
+        self._flights.append((members, flat, [(part.shape, part.dtype) for part in parts], work))
 
 
 @dataclass(slots=True)
@@ -206,7 +213,7 @@ class GradientSync:
         fresh pages for 100 MB of gradients cost a CPU as much as copying them."""
         kept, uses = self._kept.get(bucket, (None, 0))
         if kept is None or kept.shape != (length,) or kept.device != like.device or _uses(kept) > uses:
-            kept = torch.empty(length, dtype=like.dtype, device=like.device)
+            kept = _new(bucket, length, like)
             self._kept[bucket] = kept, _uses(kept)
         return kept.view(length)  # an alias, which counts as a use while it lives
 

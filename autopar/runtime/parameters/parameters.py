@@ -34,6 +34,7 @@ from autopar.errors import CheckError, InputError
 from autopar.runtime import registry
 from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.memory_format import settled
+from autopar.runtime.collectives.placement_moves import summing_in
 from autopar.runtime.execute.executable import InputPart
 from autopar.runtime.parameters.asked_gradients import is_read_by_a_program
 
@@ -145,7 +146,8 @@ def gather_once(part: InputPart, shard: Tensor) -> Tensor:
 def scatter_once(part: InputPart, gradient: Tensor) -> Tensor:
     """The shard's gradient from that of the full copy, if the part has one; collective then."""
     for each in reversed(part.gathers):
-        gradient = registry.operator(_BACK[each.operator])(gradient, *each.arguments)
+        dtype = part.reduce if each.operator == "s_to_b" else None
+        gradient = summing_in(_BACK[each.operator], dtype)(gradient, *each.arguments)
     return gradient
 
 

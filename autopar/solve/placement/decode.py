@@ -124,7 +124,8 @@ def decoded(
         if gathering is not Gathering.KEEP and any(map(gathers, moves[name]))
     }
     mesh = problem.prices.dims.mesh
-    return Program(mesh, inputs, strategies, moves, outputs, gatherings=special)
+    reduce = problem.prices.reduce
+    return Program(mesh, inputs, strategies, moves, outputs, gatherings=special, reduce=reduce)
 
 
 def _moves_of(

@@ -50,8 +50,8 @@ MOVES: dict[str, tuple[str, str, Draw]] = {
     "r_to_p": ("R", "P", whole),
     "b_to_r": ("B", "R", whole),
     "b_to_p": ("B", "P", whole),
-    "r_to_b_wide": ("R", "B", whole),
-    "s_to_b_wide": ("S", "B", gathering),
+    **dict.fromkeys(("r_to_b_wide", "r_to_b_bf16", "r_to_b_fp16"), ("R", "B", whole)),
+    **dict.fromkeys(("s_to_b_wide", "s_to_b_bf16", "s_to_b_fp16"), ("S", "B", gathering)),
     "s_to_r": ("S", "R", gathering),
     "s_to_b": ("S", "B", gathering),
     "s_to_r_again": ("S", "R", gathering),
@@ -105,20 +105,27 @@ def _check_adjoint(
         torch.testing.assert_close(sum(slopes), sum(wanted[rank][1] for rank in ranks))
 
 
-def summed_gradient(name: str) -> float:
+def summed_gradient(name: str, dtype: torch.dtype = torch.bfloat16) -> float:
     """Of the first element: 256 on rank 0, and 0.5 on the others, which bfloat16 loses beside 256."""
     groups.setup(parse_key("a@4")[0], {"a@4"}, timeout=TIMEOUT)
     rest = ("a@4",) if name.startswith("r") else ("a@4", 0, 1, [1, 1, 1, 1])
-    x = torch.zeros(4 if name.startswith("r") else 1, dtype=torch.bfloat16, requires_grad=True)
-    gradient = torch.full((4,), 256.0 if torch.distributed.get_rank() == 0 else 0.5, dtype=torch.bfloat16)
+    x = torch.zeros(4 if name.startswith("r") else 1, dtype=dtype, requires_grad=True)
+    gradient = torch.full((4,), 256.0 if torch.distributed.get_rank() == 0 else 0.5, dtype=dtype)
     operator(name)(x, *rest).backward(gradient)
-    assert x.grad is not None and x.grad.dtype == torch.bfloat16
+    assert x.grad is not None and x.grad.dtype == dtype
     return float(x.grad[0])
 
 
 @pytest.mark.parametrize("name", ["r_to_b_wide", "s_to_b_wide"])
 def test_gradients_of_cast_weights_are_summed_in_float32(name: str, pools: Pools) -> None:
     assert pools(4).run(summed_gradient, name) == [258.0] * 4  # 257.5, rounded once
+
+
+@pytest.mark.parametrize("name", ["r_to_b_bf16", "s_to_b_bf16"])
+def test_gradients_may_be_summed_in_fewer_bits_but_for_doubles(name: str, pools: Pools) -> None:
+    low, exact = (pools(4).run(summed_gradient, name, dtype) for dtype in (torch.float32, torch.float64))
+    assert low != [257.5] * 4 and all(value in (256.0, 257.0, 258.0) for value in low)
+    assert exact == [257.5] * 4
 
 
 @pytest.mark.parametrize("key", KEYS)
