@@ -178,7 +178,7 @@ def _each(target: Any, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     state, results = torch.get_rng_state(), []
     for args, kwargs in calls:
         torch.set_rng_state(state)
-        results.append(target(*args, **kwargs))
+        results.append(in_float64(target, args, kwargs))
     return results
 
 
