@@ -63,7 +63,7 @@ class Screened:
     hop_bytes: int
     hop: LinkLike
     state_bytes: int
-    kept_bytes: int
+    saved_bytes: int
     again: float
     lean_bytes: int
     hidden_bytes: int = 0
@@ -76,7 +76,7 @@ class Screened:
     def under(self, kind: ScheduleKind | None, micro_batches: int, cap: float) -> Choice:
         """With as much computed again as it takes to meet the cap beside what hides: in proportion."""
         seconds = self.seconds(kind, micro_batches)
-        nbytes = self.nbytes(kind, micro_batches, self.kept_bytes)
+        nbytes = self.nbytes(kind, micro_batches, self.saved_bytes)
         if kind is None:
             nbytes -= min(max(0.0, nbytes - cap), self.hidden_bytes * self.count / micro_batches)
         spared = nbytes - self.nbytes(kind, micro_batches, self.lean_bytes)

@@ -224,10 +224,10 @@ class MeshProblem:
         """Placements that meet the cap; fewer if one that meets it is `known`. If they compute parts again
         for that, also those that are chosen with a view to it, which may promise more than parts hold."""
         kept = min(map(mean_flight, self.schedules))
-        unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.kept)
+        unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.saved)
 
         def at(price: float, recompute: Recompute) -> Solution:
-            memory_price = MemoryPrice(state=price * unit, kept=price * unit * kept)
+            memory_price = MemoryPrice(state=price * unit, saved=price * unit * kept)
             return self.solve(Ask(ask.force, None, memory_price, recompute), limits)
 
         asked, best, found = self.request.recompute, known, list[Step]()
@@ -332,7 +332,7 @@ class MeshProblem:
         force, kept, solution = self.request.force, min(map(mean_flight, self.schedules)), step.solution
         ask = partial(Priced, self.graph, self.prices, self.spaces[force], self.folding)
         corners = list(ask().corners(kept, solution.seconds * (1 - SAME)))
-        spared = fastest.peak.state - solution.peak.state + kept * (fastest.peak.kept - solution.peak.kept)
+        spared = fastest.peak.state - solution.peak.state + kept * (fastest.peak.saved - solution.peak.saved)
         others = [*corners[:1], *corners[1:][1 - MIXED :]]
         if spared <= 0:
             return others, None

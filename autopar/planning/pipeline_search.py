@@ -349,7 +349,7 @@ class _Screen:
         _, problem, solution = min(found, key=self.place)
         if solution.peak.state / ranks > SCARCE * self.cap and not is_over(self.deadline):
             price = solution.seconds / max(1, solution.peak.nbytes)
-            solution = self.placed(problem, MemoryPrice(state=price, kept=price))
+            solution = self.placed(problem, MemoryPrice(state=price, saved=price))
             return [*(each for each, _, _ in found), self.screened(problem, solution, ranks, sample)]
         return [each for each, _, _ in found]
 
@@ -389,12 +389,12 @@ class _Screen:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
         priced, again, spared, hidden = solution.priced, 0.0, 0, 0
         prices = priced.operator_prices
-        largest = solution.peak.kept * sample.count / ranks  # of the fewest micro-batches
+        largest = solution.peak.saved * sample.count / ranks  # of the fewest micro-batches
         scarce = solution.peak.state / ranks + largest > self.cap
         if scarce and self.request.recompute is Recompute.AUTO:
             again, spared = sparing(priced)
         if scarce and ranks == 1 and problem.offload is Offload.AUTO:
-            hidden = max(0, solution.peak.kept - hiding(priced).peak.kept)
+            hidden = max(0, solution.peak.saved - hiding(priced).peak.saved)
         launches = 2 * sum(len(price.calls) for price in prices)
         seconds, samples = [price.seconds for price in prices], self.batch // sample.count
         cost = priced.cost
@@ -413,9 +413,9 @@ class _Screen:
             hop_bytes=self.least_crossing(priced),
             hop=self.model.hop(self.cluster, ranks),
             state_bytes=solution.peak.state,
-            kept_bytes=solution.peak.kept,
+            saved_bytes=solution.peak.saved,
             again=again,
-            lean_bytes=max(0, solution.peak.kept - spared),
+            lean_bytes=max(0, solution.peak.saved - spared),
             hidden_bytes=hidden,
         )
 

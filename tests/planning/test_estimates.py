@@ -30,7 +30,7 @@ EVEN = Screened(
     hop_bytes=0,
     hop=CLUSTER.intra,
     state_bytes=100,
-    kept_bytes=40,
+    saved_bytes=40,
     again=1.0,
     lean_bytes=0,
 )

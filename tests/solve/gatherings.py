@@ -119,7 +119,7 @@ class EveryGathering(BruteForce):
                 self.prices.step_weight if move in once else 1.0
             )
         for item, place in self.graph.consumers()[name] if gathering is Gathering.AGAIN else ():
-            if place in self.prices.operator(item, strategies[item.name]).kept.operands:
+            if place in self.prices.operator(item, strategies[item.name]).saved.operands:
                 at = canonical(
                     tuple(option.operands[place] for option in strategies[item.name]), differentiable=True
                 )

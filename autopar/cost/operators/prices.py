@@ -34,7 +34,7 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.calls import OperatorCalls, read_calls
 from autopar.cost.operators.halo_convolution import foreign, strip_calls
 from autopar.cost.operators.known_prices import Known, known_prices
-from autopar.cost.operators.saved import Kept, keep, stand_ins
+from autopar.cost.operators.saved import SavedTensors, keep, stand_ins
 from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
@@ -63,7 +63,7 @@ class Price:
     `forward` is the part of `seconds` before the loss, `weights` the part of the backward pass that
     only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
     `missing_seconds` the part of `compute` that isn't measured, `interpolated_seconds` what of it follows
-    from other sizes; `kept` what stays in memory for backward.
+    from other sizes; `saved` what stays in memory for backward.
     `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
     Sums of gradients may hide `behind` so many seconds, for which `credit` is taken off.
     """
@@ -73,7 +73,7 @@ class Price:
     missing_seconds: float
     flops: int
     calls: tuple[Call, ...]
-    kept: Kept
+    saved: SavedTensors
     tie: float = 0.0  # seconds that only break ties: of equally fast plans the one that keeps less
     forward: float = 0.0
     weights: float = 0.0
@@ -305,7 +305,7 @@ class Prices:
                 missing,
                 work,
                 calls,
-                Kept(aliases=kept.aliases),
+                SavedTensors(aliases=kept.aliases),
                 forward=ahead,
                 interpolated_seconds=between,
             )

@@ -18,7 +18,7 @@ from costdb.footprint import footprint
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedTensors:
     """What an operator keeps for its backward pass: operands and results by position, and bytes of
     its own. `aliases` holds for each result the operand whose memory it shares, or None; the results
     `held` stay in memory when the operator is computed again in backward: ranks exchanged them."""
@@ -54,7 +54,7 @@ def keep(
     values: Sequence[Any],
     results: Sequence[Any],
     kind: str,
-) -> Kept:
+) -> SavedTensors:
     """Follow memory through the calls of one operator: who keeps what, and which results are views."""
     root: dict[Any, Any] = {value: value for value in values}
     kept: set[Any] = set()
@@ -73,7 +73,7 @@ def keep(
     held = set(emitter.known.values())  # from the start, whatever backward needs
     own = [value for value in kept if value not in places and value not in ends and value not in held]
     extra += sum(emitter.meta[value].numel() * emitter.meta[value].element_size() for value in own)
-    return Kept(
+    return SavedTensors(
         operands=frozenset(places[value] for value in kept if value in places),
         results=frozenset(ends[value] for value in kept if value in ends and value not in places),
         extra_bytes=extra,

@@ -40,7 +40,7 @@ def regathers(priced: PricedProgram) -> Iterator[Regather]:
     for place, item in enumerate(priced.graph.operators):
         strategy = program.strategies[item.name]
         for index, name in enumerate(item.operands):
-            if name in again and index in prices.operator(item, strategy).kept.operands:
+            if name in again and index in prices.operator(item, strategy).saved.operands:
                 layout = tuple(option.operands[index] for option in strategy)
                 requires_grad = priced.graph.specs[name].requires_grad
                 value = values.of[name, canonical(layout, differentiable=requires_grad)]

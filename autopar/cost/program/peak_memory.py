@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Peak:
     """Bytes per device: `nbytes` at the peak of a step, `state` of weights, their gradients and what the
-    optimizer keeps, `kept` for backward when it begins."""
+    optimizer keeps, `saved` for backward when it begins."""
 
     nbytes: int
     state: int
-    kept: int
+    saved: int
     by_operator: dict[str, int]  # bytes that each operator keeps for backward
 
 
 @dataclass(frozen=True, slots=True)
-class KeptStorage:
+class SavedStorage:
     """Memory that backward reads: `home` is the place of the operator where it first occurs, `keepers`
     those of the operators that keep it, none if it is made again, `for_weights` of those that keep it between
     the halves of a split backward too. A stage that has its home and reaches to the operator `until` keeps it
@@ -65,7 +65,7 @@ class Footing:
     `held` of gradients then, and the `working` bytes beside what is kept while it runs, forward or
     backward, and those of `forward` alone."""
 
-    kept: tuple[KeptStorage, ...]
+    saved: tuple[SavedStorage, ...]
     own: tuple[int, ...]
     own_for_weights: tuple[int, ...]
     held: tuple[int, ...]
@@ -215,8 +215,8 @@ class Replay:
         self.working = [0] * (len(self.graph.operators) + 1)
         self.forward_working = self.working
         self.by_operator = [0] * (len(self.graph.operators) + 1)
-        self.kept: Counter[int] = Counter()
-        self.kept_bytes = 0
+        self.saved: Counter[int] = Counter()
+        self.saved_bytes = 0
         self.slots: dict[int, Hashable] = {}  # the gradient of each value
         self.made = 0  # gradients
         weights = sorted(self.tape.weights, key=self.first_use)
@@ -246,7 +246,7 @@ class Replay:
             self.heap.hold("batch", self.batch_bytes())
             self.sums.begin()
         self.forward()
-        kept, self.forward_working = self.kept_bytes, list(self.working)
+        kept, self.forward_working = self.saved_bytes, list(self.working)
         if self.prices.training:
             self.backward()
         names = [item.name for item in self.graph.operators]
@@ -265,8 +265,8 @@ class Replay:
                 calls_of.setdefault(self.tape.root[value], call.place)
         last = len(self.graph.operators)
         return Footing(
-            kept=tuple(
-                KeptStorage(
+            saved=tuple(
+                SavedStorage(
                     self.tape.names[root],
                     self.tape.nbytes[root],
                     calls_of[root],
@@ -277,7 +277,7 @@ class Replay:
                 if self.tape.nbytes[root]
             )
             + tuple(
-                KeptStorage(
+                SavedStorage(
                     self.tape.names[root],
                     self.tape.nbytes[root],
                     calls_of[root],
@@ -333,16 +333,16 @@ class Replay:
         self.keepers.setdefault(root, []).append(place)
         if for_weight:
             self.for_weights.setdefault(root, []).append(place)
-        if not self.kept[root]:
-            self.kept_bytes += self.tape.nbytes[root]
+        if not self.saved[root]:
+            self.saved_bytes += self.tape.nbytes[root]
             self.by_operator[min(place, len(self.by_operator) - 1)] += self.tape.nbytes[root]
-        self.kept[root] += 1
+        self.saved[root] += 1
 
     def release(self, root: int) -> None:
         self.heap.drop(root)
-        self.kept[root] -= 1
-        if not self.kept[root]:
-            self.kept_bytes -= self.tape.nbytes[root]
+        self.saved[root] -= 1
+        if not self.saved[root]:
+            self.saved_bytes -= self.tape.nbytes[root]
 
     def keep_own(self, number: int) -> None:
         call = self.calls[number]
@@ -350,11 +350,11 @@ class Replay:
         self.own[call.place] += call.memory.own
         self.own_for_weights[call.place] += call.memory.own if self.has_weight(number) else 0
         self.by_operator[call.place] += call.memory.own
-        self.kept_bytes += call.memory.own
+        self.saved_bytes += call.memory.own
 
     def release_own(self, number: int) -> None:
         self.heap.drop(("own", number))
-        self.kept_bytes -= self.calls[number].memory.own
+        self.saved_bytes -= self.calls[number].memory.own
 
     def key(self, root: int) -> Hashable:
         return ("again", root) if root in self.copies else root
@@ -362,7 +362,7 @@ class Replay:
     def note(self, place: int, scratch: int = 0) -> None:
         """The working bytes of this moment, with `scratch` that is gone in the next."""
         self.heap.most = max(self.heap.most, self.heap.now + scratch)
-        self.working[place] = max(self.working[place], self.heap.now + scratch - self.kept_bytes)
+        self.working[place] = max(self.working[place], self.heap.now + scratch - self.saved_bytes)
 
     # -- forward ----------------------------------------------------------------------------------
 

@@ -50,11 +50,11 @@ def repeats(priced: PricedProgram) -> list[tuple[int, int, float]]:
     found: list[tuple[int, int, float]] = []
     until: int | None = None
     for place, price in reversed(list(enumerate(priced.operator_prices))):
-        if price.kept.results or price.kept.extra_bytes:
+        if price.saved.results or price.saved.extra_bytes:
             until = place
         if until is not None:
             found.append((place, until, price.again))
-        if price.kept.operands:
+        if price.saved.operands:
             until = place
     return found[::-1]
 

@@ -45,7 +45,7 @@ class Intervals:
     """Costs of the stage from `places[p]` to `places[q]` in tables [p, q], of cuts in rows [p].
 
     Seconds per micro-batch: `forward`, `input_gradient`, `weight_gradient`; per step: `sync`, the sums
-    of its gradients, and `update`. Bytes: `state` of its weights, `kept` by each micro-batch in flight with
+    of its gradients, and `update`. Bytes: `state` of its weights, `saved` by each micro-batch in flight with
     what it received, `working` beside all that, and a micro-batch's own samples, `batch`. The `gradients`
     among the state are made in the first backward; until then `early` bytes are worked with. What crosses
     cut p takes `send` seconds and `send_back` for its gradients; it has `received` bytes, and its gradients
@@ -62,7 +62,7 @@ class Intervals:
     sync: Table
     update: Table
     state: Table
-    kept: Table
+    saved: Table
     working: Table
     gradients: Table
     early: Table
@@ -168,7 +168,7 @@ def intervals(
         sync=sync,
         update=update,
         state=state,
-        kept=np.triu(kept + received[:, None], 1),
+        saved=np.triu(kept + received[:, None], 1),
         working=np.triu(working + back, 1),
         gradients=gradients,
         early=np.triu(early + back, 1),
@@ -334,7 +334,7 @@ def _memory(
     rectangles = Rectangles(places)
     for place, own in enumerate(found.own):
         rectangles.add(-1, place, float(own))
-    for storage in found.kept:
+    for storage in found.saved:
         if storage.name in priced.values.free:
             rectangles.add_each(storage.keepers, float(storage.nbytes))
         elif storage.keepers:

@@ -57,7 +57,7 @@ def halves(
     between = Rectangles(places)
     for place, (own, held) in enumerate(zip(found.own_for_weights, found.held, strict=True)):
         between.add(-1, place, float(own + held))
-    for storage in found.kept:
+    for storage in found.saved:
         between.add_each(storage.for_weights, float(storage.nbytes))
     total, whole = between.total(), ~splits_cleanly(graph, values, places)
     later = whole.copy()

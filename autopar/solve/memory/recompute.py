@@ -107,7 +107,7 @@ def ladder(priced: PricedProgram, rungs: int) -> list[PricedProgram]:
 
 
 def _size(peak: Peak) -> tuple[int, int]:
-    return peak.nbytes, peak.kept
+    return peak.nbytes, peak.saved
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class _Fitting:
         """Candidates, the fastest first, without those that keep more than fits when backward begins; if that
         leaves none, some of those that keep least."""
         totals = {parts: _totals(table, parts) for parts in _candidates(table)}
-        before = plain.state + plain.kept - (0 if self.priced.prices.accumulates else self.gradients())
+        before = plain.state + plain.saved - (0 if self.priced.prices.accumulates else self.gradients())
         few = [parts for parts, (_, spared) in totals.items() if before + spared <= cap * (1 + SLACK)]
         few = few or sorted(totals, key=lambda each: totals[each][1])[:FALLBACKS]
         return sorted(few, key=lambda each: totals[each])

@@ -203,7 +203,7 @@ def _again_seconds(
     total = 0.0
     for item, index in problem.uses[name]:
         strategy = strategies[item.name]
-        if index in problem.prices.operator(item, strategy).kept.operands:
+        if index in problem.prices.operator(item, strategy).saved.operands:
             layout = problem.canonical(name, tuple(option.operands[index] for option in strategy))
             while layout in before:
                 if gathers(before[layout]):

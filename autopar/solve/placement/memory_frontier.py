@@ -51,7 +51,7 @@ class Priced:
     relaxation: Relaxation = field(init=False)
     seconds: NDArray[np.float64] = field(init=False)  # of each variable, and its bytes
     lasting: NDArray[np.float64] = field(init=False)
-    kept: NDArray[np.float64] = field(init=False)
+    saved: NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:
         alike = axes_alike(self.prices) if self.relaxed else ()
@@ -69,7 +69,7 @@ class Priced:
         )
         count = len(problem.lp.costs)
         self.lasting = _summed(problem.lasting, count)
-        self.kept = _summed(problem.memory, count) - self.lasting
+        self.saved = _summed(problem.memory, count) - self.lasting
         self.seconds = np.asarray(problem.lp.costs) - _summed(problem.paid, count)
         self.relaxation = Relaxation(problem.lp)
 
@@ -79,7 +79,7 @@ class Priced:
 
     def solve(self, memory_price: MemoryPrice) -> tuple[float, tuple[float, ...]]:
         return self.relaxation.least(
-            self.seconds + memory_price.state * self.lasting + memory_price.kept * self.kept
+            self.seconds + memory_price.state * self.lasting + memory_price.saved * self.saved
         )
 
     def corners(self, flight: float, most: float) -> Iterator[Program]:
@@ -105,9 +105,9 @@ class Priced:
 
     def corner(self, price: float, flight: float) -> _Corner:
         """The placement that is best if a byte has a price, in seconds."""
-        cost, values = self.solve(MemoryPrice(state=price, kept=price * flight))
+        cost, values = self.solve(MemoryPrice(state=price, saved=price * flight))
         each = np.asarray(values)
-        nbytes = float(each @ self.lasting + flight * (each @ self.kept))
+        nbytes = float(each @ self.lasting + flight * (each @ self.saved))
         return _Corner(float(each @ self.seconds), nbytes, Answer(values, cost, cost, "optimal"))
 
 

@@ -87,7 +87,7 @@ class MemoryPrice:
     """Seconds that a byte costs: of `state`, held all step long, and of what a micro-batch keeps."""
 
     state: float = 0.0
-    kept: float = 0.0
+    saved: float = 0.0
 
 
 FREE = MemoryPrice()
@@ -182,7 +182,7 @@ class Problem:
         self.unkept: dict[str, Terms] = {}
         self.paths: dict[object, tuple[Move, ...]] = {}  # those found so far between the ends of a tensor
         self.add_operators()
-        if again and (cap is not None or memory_price.kept):
+        if again and (cap is not None or memory_price.saved):
             self.add_again()
         self.tensors = self.tensor_classes()
         for tensor in self.tensors:
@@ -201,8 +201,8 @@ class Problem:
             ]
             self.lp.equal([(1.0, variable) for variable in self.x[name]], 1.0)
             for cost, variable in zip(costs, self.x[name], strict=True):
-                if cost.kept.extra_bytes:
-                    self.hold(cost.kept.extra_bytes * len(members), variable)
+                if cost.saved.extra_bytes:
+                    self.hold(cost.saved.extra_bytes * len(members), variable)
 
     def add_again(self) -> None:
         """Add r of every strategy; a view is made again only with what it views."""
@@ -212,8 +212,8 @@ class Problem:
             self.again[name] = [self.lp.variable(cost.again * len(members), upper=1.0) for cost in costs]
             for cost, x, r in zip(costs, self.x[name], self.again[name], strict=True):
                 self.lp.at_least([(1.0, x), (-1.0, r)], 0.0)
-                if cost.kept.extra_bytes:
-                    self.hold(-cost.kept.extra_bytes * len(members), r)
+                if cost.saved.extra_bytes:
+                    self.hold(-cost.saved.extra_bytes * len(members), r)
         makers = {made: item for item in self.graph.operators for made in item.results if made}
         for name, members in self.members.items():
             viewed = {self.viewed(member) for member in members} - {None}
@@ -229,7 +229,7 @@ class Problem:
         operation = self.operators[name]
         aliases = self.prices.operator(
             operation, self.space.strategies[self.folding.class_of[name]][0]
-        ).kept.aliases
+        ).saved.aliases
         place = aliases[0] if aliases else None
         return None if place is None else operation.operands[place]
 
@@ -245,7 +245,7 @@ class Problem:
         self.memory.append((float(nbytes), variable))
         if lasts:
             self.lasting.append((float(nbytes), variable))
-        price = self.memory_price.state if lasts else self.memory_price.kept
+        price = self.memory_price.state if lasts else self.memory_price.saved
         if price:
             self.paid.append((price * nbytes, variable))
             self.lp.costs[variable] += price * nbytes
@@ -676,7 +676,7 @@ class Problem:
         gathered again, of a cast one neither. Where memory may be moved to the host (`away`) nothing counts
         that operators make.
         """
-        if self.cap is None and not self.memory_price.kept or self.away and tensor.name in self.makers:
+        if self.cap is None and not self.memory_price.saved or self.away and tensor.name in self.makers:
             return
         sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
         again: Marginal = {}
@@ -708,7 +708,7 @@ class Problem:
         found: Marginal = {}
         if name in self.again:
             for strategy, r in zip(self.space.strategies[name], self.again[name], strict=True):
-                if index not in self.prices.operator(self.operators[name], strategy).kept.held:
+                if index not in self.prices.operator(self.operators[name], strategy).saved.held:
                     layout = self.value(tuple(option.results[index] for option in strategy))
                     found.setdefault(layout, []).append((1.0, r))
         return found
@@ -718,7 +718,7 @@ class Problem:
         found: Marginal = {}
         operation = self.operators[name]
         for strategy, variable in zip(self.space.strategies[name], self.x[name], strict=True):
-            kept = self.prices.operator(operation, strategy).kept
+            kept = self.prices.operator(operation, strategy).saved
             if position in (kept.operands if of == "operands" else kept.results):
                 places = (getattr(option, of)[position] for option in strategy)
                 found.setdefault(self.value(tuple(places)), []).append((1.0, variable))

@@ -155,11 +155,11 @@ def _crossed(levels: Sequence[Intervals]) -> Intervals:
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """Bytes of one stage beside its state, in tables [p, q]: `kept` by a micro-batch in flight, with
+    """Bytes of one stage beside its state, in tables [p, q]: `saved` by a micro-batch in flight, with
     what it sent, and `held` by one between the halves of a split backward; beside that an action needs
     `working` or, before the first gradients, `early`, and a first half `half` or `half_early`."""
 
-    kept: Table
+    saved: Table
     held: Table
     working: Table
     early: Table
@@ -237,14 +237,14 @@ class CutProblem:
     def holds_of(self, level: Intervals) -> Holds:
         """Those of every stage at one level."""
         halves = level.halves
-        kept = self.with_output(level.kept)
+        kept = self.with_output(level.saved)
         return Holds(kept, halves.held, level.working, level.early, halves.working, halves.early)
 
     def at_least(self, stage: int, shares: Shares, cap: int) -> Table:
         """Of a stage the seconds for gradients of inputs with the least that has to be computed again."""
         places, worth = np.asarray(self.table.places), shares.spared > 0
         always = self.lasting[stage] - self.table.gradients
-        excess = self.with_output(self.table.kept) + (always - cap) / flight(self.schedule, stage)
+        excess = self.with_output(self.table.saved) + (always - cap) / flight(self.schedule, stage)
         excess = excess - shares.away * self.table.forward
         prices = shares.seconds[worth] / shares.spared[worth]
         found = np.zeros_like(excess)
@@ -380,10 +380,10 @@ class CutProblem:
         """The same, had the stage these tables."""
         rank, received_back = self.schedule.rank_of(stage), self.table.received_back
         place = stages_of(self.schedule, rank).index(stage)
-        peak = np.full_like(holds.kept, -np.inf)
+        peak = np.full_like(holds.saved, -np.inf)
         for moments, beside in zip(flights(self.schedule)[rank], self.beside(table, holds), strict=True):
             for count, half, back in of_one(moments, place):
-                held = count * holds.kept
+                held = count * holds.saved
                 if half:
                     held += half * holds.held
                 if back:
@@ -404,7 +404,7 @@ class CutProblem:
         own = stages_of(self.schedule, self.schedule.rank_of(stage))
         each = flights(self.schedule)[self.schedule.rank_of(stage)]
         most = max(map(in_flight, each.all()), key=sum)
-        held = [self.table.state[0, -1] + count * self.table.kept[0, -1] for count in most]
+        held = [self.table.state[0, -1] + count * self.table.saved[0, -1] for count in most]
         return float(held[own.index(stage)] / sum(held)) if sum(held) else 1 / len(own)
 
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
@@ -501,7 +501,7 @@ class CutProblem:
                 update=float(costs.update[stage, 0]),
                 state=int(table.state[p, q]),
                 lasting=int(self.lasting[stage][p, q] - table.state[p, q]),
-                kept=int(holds.kept[p, q]),
+                kept=int(holds.saved[p, q]),
                 kept_for_weight=int(holds.held[p, q]),
                 sent_back=0 if self.late else int(self.table.received_back[p]),
                 working=int(holds.working[p, q]),

@@ -77,7 +77,7 @@ class Scarcity:
         """By how many micro-batches are kept how many times as much as without a price a stage takes."""
         each, most = price / micro_batches, max(counts)
         knots = np.unique(np.round(np.geomspace(max(1, min(counts)), max(1, most), KNOTS)))
-        known = [self.least(MemoryPrice(state=each, kept=each * count)) / self.free for count in knots]
+        known = [self.least(MemoryPrice(state=each, saved=each * count)) / self.free for count in knots]
         return {count: float(np.interp(count, knots, known)) if count else 1.0 for count in set(counts)}
 
 

@@ -170,7 +170,7 @@ def _piece(table: Intervals, place: int, shared: Shared, products: tuple[float, 
         moves_back=max(0.0, backward - products[1]),
         exchanges=tuple(shared.exchanges),
         exchanges_back=(*again, *shared.exchanges_back),
-        kept=float(table.kept[at]),
+        kept=float(table.saved[at]),
         gathered=shared.gathered,
         working=float(table.working[at]),
         weights=float(table.gradients[at]) / 2,  # in bfloat16

@@ -397,7 +397,11 @@ def test_without_training_there_is_no_backward_and_nothing_is_kept() -> None:
     assert found.communication == AROUND + 1 + 2 * 72
     assert found.seconds == found.forward
     assert found.backward == found.tie == 0
-    assert (found.kept.operands, found.kept.results, found.kept.extra_bytes) == (frozenset(), frozenset(), 0)
+    assert (found.saved.operands, found.saved.results, found.saved.extra_bytes) == (
+        frozenset(),
+        frozenset(),
+        0,
+    )
 
 
 def test_what_is_measured_is_not_missing() -> None:

@@ -29,7 +29,7 @@ def test_programs_that_differ_in_remedies_share_their_values_and_their_tape() ->
     assert lean.tape is leaner.tape is plain.tape
     assert lean.operator_prices is plain.operator_prices
     assert lean.cost.backward > plain.cost.backward and lean.cost.forward == plain.cost.forward
-    assert lean.peak.kept < plain.peak.kept
+    assert lean.peak.saved < plain.peak.saved
 
 
 def test_each_derived_value_is_that_of_the_program_by_itself() -> None:

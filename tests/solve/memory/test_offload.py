@@ -209,7 +209,7 @@ def test_all_is_all_and_what_does_not_hide_is_paid() -> None:
     assert PricedProgram(fast, away).cost.micro_batch == pytest.approx(
         PricedProgram(fast, program).cost.micro_batch
     )
-    assert PricedProgram(fast, away).peak.kept < PricedProgram(fast, program).peak.kept
+    assert PricedProgram(fast, away).peak.saved < PricedProgram(fast, program).peak.saved
 
 
 def test_the_hosts_memory_is_shared_and_not_exceeded() -> None:
@@ -284,7 +284,7 @@ def test_the_bound_does_not_count_what_may_be_moved() -> None:
     fastest, away = (
         PricedProgram(prices, each).peak for each in (program, hiding(PricedProgram(prices, program)).program)
     )
-    assert fastest.kept > away.nbytes
+    assert fastest.saved > away.nbytes
     folding = unfolded(graph)
     space = build_space(graph, prices, folding)
     found = choose(graph, prices, space, folding, cap=away.nbytes, offload=Offload.AUTO)

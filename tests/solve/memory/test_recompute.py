@@ -250,10 +250,10 @@ def test_each_rung_keeps_less_than_the_one_before() -> None:
     graph = blocks(6)
     prices, program = placed(graph, Mesh((2,)), 0)
     rungs = [each.program for each in ladder(PricedProgram(prices, program), 5)]
-    kept = [PricedProgram(prices, each).peak.kept for each in rungs]
+    kept = [PricedProgram(prices, each).peak.saved for each in rungs]
     assert rungs[0].recompute == () and 2 <= len(rungs) <= 6
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
-    assert everything(PricedProgram(prices, program)).peak.kept < kept[0]
+    assert everything(PricedProgram(prices, program)).peak.saved < kept[0]
 
 
 @pytest.mark.parametrize("kind", [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B])

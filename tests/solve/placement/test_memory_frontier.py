@@ -47,7 +47,8 @@ def test_no_placement_is_below(seed: int) -> None:
         for flight in (1.0, 4.0):
             memory_price = MemoryPrice(price, price * flight)
             best = min(
-                each + memory_price.state * peak.state + memory_price.kept * peak.kept for each, peak in plans
+                each + memory_price.state * peak.state + memory_price.saved * peak.saved
+                for each, peak in plans
             )
             assert priced.least(memory_price) <= best * (1 + CLOSE)
         assert priced.least(MemoryPrice(price, price)) > before
@@ -83,7 +84,7 @@ def test_corners_are_placements_each_slower_and_leaner_than_the_one_before() -> 
     assert len(found) > 1
     seconds = [PricedProgram(prices, program).seconds for program in found]
     peaks = [PricedProgram(prices, program).peak for program in found]
-    nbytes = [peak.state + 4.0 * peak.kept for peak in peaks]
+    nbytes = [peak.state + 4.0 * peak.saved for peak in peaks]
     assert seconds == sorted(seconds) and nbytes == sorted(nbytes, reverse=True)
     assert seconds[0] == pytest.approx(priced.least(FREE), rel=CLOSE)
     fewer = Priced(graph, prices, space, fold(graph, prices.dims)).corners(4.0, seconds[-1])

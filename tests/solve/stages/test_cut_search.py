@@ -76,7 +76,7 @@ def random_table(random: Random, count: int) -> Intervals:
         sync=sums(random.choice((0.0, 3.0))),
         update=sums(0.5),
         state=sums(1000.0, whole=True),
-        kept=sums(100.0, whole=True),
+        saved=sums(100.0, whole=True),
         batch=float(random.randrange(20)),
         working=working,
         gradients=gradients,
@@ -107,7 +107,7 @@ def stage_costs(table: Intervals, starts: tuple[int, ...], schedule: Schedule) -
         onward = goes_on and stage < len(starts) - 1 and schedule.rank_of(stage + 1) != rank
         lasting = table.batch * (stage < schedule.ranks)
         lasting += (onward and not table.received_back[q]) * table.received[q]
-        kept = int(table.kept[p, q] + table.received[q])
+        kept = int(table.saved[p, q] + table.received[q])
         found.append(
             StageCost(
                 forward=table.forward[p, q],
@@ -389,13 +389,13 @@ def test_one_stage_costs_what_the_whole_program_costs(make: Callable[[], Graph])
     assert table.sync[0, 1] == pytest.approx(whole.sync)
     assert table.update[0, 1] == pytest.approx(whole.update)
     assert table.state[0, 1] == peak.state
-    assert table.kept[0, 1] == peak.kept
+    assert table.saved[0, 1] == peak.saved
     waiting = sum(  # gradients for their bucket, which stages leave until the end
         prices.local_bytes(item.name, program.inputs[item.name])
         for item in graph.inputs
         if item.kind is InputKind.PARAMETER
     )
-    found = table.batch + table.state[0, 1] + table.kept[0, 1] + table.working[0, 1]
+    found = table.batch + table.state[0, 1] + table.saved[0, 1] + table.working[0, 1]
     assert found >= peak.nbytes - waiting
 
 

@@ -88,7 +88,7 @@ def placed(weights: list[float], seconds: float, state: float, kept: float) -> I
     return replace(
         table,
         state=state * share,
-        kept=kept * share,
+        saved=kept * share,
         batch=0.0,
         received=none,
         received_back=none,
@@ -108,7 +108,7 @@ def test_what_memory_makes_dearer_bounds_every_placement_that_fits(kind: Schedul
 
     def least(memory_price: MemoryPrice) -> float:
         return min(
-            sum(weights) * (3 * seconds + memory_price.state * state + memory_price.kept * kept)
+            sum(weights) * (3 * seconds + memory_price.state * state + memory_price.saved * kept)
             for seconds, state, kept in placements
         )
 

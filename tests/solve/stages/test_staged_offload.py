@@ -244,7 +244,7 @@ def test_tables_count_what_every_stage_could_move() -> None:
         plain = intervals(PricedProgram(prices, solution.program), HOP, places=places)
         told = intervals(PricedProgram(prices, program), HOP, places=places, starts=(0,))
         table = intervals(PricedProgram(prices, program), HOP, places=places)
-        assert (told.kept <= table.kept).all() and (table.kept <= plain.kept).all()
-        whole = told.kept[0, -1]
-        assert whole == plain.kept[0, -1] - sum(item.nbytes for item in items)
-        assert (table.kept[0, -1] == whole) == (share > 1)
+        assert (told.saved <= table.saved).all() and (table.saved <= plain.saved).all()
+        whole = told.saved[0, -1]
+        assert whole == plain.saved[0, -1] - sum(item.nbytes for item in items)
+        assert (table.saved[0, -1] == whole) == (share > 1)
