@@ -186,20 +186,20 @@ class Replay:
                 self.firsts.setdefault(value, number)
         self.parts = self.find_parts() if self.prices.training else []
         self.starts = starts
-        self.moved = away = moved(priced) if self.prices.training else []
-        read = [item.needed - 1 for item in away]
+        self.moved = offloaded = moved(priced) if self.prices.training else []
+        read = [item.needed - 1 for item in offloaded]
         self.firsts_of = [
             *(bisect_left(read, start) for start in starts),
-            len(away),
+            len(offloaded),
         ]  # in the order, by stage
-        self.order = [item.root for item in away]
-        self.away = {root: number for number, root in enumerate(self.order)}
+        self.order = [item.root for item in offloaded]
+        self.offloaded = {root: number for number, root in enumerate(self.order)}
         self.marks: dict[int, list[int]] = {}  # what begins to leave after each call
-        for item in sorted(away, key=lambda item: item.call):
+        for item in sorted(offloaded, key=lambda item: item.call):
             self.marks.setdefault(item.call, []).append(item.root)
         self.departing: list[int] = []
-        self.readers: Counter[int] = Counter()  # of each that is away, calls whose backward is to come
-        self.moved_from: dict[int, list[int]] = {}  # of each that is away, who would keep it, by place
+        self.readers: Counter[int] = Counter()  # of each that is offloaded, calls whose backward is to come
+        self.moved_from: dict[int, list[int]] = {}  # of each that is offloaded, who would keep it, by place
         self.back: set[int] = set()  # those that were fetched
         self.begun: set[int] = set()  # stages that have begun to fetch
         self.heap = self.new_heap()
@@ -399,7 +399,7 @@ class Replay:
         """Keep for backward what a call saves, but for what waits in the host's memory."""
         place = self.calls[number].place
         for root in self.calls[number].memory.keeps - self.tape.gathered:
-            if root in self.away:
+            if root in self.offloaded:
                 self.readers[root] += 1
                 self.moved_from.setdefault(root, []).append(place)
             else:
@@ -578,7 +578,7 @@ class Replay:
             self.heap.drop(("gathered", root))
         if part is None:
             for root in call.memory.keeps - self.tape.gathered:
-                (self.forget_back if root in self.away else self.release)(root)
+                (self.forget_back if root in self.offloaded else self.release)(root)
             self.release_own(number)
         else:
             self.forget_again(number)
@@ -595,8 +595,8 @@ class Replay:
         if stage not in self.begun and (memory.own or memory.keeps - self.tape.gathered):
             self.begun.add(stage)
             self.fetch(max(first, stop - AHEAD), stop)
-        for root in sorted(memory.keeps & self.away.keys(), key=lambda root: -self.away[root]):
-            self.fetch(max(first, self.away[root] - AHEAD), self.away[root] + 1)
+        for root in sorted(memory.keeps & self.offloaded.keys(), key=lambda root: -self.offloaded[root]):
+            self.fetch(max(first, self.offloaded[root] - AHEAD), self.offloaded[root] + 1)
 
     def fetch(self, first: int, stop: int) -> None:
         for root in self.order[first:stop]:

@@ -37,11 +37,11 @@ class Savings:
 @dataclass(frozen=True, slots=True)
 class Shares:
     """Of each operator the `seconds` to run it again and the `spared` bytes, at best: those of what it
-    makes, and its own. Beside that no more than `away` bytes hide in a second of a stage's forward."""
+    makes, and its own. Beside that at most `offload_rate` bytes hide in a second of a stage's forward."""
 
     seconds: Row
     spared: Row
-    away: float = 0.0
+    offload_rate: float = 0.0
 
 
 def repeats(priced: PricedProgram) -> list[tuple[int, int, float]]:

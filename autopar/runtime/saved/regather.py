@@ -47,16 +47,16 @@ def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable
     that are emptied `between` the halves."""
     graphs = [module.graph for module in program.modules() if isinstance(module, fx.GraphModule)]
     again = any(is_again(node.target) for graph in graphs for node in graph.nodes)
-    away = moves(program.graph)
+    offloads = moves(program.graph)
     early = any(
         is_again(node.target) and node.target._opname.startswith("wait_") for node in program.graph.nodes
     )
     order = dict[int, int]() if early else None
-    if not again and not away and between is None:
+    if not again and not offloads and between is None:
         return program
 
     def run(*tensors: Tensor) -> Any:
-        with _freeing(between, away=away, order=order):
+        with _freeing(between, offloads=offloads, order=order):
             return program(*tensors)
 
     return run
@@ -228,10 +228,10 @@ class _Packing:
 
 
 @contextmanager
-def _freeing(between: Between | None, *, away: bool, order: dict[int, int] | None) -> Iterator[None]:
+def _freeing(between: Between | None, *, offloads: bool, order: dict[int, int] | None) -> Iterator[None]:
     before = halved.set(between)
     try:
-        with noting(), offloading() if away else nullcontext() as moving:
+        with noting(), offloading() if offloads else nullcontext() as moving:
             packing = _Packing(between, moving, None if order is None else Early(order))
             with saved_tensors_hooks(packing.pack, packing.unpack):
                 yield

@@ -49,13 +49,13 @@ def spare(priced: PricedProgram, cap: int, *, recompute: Recompute, offload: Off
     found = [plain]
     if recompute is Recompute.AUTO:
         found.append(fitted(fit(priced, cap).priced))
-    if offload is Offload.AUTO and (away := hiding(priced)).program.offload:
-        hidden = fitted(away)
+    if offload is Offload.AUTO and (hiding_all := hiding(priced)).program.offload:
+        hidden = fitted(hiding_all)
         if hidden.peak.nbytes <= cap:
             return fewest(hidden, cap)
         found.append(hidden)
         if recompute is Recompute.AUTO:
-            found.append(fitted(fit(away, cap).priced))
+            found.append(fitted(fit(hiding_all, cap).priced))
     return min(found, key=lambda each: (max(0, each.peak.nbytes - cap), each.seconds, each.peak.nbytes))
 
 
@@ -90,17 +90,19 @@ def hiding_of_stages(priced: PricedProgram) -> PricedProgram:
 
 def moving_in_stages(
     priced: PricedProgram,
-    away: Sequence[Container[Moved]],
+    offloadable: Sequence[Container[Moved]],
     *,
     starts: Sequence[int],
     schedule: Schedule,
     most: int | None = None,
 ) -> PricedProgram:
     """Moves as much to the host as hides in each stage of the program cut at `starts`. Of what an operator
-    makes only what `away` has for it is moved, as far as the host has room for all micro-batches in flight;
+    makes only what is `offloadable` is moved, as far as the host has room for all micro-batches in flight;
     or the `most` largest of that."""
     places = range(len(priced.graph.operators))
-    items = [item for item in _worthwhile(priced) if item.home in places and item.moved in away[item.home]]
+    items = [
+        item for item in _worthwhile(priced) if item.home in places and item.moved in offloadable[item.home]
+    ]
     times, chosen = clock(priced), list[Movable]()
     rooms = [_Room(priced.prices) for _ in range(schedule.ranks)]
     for stage, (start, stop) in enumerate(pairwise((*starts, len(priced.graph.operators)))):

@@ -150,11 +150,11 @@ class Problem:
         alike: Alike = (),
         memory_price: MemoryPrice = FREE,
         again: bool = False,
-        away: bool = False,
+        offloads: bool = False,
         copies_last: bool = False,
     ) -> None:
         self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
-        self.away = away and memory_price == FREE
+        self.offloads = offloads and memory_price == FREE
         self.cap, self.relaxed, self.alike, self.memory_price = cap, relaxed, alike, memory_price
         # The copy of a weight that is gathered once serves all micro-batches, and the whole batch is there
         # from the start: they last, or are taken for something that each micro-batch keeps.
@@ -673,10 +673,10 @@ class Problem:
         """y[t, p] and its bytes, once for all that keep the tensor in one layout.
 
         A parameter's own storage is state already: only a converted copy of it counts, and none that is
-        gathered again, of a cast one neither. Where memory may be moved to the host (`away`) nothing counts
-        that operators make.
+        gathered again, of a cast one neither. Where memory may be moved to the host (`offloads`), nothing
+        counts that operators make.
         """
-        if self.cap is None and not self.memory_price.saved or self.away and tensor.name in self.makers:
+        if self.cap is None and not self.memory_price.saved or self.offloads and tensor.name in self.makers:
             return
         sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
         again: Marginal = {}

@@ -230,7 +230,7 @@ class _Search:
             relaxed=relaxed,
             memory_price=memory_price,
             again=self.recompute is not Recompute.NONE,
-            away=self.offload is not Offload.NONE,
+            offloads=self.offload is not Offload.NONE,
         )
 
     def infeasible(self, cap: int) -> InfeasibleError:

@@ -90,7 +90,7 @@ def choose_named(
         cap=cap,
         alike=alike,
         again=recompute is not Recompute.NONE,
-        away=offload is not Offload.NONE,
+        offloads=offload is not Offload.NONE,
     )
     problem = nameless(memory_price=memory_price)
     try:

@@ -245,7 +245,7 @@ class CutProblem:
         places, worth = np.asarray(self.table.places), shares.spared > 0
         always = self.lasting[stage] - self.table.gradients
         excess = self.with_output(self.table.saved) + (always - cap) / flight(self.schedule, stage)
-        excess = excess - shares.away * self.table.forward
+        excess = excess - shares.offload_rate * self.table.forward
         prices = shares.seconds[worth] / shares.spared[worth]
         found = np.zeros_like(excess)
         for price in np.unique(np.quantile(prices, QUANTILES)) if worth.any() else ():

@@ -203,15 +203,15 @@ class _Lean:
         whole = [each for each in schedules if each.kind not in SPLIT_BACKWARD]
         found = [self.plain(split)] if split else []
         if whole:
-            found.append(_Way(whole, True, self.bound(whole, away=link.bandwidth)))
+            found.append(_Way(whole, True, self.bound(whole, offload_rate=link.bandwidth)))
         return sorted(found, key=lambda way: way.bound)
 
     def plain(self, schedules: Sequence[Schedule]) -> _Way:
         """The way that moves nothing."""
         return _Way(schedules, False, self.bound(schedules) if self.recompute is Recompute.AUTO else 0.0)
 
-    def bound(self, schedules: Sequence[Schedule], *, away: float = 0.0) -> float:
-        spared = replace(shares(self.priced), away=away)
+    def bound(self, schedules: Sequence[Schedule], *, offload_rate: float = 0.0) -> float:
+        spared = replace(shares(self.priced), offload_rate=offload_rate)
         return bound_again(self.table, spared, schedules, cap=self.cap)
 
     def cut(self, way: _Way) -> tuple[PricedProgram, Cut, Schedule]:
@@ -405,12 +405,14 @@ class Parting:
             placed = PricedProgram(placed.prices, mixed) if mixed else placed
         priced = placed.remedied(recompute=tuple(parts), offload=())
         if any(each.program.offload for each in self.programs):
-            away = [
+            offloadable = [
                 frozenset(self.programs[level].program.offload)
                 for level, first, last in spans
                 for _ in range(first, last)
             ]
-            priced = moving_in_stages(priced, away, starts=cut.starts, schedule=self.schedule, most=most)
+            priced = moving_in_stages(
+                priced, offloadable, starts=cut.starts, schedule=self.schedule, most=most
+            )
         places = sorted({*self.inner, *cut.starts, operators})
         table = intervals(priced, self.hop, places=places, starts=cut.starts)
         return priced, keep(table, self.schedule, cut.starts)

@@ -207,7 +207,9 @@ def test_cut_parts_and_what_is_moved_are_about_the_best_and_the_gap_is_true(
     prices, solution = made(graph, share)
     ways = partings(len(graph.operators)) if again else ((),)
     every = steps(graph, prices, solution.program, schedule, ways)
-    spared = replace(shares(PricedProgram(prices, solution.program)), away=prices.cluster.host.bandwidth)  # type: ignore[union-attr]
+    assert prices.cluster.host is not None
+    rate = prices.cluster.host.bandwidth
+    spared = replace(shares(PricedProgram(prices, solution.program)), offload_rate=rate)
     table = intervals(PricedProgram(prices, solution.program), HOP, places=range(len(graph.operators) + 1))
     peaks = sorted({nbytes for _, nbytes in every})
     slower = []
