@@ -36,9 +36,10 @@ from autopar.sharding.atoms import Atoms, Dims
 from autopar.solve.deadline import is_over, left
 from autopar.solve.placement.fold import Folding, fold
 from autopar.solve.placement.memory_frontier import Priced
-from autopar.solve.placement.problem import MemoryPrice, Problem, Space
+from autopar.solve.placement.memory_price import MemoryPrice
+from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.search import CutoffError, Solution, check_cutoff
-from autopar.solve.placement.space import Kinds, build_space, is_heavy, kind_by_axis
+from autopar.solve.placement.space import Kinds, Space, build_space, is_heavy, kind_by_axis
 from autopar.solve.placement.symmetry import choose_named
 from autopar.solve.stages.cut_search import MOST_PLACES
 from autopar.solve.stages.joint_bound import MOST_OPERATORS, Exchange

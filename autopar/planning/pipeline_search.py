@@ -47,7 +47,7 @@ from autopar.solve.deadline import after, is_over, left, sooner
 from autopar.solve.memory.offload import hiding
 from autopar.solve.memory.recompute import sparing
 from autopar.solve.placement.fold import fold
-from autopar.solve.placement.problem import FREE, MemoryPrice
+from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.search import Solution
 from costdb.database import Database
 

@@ -39,7 +39,7 @@ from autopar.errors import InfeasibleError
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.planning.search import Decision, decide
-from autopar.solve.placement.problem import Space
+from autopar.solve.placement.space import Space
 from autopar.solve.stages.step import Step
 from autopar.units import show_seconds
 from examples.characters import gpt

@@ -22,9 +22,9 @@ from autopar.sharding.strategies import options_of
 from autopar.solve.linear_program import Answer
 from autopar.solve.placement import search
 from autopar.solve.placement.fold import fold
-from autopar.solve.placement.problem import Problem, Space
+from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.search import Solution, _Search, choose, least
-from autopar.solve.placement.space import build_space
+from autopar.solve.placement.space import Space, build_space
 from tests.proof.models import Script
 from tests.solve.brute_force import (
     GRAPHS,

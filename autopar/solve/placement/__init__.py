@@ -2,6 +2,8 @@
 
 space             what may be chosen
 problem           the program: variables, rows, costs
+tensor_classes    who makes and takes each tensor, and which are treated alike
+memory_price      what bytes cost where no row can state the cap
 flow_rows         its rows that keep a tensor's flow
 gather_phases     the phases that a weight's flow goes through
 shard_state       what `--shard-state` asks for

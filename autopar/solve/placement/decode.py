@@ -21,7 +21,8 @@ from autopar.cost.program.values import can_lead, leading
 from autopar.errors import RuleError
 from autopar.solve.linear_program import Answer
 from autopar.solve.placement.gather_phases import completes, gathers_in_disguise
-from autopar.solve.placement.problem import Problem, Stored, TensorClass
+from autopar.solve.placement.problem import Problem, Stored
+from autopar.solve.placement.tensor_classes import TensorClass
 
 INTEGRAL = 1e-6  # how far from 0 and 1 a relaxed choice may be to count as made
 
@@ -146,7 +147,7 @@ def _moves_of(
         return ()
     flowing = None if values is None else _reach(source, needs, tensor.used(values, INTEGRAL))
 
-    parameter = problem.is_parameter(tensor.name)
+    parameter = problem.wiring.is_parameter(tensor.name)
 
     def path(*, leads: bool) -> tuple[Move, ...]:
         def price(move: Move) -> float:
@@ -169,7 +170,7 @@ def _moves_of(
         return problem.paths[key]
 
     candidates = [flowing] if flowing is not None else []
-    if problem.is_fixed(tensor.name) and values is None:
+    if problem.wiring.is_fixed(tensor.name) and values is None:
         raise RuleError(
             where=f"buffer {tensor.name}",
             found="a conversion",
@@ -201,7 +202,7 @@ def _again_seconds(
         return 0.0
     before = {move.target: move for move in moves}
     total = 0.0
-    for item, index in problem.uses[name]:
+    for item, index in problem.wiring.uses[name]:
         strategy = strategies[item.name]
         if index in problem.prices.operator(item, strategy).saved.operands:
             layout = problem.canonical(name, tuple(option.operands[index] for option in strategy))
@@ -226,14 +227,14 @@ def ends(
     def tidy(layout: Layout) -> Layout:
         return canonical(layout, differentiable=differentiable)
 
-    if name in problem.makers:
-        maker, result = problem.makers[name]
+    if name in problem.wiring.makers:
+        maker, result = problem.wiring.makers[name]
         source = tuple(option.results[result] for option in strategies[maker.name])
     else:
         source = inputs[name]
     needs = [
         tidy(tuple(option.operands[index] for option in strategies[item.name]))
-        for item, index in problem.uses[name]
+        for item, index in problem.wiring.uses[name]
     ]
     if name in outputs and name in graph.outputs:
         needs.append(tidy(outputs[name]))

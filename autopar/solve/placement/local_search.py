@@ -173,7 +173,7 @@ def neighbors(problem: Problem, choices: Choices) -> Iterator[Choices]:
                 yield replace(choices, strategies=_with(choices.strategies, name, strategy))
     for name, stored in choices.stored.items():
         for other in problem.inputs[name]:
-            if other != stored and not problem.is_fixed(name):
+            if other != stored and not problem.wiring.is_fixed(name):
                 yield replace(choices, stored=_with(choices.stored, name, other))
     for name, way in choices.casts.items():
         if problem.regathered[name] is not None:

@@ -25,7 +25,9 @@ from autopar.solve.highs import Relaxation
 from autopar.solve.linear_program import Answer, Terms
 from autopar.solve.placement.decode import is_whole, read
 from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.problem import MemoryPrice, Problem, Space
+from autopar.solve.placement.memory_price import MemoryPrice
+from autopar.solve.placement.problem import Problem
+from autopar.solve.placement.space import Space
 from autopar.solve.placement.symmetry import axes_alike, forget
 
 ANY = MemoryPrice(

@@ -14,7 +14,7 @@ r[v,s] <= x[v,s]: what v makes is made again in backward instead, where that may
               + sum again[v,s] r[v,s]
 
 Costs are seconds of one micro-batch; what is done once a step, the optimizer's update and the sums of
-gradients by those r_to_b that lead from where a weight is stored, counts `once` of its seconds
+gradients by those r_to_b that lead from where a weight is stored, counts `step_weight` of its seconds
 (cost/operators/prices.py): the flow of a weight goes through phases (gather_phases.py), by when it is
 gathered: x[t,p] of a weight in shards is one variable for each way of gathering it that may serve. `price`,
 seconds per byte, is 0 unless memory is scarce on a pipeline stage (`memory_price`), where no single row could
@@ -56,7 +56,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,10 +64,9 @@ from autopar.convert.moves import canonical
 from autopar.convert.network import Alike, Flags, Network, Numbers, order, unnamed
 from autopar.convert.path import interesting
 from autopar.core.gathering import Gathering
-from autopar.core.graph import Graph, InputKind
+from autopar.core.graph import Graph
 from autopar.core.move import Move
 from autopar.core.placement import Broadcast, Layout, R, Shard
-from autopar.core.strategy import Strategy
 from autopar.cost.operators.prices import Prices
 from autopar.ops.pointwise import Dropout, Pointwise
 from autopar.ops.views import Expand, Permute, Reshape, Split
@@ -77,62 +75,11 @@ from autopar.solve.linear_program import LinearProgram, Terms
 from autopar.solve.placement.flow_rows import ONE, FlowRows
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.gather_phases import Phase, Place, completing, first_phase, phased
+from autopar.solve.placement.memory_price import FREE, MemoryPrice
+from autopar.solve.placement.space import Space
+from autopar.solve.placement.tensor_classes import Marginal, TensorClass, Use, Wiring
 
-Marginal = dict[Layout, Terms]
 Stored = tuple[Layout, Gathering]  # how an input lies, and when it is gathered if it is a weight
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPrice:
-    """Seconds that a byte costs: of `state`, held all step long, and of what a micro-batch keeps."""
-
-    state: float = 0.0
-    saved: float = 0.0
-
-
-FREE = MemoryPrice()
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What the solver may choose from: strategies of operator classes, layouts of inputs and outputs, and
-    when weights in shards may be gathered: never if there is nothing to choose."""
-
-    strategies: Mapping[str, Sequence[Strategy]]
-    inputs: Mapping[str, Sequence[Layout]]
-    outputs: Mapping[str, Sequence[Layout]]
-    gatherings: tuple[Gathering, ...] = (Gathering.KEEP,)
-
-    def without_again(self) -> Space:
-        """The space in which no weight is gathered again, if there are other ways; else itself."""
-        others = tuple(way for way in self.gatherings if way is not Gathering.AGAIN)
-        return replace(self, gatherings=others) if others not in ((), self.gatherings) else self
-
-
-@dataclass(slots=True)
-class Use:
-    """One place where a tensor class is used; `repetitions` of the users that are members."""
-
-    consumer: str | None  # operator class; None for an output or a buffer
-    position: int
-    needs: Marginal
-
-
-@dataclass(slots=True)
-class TensorClass:
-    """Tensors that the plan treats alike; `name` stands for them. For each move of `network` there is the
-    variable that pays for it in a phase, or -1."""
-
-    name: str
-    members: list[str]
-    network: Network = field(init=False)
-    paid: dict[Phase, Numbers] = field(default_factory=dict)
-
-    def used(self, values: Sequence[float], least: float) -> set[Move]:
-        """The moves of which an answer makes more than `least`."""
-        pairs = itertools.chain.from_iterable(enumerate(each.tolist()) for each in self.paid.values())
-        made = {move for move, variable in pairs if variable >= 0 and values[variable] > least}
-        return {self.network.move(move) for move in made}
 
 
 class Problem:
@@ -160,7 +107,7 @@ class Problem:
         # from the start: they last, or are taken for something that each micro-batch keeps.
         self.copies_last = copies_last
         self.spared = (Gathering.AGAIN, Gathering.ONCE) if copies_last else (Gathering.AGAIN,)
-        self.lp = LinearProgram()
+        self.lp, self.wiring = LinearProgram(), Wiring(graph)
         self.operators = {item.name: item for item in graph.operators}
         self.x: dict[str, list[int]] = {}
         self.ends: dict[tuple[str, int], list[int]] = {}
@@ -184,7 +131,7 @@ class Problem:
         self.add_operators()
         if again and (cap is not None or memory_price.saved):
             self.add_again()
-        self.tensors = self.tensor_classes()
+        self.tensors = self.wiring.classes(folding, prices.dims.atoms)
         for tensor in self.tensors:
             self.add_tensor(tensor)
         if cap is not None and cap < math.inf:
@@ -293,57 +240,6 @@ class Problem:
 
     # -- tensors --------------------------------------------------------------------------------------
 
-    def tensor_classes(self) -> list[TensorClass]:
-        """Group tensors that have one producer class and the same uses."""
-        self.makers = {
-            name: (item, i) for item in self.graph.operators for i, name in enumerate(item.results) if name
-        }
-        self.uses = self.graph.consumers()
-        self.kinds = {item.name: item for item in self.graph.inputs}
-        self.written = {value: buffer for buffer, value in self.graph.writes}
-        found: dict[object, TensorClass] = {}
-        for name in self.graph.specs:
-            if not (self.uses[name] or name in self.graph.outputs or name in self.written):
-                continue
-            key = self.identity(name)
-            found.setdefault(key, TensorClass(name, [])).members.append(name)
-        return list(found.values())
-
-    def identity(self, name: str) -> object:
-        class_of, repetition = self.folding.class_of, self.folding.repetition
-        uses = tuple(sorted((class_of[item.name], position) for item, position in self.uses[name]))
-        if name in self.graph.outputs or name in self.written:
-            return name
-        if name in self.kinds:
-            item = self.kinds[name]
-            users = {use.name for use, _ in self.uses[name]}
-            alone = len(users) > 1 and len({repetition.get(user, -1) for user in users}) > 1
-            spans = alone or not all(user in repetition for user in users)
-            return (
-                name
-                if spans
-                else (item.kind, item.mutated, str(item.spec), self.prices.dims.atoms.of[name], uses)
-            )
-        operation, index = self.makers[name]
-        if operation.name not in repetition:
-            return name
-        home = repetition[operation.name]
-        steps = (
-            tuple(
-                sorted(
-                    (
-                        class_of[use.name],
-                        pos,
-                        repetition[use.name] - home if use.name in repetition else use.name,
-                    )
-                    for use, pos in self.uses[name]
-                )
-            )
-            if all(use.name in repetition for use, _ in self.uses[name])
-            else name
-        )
-        return class_of[operation.name], index, steps
-
     def canonical(self, name: str, layout: Layout) -> Layout:
         differentiable = self.prices.training and self.graph.specs[name].requires_grad
         return unnamed(canonical(layout, differentiable=differentiable), self.alike)
@@ -352,7 +248,7 @@ class Problem:
         starts, uses = self.starts(tensor), self.uses_of(tensor)
         sources = list(dict.fromkeys(layout for layout, _ in starts))
         tensor.network = network = self.network(tensor.name, sources, uses)
-        fixed = self.is_fixed(tensor.name)
+        fixed = self.wiring.is_fixed(tensor.name)
         count, shared = float(len(tensor.members)), len(uses) > 1
         taken = [
             phased(
@@ -443,9 +339,9 @@ class Problem:
         """out[t, .] in the phases in which the flow begins."""
         if tensor.name in self.cast_weights and self.requires_grad(tensor.name):
             return self.cast_starts(tensor)
-        if tensor.name not in self.kinds:
+        if tensor.name not in self.wiring.kinds:
             return {(layout, Phase.EVERY): terms for layout, terms in self.sources(tensor).items()}
-        waits = self.is_parameter(tensor.name) and self.prices.step_weight < 1.0
+        waits = self.wiring.is_parameter(tensor.name) and self.prices.step_weight < 1.0
         found: dict[Place, Terms] = {}
         for (layout, gathering), variable in self.input_sources(tensor).items():
             phase = first_phase(gathering, waits=waits)
@@ -537,9 +433,9 @@ class Problem:
     def sources(self, tensor: TensorClass) -> Marginal:
         """out[t, .]: in which layouts an operator makes the tensor."""
         found: Marginal = {}
-        operation, index = self.makers[tensor.name]
+        operation, index = self.wiring.makers[tensor.name]
         name = self.folding.class_of[operation.name]
-        repetitions = self.repetitions(self.makers[member][0].name for member in tensor.members)
+        repetitions = self.repetitions(self.wiring.makers[member][0].name for member in tensor.members)
         marginals = self.mean(name, repetitions)
         for strategy, terms in zip(self.space.strategies[name], marginals, strict=True):
             layout = tuple(option.results[index] for option in strategy)
@@ -549,16 +445,16 @@ class Problem:
     def input_sources(self, tensor: TensorClass) -> dict[Stored, int]:
         """x[t, p] of an input, and of a weight in shards for each way of gathering it."""
         count = len(tensor.members)
-        requires_grad = self.is_parameter(tensor.name) and self.requires_grad(tensor.name)
+        requires_grad = self.wiring.is_parameter(tensor.name) and self.requires_grad(tensor.name)
         variables: dict[Stored, int] = {}
         for stored in itertools.chain.from_iterable(
             self.stored(tensor.name, layout) for layout in self.space.inputs[tensor.name]
         ):
             layout, _ = stored
-            cost = self.prices.update(tensor.name, layout) if self.is_parameter(tensor.name) else 0.0
+            cost = self.prices.update(tensor.name, layout) if self.wiring.is_parameter(tensor.name) else 0.0
             cost *= self.prices.step_weight
             variables[stored] = self.lp.variable(cost * count, integer=True, upper=1.0)
-            if self.at_rest(tensor.name):
+            if self.wiring.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
                 self.hold(nbytes, variables[stored], lasts=True)
                 self.resting.append((float(nbytes), variables[stored]))
@@ -573,7 +469,7 @@ class Problem:
         """An input in a layout, with each way of gathering it that could serve: again only where memory is
         scarce, once only where something else is repeated."""
         kept = [(layout, Gathering.KEEP)]
-        if not self.is_parameter(name) or not self.prices.training:
+        if not self.wiring.is_parameter(name) or not self.prices.training:
             return kept
         if not self.space.gatherings or not any(isinstance(place, Shard) for place in layout):
             return kept
@@ -589,31 +485,20 @@ class Problem:
     def may_gather(self, name: str) -> bool:
         """Whether a tensor may be gathered: all but weights where there is no way for those, and weights that
         are cast first where nothing gathered may stay."""
-        if not self.is_parameter(name):
+        if not self.wiring.is_parameter(name):
             return True
         if self.space.gatherings != (Gathering.AGAIN,):
             return bool(self.space.gatherings)
-        return not all(self.cast_weights.issuperset(item.results) for item, _ in self.uses[name])
-
-    def is_fixed(self, name: str) -> bool:
-        """Whether the tensor is a buffer that is written, which stays as it lies."""
-        return name in self.kinds and self.kinds[name].mutated
-
-    def at_rest(self, name: str) -> bool:
-        """Whether the tensor is on the device all the time: what the user passes comes and goes."""
-        return name in self.kinds and self.kinds[name].kind is not InputKind.USER
+        return not all(self.cast_weights.issuperset(item.results) for item, _ in self.wiring.uses[name])
 
     def requires_grad(self, name: str) -> bool:
         return self.prices.training and self.graph.specs[name].requires_grad
 
-    def is_parameter(self, name: str) -> bool:
-        return name in self.kinds and self.kinds[name].kind is InputKind.PARAMETER
-
     def uses_of(self, tensor: TensorClass) -> list[Use]:
         """need[v, .] of every use."""
         found = []
-        members = [self.uses[member] for member in tensor.members]
-        for index, (operation, position) in enumerate(self.uses[tensor.name]):
+        members = [self.wiring.uses[member] for member in tensor.members]
+        for index, (operation, position) in enumerate(self.wiring.uses[tensor.name]):
             name = self.folding.class_of[operation.name]
             repetitions = self.repetitions(uses[index][0].name for uses in members)
             needs: Marginal = {}
@@ -625,8 +510,8 @@ class Problem:
             found.append(Use(name, position, needs))
         if tensor.name in self.graph.outputs:
             found.append(Use(None, 0, self.output_needs(tensor.name)))
-        if tensor.name in self.written:
-            buffer = self.written[tensor.name]
+        if tensor.name in self.wiring.written:
+            buffer = self.wiring.written[tensor.name]
             found.append(Use(None, 1, {layout: [(1.0, ONE)] for layout in self.space.inputs[buffer][:1]}))
         return found
 
@@ -647,7 +532,7 @@ class Problem:
 
     def move_seconds(self, name: str, move: Move, *, leads: bool) -> float:
         """What a move costs in the program."""
-        if not self.is_parameter(name):
+        if not self.wiring.is_parameter(name):
             return self.prices.move(name, move)
         return self.prices.weight_move(name, move, leads=leads)
 
@@ -656,7 +541,7 @@ class Problem:
 
         A weight's conversions cost less than those of a view of it: gradients are summed in buckets.
         """
-        if use.consumer is None or self.is_parameter(name):
+        if use.consumer is None or self.wiring.is_parameter(name):
             return False, False
         operation = self.operators[use.consumer]
         rule, specs = rule_of(operation), self.graph.specs
@@ -676,16 +561,21 @@ class Problem:
         gathered again, of a cast one neither. Where memory may be moved to the host (`offloads`), nothing
         counts that operators make.
         """
-        if self.cap is None and not self.memory_price.saved or self.offloads and tensor.name in self.makers:
+        if (
+            self.cap is None
+            and not self.memory_price.saved
+            or self.offloads
+            and tensor.name in self.wiring.makers
+        ):
             return
         sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
         again: Marginal = {}
-        if tensor.name in self.makers:
-            operation, index = self.makers[tensor.name]
+        if tensor.name in self.wiring.makers:
+            operation, index = self.wiring.makers[tensor.name]
             maker = self.folding.class_of[operation.name]
             sums.append(self.keepers(maker, index, of="results"))
             again = self.made_again(maker, index)
-        rests = self.at_rest(tensor.name) or self.copies_last
+        rests = self.wiring.at_rest(tensor.name) or self.copies_last
         stored = self.inputs.get(tensor.name, {}) if rests else {}
         y: dict[Layout, int] = {}
         for by_layout in sums:

@@ -26,7 +26,9 @@ from autopar.solve.memory.remedies import remedies
 from autopar.solve.placement.decode import is_whole, read
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.local_search import Candidate, search_locally
-from autopar.solve.placement.problem import FREE, MemoryPrice, Problem, Space
+from autopar.solve.placement.memory_price import FREE, MemoryPrice
+from autopar.solve.placement.problem import Problem
+from autopar.solve.placement.space import Space
 from autopar.units import show_bytes
 
 MEMORY_ROUNDS = 8
@@ -386,7 +388,7 @@ def _optimism(problem: Problem, priced: PricedProgram) -> float:
         for value in priced.values.of.values()
         if value.move is not None
         and not value.leads
-        and problem.is_parameter(value.name)
+        and problem.wiring.is_parameter(value.name)
         and len(uses[value.name]) > 1
     )
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from autopar.convert.moves import canonical
 from autopar.core.cut import chunked, nested
 from autopar.core.force import Force, Parallelism, Pins, name_of
-from autopar.core.gathering import ShardState
+from autopar.core.gathering import Gathering, ShardState
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.placement import Layout, P, Placement, R, Shard
@@ -24,8 +25,23 @@ from autopar.sharding.atoms import Atom, Dims
 from autopar.sharding.rule import Regroup, rule_of
 from autopar.sharding.strategies import options_of, sign_of, strategies_of
 from autopar.solve.placement.fold import Folding, pin_of
-from autopar.solve.placement.problem import Space
 from autopar.solve.placement.shard_state import most_sharded, ways
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What the solver may choose from: strategies of operator classes, layouts of inputs and outputs, and
+    when weights in shards may be gathered: never if there is nothing to choose."""
+
+    strategies: Mapping[str, Sequence[Strategy]]
+    inputs: Mapping[str, Sequence[Layout]]
+    outputs: Mapping[str, Sequence[Layout]]
+    gatherings: tuple[Gathering, ...] = (Gathering.KEEP,)
+
+    def without_again(self) -> Space:
+        """The space in which no weight is gathered again, if there are other ways; else itself."""
+        others = tuple(way for way in self.gatherings if way is not Gathering.AGAIN)
+        return replace(self, gatherings=others) if others not in ((), self.gatherings) else self
 
 
 def kind_by_axis(force: Force, mesh: Mesh) -> tuple[Parallelism, ...]:

@@ -26,8 +26,10 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.solve.highs import solve
 from autopar.solve.linear_program import Answer
 from autopar.solve.placement.fold import Folding
-from autopar.solve.placement.problem import FREE, MemoryPrice, Problem, Space
+from autopar.solve.placement.memory_price import FREE, MemoryPrice
+from autopar.solve.placement.problem import Problem
 from autopar.solve.placement.search import Solution, check_cutoff, choose
+from autopar.solve.placement.space import Space
 
 SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen something
 WORTH = 0.01  # a gap for which the whole program is tried after all

@@ -14,7 +14,8 @@ from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.placement import P, R, Shard
 from autopar.solve.placement.decode import _again_seconds, _moves_of, _reach
-from autopar.solve.placement.problem import FREE, Problem
+from autopar.solve.placement.memory_price import FREE
+from autopar.solve.placement.problem import Problem
 from tests.solve.brute_force import chain, random_prices, small_space, unfolded
 from tests.solve.gatherings import EveryGathering
 

@@ -18,7 +18,7 @@ from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.memory_frontier import Priced
-from autopar.solve.placement.problem import FREE, MemoryPrice
+from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.search import choose
 from autopar.solve.placement.space import build_space
 from autopar.solve.placement.symmetry import axes_alike
