@@ -4,6 +4,8 @@ priced_program   a program with its prices: all that follows is derived once
 values           every tensor in every layout: where it is made, where it is used
 tape             the program as calls on numbered values, in order
 step             what every micro-batch repeats, and what is done once
+storages         when memory is made, who reads it, who keeps it
+heap             memory while a step is replayed
 peak_memory      what is alive at every moment of a step
 moments          what one device does and holds, over time
 recompute        operators that are computed again in backward

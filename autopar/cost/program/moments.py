@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from autopar.core.graph import InputKind
 from autopar.core.timeline import Moment, Phase
 from autopar.cost.program.gathering import regathers
+from autopar.cost.program.heap import Heap
 from autopar.cost.program.offload import wait_seconds
-from autopar.cost.program.peak_memory import Heap, Part, Replay
+from autopar.cost.program.peak_memory import Part, Replay
 from autopar.cost.program.recompute import repeated
 from autopar.cost.program.step import move_seconds
 

@@ -1,7 +1,7 @@
 """Peak memory of a plan, by replaying one step: what is alive at every moment, in bytes.
 
     state       weights, the optimizer's state, and copies that are gathered once: all step long
-    kept        storages and scratch that backward reads: from forward to there; of a weight that is gathered
+    saved       storages and scratch that backward reads: from forward to there; of a weight that is gathered
                 again, and of what is offloaded, nothing
     working     what calls take and give, and gradients, while somebody still needs them
 
@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopar.core.graph import InputKind
+from autopar.cost.program.heap import GradientSums, Heap
 from autopar.cost.program.offload import clock, hides_until, moved
+from autopar.cost.program.storages import Footing, Life, SavedStorage
 from autopar.cost.program.tape import Tape, TapeCall, Weight
-from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Member, assign
 from autopar.runtime.saved.offload import AHEAD
 
 if TYPE_CHECKING:
@@ -41,49 +42,6 @@ class Peak:
     state: int
     saved: int
     by_operator: dict[str, int]  # bytes that each operator keeps for backward
-
-
-@dataclass(frozen=True, slots=True)
-class SavedStorage:
-    """Memory that backward reads: `home` is the place of the operator where it first occurs, `keepers`
-    those of the operators that keep it, none if it is made again, `for_weights` of those that keep it between
-    the halves of a split backward too. A stage that has its home and reaches to the operator `until` keeps it
-    on the host."""
-
-    name: str  # a tensor that lies in it
-    nbytes: int
-    home: int
-    keepers: tuple[int, ...]
-    for_weights: tuple[int, ...]
-    until: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Footing:
-    """What operators hold, one by one: storages kept for backward, bytes `own` of each operator that
-    nobody else sees, `own_for_weights` those of them that stay between the halves of a split backward, bytes
-    `held` of gradients then, and the `working` bytes beside what is kept while it runs, forward or
-    backward, and those of `forward` alone."""
-
-    saved: tuple[SavedStorage, ...]
-    own: tuple[int, ...]
-    own_for_weights: tuple[int, ...]
-    held: tuple[int, ...]
-    working: tuple[int, ...]
-    forward: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """Memory that is not at rest: it is made at `home`, -1 if users pass it; `uses` are the places of the
-    operators that read it, `keepers` of those whose backward does. What ranks exchanged is `held` when an
-    operator is computed again."""
-
-    nbytes: int
-    home: int
-    held: bool
-    uses: tuple[int, ...]
-    keepers: tuple[int, ...]
 
 
 def peak_memory(priced: PricedProgram) -> Peak:
@@ -132,27 +90,6 @@ def lives(priced: PricedProgram) -> tuple[Life, ...]:
         if tape.nbytes[root] and root not in tape.gathered
     )
     return (*found, *own)
-
-
-class Heap:
-    """Storages by key, each there while somebody holds it; `now` bytes, and at `most` so far."""
-
-    def __init__(self) -> None:
-        self.now = self.most = 0
-        self.sizes: dict[Hashable, int] = {}
-        self.holds: Counter[Hashable] = Counter()
-
-    def hold(self, key: Hashable, nbytes: int) -> None:
-        if not self.holds[key]:
-            self.sizes[key] = nbytes
-            self.now += nbytes
-            self.most = max(self.most, self.now)
-        self.holds[key] += 1
-
-    def drop(self, key: Hashable) -> None:
-        self.holds[key] -= 1
-        if not self.holds[key]:
-            self.now -= self.sizes[key]
 
 
 @dataclass(slots=True)
@@ -220,7 +157,7 @@ class Replay:
         self.slots: dict[int, Hashable] = {}  # the gradient of each value
         self.made = 0  # gradients
         weights = sorted(self.tape.weights, key=self.first_use)
-        self.sums = _Sums(self.heap, weights, adding=self.prices.accumulates)
+        self.sums = GradientSums(self.heap, weights, adding=self.prices.accumulates)
 
     def new_heap(self) -> Heap:
         """The memory in which it is replayed."""
@@ -643,67 +580,3 @@ class Replay:
         self.slots[value] = self.gradient(max(self.heap.sizes[old], self.heap.sizes[key]))
         self.heap.drop(old)
         self.heap.drop(key)
-
-
-class _Sums:
-    """What becomes of weights' gradients, as gradient_buckets.py and bound_program.py have it.
-
-    A gradient that ranks sum waits for the others of its bucket, whose memory is there all the time; a
-    large one is summed where it lies. Those of earlier micro-batches are there from the start.
-    """
-
-    def __init__(self, heap: Heap, weights: Sequence[Weight], *, adding: bool) -> None:
-        """`weights` in the order of their first use."""
-        self.heap, self.adding, self.weights = heap, adding, weights
-        members = [
-            Member(place, item.name, item.key, item.dtype, item.nbytes)
-            for place, item in reversed(list(enumerate(weights)))
-            if item.key is not None
-        ]
-        self.buckets = assign(members, BUCKET_BYTES)
-        self.bucket = {each.name: number for number, item in enumerate(self.buckets) for each in item.members}
-        self.waiting = [len(item.members) for item in self.buckets]
-        self.arrived: dict[int, list[Hashable]] = {}
-        self.next = 0
-
-    def begin(self) -> None:
-        for number, bucket in enumerate(self.buckets):
-            if len(bucket.members) > 1:
-                self.heap.hold(("bucket", number), sum(item.nbytes for item in bucket.members))
-        if self.adding:
-            for item in self.weights:
-                self.heap.hold(("sum", item.name), item.full or item.nbytes)
-
-    def scattered(self, weight: Weight, key: Hashable) -> Hashable:
-        """The shard's gradient in place of the full one, that of all micro-batches."""
-        if self.adding:
-            self.heap.hold(("new sum", weight.name), weight.full)
-            self.heap.drop(("sum", weight.name))
-            self.heap.drop(key)
-            key = "new sum", weight.name
-        self.heap.hold(("shard", weight.name), weight.nbytes)
-        self.heap.drop(key)
-        return "shard", weight.name
-
-    def arrive(self, weight: Weight, key: Hashable) -> None:
-        """Take over a gradient, held once."""
-        number = self.bucket.get(weight.name)
-        if weight.full:
-            key = self.scattered(weight, key)
-        elif self.adding:
-            if number is None:  # added to the parameter's own
-                self.heap.drop(key)
-                return
-            self.heap.hold(("new sum", weight.name), weight.nbytes)
-            self.heap.drop(("sum", weight.name))
-            self.heap.drop(key)
-            key = "new sum", weight.name
-        if number is None:
-            return
-        self.arrived.setdefault(number, []).append(key)
-        self.waiting[number] -= 1
-        while self.next < len(self.buckets) and not self.waiting[self.next]:
-            if len(self.buckets[self.next].members) > 1:
-                for each in self.arrived[self.next]:
-                    self.heap.drop(each)
-            self.next += 1

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from autopar.core.graph import Graph, InputKind
 from autopar.cost.interval_table import Rectangles, Row, Table
-from autopar.cost.program.peak_memory import Footing
+from autopar.cost.program.storages import Footing
 from autopar.cost.program.values import Values
 
 
