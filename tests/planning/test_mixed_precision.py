@@ -165,6 +165,7 @@ def test_without_casts_the_plan_says_that_sums_stay_as_they_are() -> None:
     assert plan.step_seconds == planned("fp32", force="batch")[0].step_seconds
 
 
+@pytest.mark.long
 def test_a_model_may_fit_in_low_precision_alone() -> None:
     """Whatever is sharded and computed again: beside weights in float32 there are activations in bfloat16."""
     eight = replace(GPUS, devices_per_node=8)

@@ -289,7 +289,7 @@ def test_where_outputs_beside_the_loss_do_not_fit_the_batch_is_parted() -> None:
     assert scarce.pipeline.micro_batches > 1 and scarce.peak_bytes <= cap
 
 
-@pytest.mark.parametrize("limit", [1e-3, 2.0])
+@pytest.mark.parametrize("limit", [1e-3, pytest.param(2.0, marks=pytest.mark.long)])
 def test_a_time_limit_ends_the_search_with_what_is_known_or_says_that_there_is_nothing(limit: float) -> None:
     """A mesh that was not looked at leaves the gap open."""
     graph, cluster = graph_of(1), ClusterSpec(devices_per_node=4, device="h100")

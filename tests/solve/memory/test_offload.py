@@ -238,7 +238,9 @@ def test_a_copy_that_is_mostly_latency_is_not_made() -> None:
 
 
 @pytest.mark.parametrize("seed", [0])
-@pytest.mark.parametrize("bandwidth", [1e5, 1e7, 1e9])
+@pytest.mark.parametrize(
+    "bandwidth", [pytest.param(1e5, marks=pytest.mark.long), 1e7, pytest.param(1e9, marks=pytest.mark.long)]
+)
 def test_placement_and_what_is_moved_together_are_about_the_best_and_the_gap_is_true(
     seed: int, bandwidth: float
 ) -> None:
