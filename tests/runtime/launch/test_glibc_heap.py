@@ -37,7 +37,6 @@ def new_pages(mode: str) -> int:
     return int(shown.stdout)
 
 
-@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are glibc's")
 def test_what_is_freed_is_met_again() -> None:
     """Without, it depends on what lies above the blocks whether the heap's end is given back."""
