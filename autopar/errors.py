@@ -47,7 +47,7 @@ class _Shown(Repr):
         return f"{number:g}"
 
     def repr_str(self, text: str, _: int) -> str:
-        text = cut_paths(text[:_READ], SHOWN)
+        text = cut_paths(text[:_READ], SHOWN - 2)
         return cut_text(repr(text[:SHOWN]) + text[SHOWN : SHOWN + 1], SHOWN)
 
     def repr_instance(self, value: object, _: int) -> str:

@@ -101,6 +101,7 @@ def test_without_a_cap_memory_does_not_bind() -> None:
     assert not head().memory_binds and "No memory cap" in str(head())
 
 
+@pytest.mark.long
 def test_a_cap_that_binds_is_solved_without_and_with_a_little_more() -> None:
     found = tight()
     assert found.base and found.base.peak_bytes <= cap() and found.memory_binds

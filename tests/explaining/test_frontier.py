@@ -26,6 +26,7 @@ def whole() -> Frontier:
     return around(plan(gap=1e-3))
 
 
+@pytest.mark.long
 def test_points_are_leaner_and_slower_and_keep_to_their_caps() -> None:
     points = whole().points
     assert len(points) > 1 and points[0] == Point.of(plan(gap=1e-3))

@@ -15,7 +15,6 @@ SMALL = (
     Case("tiny", 2, {"mesh": "2", "force": "batch", "recompute": "all"}),
     Case("tiny", 2, {"stages": 2, "micro_batches": 2}, "sgd-momentum"),
     Case("tiny", 2, {"stages": 2, "micro_batches": 4, "schedule": "zb1p", "recompute": "all"}),
-    Case("small_unet", 4, {"mesh": "4", "force": "domain"}, "sgd"),
     Case("heavy", 4, HEAVY | {"schedule": "1f1b"}, "sgd"),
     Case("heavy", 4, HEAVY | {"schedule": "zbv"}, "sgd"),
 )
