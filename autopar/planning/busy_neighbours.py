@@ -10,6 +10,7 @@ nothing: its core is free then, as if the machine had none.
 from __future__ import annotations
 
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,7 @@ def serve(portions: IO[bytes], threads: int) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for who plans, and ends this one
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     serve(sys.stdin.buffer, int(sys.argv[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import signal
 import time
 
 import pytest
@@ -61,6 +62,7 @@ def test_a_neighbour_is_busy_while_this_process_measures_and_ends_with_the_plan(
         assert co_runners is not None
         co_runners([RELU])
         (process,) = co_runners.__self__.processes  # type: ignore[attr-defined]
+        process.send_signal(signal.SIGINT)  # as a terminal does to all processes of a command
         before = _processor_seconds(process.pid)
         time.sleep(2.0)
         assert process.poll() is None and _processor_seconds(process.pid) > before
