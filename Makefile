@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 # Compiled modules are kept: the tests start hundreds of processes that import them.
 unexport PYTHONDONTWRITEBYTECODE
