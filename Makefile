@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Three workers on two cores: they wait for ranks as long as they compute.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 # Compiled modules are kept: the tests start hundreds of processes that import them.

@@ -20,7 +20,7 @@ Marginal = dict[Layout, Terms]
 
 @dataclass(slots=True)
 class Use:
-    """One place where a tensor class is used; `repetitions` of the users that are members."""
+    """One place where a tensor class is used, and the layouts in which its users need it."""
 
     consumer: str | None  # operator class; None for an output or a buffer
     position: int
