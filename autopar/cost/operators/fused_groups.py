@@ -138,6 +138,12 @@ def _footprint(operation: Operator, graph: Graph) -> Footprint | None:
         return None
 
 
+def is_made_again(kind: Kind, own: int, taken: int) -> bool:
+    """Whether backward computes again what an operator by itself keeps of its `own`: not masks that were
+    drawn nor sums of rows, but a loss's logarithms of probabilities, about as large as the bytes `taken`."""
+    return kind is Kind.ROWS and 2 * own >= taken > 0
+
+
 def find_groups(graph: Graph) -> FusedGroups:
     """The groups of a graph, whatever its placements."""
     kinds = {item.name: kind for item in graph.operators if (kind := kind_of(item, graph)) is not None}
@@ -298,6 +304,9 @@ class _Finder:
         if found is not None:
             yield from (operation.operands[place] for place in found.saved.operands)
             yield from (name for place in found.saved.results if (name := operation.results[place]))
+            own = found.saved.extra_bytes
+            if is_made_again(self.kinds[operation.name], own, self.graph.specs[operation.operands[0]].nbytes):
+                yield operation.operands[0]
 
     def inside(self) -> frozenset[str]:
         """The tensors that no kernel writes while their group stands together."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopar.core.costs import DeviceModel, OperatorCost
 from autopar.core.graph import TensorSpec
-from autopar.cost.operators.fused_groups import Kind, Member
+from autopar.cost.operators.fused_groups import Kind, Member, is_made_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,18 @@ class Traffic:
     backward: int
 
 
+def kept_bytes(member: Member, own: int, operands: Sequence[TensorSpec]) -> int:
+    """Of the `own` bytes that an operator keeps when it runs by itself what a fused one does."""
+    return 0 if is_made_again(member.kind, own, operands[0].nbytes if operands else 0) else own
+
+
 def traffic(
     member: Member, operands: Sequence[TensorSpec], results: Sequence[TensorSpec | None], own: int
 ) -> Traffic:
-    """Of a member with local `operands` and `results`, that keeps `own` bytes beside them for backward."""
+    """Of a member with local `operands` and `results`, that by itself keeps `own` bytes beside them."""
     if member.kind is Kind.VIEW:
         return Traffic(0, 0)
+    own = kept_bytes(member, own, operands)
     given = [result for result in results if result is not None]
     trains = any(result.requires_grad for result in given)
     written = [results[place] for place in member.writes]

@@ -276,7 +276,9 @@ class Prices:
             found = read_calls(emitter, values, results, self.device.kind)
             member = self._member(operation)
             if member is not None and not emitter.collectives:
-                found = fused_calls(found, member, len(values), moved=moved, needed=needed)
+                found = fused_calls(
+                    found, member, emitter.described(tuple(values)), moved=moved, needed=needed
+                )
             self._calls[key] = found
         return self._calls[key]
 
@@ -335,7 +337,7 @@ class Prices:
         ahead += sum(before for before, _ in inner)
         kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         if fused is not None and member is not None:
-            kept = fused_saved(kept, member)
+            kept = fused_saved(kept, member, emitter.described(tuple(values)))
         calls = measurable + strips
         launches = len(calls) if fused is None or member is None else int(member.leads)
         if not self.training:

@@ -13,7 +13,7 @@ import torch
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.costs import DeviceModel, Saved
-from autopar.core.graph import Call, Graph, Operator, Ref
+from autopar.core.graph import Call, Graph, InputKind, Operator, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.placement import P, R, Shard
@@ -242,3 +242,29 @@ def test_what_stays_inside_a_group_is_not_kept() -> None:
     assert len(groups.inside) == 2
     # What comes for gelu, and what the last operator and the product behind it keep; not what sin keeps.
     assert eager == compiled + X
+
+
+def test_what_stays_inside_has_no_memory_and_no_gradient() -> None:
+    graph, members = activated()
+    prices = priced(graph)
+    first, last = (prices.calls(item, whole(prices, item)).calls[0] for item in (members[0], members[2]))
+    assert [item.nbytes for item in first.gives] == [0] and [item.nbytes for item in first.gradients] == [X]
+    assert [item.nbytes for item in last.gives] == [X] and [item.nbytes for item in last.gradients] == [0]
+    assert first.keeps == {0} and not last.keeps
+    needed = prices.calls(members[0], whole(prices, members[0]), needed=(0,)).calls[0]
+    moved = prices.calls(members[2], whole(prices, members[2]), moved=(0,)).calls[0]
+    assert [item.nbytes for item in needed.gives] == [X] and [item.nbytes for item in moved.gradients] == [X]
+    assert moved.keeps == {0}
+
+
+def test_a_fused_loss_keeps_no_probabilities() -> None:
+    s = Script()
+    scores = s.linear(s.user(40, 5), 60)
+    labels = s.input(InputKind.USER, torch.zeros(40, dtype=torch.int64), grad=False)
+    graph = s.graph(s.call(aten.cross_entropy_loss.default, Ref(scores), Ref(labels)))
+    loss = graph.operators[-1]
+    for compiled in (False, True):
+        prices = priced(graph, compiled=compiled)
+        call = prices.calls(loss, whole(prices, loss)).calls[0]
+        assert (call.own >= 8 * 40 * 60) is not compiled and (call.backward_scratch > 0) is not compiled
+        assert (0 in call.keeps) is compiled
