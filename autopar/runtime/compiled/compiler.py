@@ -6,14 +6,13 @@ import importlib.util
 import os
 import shutil
 import sys
-from typing import Any
 
-import torch
 from torch import fx
 
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
+from autopar.runtime.collectives.random import is_draw
 from autopar.runtime.saved.offload import moves
 
 
@@ -71,18 +70,4 @@ def _drawing(program: fx.GraphModule) -> list[fx.Node]:
     spaces = [getattr(node.target, "namespace", "") for node in nodes]
     if "autopar" not in spaces:
         return []
-    return [
-        node
-        for node, space in zip(nodes, spaces, strict=True)
-        if space != "autopar"
-        and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        and not _drops_nothing(node)
-    ]
-
-
-def _drops_nothing(node: fx.Node) -> bool:
-    """Whether an operator that may draw is called with a probability of 0, as attention without dropout."""
-    schema: Any = node.target
-    said = {item.name: item.default_value for item in schema._schema.arguments}
-    said |= dict(zip(said, node.args, strict=False)) | node.kwargs
-    return any(said.get(name) == 0.0 for name in ("p", "dropout_p"))
+    return [node for node, space in zip(nodes, spaces, strict=True) if space != "autopar" and is_draw(node)]
