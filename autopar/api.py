@@ -66,9 +66,9 @@ from autopar.results.announce import Announcer
 from autopar.results.comparison import Comparison
 from autopar.results.explanation import Explanation
 from autopar.results.measured_steps import MeasuredSteps, read_measured
-from autopar.results.notebook_bar import notebook_bar
+from autopar.results.notebook_bar import notebook_bar, notebook_bar_of_workers
 from autopar.results.plan import Plan
-from autopar.results.progress_bar import ProgressLines
+from autopar.results.progress_bar import ProgressBar, ProgressLines
 from autopar.results.report.page import Beside, Written, write_page
 from autopar.rewrite.render import describe
 from autopar.runtime.collectives import random
@@ -333,14 +333,15 @@ def compare(
     request, _ = request_of(asked, cluster)
     made = load_target(target) if isinstance(target, str) else check_target("compare", target)
     serial_model.check(made.model)
-    if run:
-        return run_rows(Job(made.source, cluster, request, asked.optimizer, asked.costdb, bar), made)
-    with (
-        Database.open(asked.costdb) as database,
-        bar.shown() if bar else nullcontext(),
-        busy_neighbours(cluster, wanted=request.measure) as co_runners,
-    ):
-        return Comparer(made, cluster, request, database, bar, co_runners).compare()
+    with notebook_bar_of_workers(bar) as shown:
+        if run:
+            return run_rows(Job(made.source, cluster, request, asked.optimizer, asked.costdb, shown), made)
+        with (
+            Database.open(asked.costdb) as database,
+            shown.shown() if shown else nullcontext(),
+            busy_neighbours(cluster, wanted=request.measure) as co_runners,
+        ):
+            return Comparer(made, cluster, request, database, shown, co_runners).compare()
 
 
 @documented(PROFILE)
@@ -351,14 +352,17 @@ def profile(
     mesh: Mesh | str | None = None,
     dtype: str | None = None,
     costdb: str | None = None,
-    bar: Bar,
+    bar: Bar | None = None,
 ) -> Profile:
-    """Measure the collectives of `cluster`, which must be local, and the operator calls of `target`."""
+    """Measure the collectives of `cluster`, which must be local, and the operator calls of `target`.
+
+    Progress is shown by `bar`, or else by one of a notebook, or by lines on stderr.
+    """
     if target is not None:
         check_target("profile", target)
     request, _ = request_of(Options(PROFILE, mesh=mesh, dtype=dtype), cluster)
-    with Database.open(costdb) as database:
-        return measure_profile(cluster, database, target=target, request=request, bar=bar)
+    with Database.open(costdb) as database, notebook_bar_of_workers(bar) as shown:
+        return measure_profile(cluster, database, target=target, request=request, bar=shown or ProgressBar())
 
 
 @documented(PLAN)
