@@ -94,6 +94,7 @@ def plan(
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
+    frontier_seconds: float | None = None,
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
@@ -101,6 +102,8 @@ def plan(
 
     `example_inputs` is the global batch: a tuple of positional arguments, a dict of keyword
     arguments, or one tensor; with `loss_fn` the arguments that it takes after the output come last.
+    With `frontier_seconds` lower and lower memory caps are solved for so long, and the plan says what less
+    memory would cost.
 
     Raises InfeasibleError, SolverError, TraceError or InputError, also for what `parallelize` refuses.
     """
@@ -110,7 +113,13 @@ def plan(
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     with notebook_bar(progress) as shown:
         compiler = Compiler(cluster, request, loss_fn, costdb=asked.costdb, progress=shown)
-        return compiler.find_plan(model, args, kwargs, auto)
+        found = compiler.find_plan(model, args, kwargs, auto)
+        if not frontier_seconds:
+            return found
+        said = {name: value for name, value in options.items() if value is not None}
+        target = Target(model, args, dict(kwargs), loss_fn, "model")
+        around = frontier(Asked(target, cluster, said, shown), found, seconds=frontier_seconds)
+        return replace(found, frontier=around)
 
 
 @documented(PLAN)
@@ -383,7 +392,8 @@ def report(
 
     `source` is a plan, or the file of one (PLAN.json); or what is planned first, for `cluster` and with
     `options`: a model with its example, or "file.py:function". Then the page also shows what less memory
-    would cost, by plans that are solved for `frontier_seconds`, 30 by default. `measured` is a comparison
+    would cost, by plans that are solved for `frontier_seconds`, 30 by default; of a plan it does where that
+    was found with it. `measured` is a comparison
     with `run=True`, or the file of one: then it shows predicted beside measured steps.
 
     Raises what `plan` raises, and InputError where the page can't be written.
@@ -395,14 +405,13 @@ def report(
     if isinstance(source, Plan) or (isinstance(source, str | Path) and str(source).endswith(".json")):
         _refuse_beside_plan(cluster=cluster, frontier_seconds=frontier_seconds, **said)
         found = source if isinstance(source, Plan) else Plan.load(source)
-        return write_page(found, Path(output), Beside(_timeline_of(found), None, steps))
+        return write_page(found, Path(output), Beside(_timeline_of(found), found.frontier, steps))
     if isinstance(source, nn.Module):
         args, kwargs = split_inputs(example_inputs, example_kwargs)
         source = Target(source, args, dict(kwargs), loss_fn, "model")
     made = load_target(str(source)) if isinstance(source, str | Path) else check_target("report", source)
     PLAN.check(said)
     check_cluster(cluster)
-    assert cluster is not None
     assert cluster is not None
     serial_model.check(made.model)
     seconds = SECONDS if frontier_seconds is None else frontier_seconds
