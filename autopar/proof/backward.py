@@ -25,7 +25,8 @@ SMALL = 1e8  # flops of one sample's product, some milliseconds of a core
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
     """Autograd's backward, with small float64 convolutions on one thread."""
-    with _SmallOnOneThread() if torch.get_num_threads() > 1 else nullcontext():
+    many = torch.get_num_threads() > 1
+    with _SmallOnOneThread() if many else nullcontext():  # type: ignore[no-untyped-call]
         torch.autograd.backward(roots, gradients)
 
 

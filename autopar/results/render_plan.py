@@ -240,8 +240,8 @@ def _frontier(plan: Plan) -> list[RenderableType]:
         table.add_row(_cap(point.memory_cap), *costs, "")
     if frontier.infeasible is not None:
         table.add_row(_cap(frontier.infeasible), "", "", "", "no plan was found")
-    rest = f"time was over before {frontier.untried} lower cap{'s' * (frontier.untried > 1)}" if frontier.untried else None
-    return ["", table, *([rest] if rest else [])]
+    caps = "1 lower cap" if frontier.untried == 1 else f"{frontier.untried} lower caps"
+    return ["", table, *([f"time was over before {caps}"] if frontier.untried else [])]
 
 
 def _cap(cap: int | None) -> str:
