@@ -154,7 +154,7 @@ def test_a_kind_that_a_model_lacks_is_an_alternative_without_numbers(
 ) -> None:
     _, found = command(capsys, "plan", f"{TARGETS}:mlp", *LOCAL, "--no-measure")
     domain = next(item for item in found["alternatives"] if item["name"] == "domain")
-    assert "no domain factor" in domain.pop("reason")
+    assert "no operator that can be split by domain" in domain.pop("reason")
     assert domain == {"name": "domain", "step_seconds": None, "peak_bytes": None, "feasible": False}
 
 
@@ -667,7 +667,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
         (("plan", f"{TARGETS}:hooked", *LOCAL), "a forward hook on the model"),
         (("compare", f"{TARGETS}:hooked", *LOCAL), "a forward hook on the model"),
         (("verify", f"{TARGETS}:hooked", *LOCAL), "a forward hook on the model"),
-        (("verify", f"{TARGETS}:mlp", *LOCAL, "--force", "domain"), "no domain factor"),
+        (("verify", f"{TARGETS}:mlp", *LOCAL, "--force", "domain"), "no operator that can be split by domain"),
         (("verify", f"{TARGETS}:mlp", *LOCAL, "--steps", "0"), "0"),
     ],
 )
