@@ -4,8 +4,8 @@ python -m tests.benchmarks.device_file build/h100.json                  five min
 python -m tests.benchmarks.device_file build/h100.json --seconds 900    as many operators as fit
 
 What is measured are the local calls of every way in which eight devices may share an operator, at the batches
-What is measured are the local calls of every way in which eight devices may share an operator, at batches that
-the zoo plans. Models take turns, each with its calls in a random order, so that an end to the seconds cuts
+that the zoo plans. Models take turns, each with its calls in a random order, so that an end to the seconds
+cuts all alike. `pip install -e '.[zoo]'` first.
 """
 
 from __future__ import annotations
