@@ -46,7 +46,7 @@ class CostModel:
     """
 
     device: DeviceModel
-    measured: dict[str, Measurement]
+    measured: Mapping[str, Measurement]
     collectives: CollectiveTable
     contention: float = 1.0
     here: bool = False
