@@ -16,10 +16,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from autopar.core.operator_facts import facts_of
+
 Tree: TypeAlias = Any  # nested tuples, lists and dicts of an operator's arguments
-
-
-_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
 def may_learn(dtype: torch.dtype) -> bool:
@@ -146,7 +145,7 @@ class Graph:
         return frozenset(
             str(item.results[0])
             for item in self.operators
-            if item.target in _CASTS and item.operands[0] in weights and item.results[0]
+            if facts_of(item.target).is_cast and item.operands[0] in weights and item.results[0]
             if self.specs[item.results[0]].dtype.itemsize < weights[item.operands[0]].dtype.itemsize
         )
 
@@ -200,8 +199,8 @@ def map_refs(tree: Tree, replace: Callable[[Ref], Tree]) -> Tree:
 def eager_target(item: Operator) -> Callable[..., Any]:
     """The overload that computes the operator on tensors that lie in memory in whatever way: a graph has no
     copies that only make them contiguous."""
-    target: Callable[..., Any] = item.target
-    return torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
+    target: Callable[..., Any] = facts_of(item.target).any_strides or item.target
+    return target
 
 
 def memory_order(value: torch.Tensor) -> tuple[int, ...]:

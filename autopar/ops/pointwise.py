@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autopar.core.graph import may_learn
+from autopar.core.operator_facts import declare
 from autopar.sharding.equation import Equation
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 
@@ -167,3 +168,9 @@ class Dropout(Rule):
     def samples(self) -> Iterable[Sample]:
         yield Sample(aten.dropout.default, (torch.randn(5, 7), 0.4, True))
         yield Sample(aten.dropout.default, (torch.randn(5, 7), 0.4, False))
+
+
+declare(aten.to.dtype, aten._to_copy, is_cast=True)
+declare(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, shifts=True)
+declare(aten.mul.Tensor, multiplies=True)
+declare(aten.div.Tensor, aten.true_divide.Tensor, divides=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autopar.core.operator_facts import declare
 from autopar.sharding.atoms import Relation
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.halo import fetch
@@ -345,3 +346,7 @@ class Pad(Rule):
         yield Sample(aten.pad.default, (x, [2, -1], "constant", 1.5))
         yield Sample(aten.pad.default, (x, [2, 1], "reflect"))
         yield Sample(aten.constant_pad_nd.default, (x, [0, 0, -2, 3], 0.0))
+
+
+declare(aten.view.default, any_strides=aten.reshape.default)
+declare(aten.expand, aten.broadcast_to, aten.broadcast_tensors, rows_alike=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 from autopar.core.cutting import Count, Cutting, Rows
 from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, refs
 from autopar.core.mesh import Mesh
+from autopar.core.operator_facts import facts_of
 from autopar.errors import InputError, TraceError
 from autopar.sharding.atoms import Dims
 from autopar.sharding.made_constants import made_constants
@@ -44,7 +45,6 @@ from autopar.trace.simplify import is_identity, only_loss, without_dead_code
 aten = torch.ops.aten
 
 Said = Mapping[str | int, int | None]  # dims that hold the samples, by path or number of a tensor
-_SHAPES = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default}
 _NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # that are no sizes
 WEIGHED = (
     "every micro-batch counts in the loss by what its inputs count to (labels that are kept, class weights, "
@@ -332,7 +332,7 @@ def _fits(name: str, spec: TensorSpec, flow: SampleFlow) -> bool:
 
 def _with_numbers(part: Operator, whole: Operator) -> Operator:
     """The part's operator with the numbers that are no shapes as the whole batch has them."""
-    if part.target in _SHAPES:
+    if facts_of(part.target).by_sizes:
         return part
     types = {argument.name: str(argument.type) for argument in part.target._schema.arguments}
     args = tuple(

@@ -256,6 +256,10 @@ class Rule(ABC):
         result = site.local_call()
         return result if isinstance(result, (tuple, list)) else (result,)
 
+    def reads_position(self, op: Instance, factor: str) -> bool:
+        """Whether what a row along `factor` becomes depends on its place among the others."""
+        return False
+
     def fullest(self, site: Site) -> tuple[int, ...]:
         """The coordinate of the rank with the most to do, of a rule that `reads_values`."""
         return site.coordinate

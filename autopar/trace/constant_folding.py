@@ -29,6 +29,7 @@ from autopar.core.graph import (
     map_refs,
     may_learn,
 )
+from autopar.core.operator_facts import is_repeatable
 from autopar.errors import TraceError
 from autopar.trace.edge_operators import with_edge_operators
 from autopar.trace.fused_products import with_products
@@ -106,14 +107,14 @@ class _Folding:
             bool(names)
             and any(name in self.fixed for name in names)
             and all(name in self.fixed or self.is_made(name) for name in names)
-            and not _is_random(item)
+            and is_repeatable(item.target)
             and item.target.namespace == "aten"
         )
 
     def is_made(self, name: str) -> bool:
         """Whether a tensor is made of numbers alone, and the same at each call."""
         maker = self.makers.get(name)
-        return maker is not None and not _is_random(maker) and all(map(self.is_made, maker.operands))
+        return maker is not None and is_repeatable(maker.target) and all(map(self.is_made, maker.operands))
 
     def value(self, name: str) -> Tensor:
         if name not in self.values:
@@ -315,12 +316,6 @@ def _product(sizes: Any) -> int:
     for size in sizes:
         total *= size
     return total
-
-
-def _is_random(item: Operator) -> bool:
-    tags = getattr(item.target, "tags", ())
-    made = item.target in (aten.empty.memory_format, aten.empty_like.default)
-    return made or torch.Tag.nondeterministic_seeded in tags
 
 
 def _raised(tree: Any) -> Any:

@@ -1,0 +1,104 @@
+"""What is true of an operator beside its rule: the questions that other rooms ask, with their defaults.
+
+    declare(aten.embedding, gathers=True)            beside the family's rule, in `autopar/ops`
+    facts_of(call.target).gathers                    where it matters, without the operator's name
+
+An operator of autopar's own is declared beside its kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from autopar.errors import RuleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from autopar.core.graph import Operator
+    from autopar.core.work import Flops, FusedScores, Multiplication, SizedCall
+
+
+Target: TypeAlias = Any  # an overload; where facts are declared a packet too, for all of its overloads
+Answer: TypeAlias = Any  # of the type that the field of `Facts` has
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Answers about one overload; the defaults hold for an operator of which nothing is declared."""
+
+    # -- what it computes
+    is_cast: bool = False
+    is_undefined: bool = False  # gives whatever lies in memory
+    any_strides: Target = (
+        None  # the overload that does the same on tensors of any strides
+    )
+    indexed_dims: Callable[[Operator], list[int]] | None = (
+        None  # of operand 0, by the next ones
+    )
+
+    # -- what it does to rows that are samples
+    rows_alike: bool = False  # gives rows that are alike, but for what its operands say
+    by_sizes: bool = False  # makes a tensor of numbers that are sizes
+    sum_of: int = 0  # operands with which it is a plain sum over a contracted factor
+    is_mean: bool = False
+    is_moment: bool = False  # or a norm: tells how large all elements are
+    shifts: bool = False  # adds its operands
+    multiplies: bool = False  # its two operands
+    divides: bool = False  # operand 0 by operand 1
+    joins_samples: bool = False  # by statistics of the batch, as the model is meant to
+
+    # -- what it costs
+    flops: Callable[[SizedCall], Flops] | None = None
+    products: Callable[[SizedCall], Multiplication | FusedScores] | None = None
+    gathers: bool = False  # reads of its first operand only what it gives
+    reads_again: Callable[[SizedCall], int] | None = None  # bytes that it reads more than once, each way
+    whole_first: bool = False  # on CPUs: fills its result like operand 0 before it reduces it
+
+
+NOTHING = Facts()
+_declared: dict[Target, Facts] = {}
+
+
+def declare(*targets: Target, **facts: Answer) -> None:
+    """Declare facts of operators; raises RuleError for a fact that was declared before."""
+    known = {field.name: field.default for field in fields(Facts)}
+    for target in _overloads(targets):
+        before = _declared.get(target, NOTHING)
+        twice = [name for name in facts if getattr(before, name) != known[name]]
+        if twice:
+            raise RuleError(
+                where=str(target),
+                found=f"{', '.join(twice)} declared twice",
+                wanted="one place that says what is true of an operator",
+                remedy="remove it from one of them",
+            )
+        _declared[target] = replace(before, **facts)
+
+
+def facts_of(target: Target) -> Facts:
+    """What is declared of an overload."""
+    assert _declared, "importing autopar.ops declares what is known of operators"
+    return _declared.get(target, NOTHING)
+
+
+def is_random(target: Target) -> bool:
+    """Whether an operator draws: two runs give different numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def is_repeatable(target: Target) -> bool:
+    """Whether two runs on the same operands give the same numbers."""
+    return not (facts_of(target).is_undefined or is_random(target))
+
+
+def _overloads(targets: tuple[Target, ...]) -> Iterator[Target]:
+    for target in targets:
+        if isinstance(target, torch._ops.OpOverloadPacket):
+            yield from (getattr(target, name) for name in target.overloads())
+        else:
+            yield target
