@@ -28,18 +28,28 @@ Answer: TypeAlias = Any  # of the type that the field of `Facts` has
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenWrites:
+    """Arguments by position that an operator writes, where the argument `flag` is true."""
+
+    arguments: tuple[int, ...]
+    flag: int
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Answers about one overload; the defaults hold for an operator of which nothing is declared."""
+
+    # -- what it does to memory
+    hidden_writes: HiddenWrites | None = None  # that its schema doesn't say
+    usable_results: int | None = None  # the first ones; the others are notes for its kernel's backward
+    put_back: Target = None  # of a view: the overload that puts a tensor where the view looks
+    any_strides: Target = None  # the overload that does the same on tensors of any strides
+    saves_unfilled: bool = False  # saves a tensor for backward before it fills it
 
     # -- what it computes
     is_cast: bool = False
     is_undefined: bool = False  # gives whatever lies in memory
-    any_strides: Target = (
-        None  # the overload that does the same on tensors of any strides
-    )
-    indexed_dims: Callable[[Operator], list[int]] | None = (
-        None  # of operand 0, by the next ones
-    )
+    indexed_dims: Callable[[Operator], list[int]] | None = None  # of operand 0, by the next ones
 
     # -- what it does to rows that are samples
     rows_alike: bool = False  # gives rows that are alike, but for what its operands say
@@ -84,6 +94,12 @@ def facts_of(target: Target) -> Facts:
     """What is declared of an overload."""
     assert _declared, "importing autopar.ops declares what is known of operators"
     return _declared.get(target, NOTHING)
+
+
+def writes(target: Target) -> bool:
+    """Whether an operator may write to an argument, as its schema says or as is declared."""
+    schema = getattr(target, "_schema", None)
+    return bool(schema and schema.is_mutable) or facts_of(target).hidden_writes is not None
 
 
 def is_random(target: Target) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopar.core.operator_facts import declare
+from autopar.core.operator_facts import HiddenWrites, declare
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.rule import Instance, Rule, Sample, Site, register
 
@@ -75,4 +75,4 @@ class BatchNorm(Rule):
         )
 
 
-declare(aten.batch_norm, joins_samples=True)
+declare(aten.batch_norm, joins_samples=True, hidden_writes=HiddenWrites(arguments=(3, 4), flag=5))

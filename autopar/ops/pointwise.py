@@ -56,6 +56,7 @@ class Pointwise(Rule):
     """One result element from one element of each operand."""
 
     targets = _overloads(_UNARY + " " + _BINARY)
+    passes_layout_on = True
     numbers_alike = True
 
     def equation(self, op: Instance) -> Equation:
@@ -130,6 +131,7 @@ class Dropout(Rule):
     """
 
     targets = (aten.dropout.default,)
+    passes_layout_on = True
     random = True
     numbers_alike = True
 
@@ -174,3 +176,4 @@ declare(aten.to.dtype, aten._to_copy, is_cast=True)
 declare(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, shifts=True)
 declare(aten.mul.Tensor, multiplies=True)
 declare(aten.div.Tensor, aten.true_divide.Tensor, divides=True)
+declare(aten.rrelu, aten.rrelu_with_noise, saves_unfilled=True)

@@ -48,6 +48,7 @@ def reshape_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[li
 class Reshape(Regroup):
     """The same elements in the same order under another shape."""
 
+    is_view = True
     targets = (
         aten.view.default,
         aten.reshape.default,
@@ -87,6 +88,7 @@ class Reshape(Regroup):
 class Permute(Rule):
     """Dims in another order."""
 
+    is_view = True
     targets = (
         aten.transpose.int,
         aten.permute.default,
@@ -113,6 +115,7 @@ class Permute(Rule):
 class Expand(Rule):
     """Broadcasting made explicit; the new extent is a factor that the operand lacks."""
 
+    is_view = True
     targets = (aten.expand.default, aten.broadcast_to.default)
 
     def equation(self, op: Instance) -> Equation:
@@ -164,6 +167,7 @@ class BroadcastTensors(Rule):
 class Split(Regroup):
     """Parts along a dim; equal parts keep what is sharded inside each."""
 
+    is_view = True
     targets = (
         aten.split.Tensor,
         aten.split_with_sizes.default,
@@ -350,3 +354,5 @@ class Pad(Rule):
 
 declare(aten.view.default, any_strides=aten.reshape.default)
 declare(aten.expand, aten.broadcast_to, aten.broadcast_tensors, rows_alike=True)
+declare(aten.slice.Tensor, put_back=aten.slice_scatter.default)
+declare(aten.select.int, put_back=aten.select_scatter.default)

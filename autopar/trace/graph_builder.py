@@ -24,6 +24,7 @@ from autopar.core.graph import (
     memory_order,
     refs,
 )
+from autopar.core.operator_facts import facts_of
 from autopar.errors import TraceError, ValuesAskedError
 from autopar.trace.autocast import Autocast
 from autopar.trace.call_forms import device_by_name, functional, left_open, without_example
@@ -35,7 +36,7 @@ from autopar.trace.in_place import InPlaceWrites
 from autopar.trace.shared_memory import Known
 from autopar.trace.simplify import without_dead_code, without_identities
 from autopar.trace.user_source import module_of, source_of
-from autopar.trace.written_graph import USABLE_RESULTS, WrittenGraph, input_name, refused, spec_of
+from autopar.trace.written_graph import WrittenGraph, input_name, refused, spec_of
 
 aten = torch.ops.aten
 
@@ -280,8 +281,8 @@ class GraphBuilder:
         results = [values] if single else list(values if values is not None else ())
         differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
         differentiable &= any(self.graph.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
-        unusable = [None] * len(results[USABLE_RESULTS.get(target, len(results)) :])
-        results = results[: len(results) - len(unusable)]
+        usable = results[: facts_of(target).usable_results]
+        results, unusable = usable, [None] * (len(results) - len(usable))
         title, names = self.graph.names_for(node.name, None if single else len(results))
         exported = [
             item for item in pytree.tree_leaves(node.meta.get("val")) if isinstance(item, torch.Tensor)
