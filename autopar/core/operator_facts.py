@@ -8,8 +8,9 @@ An operator of autopar's own is declared beside its kernel.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from autopar.errors import RuleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from autopar.core.graph import Operator
     from autopar.core.work import Flops, FusedScores, Multiplication, SizedCall
@@ -44,11 +45,23 @@ class Facts:
     usable_results: int | None = None  # the first ones; the others are notes for its kernel's backward
     put_back: Target = None  # of a view: the overload that puts a tensor where the view looks
     any_strides: Target = None  # the overload that does the same on tensors of any strides
+    gives_itself: bool = False  # where it changes nothing: its very operand, not a copy
+    order_matters: bool = False  # draws numbers in the order in which its operand lies in memory
     saves_unfilled: bool = False  # saves a tensor for backward before it fills it
 
     # -- what it computes
+    has_gradient: bool = True
+    is_identity: bool = False  # gives its operands' elements, where shapes and dtypes stay
+    changes: Callable[[Sequence[Any]], bool] | None = None  # such a one's elements, by its arguments
+    expands_each: bool = False  # gives each of its operands, alike in shape
+    skips_empty: bool = False  # joins a list of tensors, the empty ones of which may be left out
+    only_moves: bool = False  # moves or renames elements: rounding may come before or after it
+    casts_on_cuda: bool | None = None  # what autocast does there, where no device is there to be asked
     is_cast: bool = False
+    is_zero: bool = False
     is_undefined: bool = False  # gives whatever lies in memory
+    indexed: bool = False  # picks or places rows by an operand of integers
+    places_by: int | None = None  # the argument that says at which rows it places
     indexed_dims: Callable[[Operator], list[int]] | None = None  # of operand 0, by the next ones
 
     # -- what it does to rows that are samples
@@ -76,10 +89,10 @@ _declared: dict[Target, Facts] = {}
 
 def declare(*targets: Target, **facts: Answer) -> None:
     """Declare facts of operators; raises RuleError for a fact that was declared before."""
-    known = {field.name: field.default for field in fields(Facts)}
+    Facts(**facts)  # of fields that there are
     for target in _overloads(targets):
         before = _declared.get(target, NOTHING)
-        twice = [name for name in facts if getattr(before, name) != known[name]]
+        twice = [name for name in facts if getattr(before, name) != getattr(NOTHING, name)]
         if twice:
             raise RuleError(
                 where=str(target),
@@ -92,7 +105,7 @@ def declare(*targets: Target, **facts: Answer) -> None:
 
 def facts_of(target: Target) -> Facts:
     """What is declared of an overload."""
-    assert _declared, "importing autopar.ops declares what is known of operators"
+    assert "autopar.ops" in sys.modules, "importing autopar.ops declares what is known of operators"
     return _declared.get(target, NOTHING)
 
 

@@ -75,4 +75,9 @@ class BatchNorm(Rule):
         )
 
 
-declare(aten.batch_norm, joins_samples=True, hidden_writes=HiddenWrites(arguments=(3, 4), flag=5))
+declare(
+    aten.batch_norm,
+    joins_samples=True,
+    hidden_writes=HiddenWrites(arguments=(3, 4), flag=5),
+    casts_on_cuda=False,
+)

@@ -11,3 +11,4 @@ aten = torch.ops.aten
 declare(aten.zeros, aten.ones, aten.full, aten.empty, aten.rand, aten.randn, rows_alike=True)
 declare(aten.arange, aten.linspace, by_sizes=True)
 declare(aten.empty, aten.empty_like, is_undefined=True)
+declare(aten.zeros, aten.new_zeros, is_zero=True)

@@ -168,3 +168,12 @@ declare(
     aten.index.Tensor,
     indexed_dims=lambda item: [dim for dim, index in enumerate(item.args[1]) if index is not None],
 )
+declare(
+    aten.index_select,
+    aten.index.Tensor,
+    aten.index_put,
+    aten.scatter_add,
+    aten.scatter_reduce.two,
+    indexed=True,
+)
+declare(aten.scatter_add, aten.scatter_reduce.two, places_by=2)

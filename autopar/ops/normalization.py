@@ -198,4 +198,4 @@ class InstanceNorm(Rule):
         yield Sample(call, (x, weight, bias, mean, variance, False, 0.1, 1e-5, False))
 
 
-declare(aten.instance_norm, hidden_writes=HiddenWrites(arguments=(3, 4), flag=5))
+declare(aten.instance_norm, hidden_writes=HiddenWrites(arguments=(3, 4), flag=5), casts_on_cuda=False)

@@ -153,3 +153,4 @@ def _flops(call: SizedCall) -> Flops:
 
 
 declare(aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu, flops=_flops)
+declare(aten.gru.input, aten.gru.data, aten.gru_cell, casts_on_cuda=True)

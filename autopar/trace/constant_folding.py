@@ -29,7 +29,7 @@ from autopar.core.graph import (
     map_refs,
     may_learn,
 )
-from autopar.core.operator_facts import is_repeatable
+from autopar.core.operator_facts import facts_of, is_repeatable
 from autopar.errors import TraceError
 from autopar.trace.edge_operators import with_edge_operators
 from autopar.trace.fused_products import with_products
@@ -40,16 +40,6 @@ from autopar.trace.structure import digest_of
 
 aten = torch.ops.aten
 
-_INDEXED = {
-    aten.index_select.default,
-    aten.index.Tensor,
-    aten.index_add.default,
-    aten.index_reduce.default,
-    aten.index_put.default,
-    aten.scatter_add.default,
-    aten.scatter_reduce.two,
-    PRODUCT,
-}
 _RAISED = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 
 
@@ -60,7 +50,7 @@ def folded(graph: Graph) -> Graph:
 
 def _has_structure(graph: Graph) -> bool:
     held = {item.name for item in graph.inputs if item.value is not None and not may_learn(item.spec.dtype)}
-    return bool(held) and any(item.target in _INDEXED for item in graph.operators)
+    return bool(held) and any(facts_of(item.target).indexed for item in graph.operators)
 
 
 class _Folding:
