@@ -135,6 +135,18 @@ def test_core_is_data() -> None:
             assert not heavy, f"{module} imports {', '.join(heavy)}"
 
 
+def test_how_dims_are_cut_is_found_in_one_place() -> None:
+    """There the atoms of a graph are kept with it."""
+    makers = {
+        module
+        for module, path in modules().items()
+        if module.startswith("autopar.")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Dims"
+    }
+    assert makers == {"autopar.sharding.strategies"}
+
+
 @pytest.mark.parametrize("package", OUTSIDE)
 def test_one_place_talks_to_what_is_outside(package: str) -> None:
     users = {

@@ -113,6 +113,13 @@ class Operator:
         object.__setattr__(self, "operands", names)
 
 
+class Derived(dict[str, Any]):
+    """What other rooms derive from a value, each thing once; no part of it, so that copies begin without."""
+
+    def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
+        return Derived, ()
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A traced model.
@@ -129,6 +136,7 @@ class Graph:
     loss: str | None = None
     notes: tuple[str, ...] = field(default=())  # what tracing changed or dropped, for the plan
     decided_by: str | None = None  # a line of the user's where values of inputs decide what is computed
+    derived: Derived = field(default_factory=Derived, init=False, repr=False, compare=False)
 
     def consumers(self) -> dict[str, list[tuple[Operator, int]]]:
         """For each tensor its uses: the operator and the position among its operands."""

@@ -25,7 +25,6 @@ from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, refs
 from autopar.core.mesh import Mesh
 from autopar.core.operator_facts import facts_of
 from autopar.errors import InputError, TraceError
-from autopar.sharding.atoms import Dims
 from autopar.sharding.made_constants import made_constants
 from autopar.sharding.sample_independence import (
     SUM_REDUCTION,
@@ -36,7 +35,7 @@ from autopar.sharding.sample_independence import (
     find_batch,
     said_batch,
 )
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.trace.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import split_batch
@@ -165,7 +164,7 @@ def parts_of(
     """
     call = flatten_arguments(args, kwargs)
     graph = only_loss(trace(args, kwargs).graph if whole is None else whole)
-    dims = Dims(graph, find_atoms(graph), Mesh((1,)))
+    dims = dims_of(graph, Mesh((1,)))
     if said is None:
         flow, obstacle = find_batch(graph, dims)
         rows = _rows(flow, call) if flow else ()

@@ -20,8 +20,7 @@ from autopar.core.graph import Graph, InputKind, eager_target, map_refs
 from autopar.core.program import Program
 from autopar.proof.precision import copy_model
 from autopar.proof.verify import MOMENTUM, RATE, backward, seed, simulate_training
-from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.trace.autocast import Autocast, KernelLog
 from autopar.trace.call_signature import LossFunction, find_loss, flatten_results, split_for_loss
 from autopar.trace.export import Traced
@@ -192,7 +191,7 @@ def _serial_losses(
 
 def _parallel_losses(model: nn.Module, traced: Traced, program: Program, steps: int) -> Tensor:
     graph: Graph = with_masks_by_dims(traced.graph)
-    dims = Dims(graph, find_atoms(graph), program.mesh)
+    dims = dims_of(graph, program.mesh)
     record = simulate_training(
         copy_model(model), traced.arguments, graph, program, dims, steps=steps, lift=_fresh
     )

@@ -30,7 +30,7 @@ from autopar.proof.simulated import simulate_typed
 from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Sample
-from autopar.sharding.strategies import find_atoms, strategies_of
+from autopar.sharding.strategies import dims_of, strategies_of
 
 
 class OneOperator:
@@ -126,7 +126,7 @@ def program_for(graph: Graph, strategy: Strategy, dims: Dims) -> Program:
 def strategies(sample: Sample, mesh: Mesh) -> Iterator[tuple[OneOperator, Dims, Strategy]]:
     """Every strategy that the rule of the sample's operator offers on `mesh`."""
     one = OneOperator(sample)
-    dims = Dims(one.graph, find_atoms(one.graph), mesh)
+    dims = dims_of(one.graph, mesh)
     for strategy in strategies_of(one.graph.operators[0], dims):
         yield one, dims, strategy
 
