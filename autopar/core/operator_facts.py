@@ -28,6 +28,10 @@ Target: TypeAlias = Any  # an overload; where facts are declared a packet too, f
 Answer: TypeAlias = Any  # of the type that the field of `Facts` has
 
 
+# From the arguments of one call to the operator and arguments of another.
+LocalForm: TypeAlias = "Callable[[Sequence[Any]], tuple[Target, tuple[Any, ...]]]"
+
+
 @dataclass(frozen=True, slots=True)
 class HiddenWrites:
     """Arguments by position that an operator writes, where the argument `flag` is true."""
@@ -78,6 +82,9 @@ class Facts:
     # -- what it costs
     flops: Callable[[SizedCall], Flops] | None = None
     products: Callable[[SizedCall], Multiplication | FusedScores] | None = None
+    local_form: Callable[[Sequence[Any]], tuple[Target, tuple[Any, ...]]] | None = (
+        None  # one that is priced instead
+    )
     gathers: bool = False  # reads of its first operand only what it gives
     reads_again: Callable[[SizedCall], int] | None = None  # bytes that it reads more than once, each way
     whole_first: bool = False  # on CPUs: fills its result like operand 0 before it reduces it

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from autopar.core.operator_facts import is_random
 from autopar.runtime import registry
 
 REPEATED = 1024  # calls between a checkpoint's forward and its backward
@@ -111,7 +112,7 @@ def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
 def draws(program: fx.GraphModule) -> bool:
     """Whether some operator of the program is random."""
     return any(
-        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        is_random(node.target)
         for module in program.modules()
         if isinstance(module, fx.GraphModule)
         for node in module.graph.nodes

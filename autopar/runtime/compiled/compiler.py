@@ -7,9 +7,9 @@ import os
 import shutil
 import sys
 
-import torch
 from torch import fx
 
+from autopar.core.operator_facts import is_random
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
@@ -73,5 +73,5 @@ def _drawing(program: fx.GraphModule) -> list[fx.Node]:
     return [
         node
         for node, space in zip(nodes, spaces, strict=True)
-        if space != "autopar" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if space != "autopar" and is_random(node.target)
     ]
