@@ -82,9 +82,7 @@ class Facts:
     # -- what it costs
     flops: Callable[[SizedCall], Flops] | None = None
     products: Callable[[SizedCall], Multiplication | FusedScores] | None = None
-    local_form: Callable[[Sequence[Any]], tuple[Target, tuple[Any, ...]]] | None = (
-        None  # one that is priced instead
-    )
+    local_form: LocalForm | None = None  # of a collective operator: a local call that costs about as much
     gathers: bool = False  # reads of its first operand only what it gives
     reads_again: Callable[[SizedCall], int] | None = None  # bytes that it reads more than once, each way
     whole_first: bool = False  # on CPUs: fills its result like operand 0 before it reduces it

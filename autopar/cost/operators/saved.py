@@ -31,7 +31,7 @@ class SavedTensors:
 
 
 def stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
-    """Local calls that cost and keep about what collective operators do, such as a convolution of own rows."""
+    """Local calls that cost and save about what collective operators do: a convolution of own rows."""
     found = []
     for node in emitter.graph.nodes:
         local_form = facts_of(node.target).local_form
