@@ -20,6 +20,8 @@ from autopar.errors import RuleError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
+
     from autopar.core.graph import Operator
     from autopar.core.work import Flops, FusedScores, Multiplication, SizedCall
 
@@ -82,6 +84,8 @@ class Facts:
     # -- what it costs
     flops: Callable[[SizedCall], Flops] | None = None
     products: Callable[[SizedCall], Multiplication | FusedScores] | None = None
+    chooses_by_device: bool = False  # its kernel, so that the meta device is none to observe it on
+    on_gpu: Callable[..., Tensor] | None = None  # gives and saves what its fused kernel does, without a GPU
     local_form: LocalForm | None = None  # of a collective operator: a local call that costs about as much
     gathers: bool = False  # reads of its first operand only what it gives
     reads_again: Callable[[SizedCall], int] | None = None  # bytes that it reads more than once, each way

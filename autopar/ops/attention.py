@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.core.operator_facts import declare
 from autopar.core.placement import Shard
@@ -196,4 +197,19 @@ def _scores(call: SizedCall) -> FusedScores:
     return FusedScores(count, q.shape[-1], v.shape[-1])
 
 
+def _fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """GPUs draw attention's dropout in the fused kernel; CPUs fall back to saving the scores."""
+    y: Tensor = aten.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, **options)
+    return y
+
+
 declare(aten.scaled_dot_product_attention, flops=_flops, products=_scores)
+declare(aten.scaled_dot_product_attention, chooses_by_device=True, on_gpu=_fused)

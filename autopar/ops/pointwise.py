@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.core.graph import may_learn
 from autopar.core.operator_facts import declare
@@ -172,6 +173,14 @@ class Dropout(Rule):
         yield Sample(aten.dropout.default, (torch.randn(5, 7), 0.4, False))
 
 
+def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """GPUs save a mask of one byte an element; the composite saves one of x's dtype."""
+    y: Tensor = (
+        aten.native_dropout(x, p, train)[0] if train and p not in (0, 1) else aten.dropout(x, p, train)
+    )
+    return y
+
+
 def _drops(args: Sequence[Any]) -> bool:
     """Of dropout(x, p, train)."""
     return bool(args[1] and args[2])
@@ -188,7 +197,7 @@ declare(
     *(aten.resolve_conj, aten.resolve_neg, aten.conj, aten.real),
     gives_itself=True,
 )
-declare(aten.dropout, order_matters=True)
+declare(aten.dropout, order_matters=True, on_gpu=_fused_dropout)
 declare(aten.rrelu, aten.rrelu_with_noise, saves_unfilled=True)
 declare(aten.detach, aten.sign, has_gradient=False)
 declare(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, has_gradient=False)
