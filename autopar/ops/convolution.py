@@ -300,6 +300,11 @@ def _is_transposed(call: SizedCall) -> bool:
     return bool(call.call.args[6])
 
 
+declare(
+    *(aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution),
+    *(aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d),
+    allows_tf32=True,
+)
 declare(aten.conv1d, aten.conv2d, aten.conv3d, flops=_flops, products=_product)
 declare(
     *(aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d),

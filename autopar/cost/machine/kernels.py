@@ -18,11 +18,14 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
+import torch
+
 from autopar.core.costs import Kernels
 from autopar.core.graph import Call
 from autopar.core.operator_facts import facts_of
 from autopar.core.work import FusedScores, Multiplication, Product
 from autopar.cost.machine.flops import sized
+from costdb import operands
 
 TILES = ((256, 128, 1.0), (128, 128, 0.9), (64, 64, 0.6))  # rows, columns, part of the rate
 K0 = 128  # multiply-adds for each element of a tile
@@ -58,3 +61,9 @@ def work_seconds(call: Call, kernels: Kernels, rate: float, *, backward: bool) -
             return sum(tile_seconds(each, rate, kernels.units) for spec, each in pairs if spec.requires_grad)
         case _:
             assert_never(work)
+
+
+def rate_of(call: Call, kernels: Kernels, rate: float) -> float:
+    """Flop/s of the call's products, of `rate` by its dtype."""
+    is_single = operands.specs(call)[0].dtype is torch.float32
+    return max(rate, kernels.tf32) if is_single and facts_of(call.target).allows_tf32 else rate

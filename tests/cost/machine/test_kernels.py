@@ -13,7 +13,7 @@ from autopar.core.graph import Call, TensorSpec
 from autopar.core.work import Product
 from autopar.cost.machine.compute import estimate
 from autopar.cost.machine.devices import GPUS
-from autopar.cost.machine.kernels import K0, tile_seconds, work_seconds
+from autopar.cost.machine.kernels import K0, rate_of, tile_seconds, work_seconds
 from autopar.errors import InputError
 
 ATEN = torch.ops.aten
@@ -116,3 +116,13 @@ def test_known_gpus_say_how_they_run_kernels() -> None:
         replace(KERNELS, units=0)
     with pytest.raises(InputError, match="kernels of a GPU"):
         replace(KERNELS, overlap=1.5)
+
+
+def test_convolutions_alone_round_float32_for_tensor_cores() -> None:
+    kernels = replace(KERNELS, tf32=9.0)
+    convolution = call(ATEN.conv2d.default, x(2, 4, 9, 8), x(6, 4, 3, 3))
+    double = call(ATEN.conv2d.default, *(replace(spec, dtype=torch.float64) for spec in convolution.args))
+    assert rate_of(convolution, kernels, 4.0) == 9.0
+    assert (
+        rate_of(double, kernels, 4.0) == rate_of(call(ATEN.mm.default, x(5, 3), x(3, 7)), kernels, 4.0) == 4.0
+    )
