@@ -60,6 +60,7 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.trace.stand_ins": "what torch calls below a graph",
     "autopar.runtime.parameters.global_scalars": "torch's own table of how operators take DTensors",
     "autopar.proof.precision": "what torch calls below a graph, in float64",
+    "autopar.proof.sum_order": "kernels that torch calls below a graph, and what they sum",
     "autopar.cost.machine.measuring": "the two calls that it measures beside others",
 }
 LISTED_ELSEWHERE = {"autopar.__init__", "autopar.ops.__init__"}  # by the floors above; all are families

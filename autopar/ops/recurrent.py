@@ -153,4 +153,5 @@ def _flops(call: SizedCall) -> Flops:
 
 
 declare(aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu, flops=_flops)
-declare(aten.gru.input, aten.gru.data, aten.gru_cell, casts_on_cuda=True)
+declare(aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu, casts_on_cuda=True, packs_weights=True)
+declare(aten.gru_cell, casts_on_cuda=True)

@@ -102,9 +102,10 @@ class Casting:
     ) -> Cast:
         if dtype is None or not may_cast(target, self._device):
             return self._written(target, args, kwargs, None)
-        casts = facts_of(target).casts_on_cuda
-        if casts is not None and self._device == "cuda" and not torch.cuda.is_available():
-            return self._written(target, args, kwargs, dtype if casts else None)
+        facts, on_cuda = facts_of(target), self._device == "cuda"
+        untried = facts.casts_on_cuda is not None and not torch.cuda.is_available()
+        if on_cuda and (untried or facts.packs_weights):
+            return self._written(target, args, kwargs, dtype if facts.casts_on_cuda else None)
         wanted = self._run(target, args, kwargs, dtype)
         for cast, keywords in _ways(target, args, dtype):
             given = map_specs((args, kwargs | keywords), partial(casted, dtype=cast))
