@@ -38,9 +38,8 @@ from autopar.rewrite.build import build, build_stages
 from autopar.rewrite.overlap import room_of
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
 from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
-from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import samples_elsewhere
-from autopar.sharding.strategies import find_atoms, is_legal, options_of
+from autopar.sharding.strategies import dims_of, is_legal, options_of
 from autopar.solve.deadline import after, left
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
@@ -502,7 +501,7 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
 def check_rows(graph: Graph) -> None:
     """Raise InputError for a graph whose samples aren't the rows of its first input. Ranks load some of
     those with local inputs."""
-    found = samples_elsewhere(graph, Dims(graph, find_atoms(graph), Mesh((1,))))
+    found = samples_elsewhere(graph, dims_of(graph, Mesh((1,))))
     if found is not None:
         item, dim = found
         raise InputError(
@@ -526,7 +525,7 @@ def check_undecided(graph: Graph) -> None:
 
 def check_program(program: Program, graph: Graph) -> None:
     """Raise InputError for a program of `graph` that no rule of this version offers."""
-    dims = Dims(graph, find_atoms(graph), program.mesh)
+    dims = dims_of(graph, program.mesh)
     for operator in graph.operators:
         strategy = program.strategies.get(operator.name, ())
         offered = set(strategy) <= set(options_of(operator, dims))

@@ -28,7 +28,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.planning.request import Request
 from autopar.results.plan import Plan
 from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms, is_legal, options_of
+from autopar.sharding.strategies import dims_of, is_legal, options_of
 from autopar.solve.stages.step import step_weight
 from autopar.trace.numbers import as_before
 
@@ -51,7 +51,7 @@ def resized(graph: Graph, known: Sequence[Plan], cluster: ClusterSpec, request: 
     here = fingerprint_of(graph)
     alike = (plan for plan in known if _outline(plan.graph) == _outline(here))
     for plan in alike:
-        dims = Dims(graph, find_atoms(graph), plan.mesh)
+        dims = dims_of(graph, plan.mesh)
         if not holds(plan.program, dims):
             continue
         peak = plan.peak_bytes

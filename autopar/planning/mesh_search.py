@@ -33,7 +33,8 @@ from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.ask import UNLIMITED, Ask, Limits
 from autopar.planning.request import Request
 from autopar.schedules.in_flight import mean_flight, scheduled
-from autopar.sharding.atoms import Atoms, Dims
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import dims_of
 from autopar.solve.deadline import is_over, left
 from autopar.solve.placement.fold import Folding, fold
 from autopar.solve.placement.memory_frontier import Priced
@@ -66,7 +67,6 @@ class MeshProblem:
     """One mesh's problem; each placement is solved once, whatever is asked of the step."""
 
     graph: Graph
-    atoms: Atoms
     mesh: Mesh
     cluster: ClusterSpec
     model: CostModel
@@ -80,7 +80,7 @@ class MeshProblem:
             scheduled(kind, request.stages, stages_per_rank(kind), request.micro_batches)
             for kind in stageable(self.graph, request)
         ]
-        self.dims = Dims(self.graph, self.atoms, self.mesh)
+        self.dims = dims_of(self.graph, self.mesh)
         self.groups = find_groups(self.graph) if request.compile else None
         self.prices = self.priced_with(shown=1.0, credit=0.0)
         self.folding = fold(self.graph, self.dims, self.request.pins, self.roles)

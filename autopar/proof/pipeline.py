@@ -27,7 +27,7 @@ from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.split_stages import StageProgram, split
 from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.trace.micro_batches import MicroBatch
 
 Values = list[tuple[Tensor, ...]]  # of each rank
@@ -62,7 +62,7 @@ def simulate_pipeline(
     micro-batch, and its loss the only output; `shorter` that of micro-batches which are a sample shorter.
     """
     cuts = _cuts(graph, program, pipeline, dims)
-    rest = Dims(shorter, find_atoms(shorter), dims.mesh) if shorter else dims
+    rest = dims_of(shorter, dims.mesh) if shorter else dims
     short_cuts = _cuts(shorter, program, pipeline, rest) if shorter else cuts
     full = start_state(model, graph, lift)
     learned = [

@@ -39,7 +39,7 @@ from autopar.proof.ranks import assemble, distribute, meaning_for, run, seed_sha
 from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
@@ -113,7 +113,7 @@ def verify_simulated(
 ) -> Verdict:
     """Prove `program` for `traced` on simulated ranks; `theirs` is the eager training, if it is known."""
     graph, casts = raise_graph(traced.graph)
-    dims = Dims(graph, find_atoms(graph), program.mesh)
+    dims = dims_of(graph, program.mesh)
     serial_model = raise_model(copy_model(model))
     with float64_by_default():
         ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
