@@ -24,7 +24,9 @@ from autopar.core.recompute import Segment
 from autopar.runtime import registry
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
 
-GROUPS_IN_BACKWARD = 2  # of full tensors beside those computed with: weights that come, gradients that go
+# What is in memory beside a plan's peak: weights that come, gradients that go, an activation's sum, and
+# what gradients of weights are made of.
+AT_ONCE = 4
 _HALVED = {registry.operator(name): name for name in HALVED}
 
 
@@ -41,7 +43,7 @@ def overlap(
     `nbytes` are those of full copies, by the name of their placeholder; `steps` says for which operator each
     node was written, `segments` which operators are computed again.
     """
-    again = {place for first, stop in segments for place in range(first, stop)}
+    again = operators_of(segments)
     gathers = [node for node in graph.nodes if _leads(node, nbytes) and steps.get(node.name, -1) not in again]
     groups = [group for group in _grouped(graph, gathers) if _bytes(group, nbytes) <= room]
     place = {node: number for number, group in enumerate(groups) for node in group}
@@ -69,9 +71,14 @@ def overlap(
     return copy
 
 
+def operators_of(segments: Sequence[Segment]) -> set[int]:
+    """The numbers of the operators that are computed again."""
+    return {place for first, stop in segments for place in range(first, stop)}
+
+
 def room_of(cap: int | None, peak_bytes: float) -> float:
-    """Bytes that one group may take under a cap, beside a plan's peak."""
-    return math.inf if cap is None else (cap - peak_bytes) / GROUPS_IN_BACKWARD
+    """Bytes that each of what is early or late may take under a cap, beside a plan's peak."""
+    return math.inf if cap is None else (cap - peak_bytes) / AT_ONCE
 
 
 def _leads(node: fx.Node, names: Collection[str]) -> bool:

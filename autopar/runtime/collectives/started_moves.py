@@ -26,12 +26,13 @@ from torch import Tensor
 
 from autopar.errors import CheckError
 from autopar.runtime import registry
+from autopar.runtime.collectives import groups, transport
 from autopar.runtime.collectives import placement_moves as moves
-from autopar.runtime.collectives import transport
 from autopar.runtime.saved import regather
 
 START, WAIT = "start_", "wait_"  # begin the names of the halves
-HALVED = ("s_to_b", "s_to_b_again", "s_to_r", "s_to_r_again")  # moves that programs start early
+HALVED = ("s_to_b", "s_to_b_again", "s_to_r", "s_to_r_again")  # gathers that programs start early
+SUMS = {"p_to_r": "r_to_b", "p_to_b": "p_to_b", "r_to_b": "p_to_r"}  # others, with their transposed ones
 _under_way: dict[int, Callable[[], Tensor]] = {}  # by the handle's storage
 Arguments = tuple[Any, ...]
 
@@ -79,6 +80,21 @@ def _start_scatter(
 def _start_slice(x: Tensor, *arguments: Any) -> Callable[[], Tensor]:
     mine = moves._slice(x, *arguments)
     return lambda: mine
+
+
+def _start_sum(x: Tensor, group: str) -> Callable[[], Tensor]:
+    total = x.clone(memory_format=torch.contiguous_format)
+    arrived = transport.start_all_reduce(total, groups.group(group))
+
+    def finish() -> Tensor:
+        arrived()
+        return total
+
+    return finish
+
+
+def _start_nothing(x: Tensor, group: str) -> Callable[[], Tensor]:
+    return x.detach
 
 
 def _handle(x: Tensor, *_: Any) -> Tensor:
@@ -143,7 +159,41 @@ def _back(name: str, start: Callable[..., Callable[[], Tensor]]) -> None:
     )
 
 
+def _whole(name: str, transposed: str, start: Callable[..., Callable[[], Tensor]]) -> None:
+    """Register both halves of a move of whole tensors; a handle's gradient is a handle."""
+
+    def begin_kernel(x: Tensor, group: str) -> Tensor:
+        return begin(_handle(x), start(x, group))
+
+    def keep_shape(ctx: Any, inputs: Arguments, _: Tensor) -> None:
+        ctx.shape, ctx.group = inputs[0].shape, inputs[1]
+
+    def end_back(ctx: Any, gradient: Tensor) -> Arguments:
+        like = gradient.new_empty(()).expand(ctx.shape)
+        return registry.operator(WAIT + transposed)(gradient, like, ctx.group), None
+
+    def keep_group(ctx: Any, inputs: Arguments, _: Tensor) -> None:
+        ctx.group = inputs[2]
+
+    def begin_back(ctx: Any, gradient: Tensor) -> Arguments:
+        return registry.operator(START + transposed)(gradient, ctx.group), None, None
+
+    registry.functional(
+        START + name, moves.WHOLE, begin_kernel, shape=_handle, setup=keep_shape, backward=end_back
+    )
+    registry.functional(
+        WAIT + name,
+        moves.WHOLE.replace("(Tensor x", "(Tensor handle, Tensor x"),
+        lambda handle, *_: end(handle),
+        shape=lambda handle, x, group: torch.empty_like(x, memory_format=torch.contiguous_format),
+        setup=keep_group,
+        backward=begin_back,
+    )
+
+
 _back("p_to_s", _start_scatter)
 _back("r_to_s", _start_slice)
 for _name in HALVED:
     _half(_name, "p_to_s" if _name.startswith("s_to_b") else "r_to_s", start_gather)
+for _name, _other in SUMS.items():
+    _whole(_name, _other, _start_nothing if _name == "r_to_b" else _start_sum)
