@@ -80,7 +80,7 @@ class MeshProblem:
             for kind in stageable(self.graph, request)
         ]
         self.dims = Dims(self.graph, self.atoms, self.mesh)
-        self.prices = self.priced_with(shown=1.0, credit=0.0)
+        self.prices = self.priced_with()
         self.folding = fold(self.graph, self.dims, self.request.pins)
 
     dims: Dims = dataclasses.field(init=False)
@@ -91,9 +91,9 @@ class MeshProblem:
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Ask, Solution] = dataclasses.field(default_factory=dict)
 
-    def priced_with(self, *, shown: float, credit: float) -> Prices:
-        """The prices, of sums of gradients the part that is `shown`, and that `credit` for what they hide
-        behind."""
+    def priced_with(self, *, shown: float = 1.0, credit: float = 0.0, compute_credit: float = 0.0) -> Prices:
+        """The prices, of sums of gradients and of what starts early the part that is `shown`, and those
+        credits for what they hide behind."""
         return Prices(
             self.graph,
             self.dims,
@@ -106,6 +106,8 @@ class MeshProblem:
             accumulates=self.request.training and self.request.micro_batches > 1,
             shown=shown,
             credit=credit,
+            early=self.request.overlap and self.request.training and self.request.stages == 1,
+            compute_credit=compute_credit,
             reduce=self.request.reduce_dtype,
         )
 
@@ -157,7 +159,8 @@ class MeshProblem:
 
         Sums S of gradients hide behind backward B: E >= S - theta B and E >= 0. With a multiplier on that
         row, in [0, 1], a solve is one of other costs, and bounds all plans: 1 is right where sums show, 0
-        where they hide, and between the two it is bisected by whether they hide in the answer.
+        where they hide, and between the two it is bisected by whether they hide in the answer. Where other
+        exchanges start early, the row is that of them all, behind all that M micro-batches compute.
         """
         count = self.request.micro_batches
         if not self.prices.overlap:
@@ -395,8 +398,11 @@ class MeshProblem:
         cutoff = limits.cutoff if ask.bounded and self.request.stages == 1 else math.inf
         prices = self.prices
         if ask.multiplier is not None:
-            credit = ask.multiplier * prices.overlap * prices.step_weight
-            prices = self.priced_with(shown=ask.multiplier, credit=credit)
+            credit = ask.multiplier * prices.overlap
+            if prices.early:
+                prices = self.priced_with(shown=ask.multiplier, compute_credit=credit)
+            else:
+                prices = self.priced_with(shown=ask.multiplier, credit=credit * prices.step_weight)
         found = choose_named(
             self.graph,
             prices,
@@ -422,6 +428,8 @@ class MeshProblem:
         prices, mesh = self.prices, self.mesh
         if not prices.overlap:
             return 0.0
+        if prices.early:
+            return prices.overlap * bound
         whole = (R,) * len(mesh.shape)
         sums = sum(
             prices.gradient_sync(item.name, Move(axis, whole, (*whole[:axis], B, *whole[axis + 1 :])))

@@ -494,6 +494,17 @@ class PlanOptions(VerifyOptions, total=False):
     optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
     measure: Annotated[bool | None, _MEASURE]
     measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
+    overlap: Annotated[
+        bool | None,
+        Option(
+            default=False,
+            words=(bool,),
+            help="Start exchanges early, beside compute, where memory is left: gathers of weights, sums.",
+            more="In plans without stages. Gathers start by groups, up to two of which are in memory then; "
+            "gradients of weights are made beside sums of activations' gradients. What a cap leaves too "
+            "little for is not started early. On processes of one machine it gains nothing.",
+        ),
+    ]
 
 
 class ParallelizeOptions(PlanOptions, total=False):
@@ -507,17 +518,6 @@ class ParallelizeOptions(PlanOptions, total=False):
             help="Compile the programs of ranks and stages, by torch.compile.",
             more="Each at its first call, which takes long. Plans with compile have no schedule that splits "
             "backward, and offload nothing. Costs are those of operators that run one by one.",
-        ),
-    ]
-    overlap: Annotated[
-        bool | None,
-        Option(
-            default=False,
-            words=(bool,),
-            help="Start gathers of weights in shards early, beside compute, where memory is left.",
-            more="In plans without stages, by groups of gathers; up to two more groups of full tensors are "
-            "in memory then, and a group for which a cap leaves less is not started early. On processes of "
-            "one machine it gains nothing.",
         ),
     ]
 

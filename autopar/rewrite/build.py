@@ -119,9 +119,7 @@ def _early(
     }
     sizes = {node.name: value.nbytes for node, value in mine.emitter.meta.items()}
     body = overlap(body, full, room=room, steps=mine.steps, segments=program.recompute)
-    body = hoist(
-        body, lambda node: sizes[node.name], room=room, steps=mine.steps, segments=program.recompute
-    )
+    body = hoist(body, lambda node: sizes[node.name], room=room, steps=mine.steps, segments=program.recompute)
 
     def result_bytes(step: int) -> int:
         """What an operator makes, on the rank that has most."""

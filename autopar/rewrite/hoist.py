@@ -67,7 +67,7 @@ def hoist(
 
 
 def is_ordered(node: fx.Node) -> bool:
-    """Whether ranks meet in it, as far as is known: waits begin nothing, and some moves are each rank's own."""
+    """Whether ranks meet in it, as far as is known: waits begin nothing, and some moves are local."""
     if node.op != "call_function" or getattr(node.target, "namespace", "") != registry.NAMESPACE:
         return False
     name: str = node.target._opname  # type: ignore[union-attr]
@@ -110,4 +110,3 @@ def _computes(node: fx.Node) -> bool:
     if node.op != "call_function" or getattr(target, "namespace", registry.NAMESPACE) == registry.NAMESPACE:
         return False
     return all(each.alias_info is None for each in target._schema.returns)
-

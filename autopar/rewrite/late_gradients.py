@@ -1,8 +1,7 @@
 """Makes gradients of weights beside the exchange of their input's gradient.
 
-    before    r_to_b x  linear                                  backward    products of both gradients, sum
-    after     start x  late_gradient w  wait x  late_linear     backward    product of the input's gradient,
-                                                                            start, product of the weight's, wait
+    before    r_to_b x, linear                                  backward    gradients of x and w, sum
+    after     start x, late_gradient w, wait x, late_linear     backward    of x, start, of w, wait
 
 An activation that all ranks of an axis hold is converted before products whose weights they share out. Each
 rank has then a part of its gradient, which is summed (`r_to_b`) or summed and scattered (`s_to_b`) over the
@@ -19,18 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from autopar.core.recompute import Segment
 from autopar.rewrite.overlap import operators_of
 from autopar.runtime import registry
-from autopar.runtime.collectives.late_gradients import CONVOLUTION, LATE, LINEAR
+from autopar.runtime.collectives.late_gradients import CONVOLUTION, LATE, LINEAR, PRODUCTS
 from autopar.runtime.collectives.started_moves import START, WAIT
 
-aten = torch.ops.aten
 _MOVES = {registry.operator(name): name for name in ("r_to_b", "s_to_b")}
-_SPACE = {aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3}
 
 
 def make_late(
@@ -113,8 +109,7 @@ def _products(
 
 
 def _is_product(user: fx.Node, node: fx.Node) -> bool:
-    is_one = user.target is aten.linear.default or user.target in _SPACE
-    return is_one and not user.kwargs and user.args[0] is node and node not in user.args[1:]
+    return user.target in PRODUCTS and not user.kwargs and user.args[0] is node and node not in user.args[1:]
 
 
 def _weights(product: fx.Node) -> list[fx.Node]:
@@ -125,7 +120,7 @@ def _weights(product: fx.Node) -> list[fx.Node]:
 def _late(product: fx.Node) -> tuple[str, tuple[Any, ...]]:
     """The operator in the place of a product, and its arguments."""
     x, weight, bias, *how = (*product.args, None)[: max(3, len(product.args))]
-    space = _SPACE.get(product.target)
+    space = PRODUCTS[product.target]
     if space is None:
         return LINEAR, (x, weight, bias)
     stride, padding, dilation, groups = (*how, *(1, 0, 1, 1)[len(how) :])

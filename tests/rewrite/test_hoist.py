@@ -6,14 +6,12 @@ import math
 import random
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from autopar.core.mesh import Mesh
-from autopar.rewrite import hoist as module
 from autopar.rewrite.hoist import hoist, is_ordered
 from tests.rewrite.test_overlap import calls, on_simulated_ranks
 
@@ -113,9 +111,5 @@ def check_order(seed: int, spares: tuple[int, int], rooms: tuple[float, float]) 
     st.tuples(st.integers(0, 99), st.integers(0, 99)),
     st.tuples(*[st.sampled_from([0, math.inf])] * 2),
 )
-def test_uneven_ranks_keep_one_order(
-    seed: int, spares: tuple[int, int], rooms: tuple[float, float]
-) -> None:
+def test_uneven_ranks_keep_one_order(seed: int, spares: tuple[int, int], rooms: tuple[float, float]) -> None:
     check_order(seed, spares, rooms)
-
-

@@ -65,7 +65,7 @@ class Price:
     `missing_seconds` the part of `compute` that isn't measured, `interpolated_seconds` what of it follows
     from other sizes; `saved` what stays in memory for backward.
     `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
-    Sums of gradients may hide `behind` so many seconds, for which `credit` is taken off.
+    Sums of gradients may hide `behind` so many seconds; `credit` is taken off for what hides.
     """
 
     compute: float
@@ -110,6 +110,8 @@ class Prices:
     accumulates: bool = False  # whether gradients of several micro-batches add up
     shown: float = 1.0  # of gradient sums in buckets, a multiplier
     credit: float = 0.0  # of the backward seconds of operators, behind which such sums hide
+    early: bool = False  # whether other exchanges start early, too, and hide behind all that is computed
+    compute_credit: float = 0.0  # then of all seconds of operators, and `shown` is of those exchanges, too
     reduce: Precision = Precision.FP32  # what gradients of cast weights are summed in
     _operators: dict[Any, Price] = field(default_factory=dict)
     _priced: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
@@ -153,7 +155,7 @@ class Prices:
     def known(self) -> Known:
         """What equal operators and tensors of other graphs cost on this mesh."""
         if self._known is None:
-            usual = self.shown == 1.0 and not self.credit
+            usual = self.shown == 1.0 and not self.credit and not self.compute_credit
             found = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
             self._known = found if usual else Known()
         return self._known
@@ -328,7 +330,7 @@ class Prices:
             weights=weights,
             again=again,
             behind=behind,
-            credit=self.credit * behind,
+            credit=self.credit * behind + self.compute_credit * compute,
             interpolated_seconds=between,
         )
 
@@ -454,8 +456,16 @@ class Prices:
                 fresh + self._action(what.backward, round(wide * full), change.axis) if requires_grad else 0.0
             )
             back += 2 * self._copy(full) if requires_grad and wide != 1 else 0.0  # to another dtype and back
-            self._moves[key] = fresh + self._action(what.forward, full, change.axis), back
+            ahead = fresh + self._action(what.forward, full, change.axis)
+            self._moves[key] = self._shown(what.name, ahead, back, weight=weight)
         return self._moves[key]
+
+    def _shown(self, move: str, ahead: float, back: float, *, weight: bool) -> tuple[float, float]:
+        """Seconds of a move, of what may start early as much as is shown: of weights gathers and scatters, of
+        activations the exchange in backward."""
+        if not self.early or move not in (("s_to_b", "s_to_r") if weight else ("r_to_b", "s_to_b")):
+            return ahead, back
+        return (self.shown if weight else 1.0) * ahead, self.shown * back
 
     def _requires_grad(self, name: str) -> bool:
         return self.training and self.graph.specs[name].requires_grad

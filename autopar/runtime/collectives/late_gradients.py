@@ -31,6 +31,13 @@ from autopar.runtime import registry
 aten = torch.ops.aten
 LATE = "late_gradient"
 LINEAR, CONVOLUTION = "late_linear", "late_convolution"
+# Products that may be late, with the dims of a convolution's images.
+PRODUCTS = {
+    aten.linear.default: None,
+    aten.conv1d.default: 1,
+    aten.conv2d.default: 2,
+    aten.conv3d.default: 3,
+}
 _KEEPS = "_autopar_makes"  # the attribute of a promise: how it is kept
 
 

@@ -117,8 +117,8 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> N
 
 
 def start_all_reduce(x: Tensor, group: ProcessGroup) -> Callable[[], object]:
-    """Begin `all_reduce`; what is returned waits until it has ended, which it has where the ranks' own streams
-    or a first rank carry it. What travels is the same, so that one rank may start what another awaits."""
+    """Begin `all_reduce`; what is returned waits until it has ended, as it has where the ranks' own streams
+    or a first rank carry it. What travels is the same, so one rank may start what another awaits."""
     small = _can_meet(x, group.size())
     wired = x.is_cpu and x.nbytes <= LARGE_BYTES and groups.wires(group) is not None
     if not x.numel() or x.is_complex() or small or wired:

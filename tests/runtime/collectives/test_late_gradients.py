@@ -30,7 +30,7 @@ KINDS = {name: ["filter"] for name in ("left", "right", "narrow")} | {
 
 
 class Branches(nn.Module):
-    """Two branches that read one activation, in uneven parts; the first one's sum is needed after the other."""
+    """Two branches that read one activation; the sum of the first one is needed after the second."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
