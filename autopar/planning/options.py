@@ -657,7 +657,8 @@ def settle(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Optio
 
 def settle_beside_plan(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Options:
     """As `settle`, where there is a plan: of the environment what a plan doesn't decide."""
-    found = {name: word for name, word in read(environment).items() if name not in PLAN.options}
+    decided = {*PLAN.options} - {"overlap"}  # which is of programs, too
+    found = {name: word for name, word in read(environment).items() if name not in decided}
     return Options(PARALLELIZE, **(found | _said(said)))
 
 

@@ -71,6 +71,12 @@ def overlap(
     return copy
 
 
+def starts(graph: fx.Graph) -> bool:
+    """Whether anything in a program starts early."""
+    calls = (node.target for node in graph.nodes if node.op == "call_function")
+    return any(getattr(target, "_opname", "").startswith(START) for target in calls)
+
+
 def operators_of(segments: Sequence[Segment]) -> set[int]:
     """The numbers of the operators that are computed again."""
     return {place for first, stop in segments for place in range(first, stop)}

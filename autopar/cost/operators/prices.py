@@ -37,6 +37,7 @@ from autopar.cost.operators.known_prices import Known, known_prices
 from autopar.cost.operators.saved import SavedTensors, keep, stand_ins
 from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, Written
+from autopar.runtime.collectives.late_gradients import PRODUCTS
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import GATHER, Site, rule_of
@@ -110,8 +111,10 @@ class Prices:
     accumulates: bool = False  # whether gradients of several micro-batches add up
     shown: float = 1.0  # of gradient sums in buckets, a multiplier
     credit: float = 0.0  # of the backward seconds of operators, behind which such sums hide
-    early: bool = False  # whether other exchanges start early, too, and hide behind all that is computed
-    compute_credit: float = 0.0  # then of all seconds of operators, and `shown` is of those exchanges, too
+    early: bool = False  # whether gathers and sums of activations start early, too
+    compute_credit: float = 0.0  # then of all seconds of operators; `shown` is of gathers, too
+    late_credit: float = 0.0  # and of those of gradients of weights, which may be late
+    late_shown: float = 1.0  # of exchanges of activations' gradients
     reduce: Precision = Precision.FP32  # what gradients of cast weights are summed in
     _operators: dict[Any, Price] = field(default_factory=dict)
     _priced: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
@@ -155,7 +158,9 @@ class Prices:
     def known(self) -> Known:
         """What equal operators and tensors of other graphs cost on this mesh."""
         if self._known is None:
-            usual = self.shown == 1.0 and not self.credit and not self.compute_credit
+            usual = self.shown == self.late_shown == 1.0 and not (
+                self.credit or self.compute_credit or self.late_credit
+            )
             found = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
             self._known = found if usual else Known()
         return self._known
@@ -297,6 +302,7 @@ class Prices:
         ahead = sum(item.forward_seconds for item in costs) * self.model.contention
         behind = compute - ahead
         weights = behind * self._weights_share(operation, work)
+        late = weights if operation.target in PRODUCTS else 0.0
         ahead += sum(before for before, _ in inner)
         kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         calls = local + strips
@@ -330,7 +336,7 @@ class Prices:
             weights=weights,
             again=again,
             behind=behind,
-            credit=self.credit * behind + self.compute_credit * compute,
+            credit=self.credit * behind + self.compute_credit * compute + self.late_credit * late,
             interpolated_seconds=between,
         )
 
@@ -463,9 +469,11 @@ class Prices:
     def _shown(self, move: str, ahead: float, back: float, *, weight: bool) -> tuple[float, float]:
         """Seconds of a move, of what may start early as much as is shown: of weights gathers and scatters, of
         activations the exchange in backward."""
-        if not self.early or move not in (("s_to_b", "s_to_r") if weight else ("r_to_b", "s_to_b")):
+        if not self.early:
             return ahead, back
-        return (self.shown if weight else 1.0) * ahead, self.shown * back
+        if weight and move in ("s_to_b", "s_to_r"):
+            return self.shown * ahead, self.shown * back
+        return ahead, (1.0 if weight or move not in ("r_to_b", "s_to_b") else self.late_shown) * back
 
     def _requires_grad(self, name: str) -> bool:
         return self.training and self.graph.specs[name].requires_grad

@@ -31,7 +31,7 @@ def early_seconds(priced: PricedProgram) -> tuple[float, float]:
     weights = {item.name for item in priced.graph.inputs if item.kind is InputKind.PARAMETER}
     again = {place for first, stop in priced.program.recompute for place in range(first, stop)}
     behind = _behind_products(priced)
-    ahead = back = sums = beside_sums = 0.0
+    ahead = back = sums = beside = 0.0
     for value in priced.values.of.values():
         if value.move is None or value.leads or any(place in again for place in value.uses):
             continue
@@ -40,13 +40,13 @@ def early_seconds(priced: PricedProgram) -> tuple[float, float]:
             ahead, back = ahead + before, back + after
         elif value.name not in weights and effect(value.move).name in ("r_to_b", "s_to_b"):
             limit = prices.overlap * behind.get((value.name, value.layout), 0.0)
-            sums, beside_sums = sums + (after if limit else 0.0), beside_sums + min(after, limit)
+            sums, beside = sums + (after if limit else 0.0), beside + min(after, limit)
     back += sum(each.seconds for each in regathers(priced) if each.place not in again)
     costs = priced.operator_prices
     computed = sum(cost.compute for cost in costs)
     backward = sum(cost.behind for cost in costs)
     hidden = min(ahead, prices.overlap * (computed - backward))
-    return ahead + back + sums, hidden + min(back + beside_sums, prices.overlap * backward)
+    return ahead + back + sums, hidden + min(back + beside, prices.overlap * backward)
 
 
 def _behind_products(priced: PricedProgram) -> dict[Key, float]:

@@ -84,7 +84,7 @@ def step_cost(priced: PricedProgram) -> StepCost:
     backward += again_seconds(priced)
     waits = wait_seconds(priced)
     forward, backward = forward + waits[0], backward + waits[1]
-    credited = prices.credit or prices.compute_credit
+    credited = prices.credit or prices.compute_credit or prices.late_credit
     hidden = 0.0 if credited else min(summed, prices.overlap * sum(cost.behind for cost in costs))
     early, beside = early_seconds(priced)
     room = prices.overlap * sum(cost.compute for cost in costs) - prices.step_weight * hidden
