@@ -122,9 +122,9 @@ class Compiler:
             self.announce(plan.notes)
         if not plan.pipeline.is_staged:
             room = room_of(self.cap(request), plan.peak_bytes) if request.overlap else 0.0
-            made = build(traced, plan, rank=rank, device=device, exact_random=self.exact_random, room=room)
-            self.tell_of_overlap(request, made, room)
-            return made
+            whole = build(traced, plan, rank=rank, device=device, exact_random=self.exact_random, room=room)
+            self.tell_of_overlap(request, whole, room)
+            return whole
         made = build_stages(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
         if not step:
             return made

@@ -21,10 +21,12 @@ from torch import fx
 from autopar.core.recompute import Segment
 from autopar.rewrite.overlap import operators_of
 from autopar.runtime import registry
+from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import START, WAIT
 
 _MOVES = {registry.operator(name): name for name in ("p_to_r", "p_to_b", "s_to_r", "s_to_b")}
 _LOCAL = {"r_to_b", "b_to_r", "r_to_p", "b_to_p", "r_to_s", "b_to_s", "s_to_p", "start_r_to_b"}
+_LOCAL |= {"r_to_b" + ending for ending in SUMMED.values()}
 
 
 def hoist(
@@ -71,15 +73,15 @@ def is_ordered(node: fx.Node) -> bool:
     if node.op != "call_function" or getattr(node.target, "namespace", "") != registry.NAMESPACE:
         return False
     name: str = node.target._opname  # type: ignore[union-attr]
-    own = name in _LOCAL or any(name == f"r_to_b{ending}" for ending in ("_wide", "_bf16", "_fp16"))
-    return not own and not name.startswith((WAIT, "late_"))
+    return name not in _LOCAL and not name.startswith((WAIT, "late_"))
 
 
 def _is_exchange(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target not in _MOVES:
         return False
     source: Any = node.args[0]
-    return source.op != "placeholder"
+    is_made: bool = source.op != "placeholder"
+    return is_made
 
 
 def _places(nodes: Sequence[fx.Node], may: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -109,4 +111,5 @@ def _computes(node: fx.Node) -> bool:
     target: Any = node.target
     if node.op != "call_function" or getattr(target, "namespace", registry.NAMESPACE) == registry.NAMESPACE:
         return False
-    return all(each.alias_info is None for each in target._schema.returns)
+    makes: bool = all(each.alias_info is None for each in target._schema.returns)
+    return makes

@@ -78,7 +78,8 @@ def make_late(
             handles[node] = copy.call_function(target, copied(node.args))
         elif node in late:
             name, args = _late(node)
-            taken = fx.node.map_arg(args, lambda old, node=node: weights.get((node, old), made[old]))
+            own = {old: weights.get((node, old), made[old]) for old in node.all_input_nodes}
+            taken = fx.node.map_arg(args, own.__getitem__)
             target = registry.operator(name)
             made[node] = copy.create_node("call_function", target, taken, name=node.name)
         else:
@@ -92,7 +93,8 @@ def _is_exchange(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target not in _MOVES:
         return False
     source: Any = node.args[0]
-    return source.op != "placeholder"
+    is_made: bool = source.op != "placeholder"
+    return is_made
 
 
 def _products(
@@ -109,7 +111,9 @@ def _products(
 
 
 def _is_product(user: fx.Node, node: fx.Node) -> bool:
-    return user.target in PRODUCTS and not user.kwargs and user.args[0] is node and node not in user.args[1:]
+    if user.target not in PRODUCTS or user.kwargs:
+        return False
+    return user.args[0] is node and node not in user.args[1:]
 
 
 def _weights(product: fx.Node) -> list[fx.Node]:
@@ -119,14 +123,26 @@ def _weights(product: fx.Node) -> list[fx.Node]:
 
 def _late(product: fx.Node) -> tuple[str, tuple[Any, ...]]:
     """The operator in the place of a product, and its arguments."""
-    x, weight, bias, *how = (*product.args, None)[: max(3, len(product.args))]
-    space = PRODUCTS[product.target]
+    target: Any = product.target
+    given = product.args
+    x, weight, bias, *how = [*given, None][: max(3, len(given))]
+    space = PRODUCTS[target]
     if space is None:
         return LINEAR, (x, weight, bias)
-    stride, padding, dilation, groups = (*how, *(1, 0, 1, 1)[len(how) :])
-    each = ([item] * space if isinstance(item, int) else list(item) for item in (stride, padding, dilation))
-    return CONVOLUTION, (x, weight, bias, *(_all(item, space) for item in each), False, [0] * space, groups)
+    all_said: list[Any] = [*how, *(1, 0, 1, 1)[len(how) :]]
+    *each, groups = all_said  # stride, padding and dilation
+    return CONVOLUTION, (
+        x,
+        weight,
+        bias,
+        *(_by_dim(item, space) for item in each),
+        False,
+        [0] * space,
+        groups,
+    )
 
 
-def _all(sizes: list[Any], space: int) -> list[Any]:
-    return sizes * space if len(sizes) == 1 else sizes
+def _by_dim(sizes: Any, space: int) -> list[Any]:
+    """A size for each dim, where one may be said for all."""
+    listed = [sizes] if isinstance(sizes, int) else list(sizes)
+    return listed * space if len(listed) == 1 else listed
