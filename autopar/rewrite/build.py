@@ -112,13 +112,9 @@ def _early(
     body: fx.Graph, graph: Graph, program: Program, dims: Dims, mine: RankProgram, *, room: float
 ) -> fx.Graph:
     """A copy of a rank's program whose exchanges start early, each kind of them within `room` bytes."""
-    full = {
-        item.name: math.prod(item.spec.shape) * item.spec.dtype.itemsize
-        for item in graph.inputs
-        if item.kind is InputKind.PARAMETER
-    }
+    weights = {item.name: item.spec for item in graph.inputs if item.kind is InputKind.PARAMETER}
     sizes = {node.name: value.nbytes for node, value in mine.emitter.meta.items()}
-    body = overlap(body, full, room=room, steps=mine.steps, segments=program.recompute)
+    body = overlap(body, weights, room=room, steps=mine.steps, segments=program.recompute)
     body = hoist(body, lambda node: sizes[node.name], room=room, steps=mine.steps, segments=program.recompute)
 
     def result_bytes(step: int) -> int:

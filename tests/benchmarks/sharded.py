@@ -1,6 +1,6 @@
 """Four hosts at 1 Gbit/s, most of a step communication: exchanges that start early, and exchanges that don't.
 
-python -m tests.benchmarks.sharded                      as root; about ten minutes
+python -m tests.benchmarks.sharded                      as root; some minutes
 python -m tests.benchmarks.sharded weights --rounds 20  one part: weights, sums or tensor
 
 In network namespaces, with the parts and contenders of `tests.benchmarks.sharded_contest`. Each contender
@@ -75,16 +75,15 @@ def main(
     names = tuple(parts or PARTS)
     if unknown := set(names) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; wanted some of {', '.join(PARTS)}")
-    before = _load()
+    before, console = _load(), Console(width=110)
     with (
         tempfile.TemporaryDirectory(prefix="autopar-sharded-") as folder,
         environment(ALLOCATORS["tuned"]),
         hosts(host_contest.HOSTS, rate=RATE) as made,
     ):
-        found = run_on_hosts(contest, made, names, rounds, str(Path(folder) / "costs.sqlite"))[0]
-    console = Console(width=110)
-    for part, figures in found.items():
-        console.print(table(part, figures))
+        for part in names:
+            found = run_on_hosts(contest, made, part, rounds, str(Path(folder) / "costs.sqlite"))[0]
+            console.print(table(part, found))
     console.print(f"load of {os.cpu_count()} cores before: {before}; after: {_load()}")
 
 

@@ -95,14 +95,11 @@ class Found:
     exchanged: dict[str, float]
 
 
-def contest(parts: tuple[str, ...], rounds: int, costdb: str) -> dict[str, Found]:
-    """The parts called so on this rank; the same on every rank."""
+def contest(part: str, rounds: int, costdb: str) -> Found:
+    """The contenders of a part on this rank; the same on every rank."""
     torch.set_num_threads(1)
     worker.init()
-    return {name: _part(name, PARTS[name], rounds, costdb) for name in parts}
-
-
-def _part(part: str, shape: Shape, rounds: int, costdb: str) -> Found:
+    shape = PARTS[part]
     serial, cap = _serial_losses(shape), None
     entrants: dict[str, Entrant] = {}
     peaks: dict[str, int] = {}
