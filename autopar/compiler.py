@@ -120,7 +120,7 @@ class Compiler:
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)
         if not plan.pipeline.is_staged:
-            room = room_of(self.cap(request), plan.peak_bytes) if request.overlap else 0.0
+            room = room_of(request.cap(self.cluster), plan.peak_bytes) if request.overlap else 0.0
             return build(traced, plan, rank=rank, device=device, exact_random=self.exact_random, room=room)
         made = build_stages(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
         if not step:
@@ -131,10 +131,6 @@ class Compiler:
         rest = build_stages(shorter, plan, rank=rank, device=device, exact_random=self.exact_random)
         check_programs(made, rest)
         return replace(made, shorter=rest.stages)
-
-    def cap(self, request: Request) -> int | None:
-        """Bytes of a device that a plan may take, None where nobody says."""
-        return self.cluster.memory if request.memory is None else request.memory
 
     def given(self, traced: Traced) -> Plan | None:
         """The plan that is there already, if it is for this graph; raises InputError if it has to be."""

@@ -484,20 +484,8 @@ class PlacementOptions(TypedDict, total=False):
     ]
 
 
-class VerifyOptions(PlacementOptions, SearchOptions, total=False):
-    """Options of `verify`: where state is SGD's with momentum, and nothing is measured."""
-
-
-class PlanOptions(VerifyOptions, total=False):
-    """Options of `plan` and `parallelize`; help(autopar.plan) tells what each means."""
-
-    optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
-    measure: Annotated[bool | None, _MEASURE]
-    measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
-
-
-class ParallelizeOptions(PlanOptions, total=False):
-    """Options of `parallelize`: those of `plan`, and of how what is planned runs."""
+class RunOptions(TypedDict, total=False):
+    """Options of how what is planned runs."""
 
     compile: Annotated[
         bool | None,
@@ -520,6 +508,22 @@ class ParallelizeOptions(PlanOptions, total=False):
             "one machine it gains nothing.",
         ),
     ]
+
+
+class VerifyOptions(PlacementOptions, SearchOptions, RunOptions, total=False):
+    """Options of `verify`: where state is SGD's with momentum, and nothing is measured."""
+
+
+class PlanOptions(PlacementOptions, SearchOptions, total=False):
+    """Options of `plan` and `parallelize`; help(autopar.plan) tells what each means."""
+
+    optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
+    measure: Annotated[bool | None, _MEASURE]
+    measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
+
+
+class ParallelizeOptions(PlanOptions, RunOptions, total=False):
+    """Options of `parallelize`: those of `plan`, and of how what is planned runs."""
 
 
 class CompareOptions(SearchOptions, total=False):
