@@ -221,7 +221,7 @@ class SampleFlow:
         if self._picks_own(item, given):
             return [Value(Role.ROWS)]
         if item.target in EMPTY:
-            return [Value(Role.WHOLE)]
+            return [self._empty(item, given[0])]
         in_order = self._sorted(item, given)
         if in_order is not None:
             return in_order
@@ -242,7 +242,7 @@ class SampleFlow:
 
     def _sorted(self, item: Operator, given: Sequence[Value]) -> list[Value] | None:
         """What becomes of rows that are sorted here, or were; None where there are none."""
-        marks, known = [value.sorted for value in given], self.sorted_rows
+        marks, known = [_told(value) for value in given], self.sorted_rows
         if not any(marks):
             is_rows = bool(given) and given[0].role is Role.ROWS and given[0].scale is None
             sorting = known.sorting(item) if is_rows and self._is_outermost(item.operands[0]) else None
@@ -268,6 +268,12 @@ class SampleFlow:
         """Rows that come from an order to no loop of the samples: their first dim is one of them."""
         if name is not None and not any(True for _ in self.places(name)):
             self.batch.add(self.dims.atoms.components[(name, 0, 0)])
+
+    def _empty(self, item: Operator, like: Value) -> Value:
+        """A tensor of one number, as long as another."""
+        if like.sorted is None:
+            return Value(Role.WHOLE)
+        return self._in_order(item, Sorted(Order.NOTHING, like.sorted.by))
 
     def _in_order(self, item: Operator, mark: Sorted | None) -> Value:
         """Rows in the order that `mark` tells; rows that meet if there is none."""
@@ -450,6 +456,11 @@ class SampleFlow:
         if scale is not None or not known or self._is_half(item):
             return Value(Role.BENT, item)
         return Value(Role.SUM, item, scale=Scale(item.name, None))
+
+
+def _told(value: Value) -> Sorted | None:
+    """What a tensor tells of sorted rows."""
+    return None if value.sorted and value.sorted.order is Order.NOTHING else value.sorted
 
 
 def reduction_of(item: Operator) -> int | None:

@@ -44,6 +44,7 @@ class Order(Enum):
     ROWS = "sorted by their keys"
     COUNTS = "of rows with each key"
     ENDS = "of the groups of rows with one key"
+    NOTHING = "but as many numbers as there are rows"
 
 
 @dataclass(frozen=True, slots=True)
