@@ -420,7 +420,7 @@ class Compiler:
 
     def measure_links(self) -> None:
         """Measure the collectives that nobody has measured, where plans may measure; collective."""
-        if self.request.measure and self.cluster.device_type == "cpu":
+        if self.request.measure:
             measure_links(self.cluster, self.costdb, self.timeout)
 
     def agree(self, traced: Traced, request: Request) -> Plan:

@@ -6,6 +6,7 @@ written_graph        the graph as far as it is written down
 in_place             in-place writes as single assignments
 casts                what autocast casts, as operators
 call_forms           calls in functional form, with devices by name
+devices              one device for what lies on several
 structure            evaluates what follows from a graph's edges alone
 fused_products       sums of neighbours as such products
 edge_operators       rows that a graph's structure picks and places
