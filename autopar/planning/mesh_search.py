@@ -30,6 +30,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.ask import UNLIMITED, Ask, Limits
+from autopar.planning.known_cuts import KnownCuts
 from autopar.planning.request import Request
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Atoms, Dims
@@ -90,6 +91,7 @@ class MeshProblem:
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Ask, Solution] = dataclasses.field(default_factory=dict)
+    known_cuts: KnownCuts = dataclasses.field(default_factory=KnownCuts)
 
     def priced_with(self, *, shown: float, credit: float) -> Prices:
         """The prices, of sums of gradients the part that is `shown`, and that `credit` for what they hide
@@ -362,7 +364,8 @@ class MeshProblem:
             schedules = [incumbent.schedule]
         if self.request.stages_of_uses is not None:
             starts = kept_starts(self.graph, self.request.stages_of_uses, self.schedules[0].stages)
-        return staged(
+        cut = partial(
+            staged,
             solution,
             schedules=schedules,
             hop=self.hop,
@@ -375,6 +378,8 @@ class MeshProblem:
             cutoff=cutoff,
             limit=limit,
         )
+        asked = cap, solution.bound if relaxed is None else relaxed, schedules, self.places
+        return self.known_cuts.step(solution.program, asked, cut, cutoff=cutoff, limit=limit)
 
     @property
     def offload(self) -> Offload:
