@@ -31,6 +31,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.ask import UNLIMITED, Ask, Limits
+from autopar.planning.known_cuts import KnownCuts
 from autopar.planning.request import Request
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Dims
@@ -93,6 +94,7 @@ class MeshProblem:
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Ask, Solution] = dataclasses.field(default_factory=dict)
+    known_cuts: KnownCuts = dataclasses.field(default_factory=KnownCuts)
 
     @property
     def roles(self) -> Mapping[str, Member] | None:
@@ -389,7 +391,8 @@ class MeshProblem:
             schedules = [incumbent.schedule]
         if self.request.stages_of_uses is not None:
             starts = kept_starts(self.graph, self.request.stages_of_uses, self.schedules[0].stages)
-        return staged(
+        cut = partial(
+            staged,
             solution,
             schedules=schedules,
             hop=self.hop,
@@ -402,6 +405,8 @@ class MeshProblem:
             cutoff=cutoff,
             limit=limit,
         )
+        asked = cap, solution.bound if relaxed is None else relaxed, schedules, self.places
+        return self.known_cuts.step(solution.program, asked, cut, cutoff=cutoff, limit=limit)
 
     @property
     def offload(self) -> Offload:
