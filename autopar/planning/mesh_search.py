@@ -488,9 +488,9 @@ def check_force(graph: Graph, prices: Prices, force: Force) -> None:
         if longest < least or not longest:
             raise InfeasibleError(
                 where=f"--force {name_of(force)} on mesh {mesh}",
-                found=f"no {wanted.value} factor longer than {longest}"
+                found=f"no {wanted.value} dim longer than {longest}"
                 if longest
-                else f"no {wanted.value} factor",
-                wanted=f"an operator with one of at least {least}, the size of an axis",
+                else f"no operator that can be split by {wanted.value}",
+                wanted=f"one of at least {least}, the size of an axis",
                 remedy="choose another kind, a smaller mesh or larger inputs",
             )

@@ -9,7 +9,8 @@ A machine that is shared, or grows warm, is faster at one time than at another. 
 different times can be compared, seconds are those of the time when `YARDSTICKS` took what is known of them,
 or else what they take first: of products by that for products, of others by that for memory, for a busy
 memory hardly slows what cores compute. What is known must be of the same circumstances. Measured alone and
-then beside a neighbour, yardsticks would take off what the neighbour costs. A GPU is one rank's own and has no yardsticks.
+then beside a neighbour, yardsticks would take off what the neighbour costs. A GPU is one rank's own and has
+no yardsticks.
 """
 
 from __future__ import annotations
