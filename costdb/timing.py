@@ -133,7 +133,7 @@ class _Timed:
 
     def _marks(self) -> Sequence[Mark]:
         if self.device.type == "cuda":
-            torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(HEAD_START)
         return self.run(lambda: _mark(self.device))
 
 

@@ -110,7 +110,7 @@ def profile(
             where="--cluster",
             found=str(cluster),
             wanted="devices of this machine, which can be measured",
-            remedy="write --cluster local:1, or leave profiling out: other GPUs are priced by their data sheets",
+            remedy="write --cluster local:1; GPUs that aren't here are priced by their data sheets",
         )
     if target is not None:
         _graph(target, request, cluster)  # what cannot be traced is bad input, and no worker's failure

@@ -23,7 +23,7 @@ from autopar.units import show_bytes
 from costdb.database import Database
 from costdb.setting import fingerprint
 
-PYTHON, TORCH = (3, 11), (2, 11)  # the oldest that are tested, as pyproject.toml says
+PYTHON, TORCH = (3, 11), (2, 13)  # the oldest that are tested, as pyproject.toml says
 LIBRARIES = ("pulp", "highspy", "networkx", "cattrs", "numpy", "typer", "rich", "jinja2")
 LEAST_SPACE = 100_000_000  # bytes in the folder of temporary files: logs of ranks, plans, what torch compiles
 

@@ -38,7 +38,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(self.first(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
+        q, k, v = parts.unbind()
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
         y = self.down(F.gelu(self.up(self.second(x))))
         return x + F.dropout(y, self.dropout, self.training)

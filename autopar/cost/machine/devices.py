@@ -3,8 +3,9 @@
 Source of the peaks: NVIDIA's data sheets of V100 SXM2 (2018), A100 40 and 80 GB, SXM4 and PCIe (2021), L40S
 (2023), H100 SXM5 (2023) and H200 SXM (2024), its Blackwell architecture brief for HGX B200 and GB200 NVL72
 (2024), and AMD's data sheet of MI300X (2023); dense rates, without sparsity; float64 on vector units;
-float32 without TF32, as torch multiplies by default, but convolutions with it. Parts of the peak that attention reaches are of the
-order that FlashAttention-2 (Dao, 2023) reports; it runs on V100s by other kernels.
+float32 without TF32, as torch multiplies by default, but convolutions with it. Parts of the peak that
+attention reaches are of the order that FlashAttention-2 (Dao, 2023) reports; it runs on V100s by other
+kernels.
 """
 
 from __future__ import annotations

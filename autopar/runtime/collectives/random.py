@@ -130,9 +130,9 @@ def is_draw(node: fx.Node) -> bool:
 
 
 def share_state() -> None:
-    """All ranks go on with rank 0's generators, of CPUs and of GPUs: replicas must draw one mask; collective."""
+    """All ranks go on with rank 0's generators, GPUs' too: replicas must draw one mask; collective."""
     on_gpus = dist.get_backend() == dist.Backend.NCCL
-    box = [torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpus else None]
+    box = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpus else [])]
     dist.broadcast_object_list(box, src=0)
     torch.set_rng_state(box[0])
     if on_gpus:
