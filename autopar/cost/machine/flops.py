@@ -25,6 +25,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from autopar.core.graph import Call, TensorSpec, may_learn
+from autopar.runtime.compiled.fused_kernel import FUSED
 from costdb import operands
 from costdb.footprint import footprint
 
@@ -131,6 +132,7 @@ def _result(call: Call) -> TensorSpec:
 
 _FORMS: dict[Any, Form] = {
     torch.ops.autopar_graphs.spmm: _sparse_product,
+    FUSED.overloadpacket: lambda call: Flops(0, 0),  # groups hold no products
     ATEN.mm: _product(0, 1),
     ATEN.bmm: _product(0, 1),
     ATEN.matmul: _product(0, 1),
