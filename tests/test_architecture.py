@@ -61,7 +61,9 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.runtime.parameters.global_scalars": "torch's own table of how operators take DTensors",
     "autopar.proof.precision": "what torch calls below a graph, in float64",
     "autopar.proof.sum_order": "kernels that torch calls below a graph, and what they sum",
+    "autopar.proof.backward": "what torch calls below a graph",
     "autopar.cost.machine.measuring": "the two calls that it measures beside others",
+    "autopar.cost.operators.fused_groups": "how Inductor goes through operators; families may say it yet",
 }
 LISTED_ELSEWHERE = {"autopar.__init__", "autopar.ops.__init__"}  # by the floors above; all are families
 

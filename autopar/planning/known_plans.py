@@ -22,6 +22,7 @@ from autopar.core.fingerprint import Fingerprint, fingerprint_of
 from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.fused_groups import find_groups
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.planning.request import Request
@@ -128,5 +129,6 @@ def _peak(plan: Plan, dims: Dims, cluster: ClusterSpec, request: Request) -> int
         micro_batches=count,
         accumulates=request.training and count > 1,
         reduce=request.reduce_dtype,
+        groups=find_groups(dims.graph) if request.compile else None,
     )
     return PricedProgram(prices, plan.program).peak.nbytes

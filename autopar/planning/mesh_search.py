@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -25,6 +25,7 @@ from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.fused_groups import FusedGroups, Member, find_groups
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
@@ -80,16 +81,23 @@ class MeshProblem:
             for kind in stageable(self.graph, request)
         ]
         self.dims = dims_of(self.graph, self.mesh)
+        self.groups = find_groups(self.graph) if request.compile else None
         self.prices = self.priced_with(shown=1.0, credit=0.0)
-        self.folding = fold(self.graph, self.dims, self.request.pins)
+        self.folding = fold(self.graph, self.dims, self.request.pins, self.roles)
 
     dims: Dims = dataclasses.field(init=False)
+    groups: FusedGroups | None = dataclasses.field(init=False)
     prices: Prices = dataclasses.field(init=False)
     folding: Folding = dataclasses.field(init=False)
     schedules: list[Schedule] = dataclasses.field(init=False)
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Ask, Solution] = dataclasses.field(default_factory=dict)
+
+    @property
+    def roles(self) -> Mapping[str, Member] | None:
+        """What operators are to fused groups, where programs are compiled."""
+        return self.groups.members if self.groups else None
 
     def priced_with(self, *, shown: float, credit: float) -> Prices:
         """The prices, of sums of gradients the part that is `shown`, and that `credit` for what they hide
@@ -107,6 +115,7 @@ class MeshProblem:
             shown=shown,
             credit=credit,
             reduce=self.request.reduce_dtype,
+            groups=self.groups,
         )
 
     def ask(self, force: Force | None = None, *, cap: int | None = None, bounded: bool = True) -> Ask:
@@ -479,9 +488,9 @@ def check_force(graph: Graph, prices: Prices, force: Force) -> None:
         if longest < least or not longest:
             raise InfeasibleError(
                 where=f"--force {name_of(force)} on mesh {mesh}",
-                found=f"no {wanted.value} factor longer than {longest}"
+                found=f"no {wanted.value} dim longer than {longest}"
                 if longest
-                else f"no {wanted.value} factor",
-                wanted=f"an operator with one of at least {least}, the size of an axis",
+                else f"no operator that can be split by {wanted.value}",
+                wanted=f"one of at least {least}, the size of an axis",
                 remedy="choose another kind, a smaller mesh or larger inputs",
             )

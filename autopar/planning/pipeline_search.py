@@ -390,7 +390,7 @@ class _Screen:
             again, spared = sparing(priced)
         if scarce and ranks == 1 and problem.offload is Offload.AUTO:
             hidden = max(0, solution.peak.saved - hiding(priced).peak.saved)
-        launches = 2 * sum(len(price.calls) for price in prices)
+        launches = 2 * sum(price.launches for price in prices)
         seconds, samples = [price.seconds for price in prices], self.batch // sample.count
         cost = priced.cost
         evenness = bottleneck(seconds, ranks) / sum(seconds) if sum(seconds) else 1 / ranks

@@ -109,7 +109,7 @@ def _table(
 ) -> tuple[Intervals, list[Shared]]:
     """The stages that pieces make, where memory has so many times its `bandwidth`, and what each exchanges;
     gradients of its norms, which a stack sums once a step, are too small to count."""
-    mesh, model = Mesh((cluster.num_devices,)), CostModel.of(cluster, None)
+    mesh, model = Mesh((cluster.num_devices,)), CostModel.of(cluster, None, device_files=False)
     device = replace(model.device, bandwidth=bandwidth * model.device.bandwidth)
     model = replace(model, device=device)
     request = Request(mesh=mesh, pins=pinned or None, measure=False, alternatives=False, optimizer=ONCE)

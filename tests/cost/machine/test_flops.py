@@ -14,6 +14,7 @@ from autopar.core.graph import Call, TensorSpec
 from autopar.core.operator_facts import _declared
 from autopar.core.work import Flops
 from autopar.cost.machine.flops import flops, training_flops
+from autopar.runtime.compiled.fused_kernel import FUSED
 from costdb.operands import empty, fill, tensors
 
 ATEN = torch.ops.aten
@@ -142,4 +143,4 @@ def test_every_closed_form_is_proved() -> None:
     proved = {subject.target.overloadpacket for subject in CASES.values()}
     by_shape = {ATEN.conv_transpose1d, ATEN.conv_transpose3d, ATEN.scaled_dot_product_attention}
     closed = {target.overloadpacket for target, facts in _declared.items() if facts.flops}
-    assert closed - proved == by_shape | {SPARSE}
+    assert closed - proved == by_shape | {SPARSE, FUSED.overloadpacket}
