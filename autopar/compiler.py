@@ -38,9 +38,8 @@ from autopar.rewrite.build import build, build_stages
 from autopar.rewrite.overlap import room_of, starts
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
 from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
-from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import samples_elsewhere
-from autopar.sharding.strategies import find_atoms, is_legal, options_of
+from autopar.sharding.strategies import dims_of, is_legal, options_of
 from autopar.solve.deadline import after, left
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
@@ -121,7 +120,7 @@ class Compiler:
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)
         if not plan.pipeline.is_staged:
-            room = room_of(self.cap(request), plan.peak_bytes) if request.overlap else 0.0
+            room = room_of(request.cap(self.cluster), plan.peak_bytes) if request.overlap else 0.0
             whole = build(traced, plan, rank=rank, device=device, exact_random=self.exact_random, room=room)
             self.tell_of_overlap(request, whole, room)
             return whole
@@ -140,12 +139,8 @@ class Compiler:
         wanted = request.overlap and not math.isinf(room) and not starts(made.module.graph)
         if self.announce is None or dist.get_rank() or not wanted:
             return
-        cap, peak = self.cap(request) or 0, made.plan.peak_bytes
+        cap, peak = request.cap(self.cluster) or 0, made.plan.peak_bytes
         self.announce([early_note(cap, peak, room)])
-
-    def cap(self, request: Request) -> int | None:
-        """Bytes of a device that a plan may take, None where nobody says."""
-        return self.cluster.memory if request.memory is None else request.memory
 
     def given(self, traced: Traced) -> Plan | None:
         """The plan that is there already, if it is for this graph; raises InputError if it has to be."""
@@ -522,7 +517,7 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
 def check_rows(graph: Graph) -> None:
     """Raise InputError for a graph whose samples aren't the rows of its first input. Ranks load some of
     those with local inputs."""
-    found = samples_elsewhere(graph, Dims(graph, find_atoms(graph), Mesh((1,))))
+    found = samples_elsewhere(graph, dims_of(graph, Mesh((1,))))
     if found is not None:
         item, dim = found
         raise InputError(
@@ -546,7 +541,7 @@ def check_undecided(graph: Graph) -> None:
 
 def check_program(program: Program, graph: Graph) -> None:
     """Raise InputError for a program of `graph` that no rule of this version offers."""
-    dims = Dims(graph, find_atoms(graph), program.mesh)
+    dims = dims_of(graph, program.mesh)
     for operator in graph.operators:
         strategy = program.strategies.get(operator.name, ())
         offered = set(strategy) <= set(options_of(operator, dims))

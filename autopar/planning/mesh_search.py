@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -25,6 +25,7 @@ from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.fused_groups import FusedGroups, Member, find_groups
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
@@ -32,7 +33,8 @@ from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.ask import UNLIMITED, Ask, Limits
 from autopar.planning.request import Request
 from autopar.schedules.in_flight import mean_flight, scheduled
-from autopar.sharding.atoms import Atoms, Dims
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import dims_of
 from autopar.solve.deadline import is_over, left
 from autopar.solve.placement.fold import Folding, fold
 from autopar.solve.placement.memory_frontier import Priced
@@ -65,7 +67,6 @@ class MeshProblem:
     """One mesh's problem; each placement is solved once, whatever is asked of the step."""
 
     graph: Graph
-    atoms: Atoms
     mesh: Mesh
     cluster: ClusterSpec
     model: CostModel
@@ -79,17 +80,24 @@ class MeshProblem:
             scheduled(kind, request.stages, stages_per_rank(kind), request.micro_batches)
             for kind in stageable(self.graph, request)
         ]
-        self.dims = Dims(self.graph, self.atoms, self.mesh)
+        self.dims = dims_of(self.graph, self.mesh)
+        self.groups = find_groups(self.graph) if request.compile else None
         self.prices = self.priced_with()
-        self.folding = fold(self.graph, self.dims, self.request.pins)
+        self.folding = fold(self.graph, self.dims, self.request.pins, self.roles)
 
     dims: Dims = dataclasses.field(init=False)
+    groups: FusedGroups | None = dataclasses.field(init=False)
     prices: Prices = dataclasses.field(init=False)
     folding: Folding = dataclasses.field(init=False)
     schedules: list[Schedule] = dataclasses.field(init=False)
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Ask, Solution] = dataclasses.field(default_factory=dict)
+
+    @property
+    def roles(self) -> Mapping[str, Member] | None:
+        """What operators are to fused groups, where programs are compiled."""
+        return self.groups.members if self.groups else None
 
     def priced_with(
         self,
@@ -119,6 +127,7 @@ class MeshProblem:
             late_credit=late_credit,
             late_shown=late_shown,
             reduce=self.request.reduce_dtype,
+            groups=self.groups,
         )
 
     def row_prices(self, multiplier: float, late: float = 0.0) -> Prices:
@@ -512,9 +521,9 @@ def check_force(graph: Graph, prices: Prices, force: Force) -> None:
         if longest < least or not longest:
             raise InfeasibleError(
                 where=f"--force {name_of(force)} on mesh {mesh}",
-                found=f"no {wanted.value} factor longer than {longest}"
+                found=f"no {wanted.value} dim longer than {longest}"
                 if longest
-                else f"no {wanted.value} factor",
-                wanted=f"an operator with one of at least {least}, the size of an axis",
+                else f"no operator that can be split by {wanted.value}",
+                wanted=f"one of at least {least}, the size of an axis",
                 remedy="choose another kind, a smaller mesh or larger inputs",
             )

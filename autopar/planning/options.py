@@ -484,16 +484,9 @@ class PlacementOptions(TypedDict, total=False):
     ]
 
 
-class VerifyOptions(PlacementOptions, SearchOptions, total=False):
-    """Options of `verify`: where state is SGD's with momentum, and nothing is measured."""
+class RunOptions(TypedDict, total=False):
+    """Options of how what is planned runs, for which plans are made."""
 
-
-class PlanOptions(VerifyOptions, total=False):
-    """Options of `plan` and `parallelize`; help(autopar.plan) tells what each means."""
-
-    optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
-    measure: Annotated[bool | None, _MEASURE]
-    measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
     overlap: Annotated[
         bool | None,
         Option(
@@ -505,21 +498,32 @@ class PlanOptions(VerifyOptions, total=False):
             "little for is not started early. On processes of one machine it gains nothing.",
         ),
     ]
-
-
-class ParallelizeOptions(PlanOptions, total=False):
-    """Options of `parallelize`: those of `plan`, and of how what is planned runs."""
-
     compile: Annotated[
         bool | None,
         Option(
             default=False,
             words=(bool,),
-            help="Compile the programs of ranks and stages, by torch.compile.",
-            more="Each at its first call, which takes long. Plans with compile have no schedule that splits "
-            "backward, and offload nothing. Costs are those of operators that run one by one.",
+            help="Compile the programs of ranks and stages, by torch.compile; plan for that.",
+            more="Each at its first call, which takes long. Costs are those of fused groups of operators. "
+            "Plans with compile have no schedule that splits backward, and offload nothing.",
         ),
     ]
+
+
+class VerifyOptions(PlacementOptions, SearchOptions, RunOptions, total=False):
+    """Options of `verify`: where state is SGD's with momentum, and nothing is measured."""
+
+
+class PlanOptions(VerifyOptions, total=False):
+    """Options of `plan` and `parallelize`; help(autopar.plan) tells what each means."""
+
+    optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
+    measure: Annotated[bool | None, _MEASURE]
+    measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
+
+
+class ParallelizeOptions(PlanOptions, total=False):
+    """Options of `parallelize`: those of `plan`."""
 
 
 class CompareOptions(SearchOptions, total=False):
@@ -578,6 +582,7 @@ class Door:
 
 _WHOLE_STEP = {"stages": 1, "micro_batches": 1}  # a loop that calls backward needs both
 _NO_PIPELINE = {**_WHOLE_STEP, "schedule": ScheduleKind.ONE_F_ONE_B.value}
+HOW_IT_RUNS = ("compile", "overlap")  # of what plans depend on: no plan says it
 PLAN = Door("plan", tuple(PlanOptions.__annotations__))
 PARALLELIZE = Door("parallelize", tuple(ParallelizeOptions.__annotations__), _WHOLE_STEP)
 VERIFY = Door("verify", tuple(VerifyOptions.__annotations__), {"optimizer": "sgd-momentum", "measure": False})
@@ -657,8 +662,11 @@ def settle(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Optio
 
 def settle_beside_plan(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Options:
     """As `settle`, where there is a plan: of the environment what a plan doesn't decide."""
-    decided = {*PLAN.options} - {"overlap"}  # which is of programs, too
-    found = {name: word for name, word in read(environment).items() if name not in decided}
+    found = {
+        name: word
+        for name, word in read(environment).items()
+        if name not in PLAN.options or name in HOW_IT_RUNS
+    }
     return Options(PARALLELIZE, **(found | _said(said)))
 
 

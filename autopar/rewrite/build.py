@@ -27,7 +27,7 @@ from autopar.runtime.collectives.placement_moves import DTYPES
 from autopar.runtime.execute.executable import Executable, InputPart, OutputPart, StagedExecutable
 from autopar.runtime.parameters.parameters import sharding_key
 from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.trace.export import Traced
 
 
@@ -45,7 +45,7 @@ def build(
     Exchanges that take at most `room` bytes start early: gathers of weights, sums, those of gradients.
     """
     graph, program = traced.graph, plan.program
-    dims = Dims(graph, find_atoms(graph), plan.mesh)
+    dims = dims_of(graph, plan.mesh)
     mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, deferred = defer(mine.graph, parameters, _gathered_once(program))
@@ -76,7 +76,7 @@ def build_stages(
     """The executables of the stages of one rank of the world, whose graph has the loss as its output."""
     graph, pipeline = traced.graph, plan.pipeline
     mine, place = divmod(rank, plan.mesh.num_devices)
-    dims = Dims(graph, find_atoms(graph), plan.mesh)
+    dims = dims_of(graph, plan.mesh)
     whole = rewrite(graph, plan.program, dims, rank=place, device=device, exact_random=exact_random)
     cut = split(whole, graph, pipeline.starts)
     stages = tuple(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Graph, Operator
-from autopar.trace.fused_products import ZEROS
+from autopar.core.operator_facts import facts_of
 from autopar.trace.simplify import without_dead_code
 from autopar.trace.sparse_products import NAMESPACE, PRODUCT
 
@@ -46,7 +46,9 @@ PLACE: Any = torch.ops.autopar_graphs.place.default
 def with_edge_operators(graph: Graph) -> Graph:
     """The graph with these operators where constants pick and place whole rows, if it adds any up."""
     constants = {item.name for item in graph.inputs if item.value is not None}
-    zeros = {name for item in graph.operators if item.target in ZEROS for name in item.results if name}
+    zeros = {
+        name for item in graph.operators if facts_of(item.target).is_zero for name in item.results if name
+    }
     placed = {item.name: found for item in graph.operators if (found := _placed(item, constants, zeros))}
     if not placed and all(item.target is not PRODUCT for item in graph.operators):
         return graph

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec
+from autopar.core.operator_facts import facts_of
 from autopar.trace.simplify import without_dead_code
 from autopar.trace.sparse_products import PRODUCT
 
 aten = torch.ops.aten
-ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class _Fusion:
         before, values = self.weights(found, order)
         into, result = found.add.operands[0], found.add.results[0]
         assert result is not None
-        is_zero = into in self.makers and self.makers[into].target in ZEROS
+        is_zero = into in self.makers and facts_of(self.makers[into].target).is_zero
         length, spec = self.specs[into].shape[0], self.specs[result]
         name = result if is_zero else f"{result}_product"
         self.specs[name] = replace(spec, requires_grad=spec.requires_grad)

@@ -25,20 +25,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.core.graph import Graph, InputKind
+from autopar.core.operator_facts import facts_of
 from autopar.core.structure import Structure
 from autopar.errors import InputError, TraceError
 from autopar.trace.call_signature import Arguments
 from autopar.trace.sparse_products import PRODUCT, Entries, entries_of, product_call
 
-aten = torch.ops.aten
-
-_PLACING = {
-    aten.scatter_add.default,
-    aten.scatter_reduce.two,
-    aten.index_add.default,
-    aten.index_reduce.default,
-}
-_SPARSE = {aten.sparse_coo_tensor.indices_size, aten._sparse_coo_tensor_unsafe.default}
 _MAKERS = {"arange", "zeros", "ones", "full", "tensor", "eye"}
 _RANDOM = ("rand", "bernoulli", "multinomial", "dropout", "normal", "poisson", "exponential")
 _MOVED = """
@@ -110,8 +102,9 @@ def edge_lists(graph: Graph, arguments: Arguments) -> Structure:
             follows[item.name] = frozenset((item.name,))
     found: set[str] = set()
     for operation in graph.operators:
-        if operation.target in _PLACING or operation.target in _SPARSE:
-            index = operation.args[0 if operation.target in _SPARSE else 2]
+        places_by = facts_of(operation.target).places_by
+        if places_by is not None:
+            index = operation.args[places_by]
             found |= follows.get(getattr(index, "name", ""), frozenset())
         operands = [name for name in operation.operands if name not in follows]
         if not operands or all(name not in kinds and not _has_inputs(name, graph) for name in operands):

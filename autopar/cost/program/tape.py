@@ -18,12 +18,14 @@ import torch
 
 from autopar.convert.moves import Action, canonical, effect, gathers, sums_gradients
 from autopar.core.gathering import Gathering
-from autopar.core.graph import GraphInput, InputKind
+from autopar.core.graph import GraphInput, InputKind, Operator
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
+from autopar.core.strategy import Strategy
 from autopar.cost.operators.calls import CallMemory, Given, Gradient
 from autopar.cost.program.gathering import copies, copy_bytes
 from autopar.cost.program.values import leading
+from autopar.runtime.collectives.placement_moves import DTYPES
 
 if TYPE_CHECKING:
     from autopar.cost.program.priced_program import PricedProgram
@@ -43,8 +45,8 @@ class TapeCall:
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A parameter that learns: its value, the bytes of its gradient, and over which ranks that is summed
-    when backward ends, None if nowhere. What backward comes to with a weight that is gathered once is the
-    `full` gradient, of so many bytes, which is scattered first."""
+    when backward ends, None if nowhere; in `reduce`, where that isn't its own dtype. What backward comes to
+    with a weight that is gathered once is the `full` gradient, of so many bytes, which is scattered first."""
 
     name: str
     value: int
@@ -52,6 +54,12 @@ class Weight:
     dtype: torch.dtype
     key: str | None
     full: int = 0
+    reduce: torch.dtype | None = None
+
+    @property
+    def summed_bytes(self) -> int:
+        """Of the gradient as it is summed."""
+        return self.nbytes * (self.reduce or self.dtype).itemsize // self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,7 @@ class _Recorder:
                 self.converted(name, tuple(option.operands[index] for option in strategy), place)
                 for index, name in enumerate(item.operands)
             ]
-            found = self.prices.calls(item, strategy)
+            found = self.prices.calls(item, strategy, **self.apart(item, strategy))
             numbers = dict(enumerate(operands))
             for call in found.calls:
                 self.add(place, self.numbered(call, numbers))
@@ -155,6 +163,25 @@ class _Recorder:
             copies=sum(copy_bytes(self.prices, name, layout) for name, layout in self.copies.items()),
             made=self.made,
         )
+
+    def apart(self, item: Operator, strategy: Strategy) -> dict[str, tuple[int, ...]]:
+        """Of an operator the operands that come from moves, and the results that go into them, where moves
+        part fused groups."""
+        if self.prices.groups is None:
+            return {}
+        taken = [tuple(option.operands[index] for option in strategy) for index in range(len(item.operands))]
+        inside = self.prices.groups.inside
+        moved = (
+            index
+            for index, (name, layout) in enumerate(zip(item.operands, taken, strict=True))
+            if name in inside and (name, self.tidy(name, layout)) in self.moves
+        )
+        needed = (
+            index
+            for index, name in enumerate(item.results)
+            if name in inside and self.program.moves.get(name)
+        )
+        return {"moved": tuple(moved), "needed": tuple(needed)}
 
     def tidy(self, name: str, layout: Layout) -> Layout:
         requires_grad = self.prices.training and self.graph.specs[name].requires_grad
@@ -270,7 +297,8 @@ class _Recorder:
         copy = self.copies.get(item.name)
         full = 0 if copy is None else self.prices.local_bytes(item.name, copy)
         key = mesh.key(sorted(axes)) if summed else None
-        return Weight(item.name, value, nbytes, item.spec.dtype, key, full)
+        reduce = None if self.prices.widening(item.name) == 1.0 else DTYPES[self.prices.reduce]
+        return Weight(item.name, value, nbytes, item.spec.dtype, key, full, reduce)
 
 
 def _is_one_block(shape: Sequence[int], layout: Layout) -> bool:

@@ -6,7 +6,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
+from torch import fx
 
+import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators)
 from autopar.cluster import ClusterSpec
 from autopar.core.offload import Offload
 from autopar.core.pipeline import Pipeline, stages_per_rank
@@ -14,7 +17,7 @@ from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind
 from autopar.errors import InputError
 from autopar.planning.options import PARALLELIZE, Options
 from autopar.planning.request import request_of
-from autopar.runtime.compiled.compiler import check_compiler, check_pipeline
+from autopar.runtime.compiled.compiler import check_compiler, check_pipeline, check_program
 
 TWO = ClusterSpec.local(2)
 
@@ -68,3 +71,20 @@ def test_asking_for_what_cannot_be_compiled_is_refused(kind: ScheduleKind) -> No
 def test_offload_all_with_compile_is_refused() -> None:
     with pytest.raises(InputError, match="--compile: found --offload all"):
         request_of(Options(PARALLELIZE, compile=True, offload="all"), TWO)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_without_dropout_draws_nothing(dropout: float) -> None:
+    """Two draws beside a collective are refused; two calls that might draw are not."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for _ in range(2):
+        attention = torch.ops.aten.scaled_dot_product_attention.default
+        x = graph.call_function(attention, (x, x, x, None, dropout))
+    graph.output(graph.call_function(torch.ops.autopar.p_to_r.default, (x, "a@2")))
+    program = fx.GraphModule(torch.nn.Module(), graph)
+    if dropout:
+        with pytest.raises(InputError, match="several draws on gathered operands"):
+            check_program(program)
+    else:
+        check_program(program)
