@@ -132,6 +132,19 @@ class MeshProblem:
             groups=self.groups,
         )
 
+    def row_prices(self, multiplier: float, late: float = 0.0) -> Prices:
+        """The prices under multipliers, together at most 1, of what hides: by them no placement costs more
+        than its step."""
+        theta = self.prices.overlap
+        if not self.prices.early:
+            return self.priced_with(shown=multiplier, credit=multiplier * theta * self.prices.step_weight)
+        return self.priced_with(
+            shown=multiplier,
+            compute_credit=multiplier * theta,
+            late_credit=late * theta,
+            late_shown=multiplier + late,
+        )
+
     def ask(self, force: Force | None = None, *, cap: int | None = None, bounded: bool = True) -> Ask:
         """Ask for a placement with parts recomputed as the request says."""
         return Ask(force, cap, recompute=self.request.recompute, bounded=bounded)
@@ -428,16 +441,7 @@ class MeshProblem:
         cutoff = limits.cutoff if ask.bounded and self.request.stages == 1 else math.inf
         prices = self.prices
         if ask.multiplier is not None:
-            credit = ask.multiplier * prices.overlap
-            if prices.early:
-                prices = self.priced_with(
-                    shown=ask.multiplier,
-                    compute_credit=credit,
-                    late_credit=ask.late * prices.overlap,
-                    late_shown=ask.multiplier + ask.late,
-                )
-            else:
-                prices = self.priced_with(shown=ask.multiplier, credit=credit * prices.step_weight)
+            prices = self.row_prices(ask.multiplier, ask.late)
         found = choose_named(
             self.graph,
             prices,
