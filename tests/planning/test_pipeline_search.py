@@ -35,7 +35,7 @@ from examples.characters import gpt
 
 BATCH = 16
 CLUSTER = ClusterSpec(
-    nodes=4, devices_per_node=1, device="h100", intra=Link(2e-6, 450e9), inter=Link(5e-6, 5e9)
+    nodes=4, devices_per_node=1, device="h200", intra=Link(2e-6, 450e9), inter=Link(5e-6, 5e9)
 )
 AUTO: dict[str, Any] = {"measure": False, "alternatives": False, "schedule": None}
 OPEN = Request(**AUTO)
@@ -61,7 +61,7 @@ def test_what_is_chosen_is_no_slower_than_what_could_have_been_asked_for() -> No
 @pytest.mark.long
 def test_without_stages_no_micro_batch_has_fewer_samples_than_there_are_devices() -> None:
     """Else batch parallelism, the best plan over such links, would not be among what is screened."""
-    fast = ClusterSpec(devices_per_node=4, device="h100", intra=Link(2e-6, 450e9))
+    fast = ClusterSpec(devices_per_node=4, device="h200", intra=Link(2e-6, 450e9))
     found = finish(decide_all(graph_of, BATCH, fast, OPEN)).plan
     alone = search(graph_of(1), fast, Request(measure=False, alternatives=False)).plan
     assert found.step_seconds <= alone.step_seconds * (1 + ROUGH)  # meshes are compared by estimates
@@ -127,9 +127,9 @@ def test_what_a_more_complicated_plan_would_promise_is_told() -> None:
 @pytest.mark.parametrize(
     ("cluster", "simple"),
     [
-        (ClusterSpec(devices_per_node=4, device="h100", memory="80GB", intra=Link(2e-6, 450e9)), True),
-        (ClusterSpec(devices_per_node=4, device="h100", memory="1GB", intra=Link(2e-6, 450e9)), False),
-        (ClusterSpec(devices_per_node=4, device="h100", memory="80GB", intra=Link(2e-6, 32e9)), False),
+        (ClusterSpec(devices_per_node=4, device="h200", memory="80GB", intra=Link(2e-6, 450e9)), True),
+        (ClusterSpec(devices_per_node=4, device="h200", memory="1GB", intra=Link(2e-6, 450e9)), False),
+        (ClusterSpec(devices_per_node=4, device="h200", memory="80GB", intra=Link(2e-6, 32e9)), False),
         (ClusterSpec.local(4), False),
     ],
 )
@@ -153,7 +153,7 @@ def test_micro_batches_without_stages_are_sought_only_where_memory_is_scarce(
 
     monkeypatch.setattr("autopar.compiler.decide_all", seek)
     tokens = torch.zeros(8, 32, dtype=torch.long)
-    model, cluster = gpt(1, 32, 2, 32, 32), ClusterSpec(devices_per_node=2, device="h100")
+    model, cluster = gpt(1, 32, 2, 32, 32), ClusterSpec(devices_per_node=2, device="h200")
     options: dict[str, Any] = {"mesh": "2", "measure": False}
     roomy = plan(model, cluster, (tokens, tokens), **options)
     assert roomy.pipeline.micro_batches == 1
@@ -172,7 +172,7 @@ def test_a_plan_that_cannot_beat_a_known_one_is_not_sought() -> None:
 
 @pytest.mark.parametrize("slower", [1.02, 1.09, 1.11])
 def test_a_pure_strategy_stands_beside_a_mixed_plan_that_estimates_cannot_tell_from_it(slower: float) -> None:
-    decision = decide(graph_of(1), ClusterSpec(devices_per_node=2, device="h100"), Request(**AUTO))
+    decision = decide(graph_of(1), ClusterSpec(devices_per_node=2, device="h200"), Request(**AUTO))
     problem, best = decision.problem, decision.step
     other = problem.plan(problem.ask(Parallelism.CHANNEL)).solution  # does all but views otherwise
     apart = unlike(best.solution.priced, other.program)
@@ -190,7 +190,7 @@ def test_a_pure_strategy_stands_beside_a_mixed_plan_that_estimates_cannot_tell_f
 
 
 def test_of_pure_strategies_the_fastest_stands_also_where_it_is_the_plan_itself() -> None:
-    decision = decide(graph_of(1), ClusterSpec(devices_per_node=2, device="h100"), Request(**AUTO))
+    decision = decide(graph_of(1), ClusterSpec(devices_per_node=2, device="h200"), Request(**AUTO))
     problem, best = decision.problem, decision.step
     other = problem.plan(problem.ask(Parallelism.CHANNEL)).solution
     steps = [best, replace(best, seconds=1.01 * best.seconds, solution=other)]
@@ -204,7 +204,7 @@ def test_what_is_measured_is_told_apart_sooner() -> None:
 
 
 def test_a_mesh_of_fewer_axes_stands_where_more_promise_hardly_anything() -> None:
-    cluster = ClusterSpec(devices_per_node=4, device="h100", memory="80GB", intra=Link(2e-6, 450e9))
+    cluster = ClusterSpec(devices_per_node=4, device="h200", memory="80GB", intra=Link(2e-6, 450e9))
     found = finish(decide_all(graph_of, BATCH, cluster, OPEN)).plan
     assert found.mesh == Mesh((4,))
 
@@ -281,7 +281,7 @@ class Scores(nn.Module):
 
 def test_where_outputs_beside_the_loss_do_not_fit_the_batch_is_parted() -> None:
     """Parts of it give the loss alone; scores are whole on every device, their columns needn't be."""
-    cluster, batch = ClusterSpec(devices_per_node=2, device="h100"), torch.zeros(64, 4)
+    cluster, batch = ClusterSpec(devices_per_node=2, device="h200"), torch.zeros(64, 4)
     ask = partial(plan, Scores(), cluster, batch, mesh="2", measure=False, optimizer="sgd")
     roomy = ask()
     assert roomy.pipeline.micro_batches == 1
@@ -306,7 +306,7 @@ def test_a_model_far_beyond_the_cap_is_not_sought_again_without_its_outputs(
     with pytest.raises(InfeasibleError):
         plan(
             Scores(),
-            ClusterSpec(devices_per_node=2, device="h100"),
+            ClusterSpec(devices_per_node=2, device="h200"),
             torch.zeros(64, 4),
             measure=False,
             memory=memory,
@@ -318,7 +318,7 @@ def test_a_model_far_beyond_the_cap_is_not_sought_again_without_its_outputs(
 @pytest.mark.parametrize("limit", [1e-3, pytest.param(2.0, marks=pytest.mark.long)])
 def test_a_time_limit_ends_the_search_with_what_is_known_or_says_that_there_is_nothing(limit: float) -> None:
     """A mesh that was not looked at leaves the gap open."""
-    graph, cluster = graph_of(1), ClusterSpec(devices_per_node=4, device="h100")
+    graph, cluster = graph_of(1), ClusterSpec(devices_per_node=4, device="h200")
     best = min(decide(graph, cluster, Request(**AUTO, mesh=mesh)).step.seconds for mesh in cluster.meshes())
     try:
         found = decide(graph, cluster, Request(**AUTO, time_limit=limit))

@@ -24,18 +24,18 @@ from autopar.trace.export import Traced, trace
 from examples.characters import gpt
 from tests.planning.weight_bytes import weight_bytes
 
-NODE = ClusterSpec(devices_per_node=8, device="h100", memory="80GB", intra=Link(2e-6, 450e9))
+NODE = ClusterSpec(devices_per_node=8, device="h200", memory="80GB", intra=Link(2e-6, 450e9))
 TWO_NODES = ClusterSpec(
     nodes=2,
     devices_per_node=4,
-    device="h100",
+    device="h200",
     memory="80GB",
     intra=Link(2e-6, 450e9),
     inter=Link(5e-6, 50e9),
 )
 
 
-NODE_OF_FOUR = ClusterSpec(devices_per_node=4, device="h100", memory="80GB", intra=Link(2e-6, 450e9))
+NODE_OF_FOUR = ClusterSpec(devices_per_node=4, device="h200", memory="80GB", intra=Link(2e-6, 450e9))
 
 
 def small_gpt(*, blocks: int) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -169,7 +169,7 @@ def test_a_hop_is_priced_by_the_link_between_the_stages(nodes: int, seconds: flo
     """A stage lies inside a node, but what it sends may leave the node: 2 samples of 32 bytes."""
     inter = Link(3.0, 16.0) if nodes > 1 else None
     cluster = ClusterSpec(
-        nodes=nodes, devices_per_node=2 // nodes, device="h100", intra=Link(2.0, 32.0), inter=inter
+        nodes=nodes, devices_per_node=2 // nodes, device="h200", intra=Link(2.0, 32.0), inter=inter
     )
     plan = autopar.plan(TwoLayers(), cluster, torch.randn(4, 8), stages=2, micro_batches=2, schedule="1f1b")
     first, second = plan.stage_costs

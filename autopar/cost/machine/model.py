@@ -34,7 +34,7 @@ from costdb.measurement import Measurement
 from costdb.setting import Setting, fingerprint
 
 # Doublings from which a GPU's seconds follow: no other process slows it, and no Python counts in them.
-FILED_NEAR = 8.0
+FILED_NEAR = 6.0
 
 
 @dataclass(frozen=True, slots=True)
