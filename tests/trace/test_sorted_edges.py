@@ -93,7 +93,10 @@ def indices(graph: Graph) -> list[Tensor]:
     return [values[item.operands[1]] for item in graph.operators if item.target is PLACE]
 
 
-@pytest.mark.parametrize("forward", [gated, along_edges, against_order, halved, both_ways, dropped, placed_again])
+FORWARDS = [gated, along_edges, against_order, halved, both_ways, dropped, placed_again]
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
 def test_the_graph_computes_what_the_model_does(forward: Forward) -> None:
     model, (x, edge_index, features) = Forwards(forward), inputs()
     graph = trace(model, (x, edge_index, features)).graph
