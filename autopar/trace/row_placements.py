@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from autopar.core.graph import Operator, Ref, TensorSpec, may_learn
 from autopar.trace.placed_rows import Placed
 
 aten = torch.ops.aten
+_SLICE: tuple[Any, ...] = (0, None, None, 1)  # dim, start, stop and step, if not said
 
 
 class PlacementReader:
@@ -84,7 +86,7 @@ class PlacementReader:
     def _sliced(self, item: Operator) -> Placed | None:
         """Of a slice of dim 0 that is written."""
         itself, source, *rest = item.args
-        dim, start, stop, step = [*rest, *[0, None, None, 1][len(rest) :]]
+        dim, start, stop, step = (*rest, *_SLICE[len(rest) :])
         shape = self._specs[itself.name].shape
         if dim % len(shape) or any(isinstance(each, Ref) for each in (start, stop, step)):
             return None
