@@ -262,7 +262,7 @@ class Dims:
 
     def _follow_tables(self) -> None:
         """Let the rows that a table puts in order be cut where those are to which they belong, unless some
-        part would be empty or have several times its share on this mesh."""
+        part would have several times its share on this mesh; parts may be empty."""
         for table in sorted(
             self.atoms.tables, key=lambda each: len(each.starts)
         ):  # graphs, their vertices, edges
@@ -286,13 +286,12 @@ class Dims:
         return found
 
     def _is_even(self, component: Atom, sizes: tuple[int, ...]) -> bool:
-        """Whether no part is empty, or much longer than its share."""
+        """Whether no part is much longer than its share."""
         length, parts = self._length(component), math.prod(sizes)
         base, _ = self._tables[component]
         if parts > min(length, self._length(base)):
             return True  # of so few rows there is no such cut at all
-        cut = self.cut(component, sizes)
-        return not has_empty(cut) and longest(cut) <= FULLEST * -(-length // parts)
+        return longest(self.cut(component, sizes)) <= FULLEST * -(-length // parts)
 
     def _unit(self, length: int, scales: Iterable[Fraction]) -> int:
         """The largest common stride whose multiples still cut `length` rows evenly."""
@@ -330,8 +329,7 @@ class Dims:
         length = self._length(component)
         if component in self._tables:
             owner, table = self._tables[component]
-            if math.prod(sizes) <= self._length(owner):
-                return tuple(table.starts[torch.tensor(self.cut(owner, sizes))].tolist())
+            return tuple(table.starts[torch.tensor(self.cut(owner, sizes))].tolist())
         base, scale, unit = self._anchors.get(component, (component, Fraction(1), 1))
         if base != component:
             fine = self.cut(base, sizes)
@@ -355,7 +353,8 @@ class Dims:
         return component in self._weights
 
     def legal(self, name: str, layout: Layout) -> bool:
-        """Whether every shard of `layout` exists and has rows on every rank."""
+        """Whether every shard of `layout` exists and has rows on every rank, but for edges: vertices may have
+        none."""
         key = (name, layout)
         if key not in self._legal:
             self._legal[key] = self._is_legal(name, layout)
@@ -369,7 +368,8 @@ class Dims:
             sizes = self._sizes(shard, layout)
             if math.prod(sizes) > dims[shard.dim][shard.atom]:
                 return False
-            if has_empty(self.cut(self.component(name, shard), sizes)):
+            component = self.component(name, shard)
+            if component not in self._tables and has_empty(self.cut(component, sizes)):
                 return False
         return True
 
