@@ -440,13 +440,21 @@ def _this_machine(num_processes: int, *, nodes: int) -> ClusterSpec:
     import torch  # here, so that a text that names no cluster is told before torch is loaded
 
     inter = ETHERNET if nodes > 1 else None
+    ram, host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), None
     if torch.cuda.is_available() and torch.cuda.device_count() >= num_processes:
-        device = gpu_kind(torch.cuda.get_device_name(0))
+        device, host = gpu_kind(torch.cuda.get_device_name(0)), PCIE
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
-        device = "cpu"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_processes
-    return ClusterSpec(nodes=nodes, devices_per_node=num_processes, device=device, memory=memory, inter=inter)
+        device, memory = "cpu", ram // num_processes
+    return ClusterSpec(
+        nodes=nodes,
+        devices_per_node=num_processes,
+        device=device,
+        memory=memory,
+        inter=inter,
+        host=host,
+        host_memory=ram if host else None,
+    )
 
 
 def _count_gpus() -> int:

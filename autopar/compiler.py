@@ -5,6 +5,7 @@ Rank 0 plans and sends the plan; every rank rewrites its own program from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,6 +27,7 @@ from autopar.errors import CheckError, InfeasibleError, InputError, OverCapError
 from autopar.planning.agree import agree, measure_links
 from autopar.planning.busy_neighbours import busy_neighbours
 from autopar.planning.known_plans import kept, resized
+from autopar.planning.mesh_search import FAR
 from autopar.planning.micro_batch_graphs import Parts, parts_of
 from autopar.planning.pipeline_search import decide_all
 from autopar.planning.request import Auto, Request
@@ -321,8 +323,8 @@ class Compiler:
         try:
             try:
                 decision = decide_from(1, at_once)
-            except InfeasibleError:
-                if at_once is None or only_a_loss:
+            except InfeasibleError as error:
+                if at_once is None or only_a_loss or self.is_hopeless(error, whole):
                     raise
                 decision = decide_from(1)  # the outputs beside the loss may be what doesn't fit
         except InfeasibleError as error:
@@ -337,6 +339,11 @@ class Compiler:
         else:
             plan = finish(decision).plan
         return _noted(plan, note)
+
+    def is_hopeless(self, error: InfeasibleError, whole: Graph) -> bool:
+        """Whether what is known to do takes far more than the cap even without outputs beside the loss."""
+        cap = self.request.memory if self.request.memory is not None else self.cluster.memory
+        return cap is not None and FAR * (cap + _bytes_beside_the_loss(whole)) < error.would_do < math.inf
 
     def find_again(
         self,
@@ -413,7 +420,7 @@ class Compiler:
 
     def measure_links(self) -> None:
         """Measure the collectives that nobody has measured, where plans may measure; collective."""
-        if self.request.measure and self.cluster.device_type == "cpu":
+        if self.request.measure:
             measure_links(self.cluster, self.costdb, self.timeout)
 
     def agree(self, traced: Traced, request: Request) -> Plan:

@@ -5,6 +5,9 @@ GPU is not waited for between runs:
 
     mark --- forward --- mark --- backward --- mark
 
+So that what counts is what the GPU does, and not how fast Python tells it to, it first idles for so long that
+all has been told before it begins.
+
 On a CPU with one thread that is the thread's own clock, which stands still while other processes
 have the core: on a busy machine it gives the same numbers, where a wall clock gave half a batch
 2.3 x the time of the whole one.
@@ -41,6 +44,7 @@ VISITS = 5
 SURELY = 10  # budgets that one run takes of what isn't just slow for once
 LONG_VISITS = 2  # of what takes longer than its budget, after one run to warm up
 SETTLING = 5  # budgets that all runs may take to meet no new pages; once one did, the next will soon
+HEAD_START = 1_000_000  # cycles for which a GPU idles before a run: half a millisecond or so
 FEW_PAGES = 16  # new ones in a run that counts all the same
 MIN_RUNS, MAX_RUNS = 3, 200
 BUDGET_SECONDS = 0.2  # per call; the median of a small operator is steady well before
@@ -128,6 +132,8 @@ class _Timed:
         )
 
     def _marks(self) -> Sequence[Mark]:
+        if self.device.type == "cuda":
+            torch.cuda._sleep(HEAD_START)
         return self.run(lambda: _mark(self.device))
 
 

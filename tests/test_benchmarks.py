@@ -13,6 +13,7 @@ from autopar.core.mesh import Mesh
 from autopar.errors import CheckError
 from autopar.planning.request import Request
 from autopar.planning.search import Found as Planned
+from tests.benchmarks import low_precision
 from tests.benchmarks.__main__ import measure
 from tests.benchmarks.cases import BENCHMARKS
 from tests.benchmarks.contest import Contestant, Timed, shared, too_slow
@@ -108,3 +109,9 @@ def test_a_benchmark_reports_both_sides(tmp_path: object) -> None:
     )
     assert row.rounds >= 5 and set(row.seconds) == {"auto", "eager"}
     assert row.predicted["auto"] and row.ratio.low <= row.ratio.median <= row.ratio.high
+
+
+@pytest.mark.long
+def test_plans_in_low_precision_differ_as_serial_reruns_do() -> None:
+    for row in low_precision.rows("characters", steps=2):
+        assert row.low.passed and len(row.cells) == 5

@@ -100,7 +100,7 @@ def run_rank(job: Job) -> Comparison | AutoparError:
     job.cluster.check_world(dist.get_world_size())
     target = load_target(job.source)
     try:
-        if job.request.measure and job.cluster.device_type == "cpu":
+        if job.request.measure:
             measure_links(job.cluster, job.costdb, TIMEOUT)
         with job.bar.shown() if job.bar and dist.get_rank() == 0 else nullcontext():
             found = agree(partial(_plan, job, target), job.cluster)

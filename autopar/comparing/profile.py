@@ -20,7 +20,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.graph import Graph
 from autopar.cost.machine import measure_collectives
 from autopar.cost.machine.measuring import CoRunners
-from autopar.cost.machine.model import setting_of
+from autopar.cost.machine.model import is_here, setting_of
 from autopar.errors import AutoparError, InputError
 from autopar.planning.agree import agree
 from autopar.planning.request import Request
@@ -103,14 +103,14 @@ class Job:
 def profile(
     cluster: ClusterSpec, database: Database, *, target: Target | None = None, request: Request, bar: Bar
 ) -> Profile:
-    """Measure and store; raises InputError for a cluster that is not this machine's CPU."""
+    """Measure and store; raises InputError for a cluster of devices that this machine doesn't have."""
     cluster.check_local()
-    if cluster.device_type != "cpu":
+    if not is_here(cluster):
         raise InputError(
             where="--cluster",
             found=str(cluster),
-            wanted="processes on the CPU",
-            remedy="leave it out: GPUs are priced by their data sheets and the cluster's links",
+            wanted="devices of this machine, which can be measured",
+            remedy="write --cluster local:1; GPUs that aren't here are priced by their data sheets",
         )
     if target is not None:
         _graph(target, request, cluster)  # what cannot be traced is bad input, and no worker's failure
@@ -124,13 +124,15 @@ def profile(
 
 def profile_rank(job: Job) -> Profile | AutoparError:
     """One rank's part; the same profile, or error, on every rank."""
-    worker.init()
+    worker.init(job.cluster.device_type)
     setting = setting_of(job.cluster)
     torch.set_num_threads(setting.threads)
     first = dist.get_rank() == 0
     try:
         with job.bar.shown() if first else nullcontext():
-            collectives = measure_collectives.measure(job.points, TIMEOUT, job.bar)
+            collectives = measure_collectives.measure(
+                job.points, TIMEOUT, job.bar, device=job.cluster.device_type
+            )
             return agree(lambda co_runners: _store(job, setting, collectives, co_runners), job.cluster)
     except AutoparError as error:
         return error

@@ -176,12 +176,14 @@ def wrong_optimizer(found: str, wanted: str) -> InputError:
 class Kernels:
     """How a GPU runs operators, beside its roofline: its multiprocessors, the part of a product's rate that
     fused attention reaches forward and backward, and the part of a backward pass that sums of gradients may
-    hide behind. Estimates, all but the first."""
+    hide behind. Estimates, all but the first. `tf32` is the flop/s of convolutions in float32 on tensor
+    cores, which torch allows unless told otherwise; 0 without."""
 
     units: int
     attention: float
     attention_backward: float
     overlap: float
+    tf32: float = 0.0
 
     def __post_init__(self) -> None:
         parts = {"attention": self.attention, "attention_backward": self.attention_backward}

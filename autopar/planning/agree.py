@@ -22,7 +22,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.graph import Call
 from autopar.cost.machine import measure_collectives
 from autopar.cost.machine.measuring import CoRunners, measure_portion
-from autopar.cost.machine.model import network_of, setting_of
+from autopar.cost.machine.model import is_here, network_of, setting_of
 from autopar.errors import AutoparError
 from costdb.database import Database
 
@@ -31,7 +31,9 @@ Answer = TypeVar("Answer")
 
 def agree(find: Callable[[CoRunners], Answer], cluster: ClusterSpec) -> Answer:
     """`find(co_runners)` on rank 0, its answer or its AutoparError on every rank; collective."""
-    answer = _lead(find) if dist.get_rank() == 0 else _follow(setting_of(cluster).threads)
+    answer = (
+        _lead(find) if dist.get_rank() == 0 else _follow(setting_of(cluster).threads, cluster.device_type)
+    )
     if isinstance(answer, AutoparError):
         raise answer
     found: Answer = answer
@@ -50,12 +52,12 @@ def _lead(find: Callable[[CoRunners], Answer]) -> Answer | AutoparError:
     return answer
 
 
-def _follow(threads: int) -> Any:
+def _follow(threads: int, device: str) -> Any:
     while True:
         measuring, value = _tell(None)
         if not measuring:
             return value
-        measure_portion([unpacked(item) for item in value], threads)
+        measure_portion([unpacked(item) for item in value], threads, device)
 
 
 def _tell(message: Any) -> Any:
@@ -77,9 +79,9 @@ def unpacked(data: bytes) -> Call:
 
 
 def measure_links(cluster: ClusterSpec, costdb: str | None, timeout: timedelta) -> None:
-    """Measure what the database lacks of the cluster's collectives; collective."""
+    """Measure what the database lacks of the cluster's collectives, if rank 0 has its devices; collective."""
     missing: list[measure_collectives.Point] = []
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and is_here(cluster):
         with Database.open(costdb) as database:
             known = {
                 (item.size, item.nodes, item.kind)
@@ -92,7 +94,7 @@ def measure_links(cluster: ClusterSpec, costdb: str | None, timeout: timedelta) 
             if (span.size, span.nodes, kind) not in known
         ]
     missing = _tell(missing)
-    found = measure_collectives.measure(missing, timeout)
+    found = measure_collectives.measure(missing, timeout, device=cluster.device_type)
     if found and dist.get_rank() == 0:
         with Database.open(costdb) as database:
             database.write_collectives(network_of(cluster), found)

@@ -34,11 +34,13 @@ class Ask:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Ends of a search: nothing is sought after the `deadline`, nor where no step takes less than `cutoff`
-    seconds. What can't be faster than the `incumbent` is timed under its schedule alone."""
+    seconds. What can't be faster than the `incumbent` is timed under its schedule alone. The solver branches
+    for as much `work` for one answer."""
 
     deadline: float | None = None
     cutoff: float = math.inf
     incumbent: Step | None = None
+    work: float = math.inf
 
 
 UNLIMITED = Limits()

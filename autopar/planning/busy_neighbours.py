@@ -85,7 +85,7 @@ def serve(portions: IO[bytes], threads: int) -> None:
             calls: list[Any] = pickle.load(portions)
         except EOFError:
             return
-        measure_portion([unpacked(each) for each in calls], threads)
+        measure_portion([unpacked(each) for each in calls], threads, "cpu")
 
 
 if __name__ == "__main__":

@@ -410,6 +410,7 @@ class MeshProblem:
             recompute=ask.recompute,
             offload=self.offload if self.request.stages == 1 else Offload.NONE,
             cutoff=cutoff / self.request.micro_batches,
+            work=limits.work,
         )
         if ask.multiplier is None:
             found = dataclasses.replace(found, bound=found.bound - self.most_hidden(found.bound))

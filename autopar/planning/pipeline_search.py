@@ -14,7 +14,6 @@ K = 1 is always among the choices.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,7 +42,8 @@ from autopar.planning.request import Request
 from autopar.planning.search import Decision, decide
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms
-from autopar.solve.deadline import after, is_over, left, sooner
+from autopar.solve.deadline import after, is_over, left
+from autopar.solve.highs import SECOND
 from autopar.solve.memory.offload import hiding
 from autopar.solve.memory.recompute import sparing
 from autopar.solve.placement.fold import fold
@@ -63,7 +63,7 @@ MEASURED = 1.5
 FAST_LINK = 100e9  # bytes/s: NVLink since V100, no PCIe
 SCREENED = 0.4  # of the time limit, at most, in which choices are compared
 ROUGH = 0.02  # gap of the placements that are screened
-SCREEN_SECONDS = 6.0  # that one of them may take
+SCREEN_WORK = 6 * SECOND  # of branching for one of them
 SCARCE = 0.5  # of the cap: more state than that, and a leaner placement is screened too
 GraphOf = Callable[[int], Graph]  # micro-batches -> the graph of one
 Placed: TypeAlias = tuple[Screened, MeshProblem, Solution]
@@ -378,12 +378,9 @@ class _Screen:
         return min(map(self.rank, self.rated(screened)), default=None)
 
     def placed(self, problem: MeshProblem, memory_price: MemoryPrice) -> Solution:
-        """A placement of about the least seconds; what can't be had in time is waited for, up to the
-        deadline."""
+        """A placement of about the least seconds."""
         ask = replace(problem.ask(self.request.force, bounded=False), memory_price=memory_price)
-        with contextlib.suppress(SolverError):
-            return problem.solve(ask, Limits(sooner(self.deadline, SCREEN_SECONDS)))
-        return problem.solve(ask, Limits(self.deadline))
+        return problem.solve(ask, Limits(self.deadline, work=SCREEN_WORK))
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""

@@ -6,6 +6,7 @@ changes     changes of what forward reads, each beside the eager model
 cutting     what micro-batches alone change
 precision   float64 on both sides
 low_precision   dtypes and losses under autocast
+sum_order   serial training whose sums run in another order
 ranks       all ranks' programs, interpreted in step in one process
 simulated   what every operator of the runtime means there
 pipeline    stages and micro-batches there, in any schedule

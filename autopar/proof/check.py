@@ -28,7 +28,12 @@ from autopar.planning.request import Request
 from autopar.planning.search import search
 from autopar.proof.changes import Changes, try_changes
 from autopar.proof.cutting import cutting_effect, draws, eager_parts
-from autopar.proof.low_precision import LowPrecision, compare_low_precision
+from autopar.proof.low_precision import (
+    Graphs,
+    LowPrecision,
+    pipeline_in_low_precision,
+    program_in_low_precision,
+)
 from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import (
     copy_model,
@@ -237,9 +242,7 @@ def check(
     else:
         verdict = verify_simulated(target.model, traced, plan.program, loss_fn=target.loss_fn, steps=steps)
     tried = try_changes(target, plan, cluster, request, most=changes) if changes and verdict.passed else None
-    low = compare_low_precision(
-        target.model, traced, plan.program, autocast, loss_fn=target.loss_fn, steps=steps
-    )
+    low = program_in_low_precision(target, traced, plan, autocast, steps=steps)
     return Report(plan, verdict, request.force, changes_tried=tried, low=low)
 
 
@@ -303,15 +306,9 @@ def _check_pipeline(
     random = count > 1 and draws(graph)
     serially = in_parts if random else at_once
     verdict = judge(ours, copy_model(model), serially, casts, disagreement)
-    whole = trace_lengths(target, 1, None, autocast)[0]
-    low = compare_low_precision(
-        target.model,
-        whole,
-        plan.program if count == 1 else None,
-        autocast,
-        loss_fn=target.loss_fn,
-        steps=steps,
-    )
+    whole, _ = trace_lengths(target, 1, None, autocast, request.static)
+    graphs = Graphs(whole, traced, shorter)
+    low = pipeline_in_low_precision(target, graphs, plan, autocast, steps=steps)
     if count == 1 or (verdict.passed and not random):
         return Report(plan, verdict, request.force, low=low)
     effect = cutting_effect(model, at_once, in_parts, random=random)

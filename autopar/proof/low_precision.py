@@ -1,34 +1,54 @@
 """Programs under autocast beside eager code under it: their dtypes, and their losses.
 
     kernels   each kernel that eager code runs gives what dtypes; so must the graph's, kernel by kernel
-    losses    |parallel - serial|, beside |serial - serial whose weights are rounded otherwise|: the spread
+    losses    |parallel - serial|, beside |serial - serial whose sums run in another order|: the spread
 
 The split itself is proved in float64. In low precision no two orders of sums agree, so that the spread is all
-that can be asked for there.
+that can be asked for there. A rerun sums in an order of its own, every other one in as many parts as there
+are ranks, whose sums are rounded, too (`sum_order`). Where a model has kernels whose order can't be changed,
+weights are rounded otherwise instead.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.core.graph import Graph, InputKind, eager_target, map_refs
-from autopar.core.program import Program
+from autopar.proof.cutting import eager_parts
+from autopar.proof.pipeline import simulate_pipeline
 from autopar.proof.precision import copy_model
+from autopar.proof.sum_order import OtherOrder
 from autopar.proof.verify import MOMENTUM, RATE, backward, seed, simulate_training
+from autopar.results.plan import Plan
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.autocast import Autocast, KernelLog
 from autopar.trace.call_signature import LossFunction, find_loss, flatten_results, split_for_loss
 from autopar.trace.export import Traced
+from autopar.trace.micro_batches import MicroBatch, split_batch
 from autopar.trace.simplify import with_masks_by_dims
+from autopar.trace.target import Target
 
-RERUNS = 3  # of serial training, each with weights rounded otherwise
-SPREADS = 2.0  # times as far from the serial losses as these reruns may the parallel program's be
+RERUNS = 6  # of serial training
+SPREADS = 3.0  # times as far from the serial losses as these reruns may the parallel program's be
+REORDERED, ROUNDED = "sums in another order", "weights rounded otherwise"
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """Of the whole batch, of the first micro-batch, and of those that are a sample shorter, if any are."""
+
+    whole: Traced
+    first: Traced
+    shorter: Traced | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +56,8 @@ class LowPrecision:
     """What eager code under autocast and the program have in common.
 
     `kernels` were compared; `different` are those that give other dtypes. `loss` is the largest relative
-    difference from the serial losses, `spread` that of serial reruns; None where losses weren't compared.
+    difference from the serial losses, `spread` that of serial reruns with what is `changed` in them; None
+    where losses weren't compared.
     """
 
     dtype: str
@@ -44,6 +65,7 @@ class LowPrecision:
     different: tuple[str, ...]
     loss: float | None = None
     spread: float | None = None
+    changed: str = REORDERED
 
     @property
     def passed(self) -> bool:
@@ -59,6 +81,7 @@ class LowPrecision:
             "different_dtypes": list(self.different),
             "loss_error": self.loss,
             "loss_spread": self.spread,
+            "reruns": self.changed,
         }
 
     def __str__(self) -> str:
@@ -66,38 +89,96 @@ class LowPrecision:
         losses = (
             ""
             if self.loss is None
-            else f"; losses differ by {self.loss:.1e}, serial reruns by {self.spread:.1e}"
+            else f"; losses differ by {self.loss:.1e}, serial reruns with {self.changed} by {self.spread:.1e}"
         )
         return f"{self.dtype:<11} {self.kernels} kernels, {alike}{losses}"
+
+
+def program_in_low_precision(
+    target: Target, traced: Traced, plan: Plan, autocast: Autocast, *, steps: int
+) -> LowPrecision | None:
+    """What is compared of a plan without stages, on simulated ranks."""
+    return compare_low_precision(
+        target.model,
+        traced,
+        autocast,
+        loss_fn=target.loss_fn,
+        steps=steps,
+        losses=partial(_program_losses, target.model, traced, plan, steps),
+        ranks=plan.mesh.num_devices,
+    )
+
+
+def pipeline_in_low_precision(
+    target: Target,
+    graphs: Graphs,
+    plan: Plan,
+    autocast: Autocast,
+    *,
+    steps: int,
+) -> LowPrecision | None:
+    """What is compared of a plan with stages or micro-batches; serial training takes the same parts."""
+    count = plan.pipeline.micro_batches
+    find, tensors = target.model.get_buffer, graphs.whole.arguments.tensors
+    batch = split_batch(graphs.first.cutting, tensors, count, find=find)
+    parts = eager_parts(batch, graphs.first, graphs.shorter, target.model)
+    return compare_low_precision(
+        target.model,
+        graphs.whole,
+        autocast,
+        loss_fn=target.loss_fn,
+        steps=steps,
+        losses=partial(_pipeline_losses, target.model, graphs, plan, batch, steps),
+        batch=parts if count > 1 else None,
+        ranks=max(plan.mesh.num_devices, count),
+    )
 
 
 def compare_low_precision(
     model: nn.Module,
     traced: Traced,
-    program: Program | None,
     autocast: Autocast,
     *,
     loss_fn: LossFunction | None,
     steps: int,
+    losses: Callable[[], Tensor] | None = None,
+    batch: Sequence[MicroBatch] | None = None,
+    ranks: int = 2,
 ) -> LowPrecision | None:
-    """Eager training under `autocast` beside the graph, and beside `program` on simulated ranks; None where
-    nothing is cast, or the device isn't there."""
+    """Compare eager training under `autocast` with the graph of the whole batch, and with the `losses` of a
+    plan on so many ranks, whose steps take `batch` part by part.
+
+    None where nothing is cast, or the device isn't there.
+    """
     if autocast.dtype is None or any(item.device.type != autocast.device for item in model.parameters()):
         return None
     theirs, ours = _eager_kernels(model, traced, loss_fn, autocast), _graph_kernels(model, traced)
     dtype, different = str(autocast.dtype).removeprefix("torch."), tuple(_different(theirs, ours))
     count = sum(ours.values())
-    if program is None or traced.graph.loss is None:
+    if losses is None or traced.graph.loss is None:
         return LowPrecision(dtype, count, different)
-    serial = _serial_losses(copy_model(model), traced, loss_fn, autocast, steps)
-    reruns = [
-        _serial_losses(_rounded(model, number, autocast.dtype), traced, loss_fn, autocast, steps)
-        for number in range(RERUNS)
-    ]
-    parallel = _parallel_losses(model, traced, program, steps)
-    return LowPrecision(
-        dtype, count, different, _gap(parallel, serial), max(_gap(rerun, serial) for rerun in reruns)
-    )
+    parts = batch or [MicroBatch(traced.arguments.tensors, 1.0)]
+
+    def serially(model: nn.Module, mode: OtherOrder | None = None) -> Tensor:
+        with mode or nullcontext():
+            return _serial_losses(model, traced, loss_fn, autocast, parts, steps)
+
+    serial = serially(copy_model(model))
+    spread, changed = _spread(model, serial, serially, dtype=autocast.dtype, ranks=ranks)
+    return LowPrecision(dtype, count, different, _gap(losses(), serial), spread, changed)
+
+
+def _spread(
+    model: nn.Module, serial: Tensor, serially: Callable[..., Tensor], *, dtype: torch.dtype, ranks: int
+) -> tuple[float, str]:
+    """How far serial reruns are from the `serial` losses at most, and what is changed in them."""
+    orders = [OtherOrder(number, parts=max(2, ranks) if number % 2 else 1) for number in range(RERUNS)]
+    reruns = [serially(copy_model(model), order) for order in orders]
+    changed = REORDERED
+    if any(order.unchanged or not order.changed for order in orders):
+        changed = ROUNDED
+        reruns = [serially(_rounded(model, number, dtype)) for number in range(RERUNS)]
+    return max(_gap(rerun, serial) for rerun in reruns), changed
 
 
 # -- dtypes -------------------------------------------------------------------------------------
@@ -124,7 +205,7 @@ def _eager_kernels(
     model: nn.Module, traced: Traced, loss_fn: LossFunction | None, autocast: Autocast
 ) -> Counter[tuple[str, Any]]:
     with torch.no_grad(), KernelLog(real=True) as log:
-        _call(copy_model(model), traced, loss_fn, autocast)
+        _call(copy_model(model), traced, loss_fn, autocast, traced.arguments.tensors)
     return _kernels(log)
 
 
@@ -162,9 +243,15 @@ def _inputs(model: nn.Module, traced: Traced) -> dict[str, Any]:
 # -- losses -------------------------------------------------------------------------------------
 
 
-def _call(model: nn.Module, traced: Traced, loss_fn: LossFunction | None, autocast: Autocast) -> Any:
+def _call(
+    model: nn.Module,
+    traced: Traced,
+    loss_fn: LossFunction | None,
+    autocast: Autocast,
+    tensors: Sequence[Tensor],
+) -> Any:
     """What the eager model gives under autocast, or its loss."""
-    args, kwargs = traced.arguments.rebuild(tuple(map(_fresh, traced.arguments.tensors)))
+    args, kwargs = traced.arguments.rebuild(tuple(map(_fresh, tensors)))
     args, kwargs, loss_args, loss_kwargs = split_for_loss(model, loss_fn, args, kwargs)
     with torch.autocast(autocast.device, autocast.dtype):
         output = model(*args, **kwargs)
@@ -172,29 +259,59 @@ def _call(model: nn.Module, traced: Traced, loss_fn: LossFunction | None, autoca
 
 
 def _serial_losses(
-    model: nn.Module, traced: Traced, loss_fn: LossFunction | None, autocast: Autocast, steps: int
+    model: nn.Module,
+    traced: Traced,
+    loss_fn: LossFunction | None,
+    autocast: Autocast,
+    batch: Sequence[MicroBatch],
+    steps: int,
 ) -> Tensor:
     learned = [item for item in model.parameters() if item.requires_grad]
     optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
     losses = []
     for step in range(steps):
-        torch.manual_seed(seed(step))
         model.zero_grad()
-        output = _call(model, traced, loss_fn, autocast)
-        loss = find_loss(output)
-        assert loss is not None
-        backward(loss, flatten_results(output)[0])
-        losses.append(loss.detach().double())
+        total = torch.zeros((), dtype=torch.float64)
+        for number, micro in enumerate(batch):
+            torch.manual_seed(seed(step, number))
+            output = _call(model, traced, loss_fn, autocast, micro.tensors)
+            loss = find_loss(output)
+            assert loss is not None
+            if micro.weight:  # of a part in which nothing counts the loss is 0/0
+                backward(loss * micro.weight, flatten_results(output)[0])
+                total += micro.weight * loss.detach().double().cpu()
+        losses.append(total)
         if optimizer:
             optimizer.step()
     return torch.stack(losses)
 
 
-def _parallel_losses(model: nn.Module, traced: Traced, program: Program, steps: int) -> Tensor:
+def _program_losses(model: nn.Module, traced: Traced, plan: Plan, steps: int) -> Tensor:
+    """The losses of a plan without stages, on simulated ranks."""
     graph: Graph = with_masks_by_dims(traced.graph)
-    dims = Dims(graph, find_atoms(graph), program.mesh)
+    dims = Dims(graph, find_atoms(graph), plan.mesh)
     record = simulate_training(
-        copy_model(model), traced.arguments, graph, program, dims, steps=steps, lift=_fresh
+        copy_model(model), traced.arguments, graph, plan.program, dims, steps=steps, lift=_fresh
+    )
+    return torch.stack([loss.detach().double() for loss in record.loss.values()])
+
+
+def _pipeline_losses(
+    model: nn.Module, graphs: Graphs, plan: Plan, batch: Sequence[MicroBatch], steps: int
+) -> Tensor:
+    """Those of one with stages or micro-batches."""
+    graph, shorter = with_masks_by_dims(graphs.first.graph), graphs.shorter
+    record = simulate_pipeline(
+        copy_model(model),
+        batch,
+        graphs.first.arguments.paths,
+        graph,
+        plan.program,
+        plan.pipeline,
+        Dims(graph, find_atoms(graph), plan.mesh),
+        steps=steps,
+        shorter=with_masks_by_dims(shorter.graph) if shorter else None,
+        lift=_fresh,
     )
     return torch.stack([loss.detach().double() for loss in record.loss.values()])
 

@@ -9,7 +9,7 @@ of what it was given. A tied weight has one copy for each stage that uses it; it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline
 from autopar.core.program import Program
 from autopar.errors import CheckError
+from autopar.proof.precision import raise_tensor
 from autopar.proof.ranks import assemble, distribute, meaning_for, run, seed_share, total_gradient
 from autopar.proof.verify import MOMENTUM, RATE, Record, Tensors, seed, start_state
 from autopar.rewrite.rank_program import rewrite
@@ -52,16 +53,17 @@ def simulate_pipeline(
     *,
     steps: int,
     shorter: Graph | None = None,
+    lift: Callable[[Tensor], Tensor] = raise_tensor,
 ) -> Record:
-    """SGD by the programs of all ranks of all stages; `model` gives the first parameters.
+    """SGD by the programs of all ranks of all stages; `lift` makes the first parameters of those of `model`.
 
-    `batch` holds float64 tensors in the order of `paths`; `graph` is that of the first micro-batch, and its
-    loss the only output; `shorter` that of micro-batches which are a sample shorter.
+    `batch` holds tensors as `lift` makes them, in the order of `paths`; `graph` is that of the first
+    micro-batch, and its loss the only output; `shorter` that of micro-batches which are a sample shorter.
     """
     cuts = _cuts(graph, program, pipeline, dims)
     rest = Dims(shorter, find_atoms(shorter), dims.mesh) if shorter else dims
     short_cuts = _cuts(shorter, program, pipeline, rest) if shorter else cuts
-    full = start_state(model, graph)
+    full = start_state(model, graph, lift)
     learned = [
         item.name
         for item in graph.inputs

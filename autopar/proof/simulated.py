@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.errors import CheckError, RuleError
 from autopar.runtime.collectives.placement_moves import SUMMED
+from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
 from autopar.runtime.saved.regather import AGAIN
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -254,14 +255,6 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "s_to_b": _gather,
     "s_to_r_again": _gather,
     "s_to_b_again": _gather,
-    "start_s_to_r": _gather,  # of a move in two halves the first does all
-    "start_s_to_b": _gather,
-    "start_s_to_r_again": _gather,
-    "start_s_to_b_again": _gather,
-    "wait_s_to_r": _waited,
-    "wait_s_to_b": _waited,
-    "wait_s_to_r_again": _waited,
-    "wait_s_to_b_again": _waited,
     "p_to_s": _scatter_sum,
     "r_to_s": _slice,
     "b_to_s": _slice,
@@ -274,4 +267,6 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "batch_norm": _batch_norm,
     **{"r_to_b" + ending: _unchanged for ending in SUMMED.values()},
     **{"s_to_b" + ending + again: _gather for ending in SUMMED.values() for again in ("", AGAIN)},
+    **{START + name: _gather for name in HALVED},  # of a move in two halves the first does all
+    **{WAIT + name: _waited for name in HALVED},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -48,12 +47,8 @@ def build(
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, deferred = defer(mine.graph, parameters, _gathered_once(program))
     if room > 0:
-        full = {
-            item.name: math.prod(item.spec.shape) * item.spec.dtype.itemsize
-            for item in graph.inputs
-            if item.name in parameters
-        }
-        body = overlap(body, full, room=room, steps=mine.steps, segments=program.recompute)
+        weights = {item.name: item.spec for item in graph.inputs if item.name in parameters}
+        body = overlap(body, weights, room=room, steps=mine.steps, segments=program.recompute)
     outputs = _outputs(graph, plan, dims, rank, graph.outputs)
     parting = {item.key for item in outputs if item.key is not None}
     return Executable(

@@ -6,6 +6,7 @@
 Gathers that stand side by side (a weight, its bias) are one group, started together behind the group before,
 so that one more group of full copies is in memory than is computed with. In backward the scatters of their
 gradients lie alike (`autopar.runtime.collectives.started_moves`): there a group of gradients is, too.
+Weights that are gathered in fewer bits are cast before their gathers start: casts of shards count as well.
 
 A group that takes more than the memory that is left stays where it is. So do gathers inside of what is
 computed again, which runs twice.
@@ -20,44 +21,58 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.core.graph import TensorSpec
 from autopar.core.recompute import Segment
 from autopar.runtime import registry
+from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
 
 GROUPS_IN_BACKWARD = 2  # of full tensors beside those computed with: weights that come, gradients that go
 _HALVED = {registry.operator(name): name for name in HALVED}
+_CAST = torch.ops.aten.to.dtype
+_BESIDE = {_CAST, *(registry.operator("r_to_b" + ending) for ending in ("", *SUMMED.values()))}
 
 
 def overlap(
     graph: fx.Graph,
-    nbytes: Mapping[str, int],
+    weights: Mapping[str, TensorSpec],
     *,
     room: float,
     steps: Mapping[str, int],
     segments: Sequence[Segment],
 ) -> fx.Graph:
-    """A copy of `graph` whose gathers of placeholders start early, as far as they fit into `room` bytes.
+    """A copy of `graph` whose gathers of placeholders and their casts start early, as far as they fit into
+    `room` bytes.
 
-    `nbytes` are those of full copies, by the name of their placeholder; `steps` says for which operator each
+    `weights` are the full tensors, by the name of their placeholder; `steps` says for which operator each
     node was written, `segments` which operators are computed again.
     """
     again = {place for first, stop in segments for place in range(first, stop)}
-    gathers = [node for node in graph.nodes if _leads(node, nbytes) and steps.get(node.name, -1) not in again]
-    groups = [group for group in _grouped(graph, gathers) if _bytes(group, nbytes) <= room]
+
+    def stays(node: fx.Node) -> bool:
+        return any(steps.get(each.name, -1) in again for each in (node, *node.all_input_nodes))
+
+    gathers = [node for node in graph.nodes if _leads(node, weights) and not stays(node)]
+    groups = [group for group in _grouped(graph, gathers) if _bytes(group, weights) <= room]
     place = {node: number for number, group in enumerate(groups) for node in group}
     copy, made = fx.Graph(), dict[fx.Node, fx.Node]()
     started: dict[fx.Node, fx.Node] = {}
 
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in made:
+            made[node] = copy.node_copy(node, lambda old: made[old])
+        return made[node]
+
     def start(number: int) -> None:
         for node in groups[number] if number < len(groups) else ():
             if node not in started:
-                args = fx.node.map_arg(node.args, lambda old: made[old])
+                args = fx.node.map_arg(node.args, copied)
                 started[node] = copy.call_function(registry.operator(START + _HALVED[node.target]), args)
 
     for node in graph.nodes:
         number = place.get(node)
         if number is None:
-            made[node] = copy.node_copy(node, lambda old: made[old])
+            copied(node)
             continue
         start(number)
         args = (started[node], *fx.node.map_arg(node.args, lambda old: made[old]))
@@ -75,11 +90,22 @@ def room_of(cap: int | None, peak_bytes: float) -> float:
 
 
 def _leads(node: fx.Node, names: Collection[str]) -> bool:
-    """Whether it gathers a placeholder of one of these names."""
+    """Whether it gathers a placeholder of one of these names, or its cast."""
     if node.op != "call_function" or node.target not in _HALVED:
         return False
-    source: Any = node.args[0]
-    return source.op == "placeholder" and str(source.target) in names
+    weight = _weight(node)
+    return weight.op == "placeholder" and str(weight.target) in names
+
+
+def _weight(gather: fx.Node) -> fx.Node:
+    """What is gathered, before it is cast."""
+    source: Any = gather.args[0]
+    weight: fx.Node = source.args[0] if _is_cast(source) else source
+    return weight
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is _CAST
 
 
 def _grouped(graph: fx.Graph, gathers: Collection[fx.Node]) -> list[list[fx.Node]]:
@@ -92,11 +118,21 @@ def _grouped(graph: fx.Graph, gathers: Collection[fx.Node]) -> list[list[fx.Node
                 groups.append([])
             groups[-1].append(node)
             is_open = True
-        elif node.op == "call_function" and node.target is not torch.ops.autopar.r_to_b.default:
+        elif node.op == "call_function" and node.target not in _BESIDE:
             is_open = False
     return groups
 
 
-def _bytes(group: Sequence[fx.Node], nbytes: Mapping[str, int]) -> int:
-    sources: list[Any] = [node.args[0] for node in group]
-    return sum(nbytes[str(source.target)] for source in sources)
+def _bytes(group: Sequence[fx.Node], weights: Mapping[str, TensorSpec]) -> float:
+    """What a group takes before it is needed: full tensors, and casts of shards, of the largest ones."""
+    return sum(_bytes_of(node, weights[str(_weight(node).target)]) for node in group)
+
+
+def _bytes_of(gather: fx.Node, weight: TensorSpec) -> float:
+    source: Any = gather.args[0]
+    if not _is_cast(source):
+        return weight.nbytes
+    full = float(weight.numel * source.args[1].itemsize)
+    sizes: Any = gather.args[-1]
+    largest: float = max(sizes) / sum(sizes)
+    return full * (1.0 + largest)

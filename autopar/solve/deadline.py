@@ -19,8 +19,3 @@ def left(deadline: float | None) -> float:
 def is_over(deadline: float | None) -> bool:
     """Whether it has passed."""
     return left(deadline) <= 0
-
-
-def sooner(deadline: float | None, seconds: float) -> float:
-    """The deadline, or in so many seconds if that is sooner."""
-    return time.monotonic() + min(seconds, left(deadline))

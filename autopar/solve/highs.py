@@ -27,7 +27,12 @@ NAME_DIGITS = 9  # of a variable's number: PuLP hands variables over sorted by n
 LARGEST = 1e3  # cost: HiGHS takes less than 1e-7 for nothing, and so may a plan of microseconds be
 LEAST_SECONDS = 0.1  # even past the time limit: a small program is solved all the same
 SAME = 1e-9  # of a cost: what costs no more costs the same
-TIES_GAP, TIES_SECONDS = 1e-2, 5.0  # of what only decides among answers of equal cost
+# Work is counted, not timed, so that a loaded machine finds the same plan: in looks of HiGHS at its limits
+# while it branches, times rows; of a relaxation so many iterations of the simplex method count as a look.
+SECOND = 2e5  # about what is done in one
+ITERATIONS, MOST_ITERATIONS = 2000, 2**31 - 1
+LEAST_LOOKS = 100  # looks, even past the limit
+TIES_GAP, TIES_WORK = 1e-2, 5 * SECOND  # of what only decides among answers of equal cost
 # What HiGHS is told, one after the other, until its verdict can be believed.
 Options: TypeAlias = Mapping[str, str | int]
 WITHOUT_PRESOLVE: Options = {"presolve": "off"}
@@ -37,7 +42,7 @@ WAYS: tuple[Options, ...] = (
     {"presolve": "off", "simplex_strategy": 4},  # primal
     {"presolve": "on", "solver": "ipm"},
 )
-CONFIRM_SECONDS, CONFIRM_TIMES = 1.0, 2.0  # at most, and of what the verdict took, to see that it holds
+CONFIRM_WORK, CONFIRM_TIMES = SECOND, 2.0  # at most, and of what the verdict took, to see that it holds
 
 
 class SilentHighs(highspy.Highs):
@@ -56,6 +61,18 @@ class SilentHighs(highspy.Highs):
         super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
+class Looks:
+    """Counts how often HiGHS looks at its limits while it branches; after `most` times it shall end."""
+
+    def __init__(self, most: float) -> None:
+        self.count, self.most = 0, most
+
+    def __call__(self, event: highspy.HighsCallbackEvent) -> None:
+        self.count += 1
+        if self.count >= self.most:
+            event.interrupt()
+
+
 class PulpOn(pulp.HiGHS):  # type: ignore[misc]
     """PuLP's way to HiGHS, to a model with its options that is there already: its own would print."""
 
@@ -68,19 +85,25 @@ class PulpOn(pulp.HiGHS):  # type: ignore[misc]
 
 
 def solve(
-    program: LinearProgram, *, relaxed: bool = False, gap: float = 1e-6, time_limit: float | None = None
+    program: LinearProgram,
+    *,
+    relaxed: bool = False,
+    gap: float = 1e-6,
+    time_limit: float | None = None,
+    work: float = math.inf,
 ) -> Answer:
     """Minimise `program`; `relaxed` drops the integrality.
 
     Of answers of equal cost it is one whose ties cost least, if that is found in time, and if costs that are
-    too small for one objective come to more than the `gap`, which is relative. `time_limit` is in seconds.
+    too small for one objective come to more than the `gap`, which is relative. `time_limit` is in seconds;
+    after so much `work` (see `SECOND`) the best so far is taken as well.
     Raises SolverError if the solver fails.
     """
     _check(program)
     whole = any(program.integer) and not relaxed
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     few = program.of_few_digits()
-    answer = _believed(few, whole=whole, gap=gap, deadline=deadline)
+    answer = _believed(few, whole=whole, gap=gap, deadline=deadline, work=work)
     if answer.values is None or not any(few.ties):
         return answer
     if not any(program.ties) and few.most_of_ties() <= gap * abs(answer.cost):
@@ -88,8 +111,7 @@ def solve(
     values = answer.values
     with contextlib.suppress(SolverError):  # there is an answer already
         limited = few.for_ties(answer.cost + SAME * abs(answer.cost))
-        until = min(deadline, time.monotonic() + TIES_SECONDS)
-        second = _believed(limited, whole=whole, gap=TIES_GAP, deadline=until)
+        second = _believed(limited, whole=whole, gap=TIES_GAP, deadline=deadline, work=TIES_WORK)
         values = values if second.values is None else second.values
     return replace(answer, values=values, cost=program.cost_of(values))
 
@@ -106,7 +128,7 @@ def _check(program: LinearProgram) -> None:
         )
 
 
-def _believed(program: LinearProgram, *, whole: bool, gap: float, deadline: float) -> Answer:
+def _believed(program: LinearProgram, *, whole: bool, gap: float, deadline: float, work: float) -> Answer:
     """The first answer that can be believed of several ways of solving.
 
     A program is unbounded only if what pays has no end, and infeasible only if it is so without presolve,
@@ -115,25 +137,28 @@ def _believed(program: LinearProgram, *, whole: bool, gap: float, deadline: floa
     scale = LARGEST / max((abs(cost) for cost in program.costs if cost), default=LARGEST)
     scaled = replace(program, costs=[scale * cost for cost in program.costs])
 
-    def ask(options: Options, seconds: float) -> tuple[highspy.Highs, Answer | None]:
-        seconds = max(LEAST_SECONDS, seconds)
+    def ask(options: Options, work: float) -> tuple[highspy.Highs, Answer | None, float]:
+        seconds = max(LEAST_SECONDS, deadline - time.monotonic())
+        rows = max(1, len(scaled.lows))
+        looks = Looks(max(LEAST_LOOKS, work / rows))
         if whole:
-            model = _integer(scaled, gap=gap, seconds=seconds, options=options)
-        else:
-            model = _relaxed(scaled, seconds, options)
-        return model, _read(model, scaled, whole=whole)
+            model = _integer(scaled, gap=gap, seconds=seconds, looks=looks, options=options)
+            return model, _read(model, scaled, whole=whole), float(rows * looks.count)
+        model = _relaxed(scaled, seconds, ITERATIONS * looks.most, options)
+        done = max(0, model.getInfo().simplex_iteration_count) / ITERATIONS
+        return model, _read(model, scaled, whole=whole), rows * done
 
-    begun = time.monotonic()
+    spent = 0.0
     for number, options in enumerate(WAYS):
-        model, answer = ask(options, deadline - time.monotonic())
+        model, answer, taken = ask(options, work - spent)
+        spent += taken
         if answer is None:
             continue
         if answer.status == "infeasible" and number == 0:
-            taken = time.monotonic() - begun
-            seconds = min(deadline - time.monotonic(), max(CONFIRM_SECONDS, CONFIRM_TIMES * taken))
-            _, second = ask(WITHOUT_PRESOLVE, seconds)
+            _, second, taken = ask(WITHOUT_PRESOLVE, max(CONFIRM_WORK, CONFIRM_TIMES * taken))
             answer = second if second is not None and second.values is not None else answer
-        return _rescaled(answer, 1 / scale)
+            spent += taken
+        return replace(_rescaled(answer, 1 / scale), work=spent)
     raise _failed(model, model.getModelStatus())
 
 
@@ -172,9 +197,11 @@ def _set(model: highspy.Highs, options: Options) -> None:
         model.setOptionValue(name, value)
 
 
-def _relaxed(program: LinearProgram, seconds: float, options: Options) -> highspy.Highs:
+def _relaxed(program: LinearProgram, seconds: float, iterations: float, options: Options) -> highspy.Highs:
     model = _loaded(program)
     _set(model, options)
+    if iterations < math.inf:
+        model.setOptionValue("simplex_iteration_limit", round(min(iterations, MOST_ITERATIONS)))
     model.setOptionValue("time_limit", seconds)
     model.run()
     return model
@@ -195,7 +222,9 @@ def _loaded(program: LinearProgram) -> highspy.Highs:
     return model
 
 
-def _integer(program: LinearProgram, *, gap: float, seconds: float, options: Options) -> highspy.Highs:
+def _integer(
+    program: LinearProgram, *, gap: float, seconds: float, looks: Looks, options: Options
+) -> highspy.Highs:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces PuLP 4 at every variable
         problem = _written(program)
@@ -203,6 +232,7 @@ def _integer(program: LinearProgram, *, gap: float, seconds: float, options: Opt
     _set(model, options)
     model.setOptionValue("mip_rel_gap", gap)
     model.setOptionValue("time_limit", seconds)
+    model.cbMipInterrupt.subscribe(looks)
     problem.solve(PulpOn(model))
     return model
 
@@ -245,7 +275,8 @@ def _read(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> Answe
         return Answer(None, math.inf, math.inf, "infeasible")
     if status == kinds.kUnboundedOrInfeasible and not program.can_fall_for_ever():
         return Answer(None, math.inf, math.inf, "infeasible")
-    if status not in (kinds.kOptimal, kinds.kTimeLimit, kinds.kInterrupt, kinds.kSolutionLimit):
+    limits = (kinds.kTimeLimit, kinds.kInterrupt, kinds.kSolutionLimit, kinds.kIterationLimit)
+    if status not in (kinds.kOptimal, *limits):
         return None
     bound = info.mip_dual_bound if whole else info.objective_function_value
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible

@@ -140,10 +140,11 @@ class LinearProgram:
 class Answer:
     """What the solver said: values of the incumbent (None if there is none), its cost, a proven
     lower bound, and why it stopped; of a relaxation also the variables' reduced costs, by which its
-    bound rises where they are 1 instead of 0."""
+    bound rises where they are 1 instead of 0. `work` is what the solver did for it; see highs.py."""
 
     values: tuple[float, ...] | None
     cost: float
     bound: float
     status: str  # "optimal", "gap_limit", "time_limit" or "infeasible"
     reduced: tuple[float, ...] = ()
+    work: float = 0.0

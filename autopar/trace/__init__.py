@@ -6,6 +6,7 @@ written_graph        the graph as far as it is written down
 in_place             in-place writes as single assignments
 casts                what autocast casts, as operators
 call_forms           calls in functional form, with devices by name
+devices              one device for what lies on several
 structure            evaluates what follows from a graph's edges alone
 decided_numbers      what Python asks of numbers that follow from it
 row_placements       whatever places rows by constants, read as one

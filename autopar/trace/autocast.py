@@ -38,7 +38,12 @@ _DTYPES = {Precision.FP32: None, Precision.BF16: torch.bfloat16, Precision.FP16:
 _INDIFFERENT = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.constant_pad_nd.default}
 # What can't run without a device that isn't there, and what CUDA's kernels make of it.
 _LEFT_ALONE = {aten.batch_norm.default, aten.instance_norm.default}
-_LOWERED = {aten.gru.input, aten.gru.data, aten.gru_cell.default}
+_LOWERED = {
+    *(aten.gru.input, aten.gru.data, aten.gru_cell.default, aten.lstm.input, aten.lstm.data),
+    *(aten.rnn_tanh.input, aten.rnn_tanh.data, aten.rnn_relu.input, aten.rnn_relu.data),
+}
+# Whose weights cuDNN takes in one piece, which it casts: no cast of operands reaches the same kernels.
+_PACKED = _LOWERED - {aten.gru_cell.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,8 @@ class Casting:
             return self._written(target, args, kwargs, None)
         if target in _LEFT_ALONE | _LOWERED and self._device == "cuda" and not torch.cuda.is_available():
             return self._written(target, args, kwargs, dtype if target in _LOWERED else None)
+        if target in _PACKED and self._device == "cuda":
+            return self._written(target, args, kwargs, dtype)
         wanted = self._run(target, args, kwargs, dtype)
         for cast, keywords in _ways(target, args, dtype):
             given = map_specs((args, kwargs | keywords), partial(casted, dtype=cast))

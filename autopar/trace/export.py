@@ -38,6 +38,7 @@ from autopar.trace.call_signature import (
 from autopar.trace.checkpoint_regions import inlined
 from autopar.trace.constant_folding import folded
 from autopar.trace.custom_backwards import caught
+from autopar.trace.devices import beside, device_of
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.input_values import InputValues
@@ -249,9 +250,11 @@ def _trace(
         structure=structure,
         evaluates=evaluates,
     )
-    device = next((item.device.type for item in (*model.parameters(), *arguments.tensors)), "cpu")
-    traced = tuple(item for place, item in enumerate(arguments.tensors) if place not in structure.users)
-    device = device if device in KERNELS else "cpu"  # on whose behalf meta tensors are traced
+    where = device_of(model, arguments)
+    traced = tuple(
+        beside(item, where) for place, item in enumerate(arguments.tensors) if place not in structure.users
+    )
+    device = where.type if where.type in KERNELS else "cpu"  # on whose behalf meta tensors are traced
     try:
         with (
             inlined(),
@@ -298,7 +301,9 @@ def _values(model: nn.Module, arguments: Arguments, structure: Structure) -> dic
     users = {arguments.paths[place]: arguments.tensors[place] for place in sorted(structure.users)}
     named = users | {name: buffers[name] for name in sorted(structure.buffers)}
     _require_values(named)
-    return {name: tensor.detach().clone() for name, tensor in named.items()}
+    where = device_of(model, arguments)
+    where = torch.device("cpu") if where.type == "meta" else where
+    return {name: tensor.detach().to(where, copy=True) for name, tensor in named.items()}
 
 
 def _require_values(named: Mapping[str, torch.Tensor]) -> None:

@@ -21,10 +21,10 @@ TWO = ClusterSpec(nodes=1, devices_per_node=2, cores=2)
 
 
 def test_a_neighbour_measures_every_portion_until_no_more_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[list[str], int]] = []
+    seen: list[tuple[list[str], int, str]] = []
 
-    def measure(calls: list[Call], threads: int) -> None:
-        seen.append(([call.key() for call in calls], threads))
+    def measure(calls: list[Call], threads: int, device: str) -> None:
+        seen.append(([call.key() for call in calls], threads, device))
 
     monkeypatch.setattr(module, "measure_portion", measure)
     pipe = io.BytesIO()
@@ -32,7 +32,7 @@ def test_a_neighbour_measures_every_portion_until_no_more_come(monkeypatch: pyte
         pickle.dump([packed(call) for call in portion], pipe)
     pipe.seek(0)
     serve(pipe, 3)
-    assert seen == [([RELU.key()] * 2, 3), ([RELU.key()], 3)]
+    assert seen == [([RELU.key()] * 2, 3, "cpu"), ([RELU.key()], 3, "cpu")]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from autopar.convert.moves import EFFECTS
 from autopar.core.force import Parallelism
 from autopar.core.graph import Graph, Ref, map_refs
 from autopar.core.precision import Precision
+from autopar.core.schedule import ScheduleKind
 from autopar.planning.request import Request
 from autopar.proof.check import check
-from autopar.proof.low_precision import LowPrecision, compare_low_precision
+from autopar.proof.low_precision import REORDERED, ROUNDED, LowPrecision, compare_low_precision
 from autopar.proof.simulated import MEANINGS
 from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.saved.regather import AGAIN
@@ -35,6 +36,15 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.mse_loss(self.second(torch.relu(self.norm(self.first(x)))), x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.lstm(x)[0].float(), x)
 
 
 def target() -> Target:
@@ -72,11 +82,11 @@ def test_a_cast_that_is_missing_is_found_by_its_kernel() -> None:
     case, autocast = target(), Autocast("cpu", torch.bfloat16)
     traced = trace(case.model, case.args, autocast=autocast)
     wrong: Traced = replace(traced, graph=without_casts(traced.graph))
-    found = compare_low_precision(case.model, wrong, None, autocast, loss_fn=None, steps=1)
+    found = compare_low_precision(case.model, wrong, autocast, loss_fn=None, steps=1)
     assert found is not None and found.different == ("aten::addmm",) and not found.passed
 
 
-@pytest.mark.parametrize(("loss", "passed"), [(0.01, True), (0.02, True), (0.03, False)])
+@pytest.mark.parametrize(("loss", "passed"), [(0.01, True), (0.03, True), (0.04, False)])
 def test_losses_may_be_as_far_as_those_of_serial_reruns(loss: float, passed: bool) -> None:
     assert LowPrecision("bfloat16", 9, (), loss, spread=0.01).passed is passed
 
@@ -88,6 +98,47 @@ def test_batch_norm_of_a_split_batch_keeps_the_dtype_of_its_samples() -> None:
     request = Request(dtype=Precision.BF16, measure=False, schedule=None, force=Parallelism.BATCH)
     report = check(case, ClusterSpec.local(2), request, steps=1)
     assert report.passed and report.low is not None and report.low.loss is not None
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 3), (1, 2)])
+def test_losses_of_stages_and_micro_batches_are_compared_too(stages: int, micro_batches: int) -> None:
+    request = Request(
+        dtype=Precision.BF16,
+        measure=False,
+        schedule=ScheduleKind.GPIPE,
+        stages=stages,
+        micro_batches=micro_batches,
+    )
+    report = check(target(), ClusterSpec.local(2), request, steps=2)
+    assert report.passed and report.low is not None and report.low.changed == REORDERED
+    assert report.low.loss is not None and report.low.spread
+
+
+def test_losses_of_a_plan_that_sums_in_fewer_bits_than_said_are_farther(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def report() -> LowPrecision:
+        found = check(target(), ClusterSpec.local(2), request, steps=6).low
+        assert found is not None and found.loss is not None and found.spread is not None
+        return found
+
+    request = Request(dtype=Precision.BF16, measure=False, schedule=None, force=Parallelism.BATCH)
+    right = report()
+    meant = MEANINGS["r_to_b"]
+
+    def coarse(calls: Any) -> list[Tensor]:
+        return [item.to(torch.float8_e5m2).to(item.dtype) for item in meant(calls)]
+
+    monkeypatch.setitem(MEANINGS, "r_to_b", coarse)
+    wrong = report()
+    assert right.passed and not wrong.passed
+
+
+def test_where_kernels_have_one_order_weights_are_rounded_otherwise() -> None:
+    torch.manual_seed(0)
+    case = Target(Recurrent(), (torch.randn(4, 5, 6),), {}, None, "")
+    report = check(case, ClusterSpec.local(2), Request(dtype=Precision.BF16, measure=False), steps=1)
+    assert report.passed and report.low is not None and report.low.changed == ROUNDED
 
 
 def test_every_move_that_a_program_can_make_is_simulated() -> None:

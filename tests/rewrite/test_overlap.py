@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import Tensor, fx
 
+from autopar.core.graph import TensorSpec
 from autopar.core.mesh import Mesh
 from autopar.proof.simulated import simulate
 from autopar.rewrite.overlap import overlap, room_of
+from autopar.runtime.collectives.placement_moves import SUMMED
 
 OURS = torch.ops.autopar
 KEY = Mesh((2,)).key((0,))
@@ -17,25 +20,34 @@ WIDTH = 4
 FULL = WIDTH * WIDTH * 8  # bytes of a weight
 
 
-def program(layers: int, *, sizes: tuple[int, int] = (3, 1)) -> fx.Graph:
-    """Linear layers with weights in shards, a bias for the first, and a reduction of the result."""
+def program(
+    layers: int, *, sizes: tuple[int, int] = (3, 1), cast: torch.dtype | None = None, ending: str = ""
+) -> fx.Graph:
+    """Linear layers with weights in shards, a bias for the first, and a reduction of the result; weights and
+    bias are `cast` before they are gathered."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    weights = [graph.placeholder(f"w{number}") for number in range(layers)]
+    matrices = [graph.placeholder(f"w{number}") for number in range(layers)]
     bias = graph.placeholder("b")
-    for number, weight in enumerate(weights):
-        full = graph.call_function(OURS.s_to_b_again.default, (weight, KEY, 0, 1, list(sizes)))
+    again, once = (getattr(OURS, "s_to_b" + ending + name).default for name in ("_again", ""))
+
+    def casted(node: fx.Node) -> fx.Node:
+        return graph.call_function(torch.ops.aten.to.dtype, (node, cast)) if cast is not None else node
+
+    for number, weight in enumerate(matrices):
+        full = graph.call_function(again, (casted(weight), KEY, 0, 1, list(sizes)))
         args = [x, full]
         if number == 0:
-            args.append(graph.call_function(OURS.s_to_b.default, (bias, KEY, 0, 1, list(sizes))))
+            args.append(graph.call_function(once, (casted(bias), KEY, 0, 1, list(sizes))))
         x = graph.call_function(torch.ops.aten.linear.default, tuple(args))
         x = graph.call_function(torch.ops.aten.tanh.default, (x,))
     graph.output((graph.call_function(OURS.p_to_r.default, (x, KEY)),))
     return graph
 
 
-def names(layers: int) -> dict[str, int]:
-    return {f"w{number}": FULL for number in range(layers)} | {"b": WIDTH * 8}
+def weights(layers: int) -> dict[str, TensorSpec]:
+    matrix, bias = TensorSpec((WIDTH, WIDTH), torch.float64), TensorSpec((WIDTH,), torch.float64)
+    return {f"w{number}": matrix for number in range(layers)} | {"b": bias}
 
 
 def calls(graph: fx.Graph) -> list[str]:
@@ -46,7 +58,7 @@ def early(
     graph: fx.Graph, layers: int, *, room: float = math.inf, again: tuple[tuple[int, int], ...] = ()
 ) -> fx.Graph:
     order = {node.name: place for place, node in enumerate(graph.nodes)}
-    return overlap(graph, names(layers), room=room, steps=order, segments=again)
+    return overlap(graph, weights(layers), room=room, steps=order, segments=again)
 
 
 def test_each_group_starts_behind_the_group_before() -> None:
@@ -64,6 +76,36 @@ def test_a_group_that_takes_more_than_the_room_stays_where_it_is() -> None:
     found = calls(early(graph, 3, room=FULL))  # the first one has a bias, too
     assert found[:2] == before[:2] and found.count("start_s_to_b_again") == 2
     assert room_of(None, 5.0) == math.inf and room_of(100, 60) == 20
+
+
+def test_casts_start_with_their_gathers() -> None:
+    assert calls(early(program(2, cast=torch.bfloat16, ending="_wide"), 2)) == [
+        *("to", "start_s_to_b_wide_again", "to", "start_s_to_b_wide"),
+        *("wait_s_to_b_wide_again", "wait_s_to_b_wide", "to", "start_s_to_b_wide_again"),
+        *("linear", "tanh", "wait_s_to_b_wide_again", "linear", "tanh", "p_to_r"),
+    ]
+
+
+def test_the_room_of_a_cast_is_that_of_its_full_tensor_and_its_largest_shard() -> None:
+    graph = program(2, cast=torch.bfloat16, ending="_wide")
+    needed = FULL // 4 + FULL // 4 * 3 // 4
+    second = "start_s_to_b_wide_again"
+    assert calls(early(graph, 2, room=needed)).count(second) == 1  # the first one has a bias, too
+    assert calls(early(graph, 2, room=needed - 1)) == calls(graph)
+
+
+def test_what_is_cast_in_a_part_that_is_computed_again_stays_there() -> None:
+    graph = program(2, cast=torch.bfloat16, ending="_wide")
+    order = {node.name: place for place, node in enumerate(graph.nodes)}
+    first = order["to_dtype"]
+    assert calls(early(graph, 2, again=((first, first + 1),))).count("start_s_to_b_wide_again") == 1
+
+
+@pytest.mark.parametrize("ending", SUMMED.values())
+def test_casts_on_simulated_ranks_are_the_same_program(ending: str) -> None:
+    graph, inputs = program(3, cast=torch.float32, ending=ending), _inputs(3, x=torch.float32)
+    ours, theirs = (on_simulated_ranks(each, inputs) for each in (graph, early(graph, 3)))
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def test_what_is_computed_again_keeps_its_gathers() -> None:
@@ -96,14 +138,14 @@ def on_simulated_ranks(graph: fx.Graph, inputs: list[dict[str, Tensor]]) -> list
     raise AssertionError("no output")
 
 
-def _inputs(layers: int) -> list[dict[str, Tensor]]:
+def _inputs(layers: int, *, x: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
     torch.manual_seed(0)
-    weights = {f"w{number}": torch.randn(WIDTH, WIDTH, dtype=torch.float64) for number in range(layers)}
-    weights["b"] = torch.randn(WIDTH, dtype=torch.float64)
-    parts = {name: item.split([3, 1]) for name, item in weights.items()}
+    full = {f"w{number}": torch.randn(WIDTH, WIDTH, dtype=torch.float64) for number in range(layers)}
+    full["b"] = torch.randn(WIDTH, dtype=torch.float64)
+    parts = {name: item.split([3, 1]) for name, item in full.items()}
     return [
         {name: part[rank].clone().requires_grad_() for name, part in parts.items()}
-        | {"x": torch.randn(2, WIDTH, dtype=torch.float64)}
+        | {"x": torch.randn(2, WIDTH, dtype=x)}
         for rank in range(2)
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,23 @@ def test_a_time_limit_is_kept_but_for_the_least_that_a_solver_needs(monkeypatch:
         assert solve(knapsack(30), time_limit=limit).status == status
     monkeypatch.setattr("autopar.solve.highs.LEAST_SECONDS", 1e-9)
     assert solve(knapsack(30), time_limit=1e-9).status == "time_limit"
+
+
+def test_little_work_ends_at_the_same_answer_whatever_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.solve.highs.LEAST_LOOKS", 1)
+    program = knapsack(60)
+    program.at_most([(6.5 + n % 7, n) for n in range(0, 60, 2)], 90.3)
+    program.at_most([(4.5 + n % 5, n) for n in range(0, 60, 3)], 50.7)
+    whole = solve(program, gap=0.0)
+    ended = solve(program, gap=0.0, work=3.0)
+    monkeypatch.setattr("autopar.solve.highs.time.monotonic", partial(next, iter(range(0, 10**9, 10**3))))
+    assert solve(program, gap=0.0, work=3.0) == ended
+    assert (ended.status, ended.work, whole.status) == ("time_limit", 3.0, "optimal")
+    assert whole.work > 3.0
+
+
+def test_little_work_ends_a_relaxation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.solve.highs.LEAST_LOOKS", 1e-3)
+    monkeypatch.setattr("autopar.solve.highs.WAYS", (highs.WITHOUT_PRESOLVE,))
+    assert solve(shares(), relaxed=True, work=1e-9).status == "time_limit"
+    assert solve(shares(), relaxed=True).status == "optimal"

@@ -21,7 +21,7 @@ import torch
 from autopar.core.costs import DeviceModel, Footprint, OperatorCost
 from autopar.core.graph import Call, TensorSpec, may_learn
 from autopar.cost.machine.flops import Flops, training_flops
-from autopar.cost.machine.kernels import work_seconds
+from autopar.cost.machine.kernels import rate_of, work_seconds
 from autopar.runtime.sparse_kernel import SPMM
 from costdb import operands
 from costdb.footprint import footprint, saved_bytes
@@ -36,11 +36,16 @@ _KNOWN: dict[tuple[DeviceModel, str], OperatorCost] = {}
 
 def cost(call: Call, device: DeviceModel, measured: Mapping[str, Measurement]) -> OperatorCost:
     """The measured cost of `call` if there is one (by key, as the database gives them), else the
-    estimate."""
+    estimate. A GPU was measured without the host's launches."""
     found = measured.get(call.key())
     if found is None:
         return estimate(call, device)
-    return OperatorCost(found.forward_seconds, found.backward_seconds, measured=True)
+    forward, backward = found.forward_seconds, found.backward_seconds
+    if device.kind != "cpu":
+        guess, launch = estimate(call, device), device.launch_seconds
+        forward = max(forward, launch) if guess.forward_seconds else 0.0
+        backward = max(backward, launch) if guess.backward_seconds else 0.0
+    return OperatorCost(forward, backward, measured=True)
 
 
 def estimate(call: Call, device: DeviceModel) -> OperatorCost:
@@ -85,6 +90,8 @@ def _roof(call: Call, work: int, moved: int, device: DeviceModel, *, backward: b
         return moved / device.bandwidth
     dtype = next(spec.dtype.to_real() for spec in operands.specs(call) if may_learn(spec.dtype))
     rate = device.rate(dtype)
+    if device.kernels is not None:
+        rate = rate_of(call, device.kernels, rate)
     seconds = work_seconds(call, device.kernels, rate, backward=backward) if device.kernels else None
     return max(work / rate if seconds is None else seconds, moved / device.bandwidth)
 

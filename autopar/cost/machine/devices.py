@@ -3,12 +3,14 @@
 Source of the peaks: NVIDIA's data sheets of V100 SXM2 (2018), A100 40 and 80 GB, SXM4 and PCIe (2021), L40S
 (2023), H100 SXM5 (2023) and H200 SXM (2024), its Blackwell architecture brief for HGX B200 and GB200 NVL72
 (2024), and AMD's data sheet of MI300X (2023); dense rates, without sparsity; float64 on vector units;
-float32 without TF32, as torch multiplies by default. Parts of the peak that attention reaches are of the
-order that FlashAttention-2 (Dao, 2023) reports; it runs on V100s by other kernels.
+float32 without TF32, as torch multiplies by default, but convolutions with it. Parts of the peak that
+attention reaches are of the order that FlashAttention-2 (Dao, 2023) reports; it runs on V100s by other
+kernels.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -19,7 +21,7 @@ from autopar.core.costs import DeviceModel, Kernels
 from autopar.errors import InputError, show_value
 from costdb.database import Database
 from costdb.setting import Setting
-from costdb.timing import Mark, repeat
+from costdb.timing import Mark, repeat, synchronize
 
 # What large operators reach of the data sheet's figures: assumptions until the device is measured.
 MATRIX_FRACTION = 0.7
@@ -39,6 +41,7 @@ def _gpu(
     units: int,
     attention: tuple[float, float],
     fraction: float = MATRIX_FRACTION,
+    tf32: float = 0.0,
 ) -> DeviceModel:
     forward, backward = attention
     return DeviceModel(
@@ -47,7 +50,7 @@ def _gpu(
         flops=tuple((dtype, fraction * peak) for dtype, peak in flops.items()),
         bandwidth=BANDWIDTH_FRACTION * bandwidth,
         launch_seconds=GPU_LAUNCH_SECONDS,
-        kernels=Kernels(units, forward / fraction, backward / fraction, OVERLAP),
+        kernels=Kernels(units, forward / fraction, backward / fraction, OVERLAP, fraction * tf32),
     )
 
 
@@ -69,6 +72,7 @@ GPUS = {
                 bandwidth=bandwidth,
                 units=108,
                 attention=(0.6, 0.5),
+                tf32=156e12,
             )
             for name, bandwidth in (
                 ("a100", 2.039e12),
@@ -83,6 +87,7 @@ GPUS = {
             bandwidth=864e9,
             units=142,
             attention=(0.6, 0.5),
+            tf32=183e12,
         ),
         *(
             _gpu(
@@ -92,6 +97,7 @@ GPUS = {
                 units=132,
                 attention=(0.34, 0.27),
                 fraction=HOPPER_FRACTION,
+                tf32=494e12,
             )
             for name, bandwidth in (("h100", 3.35e12), ("h200", 4.8e12))
         ),
@@ -102,6 +108,7 @@ GPUS = {
                 bandwidth=8e12,
                 units=148,
                 attention=(0.34, 0.27),
+                tf32=matrix / 2,
             )
             for name, matrix, vector in (("b200", 2.25e15, 80e12), ("gb200", 2.5e15, 90e12))
         ),
@@ -117,6 +124,7 @@ GPUS = {
 
 CALIBRATION_SECONDS = 0.03  # for each of the six measurements below
 PRODUCT_SIZE = {"cpu": 256, "cuda": 4096}  # rows and columns; float16 is slow on many CPUs
+LAUNCHES, LAUNCH_ROWS = 200, 5  # that a GPU is given in a row, and how often
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # well beyond most caches
 
 
@@ -188,7 +196,7 @@ def _measured(_: Setting, device: torch.device) -> DeviceModel:
 def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Flop/s of a square matrix product."""
     size = PRODUCT_SIZE[device.type]
-    a = torch.ones(size, size, dtype=dtype, device=device)
+    a = torch.randn(size, size, device=device).to(dtype)  # of ones a GPU's product takes less power, and time
     return 2 * size**3 / _seconds(lambda: a @ a, device)
 
 
@@ -201,8 +209,18 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _launch_seconds(device: torch.device) -> float:
+    """Of an operator on one number; on a GPU what telling it takes the host, which doesn't wait for it."""
     one = torch.ones(1, device=device)
-    return _seconds(lambda: one + one, device)
+    if device.type == "cpu":
+        return _seconds(lambda: one + one, device)
+    rows = []
+    for _ in range(LAUNCH_ROWS):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(LAUNCHES):
+            one + one
+        rows.append((time.perf_counter() - start) / LAUNCHES)
+    return min(rows)
 
 
 def _seconds(operation: Callable[[], object], device: torch.device) -> float:

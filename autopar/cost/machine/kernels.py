@@ -78,6 +78,13 @@ def work_seconds(call: Call, kernels: Kernels, rate: float, *, backward: bool) -
     return sum(each.seconds(rate, kernels.units) for spec, each in pairs if spec.requires_grad)
 
 
+def rate_of(call: Call, kernels: Kernels, rate: float) -> float:
+    """Flop/s of the call's products, of `rate` by its dtype."""
+    is_single = operands.specs(call)[0].dtype is torch.float32
+    is_convolution = call.target.overloadpacket in CONVOLUTIONS
+    return max(rate, kernels.tf32) if is_single and is_convolution else rate
+
+
 def _attention_seconds(call: Call, kernels: Kernels, rate: float, *, backward: bool) -> float:
     q, k, v = operands.specs(call)[:3]
     causal = call.kwargs.get("is_causal", call.args[CAUSAL] if len(call.args) > CAUSAL else False)
@@ -144,3 +151,4 @@ _FORMS: dict[Any, tuple[Form, int, int]] = {
     ATEN.conv_transpose3d: (_transposed, 0, 1),
     ATEN.convolution: (_any_convolution, 0, 1),
 }
+CONVOLUTIONS = {packet for packet, (form, *_) in _FORMS.items() if form not in (_matrices, _linear)}

@@ -72,27 +72,29 @@ def spans(cluster: ClusterSpec) -> list[Span]:
 
 
 def measure(
-    points: list[Point], timeout: timedelta, progress: Progress | None = None
+    points: list[Point], timeout: timedelta, progress: Progress | None = None, *, device: str = "cpu"
 ) -> list[CollectiveMeasurement]:
-    """Measure `points`; collective, with the same answer on every rank."""
+    """Measure `points` on tensors of `device`; collective, with the same answer on every rank."""
     found: list[CollectiveMeasurement] = []
     for span, kind, nbytes in points:
         key = span.mesh.key(span.axes)
         groups.setup(span.mesh, [key], timeout=timeout, copies=span.copies)
         if progress:
             progress(len(found), len(points), f"{kind.value} of {show_bytes(nbytes)} over {span.size}")
-        run = _move(kind, nbytes, key)
+        run = _move(kind, nbytes, key, device)
         found.append(
-            measure_collective(kind, nbytes, groups.group(key), nodes=span.nodes, budget=BUDGET, run=run)
+            measure_collective(
+                kind, nbytes, groups.group(key), device=device, nodes=span.nodes, budget=BUDGET, run=run
+            )
         )
     return found
 
 
-def _move(kind: Collective, nbytes: int, key: str) -> Callable[[], object]:
+def _move(kind: Collective, nbytes: int, key: str, device: str) -> Callable[[], object]:
     """The move on a float32 tensor of `nbytes` in all, `ROWS` x length."""
     size = groups.size(key)
     length = -(-nbytes // (4 * ROWS * size)) * size
-    full, part = torch.zeros(ROWS, length), torch.zeros(ROWS, length // size)
+    full, part = (torch.zeros(ROWS, wide, device=device) for wide in (length, length // size))
     sizes, rows = [length // size] * size, [ROWS // size + (rank < ROWS % size) for rank in range(size)]
     moves = torch.ops.autopar
     match kind:

@@ -9,7 +9,8 @@ A machine that is shared, or grows warm, is faster at one time than at another. 
 different times can be compared, seconds are those of the time when `YARDSTICKS` took what is known of them,
 or else what they take first: of products by that for products, of others by that for memory, for a busy
 memory hardly slows what cores compute. What is known must be of the same circumstances. Measured alone and
-then beside a neighbour, yardsticks would take off what the neighbour costs.
+then beside a neighbour, yardsticks would take off what the neighbour costs. A GPU is one rank's own and has
+no yardsticks.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Measuring:
     """One round: calls by their importance, each with the seconds that a run of it is estimated to take."""
 
     calls: Sequence[tuple[Call, float]]
+    device: str  # "cpu" or "cuda"
     threads: int
     known: Mapping[str, Measurement]
     budget: Budget
@@ -93,9 +95,9 @@ class Measuring:
             self._tell(done, portion)
             if self.co_runners:
                 self.co_runners(portion)
-            timed = measure_portion(portion, self.threads)
-            first = {each.key(): timed[each.key()] for each in YARDSTICKS} | first
-            new = _scaled(timed, first, portion)
+            timed = measure_portion(portion, self.threads, self.device)
+            first = {each.key(): timed[each.key()] for each in yardsticks(self.device)} | first
+            new = _scaled(timed, first, portion) if yardsticks(self.device) else timed
             self.keep(new.values())
             found |= new
             refused |= {call.key() for call in portion} - new.keys()
@@ -111,7 +113,7 @@ class Measuring:
         seconds that they are thought to take."""
         room = min(PORTION_SECONDS, allowed / self.budget.pace)
         portion, rest, nbytes = list[Call](), list[tuple[Call, float]](), 0
-        thought = len(YARDSTICKS) * LEAST_SECONDS
+        thought = len(yardsticks(self.device)) * LEAST_SECONDS
         for call, estimated in waiting:
             own, seconds = sum(spec.nbytes for spec in operands.specs(call)), seconds_to_measure(estimated)
             alone = not portion and seconds + thought <= allowed / self.budget.pace
@@ -133,10 +135,15 @@ def seconds_to_measure(estimated: float) -> float:
     return max(LEAST_SECONDS, LONG_RUNS * estimated)
 
 
-def measure_portion(calls: Sequence[Call], threads: int) -> dict[str, Measurement]:
+def yardsticks(device: str) -> tuple[Call, ...]:
+    """What is timed with all that is measured; nothing on a GPU, which no other process slows."""
+    return YARDSTICKS if device == "cpu" else ()
+
+
+def measure_portion(calls: Sequence[Call], threads: int, device: str) -> dict[str, Measurement]:
     """Measurements of yardsticks and calls by key, without those that cannot run."""
     with using_threads(threads):
-        timed = measure_together([*YARDSTICKS, *calls], "cpu", budget=OPERATOR_BUDGET)
+        timed = measure_together([*yardsticks(device), *calls], device, budget=OPERATOR_BUDGET)
     return {each.key: each for each in timed}
 
 

@@ -1,10 +1,11 @@
 """What is known about a cluster's speed: its roofline, its measurements, its collectives.
 
-Planning for CPUs, whose nodes are machines like this one, measures operator calls that are missing, but
-only those that the best plans use, the most important first (measuring.py). What isn't measured follows from
+Planning for CPUs, whose nodes are machines like this one, and for GPUs of the kind that this machine has,
+measures operator calls that are missing, but only those that the best plans use, the most important first
+(measuring.py). What isn't measured follows from
 neighbours that are (neighbours.py), or else is an estimate, times what estimates of the operator were off by:
-or the solver would flee from what is measured to what is guessed. For GPUs the estimates stay, and are
-marked.
+or the solver would flee from what is measured to what is guessed. For GPUs
+that aren't here estimates stay, and are marked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from statistics import median
 
 import torch
 
-from autopar.cluster import ClusterSpec, Link
+from autopar.cluster import ClusterSpec, Link, gpu_kind
 from autopar.core.costs import Collective, DeviceModel, OperatorCost
 from autopar.core.graph import Call
 from autopar.cost.machine.collectives import CollectiveTable
@@ -68,9 +69,7 @@ class CostModel:
     def of(cluster: ClusterSpec, database: Database | None) -> CostModel:
         """Read what `database` knows about the cluster's devices."""
         if cluster.device_type != "cpu":
-            by_hand = cluster.described
-            device = described(cluster.device, by_hand) if by_hand else device_model(cluster.device, database)
-            return CostModel(device, {}, CollectiveTable({}))
+            return _of_gpus(cluster, database)
         setting = busy_setting(cluster)
         with using_threads(setting.threads):
             device = calibrate("cpu", database)
@@ -108,6 +107,7 @@ class CostModel:
         setting, budget = self.setting, budget or Budget()
         found, refused = Measuring(
             [(call, self._seconds(call)) for call in missing.values()],
+            self.device.kind,
             setting.threads,
             self.measured,
             budget,
@@ -134,12 +134,12 @@ class CostModel:
 
     def missing(self, calls: Iterable[Call]) -> dict[str, Call]:
         """The calls by key that are to be measured: not the user's own Python, which other ranks may not
-        have traced yet."""
+        have traced yet, nor views on a GPU."""
         return {
             call.key(): call
             for call in calls
             if call.key() not in self.measured and call.key() not in self.refused
-            if call.target is not CUSTOM
+            if call.target is not CUSTOM and (self.device.kind == "cpu" or self._seconds(call))
         }
 
     def corrected(self, budget: Budget) -> CostModel:
@@ -156,9 +156,35 @@ class CostModel:
         return self.contention * (found.forward_seconds + found.backward_seconds)
 
 
+def _of_gpus(cluster: ClusterSpec, database: Database | None) -> CostModel:
+    """What is known of GPUs: of those that this machine has, also what was measured."""
+    by_hand = cluster.described
+    device = described(cluster.device, by_hand) if by_hand else device_model(cluster.device, database)
+    if not is_here(cluster):
+        return CostModel(device, {}, CollectiveTable({}))
+    setting = setting_of(cluster)
+    measured = database.operators(setting) if database else {}
+    table = CollectiveTable.of(database.collectives(network_of(cluster)), "nccl") if database else None
+    neighbours = Neighbours(measured, device)
+    return CostModel(
+        device, measured, table or CollectiveTable({}), here=True, setting=setting, neighbours=neighbours
+    )
+
+
+def is_here(cluster: ClusterSpec) -> bool:
+    """Whether this machine has devices like the cluster's, which can be measured."""
+    if cluster.device_type == "cpu":
+        return True
+    if cluster.described or not torch.cuda.is_available():
+        return False
+    return cluster.device.lower() in ("cuda", gpu_kind(torch.cuda.get_device_name()))
+
+
 def setting_of(cluster: ClusterSpec) -> Setting:
     """How a process of a cluster of such machines runs: on its share of a node's cores, and never on more
-    threads than this process has been given."""
+    threads than this process has been given; or on a GPU of its own, to which threads don't matter."""
+    if cluster.device_type != "cpu" and is_here(cluster):
+        return Setting(fingerprint("cuda"), str(torch.__version__), 1)
     share = int(_cores(cluster) // cluster.devices_per_node)
     threads = min(torch.get_num_threads(), max(1, share))
     return Setting(fingerprint("cpu"), str(torch.__version__), threads)

@@ -29,6 +29,8 @@ def _dropout_mask(shape: Sequence[int], p: float, dtype: torch.dtype, device: to
     """The mask that the serial F.dropout draws: 0 or 1 / (1 - p), from the default generator."""
     if p >= 1.0:
         return torch.zeros(shape, dtype=dtype, device=device)
+    if device.type == "cuda":  # which draws in a kernel of its own
+        return torch.native_dropout(torch.ones(shape, dtype=dtype, device=device), p, True)[0]
     return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p).div_(1 - p)
 
 
@@ -111,19 +113,30 @@ def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
 def draws(program: fx.GraphModule) -> bool:
     """Whether some operator of the program is random."""
     return any(
-        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        is_draw(node)
         for module in program.modules()
         if isinstance(module, fx.GraphModule)
         for node in module.graph.nodes
     )
 
 
+def is_draw(node: fx.Node) -> bool:
+    """Whether a node of a program draws; attention without dropout doesn't."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
 def share_state() -> None:
-    """All ranks go on with rank 0's CPU generator: replicas must draw one mask; collective."""
-    state = torch.get_rng_state()
-    box = [state]
+    """All ranks go on with rank 0's generators, GPUs' too: replicas must draw one mask; collective."""
+    on_gpus = dist.get_backend() == dist.Backend.NCCL
+    box = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpus else [])]
     dist.broadcast_object_list(box, src=0)
     torch.set_rng_state(box[0])
+    if on_gpus:
+        torch.cuda.set_rng_state(box[1])
 
 
 def _register(name: str, schema: str, kernel: object) -> None:

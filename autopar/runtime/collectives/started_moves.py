@@ -19,6 +19,7 @@ other, a start does all, and a wait nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,10 @@ from autopar.runtime.collectives import transport
 from autopar.runtime.saved import regather
 
 START, WAIT = "start_", "wait_"  # begin the names of the halves
-HALVED = ("s_to_b", "s_to_b_again", "s_to_r", "s_to_r_again")  # moves that programs start early
+_SUMMING = ("s_to_b", *("s_to_b" + ending for ending in moves.SUMMED.values()))
+HALVED = tuple(  # moves that programs start early
+    name + again for name in (*_SUMMING, "s_to_r") for again in ("", regather.AGAIN)
+)
 _under_way: dict[int, Callable[[], Tensor]] = {}  # by the handle's storage
 Arguments = tuple[Any, ...]
 
@@ -69,11 +73,19 @@ def start_gather(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[i
 
 
 def _start_scatter(
-    x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[int]
+    x: Tensor,
+    group: str,
+    dim: int,
+    blocks: int,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Callable[[], Tensor]:
-    x = x.contiguous()
-    added = transport.start_reduce_scatter(x, moves._parts(x, dim, blocks, sizes), group)
-    return lambda: added().flatten(dim, dim + 1)
+    """Begin to sum, in `dtype` if any, and to scatter; doubles are summed as they are."""
+    other = x.dtype if dtype is None or x.dtype is torch.float64 else dtype
+    given = x.to(other).contiguous()
+    added = transport.start_reduce_scatter(given, moves._parts(given, dim, blocks, sizes), group)
+    return lambda: added().flatten(dim, dim + 1).to(x.dtype)
 
 
 def _start_slice(x: Tensor, *arguments: Any) -> Callable[[], Tensor]:
@@ -144,6 +156,9 @@ def _back(name: str, start: Callable[..., Callable[[], Tensor]]) -> None:
 
 
 _back("p_to_s", _start_scatter)
+for _precision, _ending in moves.SUMMED.items():
+    _back("p_to_s" + _ending, partial(_start_scatter, dtype=moves.DTYPES[_precision]))
 _back("r_to_s", _start_slice)
 for _name in HALVED:
-    _half(_name, "p_to_s" if _name.startswith("s_to_b") else "r_to_s", start_gather)
+    _moved = _name.removesuffix(regather.AGAIN)
+    _half(_name, _moved.replace("s_to_b", "p_to_s").replace("s_to_r", "r_to_s"), start_gather)

@@ -7,12 +7,12 @@ import os
 import shutil
 import sys
 
-import torch
 from torch import fx
 
 from autopar.core.pipeline import Pipeline
 from autopar.core.schedule import SPLIT_BACKWARD
 from autopar.errors import InputError
+from autopar.runtime.collectives.random import is_draw
 from autopar.runtime.saved.offload import moves
 
 
@@ -70,8 +70,4 @@ def _drawing(program: fx.GraphModule) -> list[fx.Node]:
     spaces = [getattr(node.target, "namespace", "") for node in nodes]
     if "autopar" not in spaces:
         return []
-    return [
-        node
-        for node, space in zip(nodes, spaces, strict=True)
-        if space != "autopar" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    ]
+    return [node for node, space in zip(nodes, spaces, strict=True) if space != "autopar" and is_draw(node)]

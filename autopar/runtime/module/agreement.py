@@ -4,7 +4,9 @@
     rank 1   digest of everything ---+-> equal: 16 bytes, nothing more
              different: names and digests of all, and an error on every rank that names the first
 
-The first calls of each shape compare all bytes, every `STRIDE`-th one after them a sample of them.
+The first calls of each shape compare all bytes, every `STRIDE`-th one after them a sample of them. Kernels
+that are chosen by trial, as a GPU's may be, can leave replicas of a parameter or buffer apart by a rounding:
+then rank 0's stands.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from autopar.trace.user_source import calling_line
 FIRST = 3  # calls of each shape that compare everything
 STRIDE = 64  # calls from one sample to the next
 SAMPLED = 64  # elements of a tensor in a sample
+ROUNDING = 8  # epsilons of a tensor's largest number, by which replicas may differ
 
 Part = tuple[str, str, bytes]  # its name, what to do where ranks differ in it, and its bytes
 
@@ -66,8 +69,8 @@ class Agreement:
         self._count += 1
         whole = self._calls[kind] <= FIRST
         if dist.get_world_size() > 1 and (whole or self._count % STRIDE == 0):
-            held = held if self._count <= FIRST else ()
-            compare(self._parts(call, modes, held, random, whole=whole), self._device)
+            known = dict(held) if self._count <= FIRST else {}
+            compare(self._parts(call, modes, known.items(), random, whole=whole), self._device, known)
 
     def check_change(self, name: str, values: str) -> None:
         """Compare what has changed of all that forward reads, and the numbers of now; collective."""
@@ -123,8 +126,9 @@ def _bytes(tensor: Tensor, *, whole: bool) -> bytes:
     return flat.resolve_conj().contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
-def compare(parts: Iterable[Part], device: torch.device) -> None:
-    """Raise InputError on every rank where they differ in one of the parts; collective."""
+def compare(parts: Iterable[Part], device: torch.device, held: Mapping[str, Tensor] | None = None) -> None:
+    """Raise InputError on every rank where they differ in one of the parts, of those `held` by more than a
+    rounding; collective."""
     mine = [(name, remedy, hashlib.blake2b(value, digest_size=7).digest()) for name, remedy, value in parts]
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=7).digest()
     number = int.from_bytes(digest)
@@ -135,7 +139,34 @@ def compare(parts: Iterable[Part], device: torch.device) -> None:
     if largest != -negative:
         everywhere: list[list[Part]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, mine)
-        raise _different(everywhere)
+        if not _settled(everywhere, held or {}):
+            raise _different(everywhere)
+
+
+def _settled(everywhere: list[list[Part]], held: Mapping[str, Tensor]) -> bool:
+    """Whether ranks differ in nothing but roundings of what they hold, which then is rank 0's; collective."""
+    first = everywhere[0]
+    if any(len(parts) != len(first) for parts in everywhere):
+        return False
+    apart = {one[0] for parts in everywhere for one, other in zip(parts, first, strict=True) if one != other}
+    floats = {name for name, tensor in held.items() if tensor.is_floating_point()}
+    return apart <= floats and all(_is_rounding(held[name]) for name in sorted(apart))
+
+
+@torch.no_grad()
+def _is_rounding(tensor: Tensor) -> bool:
+    """Whether a tensor is rank 0's but for a rounding; then it becomes that; collective."""
+    theirs = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(theirs, src=0)
+    limit = ROUNDING * torch.finfo(tensor.dtype).eps * theirs.abs().max()
+    is_apart = ~((tensor - theirs).abs().max() <= limit)  # where one is no number, too
+    flag = is_apart.to(torch.int64).reshape(1)
+    assert dist.group.WORLD is not None
+    transport.all_reduce(flag, dist.group.WORLD, dist.ReduceOp.MAX)
+    if flag.item():
+        return False
+    tensor.copy_(theirs)
+    return True
 
 
 def _different(everywhere: list[list[Part]]) -> InputError:

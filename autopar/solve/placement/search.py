@@ -18,7 +18,8 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.peak_memory import Peak
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import CheckError, InfeasibleError, OverCapError, SolverError
-from autopar.solve.highs import solve
+from autopar.solve.deadline import is_over
+from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import Answer
 from autopar.solve.memory.offload import everywhere, spare
 from autopar.solve.memory.recompute import everything, fit
@@ -32,11 +33,12 @@ from autopar.solve.placement.space import Space
 from autopar.units import show_bytes
 
 MEMORY_ROUNDS = 8
-BRANCHING_SECONDS = 12.0  # in all, where memory is scarce and no time limit given; then answers are rounded
-PRICED_SECONDS = 6.0  # of them for one price of memory
+# Work of branching, in all, where memory is scarce and no time limit given; then answers are rounded.
+BRANCHING = 12 * SECOND
+PRICED_BRANCHING = 6 * SECOND  # of it for one price of memory
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
-LEAN_SECONDS = 30.0  # in all, for the least memory that would do
+LEAN_WORK = 30 * SECOND  # in all, for the least memory that would do
 UNSOLVED = Answer(None, math.inf, -math.inf, "time_limit")
 
 
@@ -79,6 +81,7 @@ def choose(
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
     cutoff: float = math.inf,
+    work: float = math.inf,
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
 
@@ -89,11 +92,11 @@ def choose(
     `cutoff` seconds by the relaxation, SolverError if the time limit passed without an incumbent. The linear
     memory rows leave out short-lived tensors and know parts that are computed again but roughly, so answers
     are completed and replayed exactly: those of the rows, tightened until one fits, and those in which memory
-    has a price. Where branching takes too long, the relaxation is rounded: what is found is replayed all
-    the same. Only the first bound, under the cap itself, holds for all plans.
+    has a price. Where branching takes too long, or more than `work`, the relaxation is rounded: what is found
+    is replayed all the same. Only the first bound, under the cap itself, holds for all plans.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    search = _Search(graph, prices, space, folding, cap, gap, deadline, recompute, offload)
+    search = _Search(graph, prices, space, folding, cap, gap, deadline, recompute, offload, work=work)
     if cap is None:
         return search.once(memory_price=memory_price, bounded=bounded, cutoff=cutoff)
     return search.under_cap(cap, bounded=bounded, cutoff=cutoff)
@@ -111,7 +114,8 @@ class _Search:
     recompute: Recompute
     offload: Offload
     leanest: Solution | None = None  # of all that were found
-    branching: float = BRANCHING_SECONDS  # left
+    branching: float = BRANCHING  # left
+    work: float = math.inf  # of branching, at most, for one answer
 
     def under_cap(self, cap: int, *, bounded: bool, cutoff: float) -> Solution:
         first = self.once(rows=cap, bounded=bounded, cutoff=cutoff)
@@ -195,11 +199,10 @@ class _Search:
         goes."""
         spaces = dict.fromkeys((self.space.gatherings, self.space.without_again().gatherings))
         rows = dict.fromkeys((self.recompute is not Recompute.NONE, False))
-        left = self.left()
-        until = time.monotonic() + (LEAN_SECONDS if left is None else min(LEAN_SECONDS, left))
+        work = LEAN_WORK
         for gatherings, again in itertools.product(spaces, rows):
             with contextlib.suppress(SolverError):
-                found = least(
+                found, spent = least(
                     self.graph,
                     self.prices,
                     replace(self.space, gatherings=gatherings),
@@ -208,10 +211,12 @@ class _Search:
                     recompute=self.recompute,
                     offload=self.offload,
                     again=again,
-                    seconds=until - time.monotonic(),
+                    time_limit=self.left(),
+                    work=work,
                 )
                 self.note(found)
-            if time.monotonic() > until:
+                work -= spent
+            if work <= 0 or is_over(self.deadline):
                 break
         return self.leanest
 
@@ -309,17 +314,16 @@ class _Search:
         before the search has branched for long enough."""
         if problem.cap is None and problem.memory_price == FREE:
             try:
-                return solve(problem.lp, gap=self.gap, time_limit=self.left())
+                return solve(problem.lp, gap=self.gap, time_limit=self.left(), work=self.work)
             except SolverError:
                 return UNSOLVED
-        begun, left = time.monotonic(), self.left()
-        most = self.branching if problem.memory_price == FREE else min(self.branching, PRICED_SECONDS)
-        allowed = most if left is None else left
+        most = self.branching if problem.memory_price == FREE else min(self.branching, PRICED_BRANCHING)
+        most = most if self.deadline is None else math.inf
         try:
-            answer = solve(problem.lp, gap=self.gap, time_limit=allowed)
+            answer = solve(problem.lp, gap=self.gap, time_limit=self.left(), work=min(most, self.work))
         except SolverError:
             answer = UNSOLVED
-        self.branching = max(0.0, self.branching - (time.monotonic() - begun))
+        self.branching = max(0.0, self.branching - answer.work)
         return answer
 
     def check(self, problem: Problem, answer: Answer, priced: PricedProgram) -> None:
@@ -403,22 +407,23 @@ def least(
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
     again: bool = False,
-    seconds: float = LEAN_SECONDS,
-) -> Solution | None:
-    """The plan in `space` that needs least memory by its linear rows, of several a fast one; None if
-    it is not found in so many seconds. Parts are computed again, and tensors moved, so that it fits `cap`, if
-    it can; with `again` the rows take it that parts are."""
+    time_limit: float | None = None,
+    work: float = LEAN_WORK,
+) -> tuple[Solution | None, float]:
+    """The plan in `space` that needs least memory by its linear rows, of several a fast one, and the work
+    that it took; None if it is not found in time and by so much work. Parts are computed again, and tensors
+    moved, so that it fits `cap`, if it can; with `again` the rows take it that parts are."""
     problem = Problem(graph, prices, space, folding, cap=math.inf, again=again)
     problem.lp.ties = problem.lp.costs
     problem.lp.costs = [0.0] * len(problem.lp.ties)
     for nbytes, variable in problem.memory:
         problem.lp.costs[variable] += nbytes / 2**30
-    answer = solve(problem.lp, gap=1e-3, time_limit=seconds)
+    answer = solve(problem.lp, gap=1e-3, time_limit=time_limit, work=work)
     if answer.values is None:
-        return None
+        return None, answer.work
     priced = PricedProgram(prices, read(problem, answer))
     solution = completed(priced, cap or 0, recompute=recompute, offload=offload)
-    return replace(solution, status=answer.status)
+    return replace(solution, status=answer.status), answer.work
 
 
 def infeasible(

@@ -23,7 +23,7 @@ from autopar.core.recompute import Recompute
 from autopar.core.strategy import Strategy
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, SolverError
-from autopar.solve.highs import solve
+from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import Answer
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
@@ -33,7 +33,7 @@ from autopar.solve.placement.space import Space
 
 SUPPORT = 1e-6  # the share above which the relaxation counts as having chosen something
 WORTH = 0.01  # a gap for which the whole program is tried after all
-NAMED_SECONDS = 30.0  # and for how long
+NAMED_WORK = 30 * SECOND  # and with how much work
 MANY_AXES = 3  # on fewer, the program with names is small enough
 
 
@@ -62,6 +62,7 @@ def choose_named(
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
     cutoff: float = math.inf,
+    work: float = math.inf,
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
 
@@ -80,6 +81,7 @@ def choose_named(
         memory_price=memory_price,
         recompute=recompute,
         offload=offload,
+        work=work,
     )
     if not alike:
         return ask(space, bounded=bounded, cutoff=cutoff)
@@ -113,9 +115,8 @@ def choose_named(
     except (InfeasibleError, SolverError):
         return ask(space, bounded=bounded)
     if bound > -math.inf and found.seconds - bound > WORTH * found.seconds:
-        seconds = NAMED_SECONDS if time_limit is None else min(time_limit, NAMED_SECONDS)
         with contextlib.suppress(InfeasibleError, SolverError):  # there is a plan already
-            named_all = ask(space, bounded=False, time_limit=seconds)
+            named_all = ask(space, bounded=False, work=min(work, NAMED_WORK))
             found = min(found, named_all, key=lambda each: each.seconds)
     bound = min(bound, found.seconds)
     proven = found.seconds - bound <= max(gap, SUPPORT) * found.seconds

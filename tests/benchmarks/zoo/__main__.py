@@ -1,11 +1,13 @@
 """Plan every row of the zoo, two at a time.
 
 python -m tests.benchmarks.zoo                            all 80, an hour or more
-python -m tests.benchmarks.zoo llama "resnet-50 8 h100"   those whose name starts so
+python -m tests.benchmarks.zoo llama "resnet-50 8 h100"   those whose name starts or ends so
+python -m tests.benchmarks.zoo "64 h100" --output 64.csv  those on a cluster; the table into a file
 python -m tests.benchmarks.zoo --table                    the table of what is there, nothing planned
 
 Each row is a process of its own, which writes a file; a row that has one is not planned again, so what was
-interrupted goes on where it was. Once all are there, or with --table, the table is written.
+interrupted goes on where it was. Once all are there, or with --table, the table is written; with --output
+after every row, of those that are chosen.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def plan_apart(row: Row, folder: Path) -> Answer:
 def _run(row: Row, path: Path) -> None:
     begun, limit = time.monotonic(), round(TIMES * row.machines.seconds)
     command = [sys.executable, "-m", "tests.benchmarks.zoo", row.name, "--alone", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     late = partial(resource.setrlimit, resource.RLIMIT_CPU, (limit, limit))  # others may load the machine
     done = subprocess.run(
         command, cwd=ROOT, env=environment, preexec_fn=late, capture_output=True, text=True, check=False
@@ -113,17 +116,35 @@ def summary(answers: Sequence[Answer]) -> str:
     )
 
 
+def select(names: Sequence[str] | None) -> list[Row]:
+    """The rows whose names start or end with one of `names`; all if there are none."""
+    return [
+        row
+        for row in rows()
+        if not names or any(row.name.startswith(name) or row.name.endswith(f" {name}") for name in names)
+    ]
+
+
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="rows whose names start so")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help='rows whose names start or end so: llama, "64 h100", "vit-base 8 h100"'),
+    ] = None,
     workers: Annotated[int, typer.Option(help="rows that are planned at a time")] = 2,
-    results: Annotated[Path, typer.Option(help="folder of a file for each row")] = ROOT / "build" / "zoo",
+    results: Annotated[
+        Path, typer.Option(help="folder of a file for each row; rows that have one aren't planned again")
+    ] = ROOT / "build" / "zoo",
+    output: Annotated[
+        Path | None, typer.Option(help="write the table of chosen rows to this file, after each of them")
+    ] = None,
     table: Annotated[
         bool, typer.Option("--table", help="write the table of the rows that are there")
     ] = False,
     alone: Annotated[Path | None, typer.Option(help="plan one row here, and write this file")] = None,
 ) -> None:
-    """Plan the zoo, and write the table once all rows are there."""
-    chosen = [row for row in rows() if not names or any(row.name.startswith(name) for name in names)]
+    """Plan the zoo, or chosen rows of it, and write the table once all are there; goes on where it was
+    interrupted."""
+    chosen = select(names)
     if not chosen:
         raise typer.BadParameter(f"rows: {', '.join(row.name for row in rows())}")
     if alone:
@@ -131,13 +152,15 @@ def main(
         return
     results.mkdir(parents=True, exist_ok=True)
     if table:
-        chosen = [row for row in rows() if (results / row.file).exists()]
+        chosen = [row for row in chosen if (results / row.file).exists()]
     with ThreadPoolExecutor(workers) as pool:
         found = []
         for each in pool.map(lambda row: plan_apart(row, results), chosen):
             print("  ".join(as_line(each)), flush=True)
             found.append(each)
-    if table or len(found) == len(rows()):
+            if output:
+                write_table(found, output)
+    if not output and (table and not names or len(found) == len(rows())):
         write_table(found)
     print(summary(found))
 

@@ -51,7 +51,7 @@ def run(
     told: list[list[str]] | None = None,
 ) -> tuple[set[str], set[str]]:
     co_runners = None if told is None else (lambda calls: told.append([call.key() for call in calls]))
-    found, refused = Measuring(calls, 1, {}, budget, keep, co_runners=co_runners).run()
+    found, refused = Measuring(calls, "cpu", 1, {}, budget, keep, co_runners=co_runners).run()
     return found.keys() - {each.key() for each in YARDSTICKS}, refused
 
 
@@ -110,8 +110,8 @@ def test_slow_memory_takes_nothing_off_products(monkeypatch: pytest.MonkeyPatch)
         return [Measurement(call.key(), 2 * pace, pace, Saved(), 0, None, 5, 0.0) for call, pace in pairs]
 
     monkeypatch.setattr(measuring, "measure_together", timed)
-    first, _ = Measuring([(relu(1), 0.1)], 1, {}, Budget(), lambda _: None).run()
+    first, _ = Measuring([(relu(1), 0.1)], "cpu", 1, {}, Budget(), lambda _: None).run()
     slow = 3.0
     product = Call(torch.ops.aten.mm.default, (TensorSpec((8, 8), torch.float32),) * 2, {})
-    found, _ = Measuring([(relu(2), 0.1), (product, 0.1)], 1, first, Budget(), lambda _: None).run()
+    found, _ = Measuring([(relu(2), 0.1), (product, 0.1)], "cpu", 1, first, Budget(), lambda _: None).run()
     assert [found[call.key()].forward_seconds for call in (relu(2), product)] == [2.0, 2.0]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import autopar
 from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.errors import CheckError
@@ -121,3 +122,51 @@ def test_backward_starts_what_came_next_in_the_last_one(monkeypatch: pytest.Monk
     assert _backward(order, [2, 1, 0]) == ["gather 2", "start 1", "wait 1", "start 0", "wait 0"]
     assert _backward(order, [2, 0]) == ["gather 2", "start 1", "wait 1", "gather 0"]  # another way
     assert _backward(order, [2, 0]) == ["gather 2", "start 0", "wait 0"]
+
+
+def _train_cast(overlap: bool, reduce_dtype: str, wired: bool) -> tuple[int, list[torch.Tensor]]:
+    """Trains in bfloat16 with weights in shards; gathers of bfloat16 that were started, and the weights."""
+    started, gather = [0], transport.start_all_gather
+
+    def start_all_gather(full: torch.Tensor, *args: object) -> object:
+        started[0] += full.dtype is torch.bfloat16
+        return gather(full, *args)  # type: ignore[arg-type]
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 32), torch.nn.Tanh(), torch.nn.Linear(32, 12))
+    x = torch.randn(8, 12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "start_all_gather", start_all_gather)
+        if not wired:
+            patch.setattr(groups, "wires", lambda _: None)
+        ours = autopar.parallelize(
+            model,
+            autopar.ClusterSpec.local(2),
+            (x, x),
+            loss_fn=torch.nn.functional.mse_loss,
+            dtype="bf16",
+            reduce_dtype=reduce_dtype,
+            shard_state="weights",
+            force="batch",
+            overlap=overlap,
+            measure=False,
+            quiet=True,
+        )
+        optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            ours(x, x).backward()
+            optimizer.step()
+        return started[0], [item.clone() for item in ours.state_dict().values()]
+
+
+@pytest.mark.parametrize("wired", [True, False], ids=["streams", "process group"])
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_gathers_of_casts_start_early_and_give_the_same_bits(
+    reduce_dtype: str, wired: bool, pools: Pools
+) -> None:
+    early = pools(2).run(_train_cast, True, reduce_dtype, wired)
+    late = pools(2).run(_train_cast, False, reduce_dtype, wired)
+    for (started, ours), (none, theirs) in zip(early, late, strict=True):
+        assert started >= 4 * STEPS and none == 0
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))

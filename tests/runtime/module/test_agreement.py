@@ -183,3 +183,23 @@ def _later() -> list[int]:
 
 def test_after_the_first_calls_a_sample_is_compared_now_and_then(pools: Pools) -> None:
     assert pools(2).run(_later) == [[STRIDE, 2 * STRIDE]] * 2
+
+
+def _apart(gap: float) -> tuple[float, str]:
+    """By how much what rank 1 holds differs from rank 0's after a call, and what the call was refused for."""
+    agreement, word = Agreement(CPU, local_inputs=False), ""
+    mean = torch.tensor([1.0, -3.0]) * (1 + gap if dist.get_rank() else 1)
+    try:
+        agreement.check(flatten_arguments((torch.zeros(2),), {}), [True], [("mean", mean), ("one", mean[:1])])
+    except InputError as error:
+        word = str(error)
+    theirs = mean.clone()
+    dist.broadcast(theirs, src=0)
+    return float((mean - theirs).abs().max()), word
+
+
+def test_replicas_that_a_rounding_has_driven_apart_are_brought_together(pools: Pools) -> None:
+    assert pools(2).run(_apart, 2e-7) == [(0.0, "")] * 2
+    for _, word in pools(2).run(_apart, 1e-5):
+        assert "mean on rank 1 unlike that on rank 0" in word
+    assert pools(2).run(_apart, float("nan"))[1][1]

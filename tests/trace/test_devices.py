@@ -1,0 +1,34 @@
+"""A trace is on the model's device, wherever the example lies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from autopar.trace.export import trace
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device)
+        result: Tensor = self.linear(self.table(ids) + x) * places[:, None]
+        return result
+
+
+def targets(model_on: str, inputs_on: str) -> list[str]:
+    with torch.device(model_on):
+        model = Net()
+    ids = torch.zeros(2, 3, dtype=torch.long, device=inputs_on)
+    x = torch.zeros(2, 3, 4, device=inputs_on, requires_grad=True)
+    graph = trace(model, (ids, x)).graph
+    assert graph.specs["input_1"].requires_grad
+    return [str(each.target) for each in graph.operators]
+
+
+def test_the_program_is_the_same_wherever_an_example_lies() -> None:
+    wanted = targets("cpu", "cpu")
+    assert targets("meta", "cpu") == targets("cpu", "meta") == targets("meta", "meta") == wanted
