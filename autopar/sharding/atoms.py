@@ -263,12 +263,17 @@ class Dims:
     def _follow_tables(self) -> None:
         """Let the rows that a table puts in order be cut where those are to which they belong, unless some
         part would have several times its share on this mesh; parts may be empty."""
-        for table in sorted(
+        waiting = sorted(
             self.atoms.tables, key=lambda each: len(each.starts)
-        ):  # graphs, their vertices, edges
-            ends = [(name, dim, 0) for name, dim in (table.base, table.output)]
-            base, output = (self.atoms.components[end] for end in ends)
-            whole = all(len(self.atoms.of[name][dim]) == 1 for name, dim, _ in ends)
+        )  # graphs, their vertices, edges
+        while waiting:
+            length = len(waiting[0].starts)
+            alike = [each for each in waiting if len(each.starts) == length]
+            # Vertices that are cut between graphs come first, so that edges are cut with these.
+            table = min(alike, key=lambda each: self._component(each.base) not in self._tables)
+            waiting.remove(table)
+            base, output = self._component(table.base), self._component(table.output)
+            whole = all(len(self.atoms.of[name][dim]) == 1 for name, dim in (table.base, table.output))
             taken = {output} & (self._tables.keys() | self._anchors.keys() | self._weights)
             if not whole or taken or output in self._followed(base):
                 continue
@@ -276,6 +281,10 @@ class Dims:
             if not all(self._is_even(output, sizes) for sizes in self._subsets):
                 del self._tables[output]
             self._cuts.clear()
+
+    def _component(self, dim: Dim) -> Atom:
+        found: Atom = self.atoms.components[(*dim, 0)]
+        return found
 
     def _followed(self, component: Atom) -> set[Atom]:
         """The component, and those where it is cut by tables."""
