@@ -80,7 +80,9 @@ def normalised(net: Layer, x: Tensor, edge_index: Tensor) -> Tensor:
     source, target = edge_index
     messages = F.batch_norm(torch.tanh(x[source] - 2 * x[target]), None, None, training=True)
     messages = torch.softmax(messages, 0) + messages - messages.amax(0) - messages.var(0, unbiased=False)
-    return placed(messages * net.weight[:, None], target, len(x), "mean") + messages.mean() * messages.norm()
+    means = placed(messages * net.weight[:, None], target, len(x), "mean")
+    out: Tensor = means + messages.mean() * messages.norm()
+    return out
 
 
 def clustered(net: Layer, x: Tensor, edge_index: Tensor) -> Tensor:
@@ -88,7 +90,8 @@ def clustered(net: Layer, x: Tensor, edge_index: Tensor) -> Tensor:
     source, target = edge_index
     clusters = (torch.arange(len(x)) * 5 + 3) % 4
     sums = torch.tanh(placed(torch.tanh(x[source] - x[target]), target, len(x)))
-    return placed(sums, clusters, 4, "mean")[clusters]
+    means: Tensor = placed(sums, clusters, 4, "mean")[clusters]
+    return means
 
 
 def copied(net: Layer, x: Tensor, edge_index: Tensor) -> Tensor:
