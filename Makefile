@@ -50,6 +50,6 @@ mutants: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install "$$($(BIN)/python -c \
-		'import sys; print("torch==2.13.0" if sys.version_info[:2] == (3, 11) else "torch>=2.11")')"
+		'import sys; print("torch==2.13.0" if sys.version_info[:2] == (3, 11) else "torch>=2.13")')"
 	$(BIN)/python -m pip install -e '.[test]'
 	touch $(STAMP)

@@ -66,9 +66,9 @@ from autopar.results.announce import Announcer
 from autopar.results.comparison import Comparison
 from autopar.results.explanation import Explanation
 from autopar.results.measured_steps import MeasuredSteps, read_measured
-from autopar.results.notebook_bar import notebook_bar
+from autopar.results.notebook_bar import notebook_bar, notebook_bar_of_workers
 from autopar.results.plan import Plan
-from autopar.results.progress_bar import ProgressLines
+from autopar.results.progress_bar import ProgressBar, ProgressLines
 from autopar.results.report.page import Beside, Written, write_page
 from autopar.rewrite.render import describe
 from autopar.runtime.collectives import random
@@ -94,6 +94,7 @@ def plan(
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
+    frontier_seconds: float | None = None,
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
@@ -101,6 +102,8 @@ def plan(
 
     `example_inputs` is the global batch: a tuple of positional arguments, a dict of keyword
     arguments, or one tensor; with `loss_fn` the arguments that it takes after the output come last.
+    With `frontier_seconds` lower and lower memory caps are solved for so long, and the plan says what less
+    memory would cost.
 
     Raises InfeasibleError, SolverError, TraceError or InputError, also for what `parallelize` refuses.
     """
@@ -110,7 +113,13 @@ def plan(
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     with notebook_bar(progress) as shown:
         compiler = Compiler(cluster, request, loss_fn, costdb=asked.costdb, progress=shown)
-        return compiler.find_plan(model, args, kwargs, auto)
+        found = compiler.find_plan(model, args, kwargs, auto)
+        if not frontier_seconds:
+            return found
+        said = {name: value for name, value in options.items() if value is not None}
+        target = Target(model, args, dict(kwargs), loss_fn, "model")
+        around = frontier(Asked(target, cluster, said, shown), found, seconds=frontier_seconds)
+        return replace(found, frontier=around)
 
 
 @documented(PLAN)
@@ -333,14 +342,15 @@ def compare(
     request, _ = request_of(asked, cluster)
     made = load_target(target) if isinstance(target, str) else check_target("compare", target)
     serial_model.check(made.model)
-    if run:
-        return run_rows(Job(made.source, cluster, request, asked.optimizer, asked.costdb, bar), made)
-    with (
-        Database.open(asked.costdb) as database,
-        bar.shown() if bar else nullcontext(),
-        busy_neighbours(cluster, wanted=request.measure) as co_runners,
-    ):
-        return Comparer(made, cluster, request, database, bar, co_runners).compare()
+    with notebook_bar_of_workers(bar) as shown:
+        if run:
+            return run_rows(Job(made.source, cluster, request, asked.optimizer, asked.costdb, shown), made)
+        with (
+            Database.open(asked.costdb) as database,
+            shown.shown() if shown else nullcontext(),
+            busy_neighbours(cluster, wanted=request.measure) as co_runners,
+        ):
+            return Comparer(made, cluster, request, database, shown, co_runners).compare()
 
 
 @documented(PROFILE)
@@ -351,14 +361,17 @@ def profile(
     mesh: Mesh | str | None = None,
     dtype: str | None = None,
     costdb: str | None = None,
-    bar: Bar,
+    bar: Bar | None = None,
 ) -> Profile:
-    """Measure the collectives of `cluster`, which must be local, and the operator calls of `target`."""
+    """Measure the collectives of `cluster`, which must be local, and the operator calls of `target`.
+
+    Progress is shown by `bar`, or else by one of a notebook, or by lines on stderr.
+    """
     if target is not None:
         check_target("profile", target)
     request, _ = request_of(Options(PROFILE, mesh=mesh, dtype=dtype), cluster)
-    with Database.open(costdb) as database:
-        return measure_profile(cluster, database, target=target, request=request, bar=bar)
+    with Database.open(costdb) as database, notebook_bar_of_workers(bar) as shown:
+        return measure_profile(cluster, database, target=target, request=request, bar=shown or ProgressBar())
 
 
 @documented(PLAN)
@@ -379,7 +392,8 @@ def report(
 
     `source` is a plan, or the file of one (PLAN.json); or what is planned first, for `cluster` and with
     `options`: a model with its example, or "file.py:function". Then the page also shows what less memory
-    would cost, by plans that are solved for `frontier_seconds`, 30 by default. `measured` is a comparison
+    would cost, by plans that are solved for `frontier_seconds`, 30 by default; of a plan it does where that
+    was found with it. `measured` is a comparison
     with `run=True`, or the file of one: then it shows predicted beside measured steps.
 
     Raises what `plan` raises, and InputError where the page can't be written.
@@ -391,14 +405,13 @@ def report(
     if isinstance(source, Plan) or (isinstance(source, str | Path) and str(source).endswith(".json")):
         _refuse_beside_plan(cluster=cluster, frontier_seconds=frontier_seconds, **said)
         found = source if isinstance(source, Plan) else Plan.load(source)
-        return write_page(found, Path(output), Beside(_timeline_of(found), None, steps))
+        return write_page(found, Path(output), Beside(_timeline_of(found), found.frontier, steps))
     if isinstance(source, nn.Module):
         args, kwargs = split_inputs(example_inputs, example_kwargs)
         source = Target(source, args, dict(kwargs), loss_fn, "model")
     made = load_target(str(source)) if isinstance(source, str | Path) else check_target("report", source)
     PLAN.check(said)
     check_cluster(cluster)
-    assert cluster is not None
     assert cluster is not None
     serial_model.check(made.model)
     seconds = SECONDS if frontier_seconds is None else frontier_seconds

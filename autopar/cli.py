@@ -151,18 +151,24 @@ def autopar(
     """Auto-parallelization of PyTorch models."""
 
 
+TraceFile = Annotated[
+    str | None, typer.Option("--trace", metavar="FILE", help="Write the step over time, for trace viewers.")
+]
+
+
 @app.command()
 @taking(PLAN)
 def plan(
     target: TargetName,
     cluster: Cluster,
-    trace: Annotated[
-        str | None,
-        typer.Option("--trace", metavar="FILE", help="Write the step over time, for trace viewers."),
-    ] = None,
+    trace: TraceFile = None,
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="FILE", help="Save the plan, for parallelize(plan=FILE)."),
+    ] = None,
+    frontier: Annotated[
+        float | None,
+        typer.Option("--frontier", metavar="S", help="Seconds to find what less memory would cost, too."),
     ] = None,
     as_json: AsJson = False,
     progress: ShowProgress = False,
@@ -175,9 +181,9 @@ def plan(
     from autopar.comparing.device_ranges import clusters_of, is_range
 
     specs = clusters_of(cluster) if is_range(cluster) else [ClusterSpec.parse(cluster)]
+    _check_seconds("--frontier", frontier)
     from autopar import api
     from autopar.comparing.scaling import scale
-    from autopar.results.draw_timeline import write_trace
     from autopar.results.progress_bar import ProgressBar
     from autopar.results.render_scaling import render_scaling
     from autopar.trace.target import load_target
@@ -191,12 +197,13 @@ def plan(
             made.args,
             example_kwargs=made.kwargs,
             loss_fn=made.loss_fn,
+            frontier_seconds=frontier,
             progress=bar,
             **options,
         )
 
     if is_range(cluster):
-        _refuse_files(output=output, trace=trace)
+        _refuse_for_range(output=output, trace=trace, frontier=frontier)
         with bar.shown():
             table = scale(specs, planned)
         return Answer(table.as_dict(), render_scaling(table))
@@ -204,18 +211,26 @@ def plan(
         found = planned(specs[0])
     if output:
         found.save(output)
-    if trace:
-        write_trace(api.timeline(found), Path(trace))
+    _write_trace(found, trace)
     return _shown(found)
 
 
-def _refuse_files(**files: str | None) -> None:
-    """Raise InputError for files of one plan, where there is one for each number of devices."""
-    if said := [name for name, path in files.items() if path is not None]:
+def _write_trace(found: Plan, path: str | None) -> None:
+    """Write the step of a plan over time, if a file is named."""
+    if path is not None:
+        from autopar import api
+        from autopar.results.draw_timeline import write_trace
+
+        write_trace(api.timeline(found), Path(path))
+
+
+def _refuse_for_range(**said: str | float | None) -> None:
+    """Raise InputError for what is of one plan, where there is one for each number of devices."""
+    if names := [name for name, value in said.items() if value is not None]:
         raise InputError(
-            where=f"--{said[0]}",
+            where=f"--{names[0]}",
             found="a range of devices, which has many plans",
-            wanted="one plan to write",
+            wanted="one plan",
             remedy="plan again for the number of devices that you choose",
         )
 
@@ -242,6 +257,7 @@ def show(
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of plan files instead.")
     ] = False,
+    trace: TraceFile = None,
     as_json: AsJson = False,
 ) -> Answer:
     """Print a saved plan."""
@@ -259,7 +275,9 @@ def show(
             wanted="PLAN.json, or --schema",
             remedy="save one by autopar plan TARGET --cluster local:4 --output plan.json",
         )
-    return _shown(Plan.load(plan))
+    found = Plan.load(plan)
+    _write_trace(found, trace)
+    return _shown(found)
 
 
 @app.command()

@@ -35,12 +35,11 @@ from autopar.planning.search import Decision, beside, decide, finish, search
 from autopar.results.announce import Announcer
 from autopar.results.plan import Plan
 from autopar.rewrite.build import build, build_stages
-from autopar.rewrite.overlap import room_of
+from autopar.rewrite.overlap import room_of, starts
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
 from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
-from autopar.sharding.atoms import Dims
 from autopar.sharding.sample_independence import samples_elsewhere
-from autopar.sharding.strategies import find_atoms, is_legal, options_of
+from autopar.sharding.strategies import dims_of, is_legal, options_of
 from autopar.solve.deadline import after, left
 from autopar.trace.call_signature import LossFunction, flatten_arguments
 from autopar.trace.export import Traced, trace
@@ -48,6 +47,7 @@ from autopar.trace.micro_batches import split_batch
 from autopar.trace.numbers import require_known
 from autopar.trace.simplify import only_loss, with_masks_by_dims, without_gradients
 from autopar.trace.uncollected import uncollected
+from autopar.units import show_bytes
 from costdb.database import Database
 
 LEAST_SECONDS = 1.0  # even past the time limit, for a plan that is there already but for its outputs
@@ -121,7 +121,9 @@ class Compiler:
             self.announce(plan.notes)
         if not plan.pipeline.is_staged:
             room = room_of(self.cap(request), plan.peak_bytes) if request.overlap else 0.0
-            return build(traced, plan, rank=rank, device=device, exact_random=self.exact_random, room=room)
+            whole = build(traced, plan, rank=rank, device=device, exact_random=self.exact_random, room=room)
+            self.tell_of_overlap(request, whole, room)
+            return whole
         made = build_stages(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
         if not step:
             return made
@@ -131,6 +133,14 @@ class Compiler:
         rest = build_stages(shorter, plan, rank=rank, device=device, exact_random=self.exact_random)
         check_programs(made, rest)
         return replace(made, shorter=rest.stages)
+
+    def tell_of_overlap(self, request: Request, made: Executable, room: float) -> None:
+        """Note where exchanges were to start early, and none does for want of memory."""
+        wanted = request.overlap and not math.isinf(room) and not starts(made.module.graph)
+        if self.announce is None or dist.get_rank() or not wanted:
+            return
+        cap, peak = self.cap(request) or 0, made.plan.peak_bytes
+        self.announce([early_note(cap, peak, room)])
 
     def cap(self, request: Request) -> int | None:
         """Bytes of a device that a plan may take, None where nobody says."""
@@ -484,6 +494,15 @@ def _bytes_beside_the_loss(graph: Graph) -> int:
     return sum(graph.specs[name].nbytes for name in graph.outputs if name != graph.loss)
 
 
+def early_note(cap: int, peak: int, room: float) -> str:
+    """What a plan under a cap has no room for."""
+    left, each = (show_bytes(max(0, int(nbytes))) for nbytes in (cap - peak, room))
+    return (
+        f"overlap: no exchange starts early, as the plan's peak of {show_bytes(peak)} leaves {left} of the "
+        f"cap of {show_bytes(cap)}, {each} for each kind of exchange: raise --memory, or leave out --overlap"
+    )
+
+
 def _noted(plan: Plan, note: str | None) -> Plan:
     return plan if note is None else replace(plan, notes=(*plan.notes, note))
 
@@ -502,7 +521,7 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
 def check_rows(graph: Graph) -> None:
     """Raise InputError for a graph whose samples aren't the rows of its first input. Ranks load some of
     those with local inputs."""
-    found = samples_elsewhere(graph, Dims(graph, find_atoms(graph), Mesh((1,))))
+    found = samples_elsewhere(graph, dims_of(graph, Mesh((1,))))
     if found is not None:
         item, dim = found
         raise InputError(
@@ -526,7 +545,7 @@ def check_undecided(graph: Graph) -> None:
 
 def check_program(program: Program, graph: Graph) -> None:
     """Raise InputError for a program of `graph` that no rule of this version offers."""
-    dims = Dims(graph, find_atoms(graph), program.mesh)
+    dims = dims_of(graph, program.mesh)
     for operator in graph.operators:
         strategy = program.strategies.get(operator.name, ())
         offered = set(strategy) <= set(options_of(operator, dims))

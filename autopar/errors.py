@@ -16,7 +16,8 @@ DIGITS = 40  # of a whole number that it repeats
 _READ = 10_000  # of a text, that are looked at
 _FIELDS = ("where", "found", "wanted", "remedy")
 _FORM = "{where}: found {found}, wanted {wanted}; {remedy}"
-_PATH = re.compile(r"/?[\w.@+-]+(?:/[\w.@+-]+){2,}")  # of three parts or more
+# Of three parts or more; begun where a part begins and never tried again, or long words take their square.
+_PATH = re.compile(r"(?<![\w.@+-])/?[\w.@+-]++(?:/[\w.@+-]++){2,}")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 INTERRUPTED = 128 + signal.SIGINT  # the command line's exit code, 130, as shells count
 

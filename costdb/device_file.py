@@ -7,7 +7,10 @@ for the device can be made, and its numbers judged, on another machine.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,24 @@ from autopar.errors import InputError, show_value
 from autopar.results.whole_file import write_whole
 from costdb.columns import TABLES, check_row
 from costdb.database import SCHEMA_VERSION, Database
+from costdb.measurement import Measurement
 from costdb.setting import Setting
 
 FORMAT = "autopar measured device"
 WANTED = f"a measured device file, version {SCHEMA_VERSION}"
 MOST_THREADS = 1 << 20
 FOLDER = Path(__file__).with_name("devices")
+
+
+@cache
+def operators_of(kind: str) -> Mapping[str, Measurement]:
+    """What the device file of a kind of GPU ("h100") says of operators, by key; nothing if there is none."""
+    path = FOLDER / f"{kind}.json"
+    if not path.exists():
+        return {}
+    setting, database = load(path)
+    with closing(database):
+        return database.operators(setting)
 
 
 def export(database: Database, setting: Setting, path: Path, *, provenance: str) -> None:
@@ -42,7 +57,11 @@ def export(database: Database, setting: Setting, path: Path, *, provenance: str)
             remedy="profile first",
         )
     content = {"format": FORMAT, "version": SCHEMA_VERSION, "provenance": provenance, "setting": key}
-    text = json.dumps(content | tables, indent=1, allow_nan=False) + "\n"
+    text = json.dumps(content | dict.fromkeys(tables), indent=1, allow_nan=False)
+    for name, rows in tables.items():  # a row on a line
+        lines = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in rows)
+        text = text.replace(f'"{name}": null', f'"{name}": [\n{lines}\n ]' if rows else f'"{name}": []')
+    text += "\n"
     write_whole(path, text, where=f"device file {path}")
 
 

@@ -17,20 +17,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.core.costs import Footprint, Saved
 from autopar.core.graph import Call, TensorSpec
+from autopar.core.operator_facts import facts_of
 from autopar.ops.recurrent import steps_of
 from costdb import operands
 from costdb.recurrence import footprint_of_steps
 
-ATEN = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
-CHOOSES_BY_DEVICE = {ATEN.scaled_dot_product_attention.default}  # fused on CPUs and GPUs, not on meta
 
 _KNOWN: dict[tuple[str, str], Footprint] = {}
 
@@ -104,8 +103,9 @@ def without_data(call: Call, kind: str) -> Iterator[tuple[Callable[[], Any], tup
 
     Raises CostMissingError if the operator refuses the operands.
     """
-    run = call.target if kind == "cpu" else _ON_GPU.get(call.target, call.target)
-    fake = call.target in CHOOSES_BY_DEVICE
+    facts = facts_of(call.target)
+    run = facts.on_gpu if facts.on_gpu and kind != "cpu" else call.target
+    fake = facts.chooses_by_device
     device = CPU if fake else META
     with _fake() if fake else nullcontext(), operands.refused(call):
         args, kwargs, inputs = operands.fill(call, device, operands.empty(device))
@@ -128,30 +128,3 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def _spec(tensor: torch.Tensor | None) -> TensorSpec | None:
     return None if tensor is None else TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-
-def _fused_dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """GPUs keep a mask of one byte an element; the composite keeps one of x's dtype."""
-    if not train or p in (0, 1):
-        return cast(torch.Tensor, ATEN.dropout(x, p, train))
-    return cast(torch.Tensor, ATEN.native_dropout(x, p, train)[0])
-
-
-def _fused_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    causal: bool = False,
-    **options: Any,
-) -> torch.Tensor:
-    """GPUs draw attention's dropout in the fused kernel; CPUs fall back to keeping the scores."""
-    return cast(torch.Tensor, ATEN.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, **options))
-
-
-# What the fused kernels of GPUs keep, said in operators that need no GPU.
-_ON_GPU: dict[Any, Callable[..., torch.Tensor]] = {
-    ATEN.dropout.default: _fused_dropout,
-    ATEN.scaled_dot_product_attention.default: _fused_attention,
-}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import autopar.ops  # noqa: F401  (what is true of operators is declared there)
 from autopar.proof import processes
 from tests.pool import Pool
 

@@ -6,6 +6,7 @@
 
 - `core` is data: no graphs of torch.fx, no solver, no process group.
 - Rooms between two dashes don't know each other, but where NEIGHBOURS says so.
+- What is true of an operator its family says, in `autopar/ops`; others have no tables of ATen's names.
 - `cost` knows of `rewrite` only how calls are written: a strategy's price is that of the calls of its rule.
 - One module talks to the solver, one room to the cost database's file.
 
@@ -42,13 +43,25 @@ FLOORS = [  # the lowest first
     {"autopar"},  # the package's own __init__
     {"__main__"},
 ]
-NEIGHBOURS = {("units", "errors"), ("ops", "sharding")}
+NEIGHBOURS = {("units", "errors"), ("trace", "sharding")}
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 OUTSIDE = {  # who may import what does the work outside
     "pulp": {"autopar.solve.highs"},
     "highspy": {"autopar.solve.highs"},
     "typer": {"autopar.cli"},
     "sqlite3": {"costdb"},
+}
+TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison or a pattern of ATen's names
+    "autopar.trace.call_forms": "calls that no graph has, and what does the same",
+    "autopar.trace.constant_folding": "patterns of rows that are picked and placed, which it rewrites",
+    "autopar.trace.edge_operators": "the same",
+    "autopar.trace.fused_products": "the same",
+    "autopar.trace.graph_builder": "a copy that has no derivative, which it rewrites",
+    "autopar.trace.stand_ins": "what torch calls below a graph",
+    "autopar.runtime.parameters.global_scalars": "torch's own table of how operators take DTensors",
+    "autopar.proof.precision": "what torch calls below a graph, in float64",
+    "autopar.proof.sum_order": "kernels that torch calls below a graph, and what they sum",
+    "autopar.cost.machine.measuring": "the two calls that it measures beside others",
 }
 LISTED_ELSEWHERE = {"autopar.__init__", "autopar.ops.__init__"}  # by the floors above; all are families
 
@@ -123,6 +136,18 @@ def test_core_is_data() -> None:
             assert not heavy, f"{module} imports {', '.join(heavy)}"
 
 
+def test_how_dims_are_cut_is_found_in_one_place() -> None:
+    """There the atoms of a graph are kept with it."""
+    makers = {
+        module
+        for module, path in modules().items()
+        if module.startswith("autopar.")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Dims"
+    }
+    assert makers == {"autopar.sharding.strategies"}
+
+
 @pytest.mark.parametrize("package", OUTSIDE)
 def test_one_place_talks_to_what_is_outside(package: str) -> None:
     users = {
@@ -130,6 +155,48 @@ def test_one_place_talks_to_what_is_outside(package: str) -> None:
     }
     allowed = OUTSIDE[package]
     assert users and all(any(user.startswith(name) for name in allowed) for user in users), users
+
+
+def aten_names(tree: ast.AST, aliases: frozenset[str]) -> list[str]:
+    """The ATen operators that are named, such as `aten.mm.default`."""
+    dotted = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return [name for name in dotted if name.startswith(tuple(f"{alias}." for alias in aliases))]
+
+
+def told_apart(source: str) -> list[str]:
+    """The ATen operators that a module has in tables, comparisons and patterns, but not in calls."""
+    tree = ast.parse(source)
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    short = [node for node in assigned if ast.unparse(node.value) == "torch.ops.aten"]
+    aliases = frozenset({"torch.ops.aten", *(ast.unparse(node.targets[0]) for node in short)})
+    compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare | ast.MatchValue)]
+    values = [item.value for item in tree.body if isinstance(item, ast.Assign | ast.AnnAssign)]
+    tables = [value for value in values if value is not None and not isinstance(value, ast.Attribute)]
+    return [name for node in (*compared, *tables) for name in aten_names(node, aliases)]
+
+
+def test_operators_are_told_apart_where_their_families_are() -> None:
+    """Other rooms ask `facts_of(target)`, or the rule."""
+    found = {
+        module: names
+        for module, path in modules().items()
+        if not module.startswith("autopar.ops.")
+        if (names := told_apart(path.read_text()))
+    }
+    assert found.keys() == TELL_OPERATORS_APART.keys(), found
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("aten = torch.ops.aten\nVIEWS = {aten.view.default}", ["aten.view", "aten.view.default"]),
+        ("def f(x):\n    return x.target is torch.ops.aten.mm", ["torch.ops.aten.mm"]),
+        ("A = torch.ops.aten\nmatch x:\n    case A.mm:\n        pass", ["A.mm"]),
+        ("aten = torch.ops.aten\ndef f(site):\n    return site.call(aten.mm.default)", []),
+    ],
+)
+def test_where_operators_are_told_apart_is_seen(source: str, names: list[str]) -> None:
+    assert sorted(told_apart(source)) == names
 
 
 def test_every_room_has_a_floor() -> None:

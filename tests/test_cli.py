@@ -154,7 +154,7 @@ def test_a_kind_that_a_model_lacks_is_an_alternative_without_numbers(
 ) -> None:
     _, found = command(capsys, "plan", f"{TARGETS}:mlp", *LOCAL, "--no-measure")
     domain = next(item for item in found["alternatives"] if item["name"] == "domain")
-    assert "no domain factor" in domain.pop("reason")
+    assert "no operator that can be split by domain" in domain.pop("reason")
     assert domain == {"name": "domain", "step_seconds": None, "peak_bytes": None, "feasible": False}
 
 
@@ -205,11 +205,20 @@ def test_a_plan_without_stages_has_a_trace_of_its_operators(
     assert max(each["ts"] + each["dur"] for each in events) == pytest.approx(1e6 * found["step_seconds"])
 
 
+def test_a_saved_plan_has_the_trace_of_the_plan(tmp_path: Path) -> None:
+    planned, shown, saved = (str(tmp_path / name) for name in ("a.json", "b.json", "plan.json"))
+    words = ["plan", f"{TARGETS}:net", *LOCAL, "--no-measure", "--stages", "1", "--micro-batches", "1"]
+    assert main([*words, "--trace", planned, "--output", saved]) == 0
+    assert main(["show", saved, "--trace", shown]) == 0
+    assert Path(shown).read_text() == Path(planned).read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
         (["--stages", "1", "--trace", "/no/such/folder/t.json"], "/no/such/folder"),
         (["--stages", "2", "--micro-batches", "2", "--trace", "/no/such/folder/t.json"], "/no/such/folder"),
+        (["--frontier", "-1"], "--frontier"),
     ],
 )
 def test_a_timeline_that_cannot_be_written_is_bad_input(
@@ -658,7 +667,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
         (("plan", f"{TARGETS}:hooked", *LOCAL), "a forward hook on the model"),
         (("compare", f"{TARGETS}:hooked", *LOCAL), "a forward hook on the model"),
         (("verify", f"{TARGETS}:hooked", *LOCAL), "a forward hook on the model"),
-        (("verify", f"{TARGETS}:mlp", *LOCAL, "--force", "domain"), "no domain factor"),
+        (("verify", f"{TARGETS}:mlp", *LOCAL, "--force", "domain"), "no operator that can be split"),
         (("verify", f"{TARGETS}:mlp", *LOCAL, "--steps", "0"), "0"),
     ],
 )

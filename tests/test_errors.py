@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 
 import pytest
 
@@ -15,6 +16,7 @@ from autopar.errors import (
     InputError,
     OverCapError,
     WorkerError,
+    cut_paths,
     fit,
     show_value,
 )
@@ -94,3 +96,10 @@ def test_parts_that_fit_are_left_whole() -> None:
 )
 def test_values_are_shown_short_and_without_addresses(value: object, shown: str) -> None:
     assert show_value(value) == shown
+
+
+def test_paths_are_sought_in_time_that_grows_as_the_text() -> None:
+    word = "x" * 1_000_000
+    start = time.process_time()
+    assert cut_paths(f"{word} a/b/c/d.py", 80) == f"{word} .../c/d.py"
+    assert time.process_time() - start < 1  # by its square it would take hours

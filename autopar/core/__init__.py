@@ -1,6 +1,8 @@
 """Holds the words that all rooms share, as frozen data; imports none of them but errors and units.
 
 graph         the traced model: operators in order, tensors by name
+operator_facts   what is true of an operator, beside its rule
+work          what a call computes, by its sizes
 fingerprint   what a plan is for, as text
 cluster_keys   how a cluster's description is read, with bounds and lines
 mesh          the grid of devices that one stage runs on

@@ -16,10 +16,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from autopar.core.operator_facts import facts_of
+
 Tree: TypeAlias = Any  # nested tuples, lists and dicts of an operator's arguments
-
-
-_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
 def may_learn(dtype: torch.dtype) -> bool:
@@ -114,6 +113,13 @@ class Operator:
         object.__setattr__(self, "operands", names)
 
 
+class Derived(dict[str, Any]):
+    """What other rooms derive from a value, each thing once; no part of it, so that copies begin without."""
+
+    def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
+        return Derived, ()
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A traced model.
@@ -130,6 +136,7 @@ class Graph:
     loss: str | None = None
     notes: tuple[str, ...] = field(default=())  # what tracing changed or dropped, for the plan
     decided_by: str | None = None  # a line of the user's where values of inputs decide what is computed
+    derived: Derived = field(default_factory=Derived, init=False, repr=False, compare=False)
 
     def consumers(self) -> dict[str, list[tuple[Operator, int]]]:
         """For each tensor its uses: the operator and the position among its operands."""
@@ -146,7 +153,7 @@ class Graph:
         return frozenset(
             str(item.results[0])
             for item in self.operators
-            if item.target in _CASTS and item.operands[0] in weights and item.results[0]
+            if facts_of(item.target).is_cast and item.operands[0] in weights and item.results[0]
             if self.specs[item.results[0]].dtype.itemsize < weights[item.operands[0]].dtype.itemsize
         )
 
@@ -200,8 +207,8 @@ def map_refs(tree: Tree, replace: Callable[[Ref], Tree]) -> Tree:
 def eager_target(item: Operator) -> Callable[..., Any]:
     """The overload that computes the operator on tensors that lie in memory in whatever way: a graph has no
     copies that only make them contiguous."""
-    target: Callable[..., Any] = item.target
-    return torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
+    target: Callable[..., Any] = facts_of(item.target).any_strides or item.target
+    return target
 
 
 def memory_order(value: torch.Tensor) -> tuple[int, ...]:

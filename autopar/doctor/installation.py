@@ -23,7 +23,7 @@ from autopar.units import show_bytes
 from costdb.database import Database
 from costdb.setting import fingerprint
 
-PYTHON, TORCH = (3, 11), (2, 11)  # the oldest that are tested, as pyproject.toml says
+PYTHON, TORCH = (3, 11), (2, 13)  # the oldest that are tested, as pyproject.toml says
 LIBRARIES = ("pulp", "highspy", "networkx", "cattrs", "numpy", "typer", "rich", "jinja2")
 LEAST_SPACE = 100_000_000  # bytes in the folder of temporary files: logs of ranks, plans, what torch compiles
 
@@ -99,12 +99,17 @@ def _database(path: str | None) -> Finding:
     try:
         with Database.open(path) as database:
             database.check_writable()
-            known = [each for each in database.settings() if each.fingerprint == fingerprint()]
+            known = [each for each in database.settings() if _device(each.fingerprint) == fingerprint()]
             count = sum(len(database.operators(setting)) for setting in known)
             told = f"{database.path}, {count:,} operators measured on devices like this one"
     except InputError as error:
         return wrong("cost database", f"{error.where}: {error.found}", error.remedy)
     return ok("cost database", told)
+
+
+def _device(told: str) -> str:
+    """The device of a fingerprint, without what ran beside it while it was measured."""
+    return told.partition("; ")[0]
 
 
 def _temporary_files(folder: Path) -> Finding:

@@ -26,7 +26,6 @@ from autopar.explaining.what_if import read, what_if
 from autopar.planning.mesh_search import MeshProblem
 from autopar.results.explanation import Explanation, LayerChoices, Outcome
 from autopar.results.plan import Plan
-from autopar.sharding.strategies import find_atoms
 from costdb.database import Database
 
 ROUNDS = 3  # of measuring what was solved and solving it again, at most
@@ -109,7 +108,6 @@ def solved_again(
                 break
             problem = MeshProblem(
                 problem.graph,
-                problem.atoms,
                 problem.mesh,
                 problem.cluster,
                 model,
@@ -128,7 +126,7 @@ def problem_of(asked: Asked, plan: Plan) -> MeshProblem:
     with Database.open(asked.options.get("costdb")) as database:
         model = CostModel.of(whole, database)
     cluster, hop = whole.stage(request.stages), model.hop(whole, request.stages)
-    return MeshProblem(graph, find_atoms(graph), plan.mesh, cluster, model, request, plan.memory_cap, hop)
+    return MeshProblem(graph, plan.mesh, cluster, model, request, plan.memory_cap, hop)
 
 
 def chosen_layers(alternatives: Alternatives, base: Plan, layer: str | None) -> list[LayerChoices]:

@@ -78,7 +78,7 @@ class Alternatives:
             before.request, pins={**(before.request.pins or {}), **dict.fromkeys(names, factors)}
         )
         problem = self.like(request=request, cap=before.cap)
-        problem.folding = fold(self.graph, before.dims, request.pins)
+        problem.folding = fold(self.graph, before.dims, request.pins, problem.roles)
         return self.solved(problem, cap=problem.cap)
 
     def like(self, **changes: object) -> MeshProblem:

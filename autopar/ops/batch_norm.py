@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autopar.core.operator_facts import HiddenWrites, declare
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.rule import Instance, Rule, Sample, Site, register
 
@@ -72,3 +73,11 @@ class BatchNorm(Rule):
         yield Sample(
             aten.batch_norm.default, (torch.randn(7, 6), None, None, None, None, True, 0.1, 1e-5, False)
         )
+
+
+declare(
+    aten.batch_norm,
+    joins_samples=True,
+    hidden_writes=HiddenWrites(arguments=(3, 4), flag=5),
+    casts_on_cuda=False,
+)

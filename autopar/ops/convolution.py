@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from autopar.core.operator_facts import declare
+from autopar.core.work import Flops, Multiplication, Product, SizedCall
 from autopar.sharding.atoms import Relation
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.halo import Need, fetch, needed, place_along
@@ -263,3 +265,54 @@ class TransposedConvolution(_AnyConvolution):
             aten.conv_transpose3d.input,
             (torch.randn(2, 3, 4, 5, 3), torch.randn(3, 2, 2, 2, 2), None, [2, 2, 2]),
         )
+
+
+# A convolution of o filters has |w|/o multiply-adds for an output, a transposed one of i channels |w|/i for
+# an input. As a matrix product: m = samples x positions, n = filters of a group, k = what a filter sums.
+
+
+def _flops(call: SizedCall) -> Flops:
+    x, w = call.operands[:2]
+    return Flops.of_product(2 * call.result().numel * w.numel // w.shape[0], x, w)
+
+
+def _transposed_flops(call: SizedCall) -> Flops:
+    x, w = call.operands[:2]
+    return Flops.of_product(2 * x.numel * w.numel // w.shape[0], x, w)
+
+
+def _product(call: SizedCall) -> Multiplication:
+    x, w = call.operands[:2]
+    groups, result = max(1, x.shape[1] // w.shape[1]), call.result()
+    positions = result.numel // result.shape[1]
+    return Multiplication(
+        Product(groups, positions, max(1, w.shape[0] // groups), w.numel // w.shape[0]), x, w
+    )
+
+
+def _transposed_product(call: SizedCall) -> Multiplication:
+    x, w = call.operands[:2]
+    return Multiplication(Product(1, x.numel // x.shape[1], w.numel // w.shape[0], x.shape[1]), x, w)
+
+
+def _is_transposed(call: SizedCall) -> bool:
+    """Of aten.convolution(x, w, bias, stride, padding, dilation, transposed, ...)."""
+    return bool(call.call.args[6])
+
+
+declare(
+    *(aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution),
+    *(aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d),
+    allows_tf32=True,
+)
+declare(aten.conv1d, aten.conv2d, aten.conv3d, flops=_flops, products=_product)
+declare(
+    *(aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d),
+    flops=_transposed_flops,
+    products=_transposed_product,
+)
+declare(
+    aten.convolution,
+    flops=lambda call: (_transposed_flops if _is_transposed(call) else _flops)(call),
+    products=lambda call: (_transposed_product if _is_transposed(call) else _product)(call),
+)

@@ -10,6 +10,7 @@ from string import ascii_letters
 
 import torch
 
+from autopar.core.operator_facts import declare
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.rule import Instance, Rule, Sample, register
 
@@ -71,3 +72,6 @@ def read(equation: str, ranks: Sequence[int]) -> tuple[list[Letters], Letters]:
     if not arrow:
         right = "..." + "".join(letter for letter in sorted(ascii_letters) if left.count(letter) == 1)
     return terms, letters(right, max(hidden))
+
+
+declare(aten.einsum, sum_of=2)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autopar.core.operator_facts import declare
 from autopar.core.placement import Shard
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.equation import Equation, Kind
@@ -90,3 +91,7 @@ class EmbeddingBag(Rule):
             yield Sample(aten.embedding_bag.default, (table, indices, starts, False, mode))
         yield Sample(aten.embedding_bag.padding_idx, (table, indices, starts, True, 1, False, None, False, 3))
         yield Sample(aten.embedding_bag.default, (table, indices, starts, False, 0, False, torch.randn(9)))
+
+
+declare(aten.embedding, gathers=True)
+declare(aten.embedding_bag, usable_results=1)  # the other shapes differ between devices

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from autopar.core.graph import Ref
+from autopar.core.operator_facts import declare
 from autopar.sharding.equation import Equation, Labels
 from autopar.sharding.rule import Instance, Rule, Sample, register
 
@@ -160,3 +161,19 @@ class OneHot(Rule):
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(aten.one_hot.default, (torch.randint(0, 4, (5, 3)), 4))
+
+
+declare(aten.index_select, aten.index, aten.gather, gathers=True)
+declare(
+    aten.index.Tensor,
+    indexed_dims=lambda item: [dim for dim, index in enumerate(item.args[1]) if index is not None],
+)
+declare(
+    aten.index_select,
+    aten.index.Tensor,
+    aten.index_put,
+    aten.scatter_add,
+    aten.scatter_reduce.two,
+    indexed=True,
+)
+declare(aten.scatter_add, aten.scatter_reduce.two, places_by=2)

@@ -1,14 +1,19 @@
 """Matrix products: linear, addmm, mm, bmm and matmul.
 
 linear   "n s i+, o i+, o& -> n s o"      o: filter parallelism, i: channel parallelism
+
+A product of k-long sums costs 2 |y| k operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 
+from autopar.core.operator_facts import declare
+from autopar.core.work import Flops, Multiplication, Product, SizedCall
 from autopar.sharding.equation import Equation, Kind, parse
 from autopar.sharding.rule import Instance, Rule, Sample, register
 
@@ -93,3 +98,33 @@ class MatMul(Rule):
         yield Sample(aten.matmul.default, (torch.randn(6), torch.randn(6, 5)))
         yield Sample(aten.mv.default, (torch.randn(5, 6), torch.randn(6)))
         yield Sample(aten.dot.default, (torch.randn(6), torch.randn(6)))
+
+
+def _flops(left: int, right: int) -> Callable[[SizedCall], Flops]:
+    """Those of a product of the operands at two positions."""
+
+    def form(call: SizedCall) -> Flops:
+        one, other = call.operands[left], call.operands[right]
+        return Flops.of_product(2 * call.result().numel * one.shape[-1], one, other)
+
+    return form
+
+
+def _product(left: int, right: int, *, columns: int = -1) -> Callable[[SizedCall], Multiplication]:
+    """The product of the operands at two positions; `columns` is the right one's dim that it doesn't sum."""
+
+    def form(call: SizedCall) -> Multiplication:
+        one, other = call.operands[left], call.operands[right]
+        rows, batch = math.prod(one.shape[:-1]), math.prod(other.shape[:-2])
+        rows = rows if batch == 1 else max(1, rows // batch)
+        return Multiplication(Product(batch, rows, other.shape[columns], one.shape[-1]), one, other)
+
+    return form
+
+
+declare(aten.mm, aten.bmm, aten.matmul, aten.linear, flops=_flops(0, 1))
+declare(aten.addmm, aten.baddbmm, flops=_flops(1, 2))
+declare(aten.mm, aten.bmm, products=_product(0, 1))
+declare(aten.linear, products=_product(0, 1, columns=0))
+declare(aten.addmm, aten.baddbmm, products=_product(1, 2))
+declare(aten.mm, aten.matmul, aten.bmm, aten.dot, aten.linear, sum_of=2)

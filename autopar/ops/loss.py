@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopar.core.operator_facts import declare
 from autopar.core.placement import Shard
 from autopar.ops.softmax import shifted, sum_of_exponentials
 from autopar.sharding.atoms import Atoms
@@ -208,3 +209,8 @@ class CrossEntropy(Rule):
         yield Sample(aten.nll_loss_nd.default, (torch.randn(6, 5), y))
         yield weighted(aten.nll_loss_nd.default, torch.randn(6, 5, 2), torch.randint(0, 5, (6, 2)), weight)
         yield weighted(aten.nll_loss.default, torch.randn(6, 5), y, weight, _SUM)
+
+
+# On CPUs these write a loss for each element into the result, before it becomes their mean or sum in the
+# first of its places (torch 2.13).
+declare(aten.mse_loss, aten.smooth_l1_loss, aten.soft_margin_loss, whole_first=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import TensorSpec
+from autopar.core.operator_facts import declare
 from autopar.core.placement import B, Shard
 from autopar.core.strategy import Option
 from autopar.sharding.atoms import Atoms, Dim, Table
@@ -257,3 +258,8 @@ def _indices(count: int) -> TensorSpec:
 
 def _length(rows: tuple[int, int]) -> int:
     return rows[1] - rows[0]
+
+
+declare(aten.index_add, aten.index_reduce, aten.index_copy, indexed=True, places_by=2)
+declare(aten.index_put, places_by=1)
+declare(aten.segment_reduce, indexed=True)

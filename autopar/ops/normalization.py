@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autopar.core.operator_facts import HiddenWrites, declare
 from autopar.core.strategy import Option
 from autopar.sharding.atoms import Atoms, Relation
 from autopar.sharding.equation import Equation, Kind
@@ -195,3 +196,6 @@ class InstanceNorm(Rule):
         yield Sample(call, (torch.randn(2, 3, 9), None, None, None, None, True, 0.1, 1e-5, False))
         yield Sample(call, (x, weight, bias, mean, variance, True, 0.1, 1e-5, False))
         yield Sample(call, (x, weight, bias, mean, variance, False, 0.1, 1e-5, False))
+
+
+declare(aten.instance_norm, hidden_writes=HiddenWrites(arguments=(3, 4), flag=5), casts_on_cuda=False)

@@ -5,12 +5,14 @@ add      "n c h w, c 1 1 -> n c h w"      a dim of size 1 that is broadcast lack
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.core.graph import may_learn
+from autopar.core.operator_facts import declare
 from autopar.sharding.equation import Equation
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
 
@@ -55,6 +57,7 @@ class Pointwise(Rule):
     """One result element from one element of each operand."""
 
     targets = _overloads(_UNARY + " " + _BINARY)
+    passes_layout_on = True
     numbers_alike = True
 
     def equation(self, op: Instance) -> Equation:
@@ -129,6 +132,7 @@ class Dropout(Rule):
     """
 
     targets = (aten.dropout.default,)
+    passes_layout_on = True
     random = True
     numbers_alike = True
 
@@ -167,3 +171,39 @@ class Dropout(Rule):
     def samples(self) -> Iterable[Sample]:
         yield Sample(aten.dropout.default, (torch.randn(5, 7), 0.4, True))
         yield Sample(aten.dropout.default, (torch.randn(5, 7), 0.4, False))
+
+
+def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """GPUs save a mask of one byte an element; the composite saves one of x's dtype."""
+    y: Tensor = (
+        aten.native_dropout(x, p, train)[0] if train and p not in (0, 1) else aten.dropout(x, p, train)
+    )
+    return y
+
+
+def _drops(args: Sequence[Any]) -> bool:
+    """Of dropout(x, p, train)."""
+    return bool(args[1] and args[2])
+
+
+declare(
+    *(aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy, aten.positive),
+    *(aten.to, aten._to_copy, aten.dropout),
+    is_identity=True,
+)
+declare(aten.dropout, aten.feature_dropout, changes=_drops)
+declare(
+    *(aten.contiguous, aten.to, aten.type_as, aten.dropout, aten.feature_dropout),
+    *(aten.resolve_conj, aten.resolve_neg, aten.conj, aten.real),
+    gives_itself=True,
+)
+declare(aten.dropout, order_matters=True, on_gpu=_fused_dropout)
+declare(aten.rrelu, aten.rrelu_with_noise, saves_unfilled=True)
+declare(aten.detach, aten.sign, has_gradient=False)
+declare(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, has_gradient=False)
+declare(aten.zeros_like, is_zero=True)
+declare(aten._to_copy, aten.clone, aten.detach, only_moves=True)
+declare(aten.to.dtype, aten._to_copy, is_cast=True)
+declare(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, shifts=True)
+declare(aten.mul.Tensor, multiplies=True)
+declare(aten.div.Tensor, aten.true_divide.Tensor, divides=True)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from autopar.core.graph import Call, Ref, TensorSpec
+from autopar.core.operator_facts import declare
+from autopar.core.work import Flops, SizedCall
 from autopar.sharding.equation import Equation, Labels
 from autopar.sharding.rule import Instance, Rule, Sample, register
 
@@ -126,3 +128,30 @@ class Cell(Rule):
         yield call(aten.lstm_cell.default, 4, 2)
         yield call(aten.gru_cell.default, 3, 1)
         yield call(aten.rnn_tanh_cell.default, 1, 1)
+
+
+def _flops(call: SizedCall) -> Flops:
+    """2 b s |w| of b samples and s steps, where w are the matrices of all layers, both ways.
+
+    Operands are x, the states and the weights of each layer and direction: of the input, then of the state.
+    """
+    given = call.operands
+    x, state = given[:2]
+    rows, samples = x.numel // x.shape[-1], state.numel // state.shape[0] // state.shape[-1]
+    matrices = [spec for spec in given[2:] if len(spec.shape) == 2]
+    directions, learns = 2 if call.call.args[7] else 1, any(spec.requires_grad for spec in given)
+    forward = backward = 0
+    for number, weight in enumerate(matrices):
+        learned = rows * weight.requires_grad
+        if number % 2:  # the first step's state may have no gradient
+            learned += (rows if state.requires_grad else rows - samples) * learns
+        else:
+            learned += rows * (x.requires_grad if number < 2 * directions else learns)
+        forward += 2 * rows * weight.numel
+        backward += 2 * learned * weight.numel
+    return Flops(forward, backward)
+
+
+declare(aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu, flops=_flops)
+declare(aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu, casts_on_cuda=True, packs_weights=True)
+declare(aten.gru_cell, casts_on_cuda=True)

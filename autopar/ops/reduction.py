@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autopar.core.operator_facts import declare
 from autopar.sharding.equation import Equation, Kind, Labels
 from autopar.sharding.rule import Instance, Rule, Sample, Site, register
 
@@ -172,3 +173,10 @@ class Scan(Rule):
         yield Sample(aten.sort.default, (x, 0, True))
         yield Sample(aten.sort.stable, (x,), {"stable": True, "dim": -1})
         yield Sample(aten.topk.default, (x, 3))
+
+
+declare(aten.sum, sum_of=1)
+declare(aten.mean, is_mean=True)
+declare(aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction, is_moment=True)
+declare(aten.var_mean.correction, aten.linalg_vector_norm, aten.norm.ScalarOpt_dim, is_moment=True)
+declare(aten.argmax, aten.argmin, has_gradient=False)

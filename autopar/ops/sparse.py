@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import TensorSpec
+from autopar.core.operator_facts import declare
 from autopar.core.placement import B, Shard
 from autopar.core.strategy import Option
 from autopar.sharding.atoms import Atoms
@@ -197,3 +198,9 @@ class Product(Rule):
         columns = torch.tensor([2, 2, 5, 0, 1, 4, 4, 3, 0])
         yield Sample(PRODUCT, (rows, columns, torch.randn(9), torch.randn(6, 5), 7))
         yield Sample(PRODUCT, (rows, columns, torch.randn(9), torch.randn(6, 5), 7), constant=("operand_2",))
+
+
+declare(
+    *(torch.ops.aten.sparse_coo_tensor.indices_size, torch.ops.aten._sparse_coo_tensor_unsafe),
+    places_by=0,
+)

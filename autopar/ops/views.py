@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autopar.core.operator_facts import declare
 from autopar.sharding.atoms import Relation
 from autopar.sharding.equation import Equation, Kind
 from autopar.sharding.halo import fetch
@@ -47,6 +48,7 @@ def reshape_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[li
 class Reshape(Regroup):
     """The same elements in the same order under another shape."""
 
+    is_view = True
     targets = (
         aten.view.default,
         aten.reshape.default,
@@ -86,6 +88,7 @@ class Reshape(Regroup):
 class Permute(Rule):
     """Dims in another order."""
 
+    is_view = True
     targets = (
         aten.transpose.int,
         aten.permute.default,
@@ -112,6 +115,7 @@ class Permute(Rule):
 class Expand(Rule):
     """Broadcasting made explicit; the new extent is a factor that the operand lacks."""
 
+    is_view = True
     targets = (aten.expand.default, aten.broadcast_to.default)
 
     def equation(self, op: Instance) -> Equation:
@@ -163,6 +167,7 @@ class BroadcastTensors(Rule):
 class Split(Regroup):
     """Parts along a dim; equal parts keep what is sharded inside each."""
 
+    is_view = True
     targets = (
         aten.split.Tensor,
         aten.split_with_sizes.default,
@@ -345,3 +350,13 @@ class Pad(Rule):
         yield Sample(aten.pad.default, (x, [2, -1], "constant", 1.5))
         yield Sample(aten.pad.default, (x, [2, 1], "reflect"))
         yield Sample(aten.constant_pad_nd.default, (x, [0, 0, -2, 3], 0.0))
+
+
+declare(aten.view.default, any_strides=aten.reshape.default)
+declare(aten.expand, aten.broadcast_to, aten.broadcast_tensors, rows_alike=True)
+declare(aten.slice.Tensor, put_back=aten.slice_scatter.default)
+declare(aten.select.int, put_back=aten.select_scatter.default)
+declare(aten.view, aten.reshape, aten.flatten, aten.squeeze, aten.expand, aten.slice, is_identity=True)
+declare(aten.broadcast_tensors, is_identity=True, expands_each=True)
+declare(aten.cat, is_identity=True, changes=lambda args: len(args[0]) > 1, skips_empty=True)
+declare(aten.constant_pad_nd, only_moves=True)

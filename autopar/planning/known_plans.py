@@ -22,12 +22,13 @@ from autopar.core.fingerprint import Fingerprint, fingerprint_of
 from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.fused_groups import find_groups
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.planning.request import Request
 from autopar.results.plan import Plan
 from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms, is_legal, options_of
+from autopar.sharding.strategies import dims_of, is_legal, options_of
 from autopar.solve.stages.step import step_weight
 from autopar.trace.numbers import as_before
 
@@ -50,7 +51,7 @@ def resized(graph: Graph, known: Sequence[Plan], cluster: ClusterSpec, request: 
     here = fingerprint_of(graph)
     alike = (plan for plan in known if _outline(plan.graph) == _outline(here))
     for plan in alike:
-        dims = Dims(graph, find_atoms(graph), plan.mesh)
+        dims = dims_of(graph, plan.mesh)
         if not holds(plan.program, dims):
             continue
         peak = plan.peak_bytes
@@ -128,5 +129,6 @@ def _peak(plan: Plan, dims: Dims, cluster: ClusterSpec, request: Request) -> int
         micro_batches=count,
         accumulates=request.training and count > 1,
         reduce=request.reduce_dtype,
+        groups=find_groups(dims.graph) if request.compile else None,
     )
     return PricedProgram(prices, plan.program).peak.nbytes

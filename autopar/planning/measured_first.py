@@ -51,7 +51,7 @@ def most_valuable(candidates: Sequence[Candidate], model: CostModel) -> list[Cal
         seconds = cost.forward_seconds + cost.backward_seconds
         shares = [each.times.get(key, 0) * seconds / each.seconds for each in candidates if each.seconds]
         value = error_of(cost) * (max(shares, default=0.0) - SHARED * min(shares, default=0.0))
-        density[key] = value / seconds_to_measure(model.contention * seconds)
+        density[key] = value / seconds_to_measure(call, model.contention * seconds)
     return [calls[key] for key in sorted(density, key=lambda key: (-density[key], key))]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -25,6 +25,7 @@ from autopar.core.program import Program
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule, ScheduleKind
 from autopar.cost.machine.model import CostModel
+from autopar.cost.operators.fused_groups import FusedGroups, Member, find_groups
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
@@ -32,7 +33,8 @@ from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.ask import UNLIMITED, Ask, Limits
 from autopar.planning.request import Request
 from autopar.schedules.in_flight import mean_flight, scheduled
-from autopar.sharding.atoms import Atoms, Dims
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import dims_of
 from autopar.solve.deadline import is_over, left
 from autopar.solve.placement.fold import Folding, fold
 from autopar.solve.placement.memory_frontier import Priced
@@ -65,7 +67,6 @@ class MeshProblem:
     """One mesh's problem; each placement is solved once, whatever is asked of the step."""
 
     graph: Graph
-    atoms: Atoms
     mesh: Mesh
     cluster: ClusterSpec
     model: CostModel
@@ -79,11 +80,13 @@ class MeshProblem:
             scheduled(kind, request.stages, stages_per_rank(kind), request.micro_batches)
             for kind in stageable(self.graph, request)
         ]
-        self.dims = Dims(self.graph, self.atoms, self.mesh)
-        self.prices = self.priced_with(shown=1.0, credit=0.0)
-        self.folding = fold(self.graph, self.dims, self.request.pins)
+        self.dims = dims_of(self.graph, self.mesh)
+        self.groups = find_groups(self.graph) if request.compile else None
+        self.prices = self.priced_with()
+        self.folding = fold(self.graph, self.dims, self.request.pins, self.roles)
 
     dims: Dims = dataclasses.field(init=False)
+    groups: FusedGroups | None = dataclasses.field(init=False)
     prices: Prices = dataclasses.field(init=False)
     folding: Folding = dataclasses.field(init=False)
     schedules: list[Schedule] = dataclasses.field(init=False)
@@ -91,9 +94,22 @@ class MeshProblem:
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Ask, Solution] = dataclasses.field(default_factory=dict)
 
-    def priced_with(self, *, shown: float, credit: float) -> Prices:
-        """The prices, of sums of gradients the part that is `shown`, and that `credit` for what they hide
-        behind."""
+    @property
+    def roles(self) -> Mapping[str, Member] | None:
+        """What operators are to fused groups, where programs are compiled."""
+        return self.groups.members if self.groups else None
+
+    def priced_with(
+        self,
+        *,
+        shown: float = 1.0,
+        credit: float = 0.0,
+        compute_credit: float = 0.0,
+        late_credit: float = 0.0,
+        late_shown: float = 1.0,
+    ) -> Prices:
+        """The prices, of sums of gradients and of what starts early the part that is `shown`, and those
+        credits for what they hide behind."""
         return Prices(
             self.graph,
             self.dims,
@@ -106,7 +122,12 @@ class MeshProblem:
             accumulates=self.request.training and self.request.micro_batches > 1,
             shown=shown,
             credit=credit,
+            early=self.request.overlap and self.request.training and self.request.stages == 1,
+            compute_credit=compute_credit,
+            late_credit=late_credit,
+            late_shown=late_shown,
             reduce=self.request.reduce_dtype,
+            groups=self.groups,
         )
 
     def ask(self, force: Force | None = None, *, cap: int | None = None, bounded: bool = True) -> Ask:
@@ -158,15 +179,21 @@ class MeshProblem:
         Sums S of gradients hide behind backward B: E >= S - theta B and E >= 0. With a multiplier on that
         row, in [0, 1], a solve is one of other costs, and bounds all plans: 1 is right where sums show, 0
         where they hide, and between the two it is bisected by whether they hide in the answer.
+
+        Where other exchanges start early, there are two rows: of all of them, A, behind all that is computed,
+        C, and of sums of activations, T, behind the gradients of weights, W: E >= A - theta C,
+        E >= T - theta W. The second one counts once, by itself, where the first leaves a gap.
         """
         count = self.request.micro_batches
         if not self.prices.overlap:
             return unstaged(self.solve(ask, limits), count)
         found, bound = list[Step](), 0.0
         low, high, multiplier = 0.0, 1.0, 1.0
-        for _ in range(MULTIPLIERS):
+        for number in range(MULTIPLIERS + self.prices.early):
+            late = float(number == MULTIPLIERS)
             try:
-                solution = self.solve(dataclasses.replace(ask, multiplier=multiplier), limits)
+                row = dataclasses.replace(ask, multiplier=multiplier * (1.0 - late), late=late)
+                solution = self.solve(row, limits)
             except (CutoffError, SolverError) as error:
                 if not found:
                     raise
@@ -389,14 +416,23 @@ class MeshProblem:
                 return self.solved[known]
         if ask.cap is not None:
             free = self.ask(ask.force, bounded=ask.bounded)
-            fastest = self.solve(dataclasses.replace(free, multiplier=ask.multiplier), limits)
+            free = dataclasses.replace(free, multiplier=ask.multiplier, late=ask.late)
+            fastest = self.solve(free, limits)
             if fastest.peak.nbytes <= ask.cap:
                 return fastest
         cutoff = limits.cutoff if ask.bounded and self.request.stages == 1 else math.inf
         prices = self.prices
         if ask.multiplier is not None:
-            credit = ask.multiplier * prices.overlap * prices.step_weight
-            prices = self.priced_with(shown=ask.multiplier, credit=credit)
+            credit = ask.multiplier * prices.overlap
+            if prices.early:
+                prices = self.priced_with(
+                    shown=ask.multiplier,
+                    compute_credit=credit,
+                    late_credit=ask.late * prices.overlap,
+                    late_shown=ask.multiplier + ask.late,
+                )
+            else:
+                prices = self.priced_with(shown=ask.multiplier, credit=credit * prices.step_weight)
         found = choose_named(
             self.graph,
             prices,
@@ -423,6 +459,8 @@ class MeshProblem:
         prices, mesh = self.prices, self.mesh
         if not prices.overlap:
             return 0.0
+        if prices.early:
+            return prices.overlap * bound
         whole = (R,) * len(mesh.shape)
         sums = sum(
             prices.gradient_sync(item.name, Move(axis, whole, (*whole[:axis], B, *whole[axis + 1 :])))
@@ -479,9 +517,9 @@ def check_force(graph: Graph, prices: Prices, force: Force) -> None:
         if longest < least or not longest:
             raise InfeasibleError(
                 where=f"--force {name_of(force)} on mesh {mesh}",
-                found=f"no {wanted.value} factor longer than {longest}"
+                found=f"no {wanted.value} dim longer than {longest}"
                 if longest
-                else f"no {wanted.value} factor",
-                wanted=f"an operator with one of at least {least}, the size of an axis",
+                else f"no operator that can be split by {wanted.value}",
+                wanted=f"one of at least {least}, the size of an axis",
                 remedy="choose another kind, a smaller mesh or larger inputs",
             )

@@ -23,8 +23,8 @@ from torch import Tensor
 from autopar.core.cutting import Count, Cutting, Rows
 from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, refs
 from autopar.core.mesh import Mesh
+from autopar.core.operator_facts import facts_of
 from autopar.errors import InputError, TraceError
-from autopar.sharding.atoms import Dims
 from autopar.sharding.made_constants import made_constants
 from autopar.sharding.sample_independence import (
     SUM_REDUCTION,
@@ -35,7 +35,7 @@ from autopar.sharding.sample_independence import (
     find_batch,
     said_batch,
 )
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.trace.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import split_batch
@@ -44,7 +44,6 @@ from autopar.trace.simplify import is_identity, only_loss, without_dead_code
 aten = torch.ops.aten
 
 Said = Mapping[str | int, int | None]  # dims that hold the samples, by path or number of a tensor
-_SHAPES = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default}
 _NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # that are no sizes
 WEIGHED = (
     "every micro-batch counts in the loss by what its inputs count to (labels that are kept, class weights, "
@@ -165,7 +164,7 @@ def parts_of(
     """
     call = flatten_arguments(args, kwargs)
     graph = only_loss(trace(args, kwargs).graph if whole is None else whole)
-    dims = Dims(graph, find_atoms(graph), Mesh((1,)))
+    dims = dims_of(graph, Mesh((1,)))
     if said is None:
         flow, obstacle = find_batch(graph, dims)
         rows = _rows(flow, call) if flow else ()
@@ -332,7 +331,7 @@ def _fits(name: str, spec: TensorSpec, flow: SampleFlow) -> bool:
 
 def _with_numbers(part: Operator, whole: Operator) -> Operator:
     """The part's operator with the numbers that are no shapes as the whole batch has them."""
-    if part.target in _SHAPES:
+    if facts_of(part.target).by_sizes:
         return part
     types = {argument.name: str(argument.type) for argument in part.target._schema.arguments}
     args = tuple(

@@ -494,32 +494,31 @@ class PlanOptions(VerifyOptions, total=False):
     optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
     measure: Annotated[bool | None, _MEASURE]
     measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
-
-
-class ParallelizeOptions(PlanOptions, total=False):
-    """Options of `parallelize`: those of `plan`, and of how what is planned runs."""
-
-    compile: Annotated[
-        bool | None,
-        Option(
-            default=False,
-            words=(bool,),
-            help="Compile the programs of ranks and stages, by torch.compile.",
-            more="Each at its first call, which takes long. Plans with compile have no schedule that splits "
-            "backward, and offload nothing. Costs are those of operators that run one by one.",
-        ),
-    ]
     overlap: Annotated[
         bool | None,
         Option(
             default=False,
             words=(bool,),
-            help="Start gathers of weights in shards early, beside compute, where memory is left.",
-            more="In plans without stages, by groups of gathers; up to two more groups of full tensors are "
-            "in memory then, and a group for which a cap leaves less is not started early. On processes of "
-            "one machine it gains nothing.",
+            help="Start exchanges early, beside compute, where memory is left: gathers of weights, sums.",
+            more="In plans without stages. Gathers start by groups, up to two of which are in memory then; "
+            "gradients of weights are made beside sums of activations' gradients. What a cap leaves too "
+            "little for is not started early. On processes of one machine it gains nothing.",
         ),
     ]
+    compile: Annotated[
+        bool | None,
+        Option(
+            default=False,
+            words=(bool,),
+            help="Compile the programs of ranks and stages, by torch.compile; plan for that.",
+            more="Each at its first call, which takes long. Costs are those of fused groups of operators. "
+            "Plans with compile have no schedule that splits backward, and offload nothing.",
+        ),
+    ]
+
+
+class ParallelizeOptions(PlanOptions, total=False):
+    """Options of `parallelize`: those of `plan`, and of how what is planned runs."""
 
 
 class CompareOptions(SearchOptions, total=False):
@@ -578,6 +577,7 @@ class Door:
 
 _WHOLE_STEP = {"stages": 1, "micro_batches": 1}  # a loop that calls backward needs both
 _NO_PIPELINE = {**_WHOLE_STEP, "schedule": ScheduleKind.ONE_F_ONE_B.value}
+HOW_IT_RUNS = ("compile", "overlap")  # of what plans depend on: no plan says it
 PLAN = Door("plan", tuple(PlanOptions.__annotations__))
 PARALLELIZE = Door("parallelize", tuple(ParallelizeOptions.__annotations__), _WHOLE_STEP)
 VERIFY = Door("verify", tuple(VerifyOptions.__annotations__), {"optimizer": "sgd-momentum", "measure": False})
@@ -657,7 +657,11 @@ def settle(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Optio
 
 def settle_beside_plan(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Options:
     """As `settle`, where there is a plan: of the environment what a plan doesn't decide."""
-    found = {name: word for name, word in read(environment).items() if name not in PLAN.options}
+    found = {
+        name: word
+        for name, word in read(environment).items()
+        if name not in PLAN.options or name in HOW_IT_RUNS
+    }
     return Options(PARALLELIZE, **(found | _said(said)))
 
 

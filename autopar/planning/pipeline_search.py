@@ -40,8 +40,7 @@ from autopar.planning.estimates import Choice, Screened, bottleneck
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.planning.search import Decision, decide
-from autopar.sharding.atoms import Atoms, Dims
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.solve.deadline import after, is_over, left
 from autopar.solve.highs import SECOND
 from autopar.solve.memory.offload import hiding
@@ -197,7 +196,6 @@ class _Sample:
 
     count: int
     graph: Graph
-    atoms: Atoms
 
 
 @dataclass(slots=True)
@@ -260,7 +258,7 @@ class _Screen:
     def traced(self, count: int) -> _Sample:
         if count not in self.samples:
             graph = self.graph_of(count)
-            self.samples[count] = _Sample(count, graph, find_atoms(graph))
+            self.samples[count] = _Sample(count, graph)
         return self.samples[count]
 
     def rank(self, choice: Choice) -> tuple[float, float]:
@@ -316,7 +314,7 @@ class _Screen:
     def blocks(self) -> int:
         """No more stages are sought than equal blocks, if the graph is made of such, or operators."""
         sample = self.traced(_nearest(self.counts, SAMPLE))
-        blocks = fold(sample.graph, Dims(sample.graph, sample.atoms, Mesh((1,)))).count
+        blocks = fold(sample.graph, dims_of(sample.graph, Mesh((1,)))).count
         return blocks if blocks > 1 else len(sample.graph.operators)
 
     def meshes(self, ranks: int) -> list[Mesh]:
@@ -342,7 +340,7 @@ class _Screen:
         for mesh in self.meshes(ranks):
             if found and is_over(self.deadline):
                 break
-            problem = MeshProblem(sample.graph, sample.atoms, mesh, stage, self.model, request, None, hop)
+            problem = MeshProblem(sample.graph, mesh, stage, self.model, request, None, hop)
             solution = self.placed(problem, FREE)
             found.append((self.screened(problem, solution, ranks, sample), problem, solution))
         found = self.simpler(found)
@@ -392,7 +390,7 @@ class _Screen:
             again, spared = sparing(priced)
         if scarce and ranks == 1 and problem.offload is Offload.AUTO:
             hidden = max(0, solution.peak.saved - hiding(priced).peak.saved)
-        launches = 2 * sum(len(price.calls) for price in prices)
+        launches = 2 * sum(price.launches for price in prices)
         seconds, samples = [price.seconds for price in prices], self.batch // sample.count
         cost = priced.cost
         evenness = bottleneck(seconds, ranks) / sum(seconds) if sum(seconds) else 1 / ranks

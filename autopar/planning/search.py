@@ -125,19 +125,18 @@ def decide(
     """
     _check_operators(graph)
     stageable(graph, request)
-    atoms = find_atoms(graph)
     budget = budget or Budget(request.measure_seconds)
     model = CostModel.of(cluster, database).corrected(budget)
     whole, cluster = cluster, cluster.stage(request.stages)
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
-    meshes = unlike(meshes, cluster, atoms, request)
+    meshes = unlike(meshes, cluster, find_atoms(graph), request)
     hop = model.hop(whole, request.stages)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = after(request.time_limit) if deadline is None else deadline
 
     def solved() -> _Best:
-        problems = [MeshProblem(graph, atoms, mesh, cluster, model, request, cap, hop) for mesh in meshes]
+        problems = [MeshProblem(graph, mesh, cluster, model, request, cap, hop) for mesh in meshes]
         return _best(problems, deadline, cutoff)
 
     best = solved()
@@ -198,14 +197,13 @@ def measure_operators(
     So that a later search compares what is measured with what is measured. Returns how many calls the
     database then knows.
     """
-    atoms = find_atoms(graph)
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
     model = CostModel.of(cluster, database)
     deadline = after(request.time_limit)
     candidates = []
     for mesh in meshes:
-        problem = MeshProblem(graph, atoms, mesh, cluster, model, request, None, cluster.intra)
+        problem = MeshProblem(graph, mesh, cluster, model, request, None, cluster.intra)
         for force in (None, *PURE):
             with contextlib.suppress(InfeasibleError):
                 solution = problem.solve(problem.ask(force, bounded=False), Limits(deadline))

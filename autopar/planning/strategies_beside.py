@@ -49,7 +49,6 @@ def one_device(problem: MeshProblem, cluster: ClusterSpec, deadline: float | Non
     shared = problem.model.contention / cluster.devices_per_node
     serial = MeshProblem(
         problem.graph,
-        problem.atoms,
         Mesh((1,)),
         alone,
         dataclasses.replace(problem.model, contention=max(1.0, shared)),

@@ -5,6 +5,7 @@ verify      several optimizer steps, compared
 changes     changes of what forward reads, each beside the eager model
 cutting     what micro-batches alone change
 precision   float64 on both sides
+backward    backward of both sides, with few threads for small products
 low_precision   dtypes and losses under autocast
 sum_order   serial training whose sums run in another order
 ranks       all ranks' programs, interpreted in step in one process

@@ -23,7 +23,7 @@ from autopar.errors import AutoparError
 from autopar.planning.known_plans import kept, resized
 from autopar.planning.request import Request
 from autopar.planning.search import search
-from autopar.proof.precision import copy_model, raise_model
+from autopar.proof.precision import copy_model, raise_model, written_constants
 from autopar.proof.verify import Record, compare, train_eagerly, verify_simulated
 from autopar.results.plan import Plan
 from autopar.runtime.module import serial_model
@@ -151,14 +151,14 @@ class _Trial:
             return
         theirs = None
         with suppress(Exception):  # a forward that doesn't take such a value raises anything
-            theirs = _eagerly(self.target, self.arguments)
+            theirs = _eagerly(self.target, self.arguments, traced)
         if theirs is None:
             return
         self.tried += 1
         if traced is None:
             if not _are_alike(self.before, theirs):
                 self.wrong.append(f"{change.name}, which no guard notices")
-        elif not self.follows(traced):
+        elif not self.follows(traced, theirs):
             self.wrong.append(change.name)
         elif change.slot is not None and is_number(change.new) and not self.is_free(change, traced):
             self.wrong.append(f"{change.name} as an input of the program")
@@ -167,8 +167,8 @@ class _Trial:
         """The target's graph as things are."""
         return _trace(self.target, self.request, self.request.autocast(self.cluster))
 
-    def follows(self, traced: Traced) -> bool:
-        """Whether a program for the changed model trains like the model."""
+    def follows(self, traced: Traced, theirs: Record) -> bool:
+        """Whether a program for the changed model trains like the model, which trained to `theirs`."""
         plan = kept(traced.graph, [self.plan]) or resized(
             traced.graph, [self.plan], self.cluster, self.request
         )
@@ -176,7 +176,7 @@ class _Trial:
             request = replace(self.request, alternatives=False, measure=False)
             plan = search(traced.graph, self.cluster, request).plan
         model, loss_fn = self.target.model, self.target.loss_fn
-        verdict = verify_simulated(model, traced, plan.program, loss_fn=loss_fn, steps=1)
+        verdict = verify_simulated(model, traced, plan.program, loss_fn=loss_fn, steps=1, theirs=theirs)
         return verdict.passed or verdict.is_rounding
 
     def is_free(self, change: _Change, traced: Traced) -> bool:
@@ -208,9 +208,11 @@ def _trace(target: Target, request: Request, autocast: Autocast) -> Traced:
             state.update(before)
 
 
-def _eagerly(target: Target, arguments: Arguments) -> Record:
+def _eagerly(target: Target, arguments: Arguments, traced: Traced | None = None) -> Record:
+    """A step of the eager model; with the constants of its graph, if there is one."""
     model = raise_model(copy_model(target.model))
-    return train_eagerly(model, arguments, target.loss_fn, steps=1)
+    constants = written_constants(traced.graph) if traced is not None else ()
+    return train_eagerly(model, arguments, target.loss_fn, steps=1, constants=constants)
 
 
 def _are_alike(before: Record, after: Record) -> bool:

@@ -59,8 +59,7 @@ from autopar.proof.verify import (
 from autopar.results.plan import Plan
 from autopar.rewrite.unequal_micro_batches import check_plan
 from autopar.runtime.module import serial_model
-from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced, check_dense, trace
@@ -279,7 +278,7 @@ def _check_pipeline(
         )
         ours, disagreement = train_on_processes(job)
     else:
-        dims = Dims(graph, find_atoms(graph), plan.mesh)
+        dims = dims_of(graph, plan.mesh)
         paths = traced.arguments.paths
         with float64_by_default():
             ours = simulate_pipeline(

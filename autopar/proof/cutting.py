@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Graph
+from autopar.core.operator_facts import is_random
 from autopar.proof.verify import Record, Verdict, judge
 from autopar.sharding.rule import Instance
 from autopar.trace.export import Traced
@@ -32,8 +33,7 @@ aten = torch.ops.aten
 def draws(graph: Graph) -> bool:
     """Whether the graph draws random numbers."""
     return any(
-        torch.Tag.nondeterministic_seeded in getattr(item.target, "tags", ())
-        and Instance(item, graph.specs).arguments.get("dropout_p") != 0.0
+        is_random(item.target) and Instance(item, graph.specs).arguments.get("dropout_p") != 0.0
         for item in graph.operators
     )
 

@@ -28,8 +28,7 @@ from autopar.proof.precision import copy_model
 from autopar.proof.sum_order import OtherOrder
 from autopar.proof.verify import MOMENTUM, RATE, backward, seed, simulate_training
 from autopar.results.plan import Plan
-from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.trace.autocast import Autocast, KernelLog
 from autopar.trace.call_signature import LossFunction, find_loss, flatten_results, split_for_loss
 from autopar.trace.export import Traced
@@ -289,7 +288,7 @@ def _serial_losses(
 def _program_losses(model: nn.Module, traced: Traced, plan: Plan, steps: int) -> Tensor:
     """The losses of a plan without stages, on simulated ranks."""
     graph: Graph = with_masks_by_dims(traced.graph)
-    dims = Dims(graph, find_atoms(graph), plan.mesh)
+    dims = dims_of(graph, plan.mesh)
     record = simulate_training(
         copy_model(model), traced.arguments, graph, plan.program, dims, steps=steps, lift=_fresh
     )
@@ -308,7 +307,7 @@ def _pipeline_losses(
         graph,
         plan.program,
         plan.pipeline,
-        Dims(graph, find_atoms(graph), plan.mesh),
+        dims_of(graph, plan.mesh),
         steps=steps,
         shorter=with_masks_by_dims(shorter.graph) if shorter else None,
         lift=_fresh,

@@ -20,6 +20,7 @@ import autopar.runtime.collectives.random  # noqa: F401  (registers the operator
 from autopar.convert.path import tree
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, may_learn
 from autopar.core.mesh import Mesh
+from autopar.core.operator_facts import facts_of
 from autopar.core.placement import Layout, R
 from autopar.core.program import Program
 from autopar.core.strategy import Strategy
@@ -29,8 +30,7 @@ from autopar.proof.simulated import simulate_typed
 from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Sample
-from autopar.sharding.strategies import find_atoms, strategies_of
-from autopar.trace.written_graph import HIDDEN_WRITES, USABLE_RESULTS
+from autopar.sharding.strategies import dims_of, strategies_of
 
 
 class OneOperator:
@@ -50,8 +50,9 @@ class OneOperator:
                 replaced.append(torch.float64 if leaf is torch.float32 else leaf)
         args, kwargs = pytree.tree_unflatten(replaced, self.structure)
         self.leaves = replaced
-        written = HIDDEN_WRITES.get(sample.target, ())
-        self.buffers = [args[place].name for place in written if isinstance(args[place], Ref)]
+        hidden = facts_of(sample.target).hidden_writes
+        written = [args[place] for place in hidden.arguments] if hidden else []
+        self.buffers = [argument.name for argument in written if isinstance(argument, Ref)]
         for name, tensor in self.tensors.items():
             fixed = name in self.buffers or name in sample.constant
             tensor.requires_grad_(may_learn(tensor.dtype) and not fixed)
@@ -72,7 +73,7 @@ class OneOperator:
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         results = self.sample.target(*args, **kwargs)
         found = [results] if isinstance(results, Tensor) else list(results)
-        return found[: USABLE_RESULTS.get(self.sample.target)], operands
+        return found[: facts_of(self.sample.target).usable_results], operands
 
     def _graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         specs = {
@@ -89,11 +90,8 @@ class OneOperator:
         names = tuple(f"result_{index}" for index in range(len(results)))
         for name, result in zip(names, results, strict=True):
             specs[name] = TensorSpec(tuple(result.shape), result.dtype, result.requires_grad)
-        rest = (
-            len(self.sample.target._schema.returns) - len(names)
-            if self.sample.target in USABLE_RESULTS
-            else 0
-        )
+        usable = facts_of(self.sample.target).usable_results
+        rest = 0 if usable is None else len(self.sample.target._schema.returns) - len(names)
         operation = Operator("operator", self.sample.target, args, kwargs, (*names, *[None] * rest))
         return Graph(inputs, (operation,), names, specs)
 
@@ -128,7 +126,7 @@ def program_for(graph: Graph, strategy: Strategy, dims: Dims) -> Program:
 def strategies(sample: Sample, mesh: Mesh) -> Iterator[tuple[OneOperator, Dims, Strategy]]:
     """Every strategy that the rule of the sample's operator offers on `mesh`."""
     one = OneOperator(sample)
-    dims = Dims(one.graph, find_atoms(one.graph), mesh)
+    dims = dims_of(one.graph, mesh)
     for strategy in strategies_of(one.graph.operators[0], dims):
         yield one, dims, strategy
 

@@ -19,6 +19,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.pipeline import Pipeline
 from autopar.core.program import Program
 from autopar.errors import CheckError
+from autopar.proof.backward import backward
 from autopar.proof.precision import raise_tensor
 from autopar.proof.ranks import assemble, distribute, meaning_for, run, seed_share, total_gradient
 from autopar.proof.verify import MOMENTUM, RATE, Record, Tensors, seed, start_state
@@ -26,7 +27,7 @@ from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.rewrite.split_stages import StageProgram, split
 from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.trace.micro_batches import MicroBatch
 
 Values = list[tuple[Tensor, ...]]  # of each rank
@@ -61,7 +62,7 @@ def simulate_pipeline(
     micro-batch, and its loss the only output; `shorter` that of micro-batches which are a sample shorter.
     """
     cuts = _cuts(graph, program, pipeline, dims)
-    rest = Dims(shorter, find_atoms(shorter), dims.mesh) if shorter else dims
+    rest = dims_of(shorter, dims.mesh) if shorter else dims
     short_cuts = _cuts(shorter, program, pipeline, rest) if shorter else cuts
     full = start_state(model, graph, lift)
     learned = [
@@ -170,7 +171,7 @@ def _leaves(values: tuple[Tensor, ...], stage: StageProgram) -> tuple[Tensor, ..
 def _backward(given: Sequence[Values], made: Sequence[Values], losses: Sequence[Tensor]) -> None:
     roots = [loss for loss in losses if loss.requires_grad]
     if roots:
-        torch.autograd.backward(roots)
+        backward(roots)
     for received, sent in zip(reversed(given[1:]), reversed(made[:-1]), strict=True):
         pairs = [
             (value, leaf.grad)
@@ -179,7 +180,7 @@ def _backward(given: Sequence[Values], made: Sequence[Values], losses: Sequence[
             if leaf.grad is not None and value.requires_grad
         ]
         if pairs:
-            torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+            backward([value for value, _ in pairs], [grad for _, grad in pairs])
 
 
 def _check_replicas(losses: Sequence[Tensor]) -> None:

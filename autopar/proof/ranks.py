@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from autopar.core.graph import Graph
 from autopar.core.mesh import parse_key
+from autopar.core.operator_facts import is_random
 from autopar.core.placement import Layout, R
 from autopar.errors import CheckError
 from autopar.proof.precision import in_float64
@@ -101,7 +102,7 @@ def _step(nodes: Sequence[fx.Node], environments: Sequence[dict[fx.Node, Any]], 
         for node, environment in zip(nodes, environments, strict=True)
     ]
     target: Any = nodes[0].target
-    if getattr(target, "namespace", "") == "autopar" and not _is_random(target):
+    if getattr(target, "namespace", "") == "autopar" and not is_random(target):
         results = _meet(target, calls, meaning)
     else:
         results = _each(target, calls)
@@ -167,13 +168,9 @@ def _shares(tensors: Sequence[Tensor], ranks: int) -> list[Sequence[Tensor]]:
     return [tensors[rank * length : (rank + 1) * length] for rank in range(ranks)]
 
 
-def _is_random(target: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-
-
 def _each(target: Any, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     """Every rank draws from the generator as it stood before the operator."""
-    if not _is_random(target) and has_linear_backward(target):
+    if not is_random(target) and has_linear_backward(target):
         return [in_float64(target, args, kwargs) for args, kwargs in calls]
     state, results = torch.get_rng_state(), []
     for args, kwargs in calls:

@@ -24,6 +24,7 @@ from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Layout
 from autopar.core.program import Program
 from autopar.errors import AutoparError, CheckError, InputError
+from autopar.proof.backward import backward as run_backward
 from autopar.proof.precision import (
     copy_model,
     float64_by_default,
@@ -38,7 +39,7 @@ from autopar.proof.ranks import assemble, distribute, meaning_for, run, seed_sha
 from autopar.rewrite.rank_program import rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.trace.call_signature import (
     Arguments,
     LossFunction,
@@ -108,10 +109,11 @@ def verify_simulated(
     *,
     loss_fn: LossFunction | None,
     steps: int,
+    theirs: Record | None = None,
 ) -> Verdict:
-    """Prove `program` for `traced` on simulated ranks."""
+    """Prove `program` for `traced` on simulated ranks; `theirs` is the eager training, if it is known."""
     graph, casts = raise_graph(traced.graph)
-    dims = Dims(graph, find_atoms(graph), program.mesh)
+    dims = dims_of(graph, program.mesh)
     serial_model = raise_model(copy_model(model))
     with float64_by_default():
         ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
@@ -121,6 +123,7 @@ def verify_simulated(
         serial_model,
         lambda model: train_eagerly(model, traced.arguments, loss_fn, steps=steps, constants=constants),
         casts,
+        theirs=theirs,
     )
 
 
@@ -295,11 +298,11 @@ def backward(loss: Tensor | None, leaves: Sequence[Tensor]) -> None:
     """Backward from the loss, or from all outputs if there is none."""
     if loss is not None:
         if loss.requires_grad:
-            loss.backward()
+            run_backward([loss])
         return
     seeds = seeds_of(None, leaves)
     if seeds:
-        torch.autograd.backward([leaves[index] for index, _ in seeds], [seed for _, seed in seeds])
+        run_backward([leaves[index] for index, _ in seeds], [seed for _, seed in seeds])
 
 
 # -- the parallel side ----------------------------------------------------------------------------------
@@ -410,7 +413,7 @@ def _simulated_backward(
     roots = [local[index] for local in outputs for index, _ in seeds]
     shares = [seed * share for _ in outputs for _, seed in seeds]
     if roots:
-        torch.autograd.backward(roots, shares)
+        run_backward(roots, shares)
 
 
 def _update_buffers(
@@ -440,13 +443,15 @@ def judge(
     train: Callable[[nn.Module], Record],
     casts: tuple[str, ...],
     disagreement: Mapping[str, tuple[float, str]] | None = None,
+    *,
+    theirs: Record | None = None,
 ) -> Verdict:
     """The verdict on what the ranks computed, and on their disagreement among themselves.
 
-    `train` makes of a serial model what they should have; the one given is changed. A verdict that fails also
-    says what rounding does to it.
+    `train` makes of a serial model what they should have, unless that is known as `theirs`; the one given is
+    changed. A verdict that fails also says what rounding does to it.
     """
-    theirs = train(copy_model(model))
+    theirs = train(copy_model(model)) if theirs is None else theirs
     verdict = _worse(compare(ours, theirs, casts), disagreement or {})
     if verdict.passed or math.inf in verdict.max_error.values():
         return verdict
@@ -511,14 +516,21 @@ def difference(mine: Tensor | None, wanted: Tensor | None, floor: float) -> floa
     if not wanted.numel():
         return 0.0
     a, b = widest(mine), widest(wanted)
-    gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
-    largest = float(gap.max())
+    largest = _largest(a - b)
+    if not math.isfinite(largest):  # NaN, or infinity, on both sides is no difference
+        largest = _largest(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()))
     return float("inf") if largest != largest else largest / max(_magnitude(b), floor, 1e-300)
 
 
 def _magnitude(tensor: Tensor) -> float:
+    """The largest finite magnitude, 0 if there is none."""
     if tensor.layout is not torch.strided:
         return _magnitude(parts_of(tensor)[-1])
-    finite = widest(tensor).abs()
-    finite = finite[finite.isfinite()]
-    return float(finite.max()) if finite.numel() else 0.0
+    values = widest(tensor)
+    largest = _largest(values)
+    return largest if math.isfinite(largest) else _largest(values[values.isfinite()])
+
+
+def _largest(values: Tensor) -> float:
+    """The largest magnitude, NaN if one is NaN: in one pass, without a copy."""
+    return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0

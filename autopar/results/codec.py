@@ -6,7 +6,7 @@ Meshes and placements are written as they are printed (`2x2`, `S(0)`), enums by 
 what its fields are. A file is written whole or not at all. Files of the format before this one are read: what
 has come since has a default.
 
-    format 2   parts of the step, one device by itself, reasons of alternatives
+    format 2   parts of the step, one device by itself, reasons of alternatives, moments, the frontier
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autopar.results.plan import Plan
+if TYPE_CHECKING:
+    from autopar.results.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,30 @@
 
     [=======>       ]  12 of 80: aten.conv2d.default
 
+Where workers do the work, their progress comes through a file, which the notebook's process reads:
+
+    rank 0 ── RelayedBar ──> progress.json ──> NotebookBar
+
 Outside of notebooks nothing is shown, and where somebody listens to progress, that is told alone.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+from typing import Any, TypeVar
 
 Listener = Callable[[int, int, str], None]  # done, of how many, what
+B = TypeVar("B")
 EVERY = 0.2  # seconds between two pictures
 
 
@@ -58,6 +68,63 @@ def notebook_bar(listener: Listener | None) -> Iterator[Listener | None]:
         yield bar
     finally:
         bar.draw("")
+
+
+@dataclass(slots=True)
+class RelayedBar:
+    """Writes progress to a file, at most every so often, from whatever process it was sent to."""
+
+    path: Path
+    last: float = 0.0
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        now = time.monotonic()
+        if now - self.last >= EVERY:
+            self.last = now
+            draft = self.path.with_suffix(".part")
+            with suppress(OSError):  # the folder goes when nobody waits any more
+                draft.write_text(json.dumps([done, total, what]), encoding="utf-8")
+                draft.replace(self.path)
+
+    def shown(self) -> nullcontext[None]:
+        """Nothing here: whoever reads the file shows it."""
+        return nullcontext()
+
+    def read(self) -> tuple[int, int, str] | None:
+        """What was told last, None if nothing was."""
+        if not self.path.exists():
+            return None
+        done, total, what = json.loads(self.path.read_text(encoding="utf-8"))
+        return done, total, what
+
+
+@contextmanager
+def notebook_bar_of_workers(bar: B | None) -> Iterator[B | RelayedBar | None]:
+    """The bar, or where there is none, in a notebook, one that can be sent to workers."""
+    if bar is not None or _shell() is None:
+        yield bar
+        return
+    ended = Event()
+    with notebook_bar(None) as shown, TemporaryDirectory() as folder:
+        assert shown is not None
+        relayed = RelayedBar(Path(folder, "progress.json"))
+        reader = Thread(target=copy_context().run, args=(_relay, relayed, shown, ended))
+        reader.start()
+        try:
+            yield relayed
+        finally:
+            ended.set()
+            reader.join()
+
+
+def _relay(relayed: RelayedBar, shown: Listener, ended: Event) -> None:
+    """Draw what is told until all has ended."""
+    before = None
+    while not ended.wait(EVERY):
+        told = relayed.read()
+        if told is not None and told != before:
+            shown(*told)
+        before = told
 
 
 def _shell() -> Any:

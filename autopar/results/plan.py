@@ -13,6 +13,7 @@ from autopar.core.placement import Layout, show
 from autopar.core.program import Program
 from autopar.core.timeline import Moment, StageCost
 from autopar.results import codec
+from autopar.results.frontier import Frontier
 from autopar.results.plan_laws import broken_laws
 from autopar.results.step_parts import StepParts
 from autopar.results.text import html_of, text_of
@@ -135,6 +136,7 @@ class Plan:
     parts: StepParts = StepParts()  # of the step, which they add up to
     serial: Alternative | None = None  # one device of the cluster by itself, with as many micro-batches
     moments: tuple[Moment, ...] = ()  # of a step without stages: of one micro-batch, and what comes once
+    frontier: Frontier | None = None  # what less memory would cost, where that was asked for
 
     @property
     def mesh(self) -> Mesh:
@@ -220,6 +222,7 @@ class Plan:
             "outputs": {name: show(layout) for name, layout in self.program.outputs.items()},
             "serial": self.serial.as_dict() if self.serial else None,
             "alternatives": [item.as_dict() for item in self.alternatives],
+            "frontier": self.frontier.as_dict() if self.frontier else None,
             "parameter_bytes": list(self.parameter_bytes),
             "notes": list(self.notes),
         }

@@ -31,8 +31,8 @@ def broken_laws(plan: Plan) -> Iterator[str]:
 
 
 def _numbers(path: str, value: Any) -> Iterator[str]:
-    """Numbers that no cost or count can be. The gap is infinite where the search found no bound in time."""
-    most = math.inf if path == "result.gap" else sys.float_info.max
+    """Numbers that no cost or count can be. A gap is infinite where a search found no bound in time."""
+    most = math.inf if path.endswith(".gap") else sys.float_info.max
     if isinstance(value, (int, float)) and not ROUNDING <= value <= most:
         yield f"{show_value(value)} @ {path}"
     for name, child in _children(value):

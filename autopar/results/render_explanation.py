@@ -95,7 +95,12 @@ def _why(layer: LayerChoices, base: Outcome) -> str:
     if price < SAME * base.step_seconds:
         verdict = "is as good"
     else:
-        verdict = f"costs {show_seconds(price)} (from {signed(least)} to {signed(most)}, by both gaps)"
+        bounds = (
+            f" (from {signed(least)} to {signed(most)}, by both gaps)"
+            if signed(least) != signed(most)
+            else ""
+        )
+        verdict = f"costs {show_seconds(price)}{bounds}"
     against = [
         f"{signed(theirs - mine)} {what}"
         for what, theirs, mine in (

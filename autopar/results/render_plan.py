@@ -37,6 +37,7 @@ def render(plan: Plan) -> RenderableType:
         *_totals(plan),
         *(f"advice    {line}" for line in advice(plan)),
         *_alternatives(plan),
+        *_frontier(plan),
         *_remarks(plan),
     )
 
@@ -223,6 +224,28 @@ def reason_of(item: Alternative, plan: Plan) -> str:
     if not reason and item.name == ONE_DEVICE and item.step_seconds <= plan.step_seconds:
         return "the plan is for all devices, as asked"
     return reason
+
+
+def _frontier(plan: Plan) -> list[RenderableType]:
+    """What less memory would cost."""
+    frontier = plan.frontier
+    if frontier is None or not frontier.points:
+        return []
+    table = Table(box=None, pad_edge=False)
+    for heading in ("memory cap", "step", "against it", "peak memory", ""):
+        table.add_column(heading, justify="left" if heading in ("memory cap", "") else "right")
+    for point in frontier.points:
+        more = point.step_seconds / plan.step_seconds - 1 if plan.step_seconds else 0.0
+        costs = show_seconds(point.step_seconds), f"{more:+.1%}", show_bytes(point.peak_bytes)
+        table.add_row(_cap(point.memory_cap), *costs, "")
+    if frontier.infeasible is not None:
+        table.add_row(_cap(frontier.infeasible), "", "", "", "no plan was found")
+    caps = "1 lower cap" if frontier.untried == 1 else f"{frontier.untried} lower caps"
+    return ["", table, *([f"time was over before {caps}"] if frontier.untried else [])]
+
+
+def _cap(cap: int | None) -> str:
+    return "none" if cap is None else show_bytes(cap)
 
 
 def _remarks(plan: Plan) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,6 +16,8 @@ from autopar.core.placement import replicated
 from autopar.core.program import Program
 from autopar.results.plan import Plan
 from autopar.rewrite.defer_sync import Deferred, defer
+from autopar.rewrite.hoist import hoist
+from autopar.rewrite.late_gradients import make_late
 from autopar.rewrite.overlap import overlap
 from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
@@ -24,7 +27,7 @@ from autopar.runtime.collectives.placement_moves import DTYPES
 from autopar.runtime.execute.executable import Executable, InputPart, OutputPart, StagedExecutable
 from autopar.runtime.parameters.parameters import sharding_key
 from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms
+from autopar.sharding.strategies import dims_of
 from autopar.trace.export import Traced
 
 
@@ -39,16 +42,15 @@ def build(
 ) -> Executable:
     """One rank's executable under `plan`, which has no stages; needs no process group.
 
-    Gathers of weights that take at most `room` bytes together start early.
+    Exchanges that take at most `room` bytes start early: gathers of weights, sums, those of gradients.
     """
     graph, program = traced.graph, plan.program
-    dims = Dims(graph, find_atoms(graph), plan.mesh)
+    dims = dims_of(graph, plan.mesh)
     mine = rewrite(graph, program, dims, rank=rank, device=device, exact_random=exact_random)
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, deferred = defer(mine.graph, parameters, _gathered_once(program))
     if room > 0:
-        weights = {item.name: item.spec for item in graph.inputs if item.name in parameters}
-        body = overlap(body, weights, room=room, steps=mine.steps, segments=program.recompute)
+        body = _early(body, graph, program, dims, mine, room=room)
     outputs = _outputs(graph, plan, dims, rank, graph.outputs)
     parting = {item.key for item in outputs if item.key is not None}
     return Executable(
@@ -74,7 +76,7 @@ def build_stages(
     """The executables of the stages of one rank of the world, whose graph has the loss as its output."""
     graph, pipeline = traced.graph, plan.pipeline
     mine, place = divmod(rank, plan.mesh.num_devices)
-    dims = Dims(graph, find_atoms(graph), plan.mesh)
+    dims = dims_of(graph, plan.mesh)
     whole = rewrite(graph, plan.program, dims, rank=place, device=device, exact_random=exact_random)
     cut = split(whole, graph, pipeline.starts)
     stages = tuple(
@@ -104,6 +106,28 @@ def build_stages(
         plan=plan,
         structure=traced.structure,
     )
+
+
+def _early(
+    body: fx.Graph, graph: Graph, program: Program, dims: Dims, mine: RankProgram, *, room: float
+) -> fx.Graph:
+    """A copy of a rank's program whose exchanges start early, each kind of them within `room` bytes."""
+    weights = {item.name: item.spec for item in graph.inputs if item.kind is InputKind.PARAMETER}
+    sizes = {node.name: value.nbytes for node, value in mine.emitter.meta.items()}
+    body = overlap(body, weights, room=room, steps=mine.steps, segments=program.recompute)
+    body = hoist(body, lambda node: sizes[node.name], room=room, steps=mine.steps, segments=program.recompute)
+
+    def result_bytes(step: int) -> int:
+        """What an operator makes, on the rank that has most."""
+        operator = graph.operators[step]
+        name = next(each for each in operator.results if each is not None)
+        layout = tuple(option.results[0] for option in program.strategies[operator.name])
+        most = dims.local_shape(name, layout, dims.largest(name, layout))
+        return math.prod(most) * graph.specs[name].dtype.itemsize
+
+    if not any(graph.specs[name].requires_grad for name in graph.outputs):
+        return body
+    return make_late(body, result_bytes, room=room, steps=mine.steps, segments=program.recompute)
 
 
 def _stage(

@@ -17,6 +17,7 @@ from autopar.convert.moves import canonical, effect, gathers, sums_gradients
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, TensorSpec
 from autopar.core.move import Move
+from autopar.core.operator_facts import writes
 from autopar.core.placement import Layout, Shard, show
 from autopar.core.precision import Precision
 from autopar.core.program import Program
@@ -208,7 +209,5 @@ class _Writer:
 
 
 def _is_impure(node: fx.Node) -> bool:
-    """Placeholders, outputs, and operators that write running statistics, stay."""
-    return node.op in ("placeholder", "output") or (
-        node.op == "call_function" and "batch_norm" in str(node.target)
-    )
+    """Placeholders, outputs, and operators that write, as to running statistics, stay."""
+    return node.op in ("placeholder", "output") or (node.op == "call_function" and writes(node.target))

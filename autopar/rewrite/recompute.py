@@ -12,17 +12,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from torch import fx, nn
 
 from autopar.core.graph import Graph
+from autopar.core.operator_facts import facts_of
 from autopar.core.program import Program
 from autopar.core.recompute import Segment
 from autopar.rewrite.rank_program import RankProgram
 from autopar.runtime.saved.recompute import Recomputed
-
-# Operators that keep a tensor for backward before they fill it: torch stops to compute again too early there.
-_KEEP_BEFORE_THEY_FILL = {torch.ops.aten.rrelu.default, torch.ops.aten.rrelu_with_noise.default}
 
 
 def recomputing(
@@ -92,7 +89,8 @@ def _write(
     inner.lint()
     body = fx.GraphModule(nn.Module(), inner, class_name=name)
     buffers = [place for place, item in enumerate(taken) if item.op == "placeholder" and item.name in mutated]
-    to_the_end = any(node.target in _KEEP_BEFORE_THEY_FILL for node in nodes)
+    # Where one saves a tensor before it fills it, torch would stop to compute again too early.
+    to_the_end = any(facts_of(node.target).saves_unfilled for node in nodes)
     root.add_module(name, Recomputed(body, mutated=buffers, to_the_end=to_the_end))
     call = outer.call_module(name, tuple(made[item] for item in taken))
     return {node: outer.call_function(operator.getitem, (call, place)) for place, node in enumerate(given)}

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from autopar.core.graph import Graph, InputKind, TensorSpec
+from autopar.core.operator_facts import is_random
 from autopar.errors import InputError
 from autopar.rewrite.rank_program import RankProgram
 
@@ -101,7 +102,7 @@ class _Splitter:
     def is_free(self, node: fx.Node) -> bool:
         """Whether each stage can make the value for itself: from weights alone, or without them and
         without a gradient. Never from what micro-batches write, which one stage has as it is."""
-        if _is_random(node) or not all(item in self.made_from for item in node.all_input_nodes):
+        if is_random(node.target) or not all(item in self.made_from for item in node.all_input_nodes):
             return False
         if any(str(item.target) in self.written for item in node.all_input_nodes):
             return False
@@ -189,13 +190,9 @@ class _Splitter:
         return TensorSpec(tuple(value.shape), value.dtype, value.requires_grad)
 
 
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
 def _is_serial_draw(node: fx.Node) -> bool:
     own = node.target is torch.ops.autopar.shard_mask.default  # of a shard: the serial model draws no such
-    return _is_random(node) and not node.all_input_nodes and not own
+    return is_random(node.target) and not node.all_input_nodes and not own
 
 
 def _contiguous(graph: fx.Graph, value: fx.Node) -> fx.Node:

@@ -16,12 +16,12 @@ from autopar.core.program import Program
 from autopar.errors import InputError
 from autopar.runtime.execute.executable import Executable, InputPart, StagedExecutable
 from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms, is_legal, options_of
+from autopar.sharding.strategies import dims_of, is_legal, options_of
 
 
 def check_plan(program: Program, graph: Graph, shorter: Graph) -> None:
     """Raise InputError, naming what is in the way, where `program` of `graph` is none of `shorter`."""
-    dims = Dims(shorter, find_atoms(shorter), program.mesh)
+    dims = dims_of(shorter, program.mesh)
     found = next(_obstacles(program, graph, shorter, dims), None)
     if found is not None:
         raise _unequal(found)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.core.operator_facts import declare
+from autopar.core.work import Flops, SizedCall
 from autopar.sharding.sparse_blocks import block_of
 from autopar.trace.sparse_products import NAMESPACE
 
@@ -84,6 +86,21 @@ _transposed.register_fake(_transposed_shape)
 _sampled.register_fake(_sampled_shape)
 _spmm.register_autograd(_backward, setup_context=_save)
 SPMM: Any = torch.ops.autopar_graphs.spmm.default
+
+
+def _flops(call: SizedCall) -> Flops:
+    """One multiply-add for each entry and column of x."""
+    values, x = call.operands[2:4]
+    return Flops.of_product(2 * values.numel * x.shape[1], values, x)
+
+
+def _rows(call: SizedCall) -> int:
+    """Bytes of rows of x, one for each entry."""
+    values, x = call.operands[2:4]
+    return values.numel * x.shape[1] * x.dtype.itemsize
+
+
+declare(SPMM, flops=_flops, reads_again=_rows)
 
 
 def example(specs: tuple[Any, ...], device: torch.device) -> list[Tensor]:

@@ -9,6 +9,7 @@ window                which input rows a range of output rows needs
 halo                  fetching them from other ranks
 vertex_order          orders of vertices in which few edges lead from part to part
 needed_rows           fetching the rows that a graph names
+rowwise               operators that work row by row
 sparse_blocks         the block of a sparse matrix that a rank has
 statistics            moments over sharded dims
 made_constants        what a forward makes of numbers alone

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Graph, Operator, eager_target, map_refs
+from autopar.core.operator_facts import is_repeatable
 
 LARGEST = 1 << 22  # elements; what is larger is made of smaller ones
 
@@ -20,7 +21,7 @@ def made_constants(graph: Graph) -> dict[str, Tensor]:
     """The values of tensors that follow from no input and no random number, up to a size, by name."""
     values: dict[str, Tensor] = {}
     for item in graph.operators:
-        if values.keys() >= set(item.operands) and _is_small(item, graph) and not _is_random(item):
+        if values.keys() >= set(item.operands) and _is_small(item, graph) and is_repeatable(item.target):
             results = _run(item, values)
             values |= {name: value for name, value in zip(item.results, results, strict=False) if name}
     return values
@@ -28,12 +29,6 @@ def made_constants(graph: Graph) -> dict[str, Tensor]:
 
 def _is_small(item: Operator, graph: Graph) -> bool:
     return all(graph.specs[name].numel <= LARGEST for name in item.results if name)
-
-
-def _is_random(item: Operator) -> bool:
-    tags = getattr(item.target, "tags", ())
-    made = item.target in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
-    return made or torch.Tag.nondeterministic_seeded in tags
 
 
 def _run(item: Operator, values: dict[str, Tensor]) -> tuple[Any, ...]:

@@ -240,6 +240,8 @@ class Rule(ABC):
 
     targets: ClassVar[tuple[Any, ...]] = ()
     random: ClassVar[bool] = False  # draws from the generator
+    is_view: ClassVar[bool] = False  # gives its operand's elements in other dims, where they lie
+    passes_layout_on: ClassVar[bool] = False  # gives a tensor that lies as its operand does
     numbers_alike: ClassVar[bool] = False  # floats, but for 0 and 1, change neither strategies nor costs
     reads_values: ClassVar[bool] = False  # of constants, by which ranks have more or less to do
 
@@ -255,6 +257,10 @@ class Rule(ABC):
         """Write the rank's local computation; one handle for each result."""
         result = site.local_call()
         return result if isinstance(result, (tuple, list)) else (result,)
+
+    def reads_position(self, op: Instance, factor: str) -> bool:
+        """Whether what a row along `factor` becomes depends on its place among the others."""
+        return False
 
     def fullest(self, site: Site) -> tuple[int, ...]:
         """The coordinate of the rank with the most to do, of a rule that `reads_values`."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, may_learn
+from autopar.core.operator_facts import facts_of, is_random
 from autopar.core.placement import P, Shard
 from autopar.core.strategy import PARTIAL, Option
 from autopar.errors import RuleError
@@ -35,27 +36,7 @@ from autopar.sharding.needed_rows import NEEDED
 from autopar.sharding.rule import Instance, rule_of
 from autopar.sharding.strategies import options_of
 
-aten = torch.ops.aten
-
 MEAN_REDUCTION, SUM_REDUCTION = 1, 2  # at::Reduction
-_SUMS = {aten.sum.default, aten.sum.dim_IntList}
-_MEANS = {aten.mean.default, aten.mean.dim}
-_PRODUCTS = {
-    *(aten.mm.default, aten.matmul.default, aten.bmm.default, aten.dot.default),
-    *(aten.einsum.default, aten.linear.default),
-}
-_ADDITIONS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar}
-_SCALINGS = {aten.div.Tensor: 1, aten.true_divide.Tensor: 1, aten.mul.Tensor: None}  # where a count stands
-_MOMENTS = {  # and norms, which say how large all rows are
-    *(aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction, aten.var_mean.correction),
-    *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim),
-}
-_BATCH_NORMS = {aten.batch_norm.default}
-_ALIKE = {  # whose result is the same in every row
-    *(aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format),
-    *(aten.rand.default, aten.randn.default, aten.expand.default, aten.broadcast_to.default),
-    *(aten.broadcast_tensors.default,),
-}
 
 
 class Role(Enum):
@@ -180,7 +161,7 @@ class SampleFlow:
         if any(name in self.made for name in item.results):
             return [(name, self._constant(name) if name else Value(Role.WHOLE)) for name in item.results]
         given = [self.values[name] for name in item.operands]
-        random = torch.Tag.nondeterministic_seeded in getattr(item.target, "tags", ())
+        random = is_random(item.target)
         values = self._roles(item, given)
         steady = all(value.given for value in given) and not random
         return [
@@ -203,7 +184,7 @@ class SampleFlow:
         if value.role is Role.ROWS and places != 1:
             return replace(value, role=Role.MIXED, by=item)
         if value.role is Role.WHOLE and places:
-            return replace(value, role=Role.ROWS if item.target in _ALIKE else Role.FIXED)
+            return replace(value, role=Role.ROWS if facts_of(item.target).rows_alike else Role.FIXED)
         return value
 
     def _roles(self, item: Operator, given: Sequence[Value]) -> list[Value]:
@@ -237,10 +218,8 @@ class SampleFlow:
 
     def _numbered(self, item: Operator) -> tuple[int, int] | None:
         """The dim that an operator indexes by 0, 1, 2 ... as far as it goes, and which index that is."""
-        if item.target is not aten.index.Tensor:
-            return None
-        indexed = [dim for dim, index in enumerate(item.args[1]) if index is not None]
-        for place, dim in enumerate(indexed):
+        indexed_dims = facts_of(item.target).indexed_dims
+        for place, dim in enumerate(indexed_dims(item) if indexed_dims else ()):
             numbers = self.made.get(item.operands[1 + place])
             size = self.graph.specs[item.operands[0]].shape[dim]
             own = numbers is not None and numbers.numel() == size and 1 < size == max(numbers.shape)
@@ -268,16 +247,16 @@ class SampleFlow:
 
     def _scaled(self, item: Operator, given: Sequence[Value]) -> Value | None:
         """What becomes of rows or a sum that are divided or multiplied by a count of the batch."""
-        if item.target not in _SCALINGS or len(given) != 2:
+        facts = facts_of(item.target)
+        if not (facts.multiplies or facts.divides) or len(given) != 2:
             return None
-        where = _SCALINGS[item.target]
-        for place in (1, 0) if where is None else (where,):
+        for place in (1, 0) if facts.multiplies else (1,):
             count, other = given[place], given[1 - place]
             single = self.graph.specs[item.operands[place]].numel == 1
             if count.role in _TAKEN and count.given and single and other.role in (Role.ROWS, Role.SUM):
                 if other.scale is not None or self._is_half(item):
                     return Value(Role.BENT if other.role is Role.SUM else Role.MIXED, count.by)
-                return replace(other, scale=Scale(item.name, item.operands[place], where is None))
+                return replace(other, scale=Scale(item.name, item.operands[place], facts.multiplies))
         return None
 
     def _is_half(self, item: Operator) -> bool:
@@ -292,7 +271,7 @@ class SampleFlow:
         alike = all((given[place].role, given[place].scale) == (first.role, first.scale) for place in taken)
         if first.role is Role.BENT or not alike:
             return bent
-        shifts = item.target in _ADDITIONS and first.role is Role.MEAN and first.scale is None
+        shifts = facts_of(item.target).shifts and first.role is Role.MEAN and first.scale is None
         return first if shifts or self._is_linear(item, taken) else bent
 
     def _is_linear(self, item: Operator, places: set[int]) -> bool:
@@ -305,11 +284,10 @@ class SampleFlow:
         named = [name for name in item.results if name]
         if option is None and self._is_trusted(item, rows):
             return [Value(Role.ROWS)] * len(item.results)
-        if option is None or _depends_on_rows(item, option):
+        if option is None or self._reads_position(item, option):
             single = all(self.graph.specs[name].numel == 1 for name in named)
-            taken = (
-                single or item.target in _MOMENTS and not any(True for one in named for _ in self.places(one))
-            )
+            moment = facts_of(item.target).is_moment
+            taken = single or moment and not any(True for one in named for _ in self.places(one))
             role = Role.BENT if taken and len(rows) == len(given) else Role.MIXED
             return [Value(role, item)] * len(item.results)
         scales = {given[place].scale for place in rows if given[place].scale}
@@ -322,7 +300,7 @@ class SampleFlow:
                 return [Value(Role.ROWS, scale=scale)] * len(item.results)
             case Kind.CONTRACTED if not rule_of(item).reads_values:  # else vertices meet in others
                 return [self._reduced(item, given, scale)] * len(item.results)
-            case Kind.STATISTIC if item.target in _BATCH_NORMS:
+            case Kind.STATISTIC if facts_of(item.target).joins_samples:
                 self.statistics.append(item)
                 return [Value(Role.ROWS)] * len(item.results)
             case Kind.STATISTIC if not any(True for name in named for _ in self.places(name)):
@@ -357,6 +335,11 @@ class SampleFlow:
         self.unknown.append(item)
         return True
 
+    def _reads_position(self, item: Operator, option: Option) -> bool:
+        """Whether what a row becomes depends on its place among the others, as a causal query's does."""
+        instance = Instance(item, self.dims.graph.specs)
+        return rule_of(item).reads_position(instance, option.factor.split(".")[0])
+
     def _kind(self, item: Operator, option: Option) -> Kind:
         try:
             equation = rule_of(item).equation(Instance(item, self.dims.graph.specs))
@@ -366,9 +349,10 @@ class SampleFlow:
 
     def _reduced(self, item: Operator, given: Sequence[Value], scale: Scale | None) -> Value:
         """What an operator makes that adds up over samples."""
-        if item.target in _SUMS or (item.target in _PRODUCTS and len(item.operands) == 2):
+        facts = facts_of(item.target)
+        if facts.sum_of == len(item.operands):
             return Value(Role.SUM, item, scale=scale)
-        if item.target in _MEANS:
+        if facts.is_mean:
             return Value(Role.MEAN, item, scale=scale)
         reduction = reduction_of(item)
         if reduction == SUM_REDUCTION:
@@ -396,12 +380,6 @@ def counts_labels(item: Operator, graph: Graph) -> bool:
     """Whether the mean of a loss is over labels that are kept, each with the weight of its class."""
     names = [argument.name for argument in item.target._schema.arguments]
     return "ignore_index" in names and not may_learn(graph.specs[item.operands[1]].dtype)
-
-
-def _depends_on_rows(item: Operator, option: Option) -> bool:
-    """Whether what a row becomes depends on its place among the others: a causal query's does."""
-    causal = "attention" in item.target._schema.name and Instance(item, {})["is_causal"]
-    return bool(causal) and option.factor.split(".")[0] == "q"
 
 
 def ancestors(graph: Graph, *results: str | None) -> set[str]:

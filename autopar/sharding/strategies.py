@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.core.graph import Graph, Operator, map_refs
+from autopar.core.mesh import Mesh
 from autopar.core.strategy import Option, Strategy
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.rule import Instance, rule_of
@@ -15,7 +16,19 @@ _NUMBERS: dict[object, int] = {}  # of signs, in the order in which they were me
 
 
 def find_atoms(graph: Graph) -> Atoms:
-    """Refine every dim of `graph` over everything that its operators do to it."""
+    """Refine every dim of `graph` over everything that its operators do to it; done once for a graph."""
+    if "atoms" not in graph.derived:
+        graph.derived["atoms"] = _refine(graph)
+    atoms: Atoms = graph.derived["atoms"]
+    return atoms
+
+
+def dims_of(graph: Graph, mesh: Mesh) -> Dims:
+    """How the dims of `graph` are cut on a mesh."""
+    return Dims(graph, find_atoms(graph), mesh)
+
+
+def _refine(graph: Graph) -> Atoms:
     instances = [(rule_of(item), Instance(item, graph.specs)) for item in graph.operators]
     relations = [relation for rule, op in instances for relation in rule.relations(op)]
     scalings = [scaling for rule, op in instances for scaling in rule.scalings(op)]

@@ -27,23 +27,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Call, TensorSpec, map_refs
+from autopar.core.operator_facts import facts_of
 from autopar.core.precision import Precision
-
-aten = torch.ops.aten
 
 KERNELS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 OFF: Mapping[str, torch.dtype | None] = dict.fromkeys(KERNELS)
 _DTYPES = {Precision.FP32: None, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
-# What only moves or renames numbers: it may come before a cast or after it.
-_INDIFFERENT = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.constant_pad_nd.default}
-# What can't run without a device that isn't there, and what CUDA's kernels make of it.
-_LEFT_ALONE = {aten.batch_norm.default, aten.instance_norm.default}
-_LOWERED = {
-    *(aten.gru.input, aten.gru.data, aten.gru_cell.default, aten.lstm.input, aten.lstm.data),
-    *(aten.rnn_tanh.input, aten.rnn_tanh.data, aten.rnn_relu.input, aten.rnn_relu.data),
-}
-# Whose weights cuDNN takes in one piece, which it casts: no cast of operands reaches the same kernels.
-_PACKED = _LOWERED - {aten.gru_cell.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +102,10 @@ class Casting:
     ) -> Cast:
         if dtype is None or not may_cast(target, self._device):
             return self._written(target, args, kwargs, None)
-        if target in _LEFT_ALONE | _LOWERED and self._device == "cuda" and not torch.cuda.is_available():
-            return self._written(target, args, kwargs, dtype if target in _LOWERED else None)
-        if target in _PACKED and self._device == "cuda":
-            return self._written(target, args, kwargs, dtype)
+        facts, on_cuda = facts_of(target), self._device == "cuda"
+        untried = facts.casts_on_cuda is not None and not torch.cuda.is_available()
+        if on_cuda and (untried or facts.packs_weights):
+            return self._written(target, args, kwargs, dtype if facts.casts_on_cuda else None)
         wanted = self._run(target, args, kwargs, dtype)
         for cast, keywords in _ways(target, args, dtype):
             given = map_specs((args, kwargs | keywords), partial(casted, dtype=cast))
@@ -181,7 +170,7 @@ class KernelLog(TorchDispatchMode):
         with disabled():
             result = func(*args, **(kwargs or {}))
         views = any(item.alias_info for item in func._schema.returns)
-        if func not in _INDIFFERENT and not views and (dtypes := _dtypes(result)):
+        if not facts_of(func).only_moves and not views and (dtypes := _dtypes(result)):
             self.calls.append((func, _dtypes((args, kwargs)), dtypes))
         return result
 

@@ -29,6 +29,7 @@ from autopar.core.graph import (
     map_refs,
     may_learn,
 )
+from autopar.core.operator_facts import facts_of, is_repeatable
 from autopar.errors import TraceError
 from autopar.trace.edge_operators import with_edge_operators
 from autopar.trace.fused_products import with_products
@@ -41,18 +42,6 @@ from autopar.trace.structure import digest_of
 
 aten = torch.ops.aten
 
-_INDEXED = {
-    aten.index_select.default,
-    aten.index.Tensor,
-    aten.index_add.default,
-    aten.index_reduce.default,
-    aten.index_copy.default,
-    aten.index_put.default,
-    aten.scatter_add.default,
-    aten.scatter_reduce.two,
-    aten.segment_reduce.default,
-    PRODUCT,
-}
 _RAISED = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 
 
@@ -63,7 +52,7 @@ def folded(graph: Graph) -> Graph:
 
 def _has_structure(graph: Graph) -> bool:
     held = {item.name for item in graph.inputs if item.value is not None and not may_learn(item.spec.dtype)}
-    return bool(held) and any(item.target in _INDEXED for item in graph.operators)
+    return bool(held) and any(facts_of(item.target).indexed for item in graph.operators)
 
 
 class _Folding:
@@ -112,14 +101,14 @@ class _Folding:
             bool(names)
             and any(name in self.fixed for name in names)
             and all(name in self.fixed or self.is_made(name) for name in names)
-            and not _is_random(item)
+            and is_repeatable(item.target)
             and item.target.namespace == "aten"
         )
 
     def is_made(self, name: str) -> bool:
         """Whether a tensor is made of numbers alone, and the same at each call."""
         maker = self.makers.get(name)
-        return maker is not None and not _is_random(maker) and all(map(self.is_made, maker.operands))
+        return maker is not None and is_repeatable(maker.target) and all(map(self.is_made, maker.operands))
 
     def value(self, name: str) -> Tensor:
         if name not in self.values:
@@ -319,12 +308,6 @@ def _product(sizes: Any) -> int:
     for size in sizes:
         total *= size
     return total
-
-
-def _is_random(item: Operator) -> bool:
-    tags = getattr(item.target, "tags", ())
-    made = item.target in (aten.empty.memory_format, aten.empty_like.default)
-    return made or torch.Tag.nondeterministic_seeded in tags
 
 
 def _raised(tree: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Graph, Operator, Ref, TensorSpec
-from autopar.trace.fused_products import ZEROS
+from autopar.core.operator_facts import facts_of
 from autopar.trace.simplify import without_dead_code
 from autopar.trace.sparse_products import NAMESPACE, PRODUCT
 
@@ -54,7 +54,9 @@ class _EdgeOperators:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.specs = graph, dict(graph.specs)
         self.constants = {item.name for item in graph.inputs if item.value is not None}
-        self.zeros = {name for item in graph.operators if item.target in ZEROS for name in item.results}
+        self.zeros = {
+            name for item in graph.operators if facts_of(item.target).is_zero for name in item.results
+        }
 
     def run(self) -> Graph:
         placed = {item.name: found for item in self.graph.operators if (found := self.placed(item))}

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec
+from autopar.core.operator_facts import facts_of
 from autopar.trace.simplify import without_dead_code
 from autopar.trace.sparse_products import PRODUCT
 
 aten = torch.ops.aten
-ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class _Fusion:
         width = math.prod(shape) // shape[found.dim]
         name = self.emit(found.add, result, PRODUCT, *args, shape=(shape[found.dim], width))
         name = self.opened(found, name, result, shape)
-        if into not in self.makers or self.makers[into].target not in ZEROS:
+        if into not in self.makers or not facts_of(self.makers[into].target).is_zero:
             self.emit(found.add, result, aten.add.Tensor, Ref(into), Ref(name), shape=shape)
         *others, last = self.written
         return [*others, replace(last, name=found.add.name, results=(result,))]

@@ -24,6 +24,7 @@ from autopar.core.graph import (
     memory_order,
     refs,
 )
+from autopar.core.operator_facts import facts_of
 from autopar.errors import TraceError, ValuesAskedError
 from autopar.trace.autocast import Autocast
 from autopar.trace.call_forms import device_by_name, functional, left_open, without_example
@@ -35,24 +36,11 @@ from autopar.trace.in_place import InPlaceWrites
 from autopar.trace.shared_memory import Known
 from autopar.trace.simplify import without_dead_code, without_identities
 from autopar.trace.user_source import module_of, source_of
-from autopar.trace.written_graph import USABLE_RESULTS, WrittenGraph, input_name, refused, spec_of
+from autopar.trace.written_graph import WrittenGraph, input_name, refused, spec_of
 
 aten = torch.ops.aten
 
 _DROPPED = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
-# Calls that give their operand itself back where they have nothing to do.
-_GIVE_BACK = {
-    *(aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other),
-    *(aten.type_as.default, aten.dropout.default, aten.feature_dropout.default, aten.resolve_conj.default),
-    *(aten.resolve_neg.default, aten.conj.default, aten.real.default),
-}
-_NO_GRADIENT = {
-    *("detach", "detach_", "argmax", "argmin", "sign"),
-    *("zeros_like", "ones_like", "full_like", "empty_like"),
-}
-
-
-_SPARSE_GRADIENTS = {aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx}
 _BEFORE = "compute it before the call and pass it"
 
 
@@ -278,10 +266,10 @@ class GraphBuilder:
             )
             raise ValuesAskedError(**error.as_words())
         results = [values] if single else list(values if values is not None else ())
-        differentiable = grad and target._schema.name.split("::")[1] not in _NO_GRADIENT
+        differentiable = grad and facts_of(target).has_gradient
         differentiable &= any(self.graph.specs[ref.name].requires_grad for ref in refs((args, kwargs)))
-        unusable = [None] * len(results[USABLE_RESULTS.get(target, len(results)) :])
-        results = results[: len(results) - len(unusable)]
+        usable = results[: facts_of(target).usable_results]
+        results, unusable = usable, [None] * (len(results) - len(usable))
         title, names = self.graph.names_for(node.name, None if single else len(results))
         exported = [
             item for item in pytree.tree_leaves(node.meta.get("val")) if isinstance(item, torch.Tensor)
@@ -302,7 +290,7 @@ class GraphBuilder:
             (*names, *unusable),
             module=module_of(node),
             source=source_of(node),
-            order=memory_order(node.all_input_nodes[0].meta["val"]) if target is aten.dropout.default else (),
+            order=memory_order(node.all_input_nodes[0].meta["val"]) if facts_of(target).order_matters else (),
             checkpoint=region_of(node),
         )
         self.graph.operators.append(operation)
@@ -359,14 +347,9 @@ class GraphBuilder:
     ) -> None:
         """Raise TraceError for an embedding that learns by sparse gradients, which buckets don't take."""
         names = [item.name for item in target._schema.arguments]
-        if (
-            target not in _SPARSE_GRADIENTS
-            or "sparse" not in names
-            or not isinstance(args[0], Ref)
-            or not self.graph.specs[args[0].name].requires_grad
-        ):
+        if dict(zip(names, args, strict=False), **kwargs).get("sparse") is not True:
             return
-        if dict(zip(names, args, strict=False), **kwargs).get("sparse"):
+        if isinstance(args[0], Ref) and self.graph.specs[args[0].name].requires_grad:
             raise TraceError(
                 where=source_of(node) or f"module {module_of(node)}",
                 found="an embedding with sparse gradients",
@@ -377,13 +360,13 @@ class GraphBuilder:
 
 def _itself(node: fx.Node) -> fx.Node:
     """The node whose very tensor eager code has here: some calls give their operand back."""
-    while node.target in _GIVE_BACK:
+    while (facts := facts_of(node.target)).gives_itself:
         before = node.args[0]
         assert isinstance(before, fx.Node)
         ours, theirs = node.meta["val"], before.meta["val"]
         if ours.dtype != theirs.dtype or ours.stride() != theirs.stride():
             break
-        if node.target is aten.dropout.default and node.args[1] and node.args[2]:
+        if facts.changes and facts.changes(node.args):
             break
         node = before
     return node

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from autopar.core.graph import InputKind, Operator, Ref, TensorSpec
-from autopar.trace.written_graph import SCATTERS, WrittenGraph, refused
+from autopar.core.operator_facts import facts_of
+from autopar.trace.written_graph import WrittenGraph, refused
 
 aten = torch.ops.aten
 
@@ -107,10 +108,10 @@ class InPlaceWrites:
         requires_grad = self._graph.specs[base].requires_grad or self._graph.specs[name].requires_grad
         spec, rest = replace(self._graph.specs[base], requires_grad=requires_grad), view.args[1:]
         if not spec.dtype.is_complex:
-            return self._graph.add(node, SCATTERS[view.target], (Ref(base), Ref(name), *rest), spec)
+            return self._graph.add(node, facts_of(view.target).put_back, (Ref(base), Ref(name), *rest), spec)
         parts = [Ref(self._both_parts(node, each)) for each in (base, name)]
         rest = (*(dim % len(spec.shape) for dim in rest[:1]), *rest[1:])
-        pairs = self._graph.add(node, SCATTERS[view.target], (*parts, *rest), _in_pairs(spec))
+        pairs = self._graph.add(node, facts_of(view.target).put_back, (*parts, *rest), _in_pairs(spec))
         return self._graph.add(node, aten.view_as_complex.default, (Ref(pairs),), spec)
 
     def _both_parts(self, node: fx.Node, name: str) -> str:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.core.graph import Graph, TensorSpec
+from autopar.core.operator_facts import is_random
 from autopar.errors import InputError, TraceError
 from autopar.trace.attribute_reads import Reads
 
@@ -215,7 +216,7 @@ def check_cached(graph: Graph, names: Sequence[str], paths: Sequence[str]) -> No
             if value in seen or value in fixed:
                 continue
             seen.add(value)
-            if value not in makers or torch.Tag.nondeterministic_seeded in makers[value].target.tags:
+            if value not in makers or is_random(makers[value].target):
                 raise TraceError(
                     where=f"attribute {path}",
                     found="a tensor that forward reads and replaces",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Operator, Ref, TensorSpec
-from autopar.trace.fused_products import ZEROS
+from autopar.core.operator_facts import facts_of
 
 aten = torch.ops.aten
 _EMPTY = {"sum": 0.0, "prod": 1.0, "mean": math.nan, "amax": -math.inf, "amin": math.inf}
@@ -99,7 +99,7 @@ class RowPlacer:
         return bool(len(self.placed.index)) or self.placed.into is None
 
     def is_zero(self, name: str) -> bool:
-        return name in self.makers and self.makers[name].target in ZEROS
+        return name in self.makers and facts_of(self.makers[name].target).is_zero
 
     # -- the forms ------------------------------------------------------------------------------------
 

@@ -5,18 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, map_refs
+from autopar.core.operator_facts import facts_of
 from autopar.errors import InputError
-
-aten = torch.ops.aten
-
-# Operators that give their operand back when shape, dtype and gradient stay as they are.
-_IDENTITIES = {
-    "alias", "broadcast_tensors", "clone", "contiguous", "detach", "dropout", "expand", "flatten",
-    "lift_fresh_copy", "positive", "reshape", "slice", "squeeze", "to", "_to_copy", "view",
-}  # fmt: skip
 
 
 def without_identities(graph: Graph) -> Graph:
@@ -25,7 +16,7 @@ def without_identities(graph: Graph) -> Graph:
     kept: list[Operator] = []
     for item in graph.operators:
         renamed = map_refs((item.args, item.kwargs), lambda ref: Ref(same.get(ref.name, ref.name)))
-        args, kwargs = _nonempty_cat(item, renamed[0], graph.specs), renamed[1]
+        args, kwargs = _nonempty(item, renamed[0], graph.specs), renamed[1]
         operation = replace(item, args=args, kwargs=kwargs)
         if _changes_nothing(operation, graph.specs):
             pairs = zip(operation.results, operation.operands, strict=False)
@@ -42,15 +33,11 @@ def without_identities(graph: Graph) -> Graph:
 
 
 def _changes_nothing(item: Operator, specs: dict[str, TensorSpec]) -> bool:
-    name = item.target._schema.name.split("::")[1]
-    if name == "cat" and len(item.operands) == 1 and item.results[0]:
-        return specs[item.operands[0]] == specs[item.results[0]]
-    if name not in _IDENTITIES or not item.operands:
-        return False
-    if name == "dropout" and item.args[2] and item.args[1]:
+    facts = facts_of(item.target)
+    if not facts.is_identity or not item.operands or (facts.changes and facts.changes(item.args)):
         return False
     pairs = list(zip(item.results, item.operands, strict=False))
-    if name == "broadcast_tensors":  # each result is its own operand's view, with its gradient or none
+    if facts.expands_each:  # with its own operand's gradient or none
         return all(result and specs[result].shape == specs[operand].shape for result, operand in pairs)
     alike = all(result and specs[result] == specs[operand] for result, operand in pairs)
     return alike and len(pairs) == len(item.results)
@@ -58,12 +45,11 @@ def _changes_nothing(item: Operator, specs: dict[str, TensorSpec]) -> bool:
 
 def is_identity(item: Operator) -> bool:
     """Whether the operator gives its operand back for some shapes, and is then left out."""
-    name = item.target._schema.name.split("::")[1]
-    return name in _IDENTITIES or name == "cat"
+    return facts_of(item.target).is_identity
 
 
-def _nonempty_cat(item: Operator, args: tuple[Any, ...], specs: dict[str, TensorSpec]) -> tuple[Any, ...]:
-    if item.target is not aten.cat.default:
+def _nonempty(item: Operator, args: tuple[Any, ...], specs: dict[str, TensorSpec]) -> tuple[Any, ...]:
+    if not facts_of(item.target).skips_empty:
         return args
     full = [ref for ref in args[0] if specs[ref.name].shape != (0,)]
     return (full or args[0], *args[1:])

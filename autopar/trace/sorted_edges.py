@@ -13,7 +13,6 @@ batch norms take rows in any.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec, map_refs
+from autopar.sharding.rowwise import rowwise
 from autopar.trace.edge_operators import PICK, PLACE
 from autopar.trace.simplify import without_dead_code
 from autopar.trace.structure import digest_of
@@ -35,125 +35,6 @@ def with_sorted_edges(graph: Graph) -> Graph:
     if all(item.target is not PLACE for item in graph.operators):
         return graph
     return _Sorting(graph).run()
-
-
-# -- operators that work row by row -----------------------------------------------------------------
-
-
-def rowwise(item: Operator, specs: dict[str, TensorSpec]) -> tuple[str, ...]:
-    """The operands by whose rows the rows of the operator's one result are made, each by those of its number;
-    none if that isn't known."""
-    if len(item.results) != 1 or item.results[0] is None or not item.operands:
-        return ()
-    shape = specs[item.results[0]].shape
-    if not shape or shape[0] < 2 or not _is_rowwise(item, specs):
-        return ()
-    first = {name: _leads(specs[name].shape, shape) for name in item.operands}
-    if torch.Tag.pointwise in item.target.tags or item.target is aten.cat.default:
-        return tuple(name for name, leads in first.items() if leads)
-    lead = item.operands[0]
-    rows = specs[lead].shape
-    return (lead,) if rows and rows[0] == shape[0] else ()
-
-
-def _leads(operand: tuple[int, ...], result: tuple[int, ...]) -> bool:
-    return len(operand) == len(result) and operand[0] == result[0]
-
-
-def _is_rowwise(item: Operator, specs: dict[str, TensorSpec]) -> bool:
-    tags = item.target.tags
-    if torch.Tag.nondeterministic_seeded in tags:
-        return False
-    if torch.Tag.pointwise in tags:
-        return True
-    check = _ROWWISE.get(item.target)
-    return check is not None and check(item, len(specs[item.operands[0]].shape))
-
-
-def _always(item: Operator, dims: int) -> bool:
-    return True
-
-
-def _not_along_rows(place: int) -> Callable[[Operator, int], bool]:
-    """Whether the dim, or the dims, in argument `place` leave out the first."""
-
-    def check(item: Operator, dims: int) -> bool:
-        if len(item.args) <= place or item.args[place] is None:
-            return False
-        said = item.args[place] if isinstance(item.args[place], (list, tuple)) else [item.args[place]]
-        return bool(said) and dims > 0 and all(isinstance(dim, int) and dim % dims for dim in said)
-
-    return check
-
-
-def _unsqueezed(item: Operator, dims: int) -> bool:
-    return bool(item.args[1] % (dims + 1))
-
-
-def _permuted(item: Operator, dims: int) -> bool:
-    return dims > 0 and item.args[1][0] % dims == 0
-
-
-def _swapped(item: Operator, dims: int) -> bool:
-    return dims > 0 and bool(item.args[1] % dims) and bool(item.args[2] % dims)
-
-
-def _by_matrix(item: Operator, dims: int) -> bool:
-    return dims > 1
-
-
-def _as_many_dims(item: Operator, dims: int) -> bool:
-    return len(item.args[1]) == dims
-
-
-def _normalised(item: Operator, dims: int) -> bool:
-    return len(item.args[1]) < dims
-
-
-def _concatenated(item: Operator, dims: int) -> bool:
-    return len(item.args) > 1 and dims > 0 and bool(item.args[1] % dims)
-
-
-_ROWWISE: dict[Any, Callable[[Operator, int], bool]] = {
-    **dict.fromkeys(
-        # Of views and broadcasts those that have as many rows before and after: rows lie one after the other.
-        (
-            aten.view.default,
-            aten.reshape.default,
-            aten.detach.default,
-            aten.alias.default,
-            aten.to.dtype,
-            aten._to_copy.default,
-        ),
-        _always,
-    ),
-    **dict.fromkeys((aten.linear.default, aten.mm.default, aten.batch_norm.default), _by_matrix),
-    aten.expand.default: _as_many_dims,
-    **dict.fromkeys(
-        (
-            aten.sum.dim_IntList,
-            aten.mean.dim,
-            aten.amax.default,
-            aten.amin.default,
-            aten.softmax.int,
-            aten.log_softmax.int,
-            aten._softmax.default,
-            aten._log_softmax.default,
-            aten.squeeze.dim,
-            aten.slice.Tensor,
-            aten.select.int,
-        ),
-        _not_along_rows(1),
-    ),
-    aten.unsqueeze.default: _unsqueezed,
-    aten.permute.default: _permuted,
-    aten.transpose.int: _swapped,
-    aten.layer_norm.default: _normalised,
-    aten.cat.default: _concatenated,
-}
-
-
-# -- putting them in order ---------------------------------------------------------------------------
 
 
 class _Sorting:

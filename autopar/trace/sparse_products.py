@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.core.operator_facts import declare
+
 NAMESPACE = "autopar_graphs"  # no collectives: those are autopar's own
 _custom_op: Any = torch.library.custom_op  # ships without types
 
@@ -48,6 +50,7 @@ _product = _custom_op(f"{NAMESPACE}::product", _run_product, mutates_args=())
 _product.register_fake(_shape)
 _product.register_autograd(_backward, setup_context=_save)
 PRODUCT: Any = torch.ops.autopar_graphs.product.default
+declare(PRODUCT, indexed=True)
 
 _LEFT = {"mm", "matmul", "__matmul__", "_sparse_mm", "spmm", "mv"}
 _ADDED = {"addmm", "_sparse_addmm"}

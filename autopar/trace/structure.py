@@ -25,23 +25,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.core.graph import Graph, InputKind, refs
+from autopar.core.operator_facts import facts_of
 from autopar.core.structure import Structure
 from autopar.errors import InputError, TraceError
 from autopar.trace.call_signature import Arguments
 from autopar.trace.decided_numbers import DecidedNumbers
 from autopar.trace.sparse_products import PRODUCT, Entries, entries_of, product_call
 
-aten = torch.ops.aten
-
-_PLACING = {  # and which of their arguments says where
-    aten.scatter_add.default: 2,
-    aten.scatter_reduce.two: 2,
-    aten.index_add.default: 2,
-    aten.index_reduce.default: 2,
-    aten.index_copy.default: 2,
-    aten.index_put.default: 1,
-}
-_SPARSE = {aten.sparse_coo_tensor.indices_size, aten._sparse_coo_tensor_unsafe.default}
 _MAKERS = {"arange", "zeros", "ones", "full", "tensor", "eye"}
 _RANDOM = ("rand", "bernoulli", "multinomial", "dropout", "normal", "poisson", "exponential")
 _MOVED = """
@@ -114,8 +104,9 @@ def edge_lists(graph: Graph, arguments: Arguments) -> Structure:
     fixed = {item.name for item in graph.inputs if item.value is not None}
     found: set[str] = set()
     for operation in graph.operators:
-        if operation.target in _PLACING or operation.target in _SPARSE:
-            for index in refs(operation.args[_PLACING.get(operation.target, 0)]):
+        places_by = facts_of(operation.target).places_by
+        if places_by is not None:
+            for index in refs(operation.args[places_by]):
                 found |= follows.get(index.name, frozenset())
         operands = [name for name in operation.operands if name not in follows and name not in fixed]
         if not operands or all(name not in kinds and not _has_inputs(name, graph) for name in operands):

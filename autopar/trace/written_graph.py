@@ -16,19 +16,10 @@ import torch
 from torch import fx
 
 from autopar.core.graph import GraphInput, InputKind, Operator, Ref, TensorSpec
+from autopar.core.operator_facts import facts_of
 from autopar.errors import TraceError
 from autopar.trace.checkpoint_regions import region_of
 from autopar.trace.user_source import module_of, source_of
-
-aten = torch.ops.aten
-
-# Operators that write to an argument without saying so in their schema.
-HIDDEN_WRITES = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
-# Operators of whose results only the first are for use: the others are notes for the kernel's backward pass,
-# and their shapes differ between devices.
-USABLE_RESULTS = {aten.embedding_bag.default: 1, aten.embedding_bag.padding_idx: 1}
-# Views through which a write can be told: what puts a tensor where the view looks.
-SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 
 
 class WrittenGraph:
@@ -90,11 +81,12 @@ class WrittenGraph:
         for name in operation.results:
             if name is not None:
                 self.root[name] = base or name
-                if base and operation.target in SCATTERS:
+                if base and facts_of(operation.target).put_back is not None:
                     self.views[name] = operation
-        for position in HIDDEN_WRITES.get(operation.target, ()):
-            argument = operation.args[position] if len(operation.args) > position else None
-            if isinstance(argument, Ref) and argument.name in self.inputs and operation.args[5]:
+        hidden = facts_of(operation.target).hidden_writes
+        for position in hidden.arguments if hidden and operation.args[hidden.flag] else ():
+            argument = operation.args[position]
+            if isinstance(argument, Ref) and argument.name in self.inputs:
                 item = self.inputs[argument.name]
                 self.inputs[argument.name] = replace(item, mutated=True)
 

@@ -148,9 +148,7 @@ def cut_first(joint: Decision) -> float:
 def fresh(joint: Decision) -> MeshProblem:
     """The decision's problem, nothing solved yet."""
     same = joint.problem
-    return MeshProblem(
-        same.graph, same.atoms, same.mesh, same.cluster, same.model, same.request, same.cap, same.hop
-    )
+    return MeshProblem(same.graph, same.mesh, same.cluster, same.model, same.request, same.cap, same.hop)
 
 
 def relaxation(joint: Decision) -> float:

@@ -72,7 +72,6 @@ def cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
     stages, count = joint.request.stages, len(joint.graph.operators)
     serial = MeshProblem(
         joint.graph,
-        joint.atoms,
         Mesh((1,)),
         joint.cluster.stage(joint.cluster.num_devices),
         joint.model,
@@ -93,7 +92,6 @@ def decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
     same = joint.problem
     problem = MeshProblem(
         same.graph,
-        same.atoms,
         same.mesh,
         same.cluster,
         same.model,

@@ -121,7 +121,7 @@ def test_a_model_on_the_meta_device_needs_no_process_group() -> None:
 def test_a_factor_that_is_missing_or_too_short_is_named() -> None:
     rows = by_name(compared(MLP, TWO))
     reasons = {name: row.reason for name, row in rows.items()}
-    assert reasons["spatial"] == "no domain factor" and rows["spatial"].plan is None
+    assert reasons["spatial"] == "no operator that can be split by domain" and rows["spatial"].plan is None
     assert reasons["data+filter"] == reasons["data+spatial"] == "no mesh of 2 axes"
     assert reasons["pipeline"] == "loss: none in the output of the model"
     assert rows["spatial"].device_limit is None
@@ -132,7 +132,7 @@ def test_a_short_batch_and_more_stages_than_operators_are_named() -> None:
     target = Target(nn.Linear(4, 4), (torch.randn(2, 4), torch.randn(2, 4)), {}, nn.MSELoss(), "")
     rows = by_name(autopar.compare(target, ClusterSpec.local(3), measure=False))
     assert rows["pipeline"].reason == "--stages: 3 stages for 2 operators"
-    assert rows["data"].reason == "no batch factor longer than 2" and rows["data"].device_limit == 2
+    assert rows["data"].reason == "no batch dim longer than 2" and rows["data"].device_limit == 2
 
 
 @pytest.mark.long

@@ -33,7 +33,7 @@ TARGET = re.compile(r"\w[\w/]*\.py:\w+")
 FILE = re.compile(r"[\w/]+\.(?:py|md|toml)")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 MOST_LINES = 200  # of the README
-USERS = {"file.py", "train.py", "h100.toml", "lm.py"}  # files of users, which examples name
+USERS = {"file.py", "train.py", "h100.toml", "lm.py", "net.py"}  # files of users, which examples name
 PROGRAMS = {"srun", "torchrun"}  # of others
 
 

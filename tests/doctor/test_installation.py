@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from autopar.results.examination import Examination, Finding, State, ok, warn, w
 from autopar.results.text import text_of
 from costdb import database
 from costdb.database import Database
+from costdb.setting import Setting
+from tests.costdb.test_database import operator
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +35,7 @@ def test_the_versions_are_those_of_the_project() -> None:
     assert project["dependencies"][0] == "torch>=" + ".".join(map(str, TORCH))
 
 
-@pytest.mark.parametrize(("version", "state"), [("2.10.1", State.WRONG), ("2.11.0+cu128", State.OK)])
+@pytest.mark.parametrize(("version", "state"), [("2.11.1", State.WRONG), ("2.13.0+cu128", State.OK)])
 def test_an_old_torch_is_wrong(version: str, state: State) -> None:
     assert parts._torch(version).state is state
 
@@ -46,6 +49,16 @@ def test_a_database_that_cannot_be_used_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "costs.db").write_text("no database" * 100)
     found = finding(list(installation(str(tmp_path / "costs.db"))), "cost database")
     assert found.state is State.WRONG and "--costdb" in found.remedy
+
+
+def test_what_was_measured_alone_and_beside_others_counts(tmp_path: Path) -> None:
+    path, here = tmp_path / "costs.db", Setting.here()
+    busy = replace(here, fingerprint=f"{here.fingerprint}; 2 busy")
+    with Database.open(path) as known:
+        known.write_operators(here, [operator("add"), operator("mul")])
+        known.write_operators(busy, [operator("add")])
+        known.write_operators(replace(here, fingerprint="another"), [operator("add")])
+    assert "3 operators measured on devices like this one" in parts._database(str(path)).found
 
 
 def test_a_database_that_another_process_keeps_is_wrong(

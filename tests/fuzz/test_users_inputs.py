@@ -11,7 +11,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -32,6 +32,7 @@ from autopar.planning.request import request_of
 from autopar.results import measured_steps
 from autopar.results.difference import difference
 from autopar.results.draw_timeline import timeline_text, write_trace
+from autopar.results.frontier import Frontier, Point
 from autopar.results.plan import Plan
 from autopar.results.render_difference import render_difference
 from autopar.results.report.page import Beside, write_page
@@ -71,6 +72,9 @@ CLUSTER = ClusterSpec(devices_per_node=4, device="h100")
 def plans() -> tuple[Any, ...]:
     """Documents of plans: of the format before, staged, and not."""
     made = [plan_with(stages=2, micro_batches=4, schedule="zbv"), plan_with(stages=1, micro_batches=1)]
+    made[1] = replace(
+        made[1], frontier=Frontier((Point(None, 0.1, 900, 0.0), Point(800, 0.2, 700, 0.1)), 600, 1)
+    )
     return (json.loads(OLD_PLAN.read_text()), *(_document(plan) for plan in made))
 
 
@@ -94,7 +98,7 @@ def read_plan(random: Random, folder: Path) -> None:
         timeline_text(timeline)
         write_trace(timeline, folder / "trace.json")
         if not random.randrange(10):
-            write_page(plan, folder / "report.html", Beside(timeline))
+            write_page(plan, folder / "report.html", Beside(timeline, plan.frontier))
 
 
 STEPS = {

@@ -12,7 +12,6 @@ from autopar.core.mesh import Mesh
 from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.sharding.strategies import find_atoms
 from autopar.solve.placement.search import CutoffError
 from tests.solve.brute_force import chain, random_prices
 
@@ -22,7 +21,7 @@ def problem() -> MeshProblem:
     known = random_prices(graph, Mesh((2,)), Random(0))
     request = Request(mesh=Mesh((2,)))
     hop = known.cluster.intra
-    return MeshProblem(graph, find_atoms(graph), Mesh((2,)), known.cluster, known.model, request, None, hop)
+    return MeshProblem(graph, Mesh((2,)), known.cluster, known.model, request, None, hop)
 
 
 def test_an_ask_is_answered_once_and_what_is_proved_serves_who_needs_no_proof() -> None:

@@ -41,7 +41,7 @@ def costdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         found = []
         for call in calls:
             cost = estimate(call, TOY)
-            clock.now += measuring.seconds_to_measure(cost.forward_seconds + cost.backward_seconds)
+            clock.now += measuring.seconds_to_measure(call, cost.forward_seconds + cost.backward_seconds)
             seconds = 2 * cost.forward_seconds, 2 * cost.backward_seconds
             found.append(Measurement(call.key(), *seconds, Saved(), 0, None, 5, 0.0))
         return found

@@ -28,7 +28,6 @@ from autopar.planning.search import Found, search
 from autopar.schedules.fill_bubbles import order_of
 from autopar.schedules.in_flight import scheduled
 from autopar.schedules.simulate import simulate
-from autopar.sharding.strategies import find_atoms
 from autopar.solve.stages.cut_search import keep
 from autopar.solve.stages.step import Step
 from tests.proof.models import Script
@@ -162,8 +161,7 @@ def small_problem(seed: int, kinds: tuple[ScheduleKind, ...]) -> tuple[MeshProbl
     graph, random = unequal(), Random(seed)
     known = random_prices(graph, Mesh((2,)), random)
     request = Request(stages=2, micro_batches=4, schedule=kinds[0], gap=1e-9, **PLAIN)
-    atoms = find_atoms(graph)
-    problem = MeshProblem(graph, atoms, Mesh((2,)), known.cluster, known.model, request, None, HOP)
+    problem = MeshProblem(graph, Mesh((2,)), known.cluster, known.model, request, None, HOP)
     problem.folding = unfolded(graph)
     problem.schedules = [scheduled(kind, 2, stages_per_rank(kind), 4) for kind in kinds]
     space = problem.spaces[None] = small_space(graph, problem.prices, random, most=2, layouts=1)

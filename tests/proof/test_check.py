@@ -296,9 +296,9 @@ def test_only_operators_with_a_long_enough_factor_count(monkeypatch: pytest.Monk
 
 
 def test_no_factor_or_none_long_enough_is_infeasible() -> None:
-    with pytest.raises(InfeasibleError, match="no domain factor"):
+    with pytest.raises(InfeasibleError, match="no operator that can be split by domain"):
         checked("mlp", 2, force="domain")
-    with pytest.raises(InfeasibleError, match="no batch factor longer than 2.*at least 4"):
+    with pytest.raises(InfeasibleError, match="no batch dim longer than 2.*at least 4"):
         checked("pair", 4, force="batch", mesh="4")
     assert checked("pair", 4, force="batch", mesh="2x2").passed, "one of two axes of 2"
 

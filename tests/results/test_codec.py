@@ -19,6 +19,7 @@ from autopar.core.move import Move
 from autopar.core.placement import B, P, R, Shard
 from autopar.errors import InputError
 from autopar.results.codec import load, save
+from autopar.results.frontier import Frontier, Point
 from autopar.results.plan import Plan
 from autopar.results.step_parts import StepParts
 
@@ -37,6 +38,16 @@ class Net(nn.Module):
 def plan_with(**options: Any) -> Plan:
     gpus = ClusterSpec(devices_per_node=4, device="h100", host=Link(bandwidth=25e9, latency=1e-5))
     return plan(Net(), gpus, X, measure=False, **options)
+
+
+def test_the_frontier_is_saved_with_a_plan(tmp_path: Path) -> None:
+    points = (Point(None, 0.1, 9_000, math.inf), Point(8_000, 0.2, 7_000, 0.0))
+    saved = replace(
+        plan_with(stages=1, micro_batches=1), frontier=Frontier(points, infeasible=6_000, untried=2)
+    )
+    saved.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == saved
+    assert saved.as_dict()["frontier"]["points"][1]["peak_bytes"] == 7_000
 
 
 @pytest.mark.parametrize(

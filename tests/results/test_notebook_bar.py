@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 
 import autopar
 from autopar.results import notebook_bar as module
-from autopar.results.notebook_bar import bar_html, notebook_bar
+from autopar.results.notebook_bar import RelayedBar, bar_html, notebook_bar, notebook_bar_of_workers
+from autopar.trace.target import Target
 
 
 class Notebook:
@@ -69,3 +72,31 @@ def test_a_listener_is_told_alone_and_terminals_show_none(monkeypatch: pytest.Mo
     with notebook_bar(None) as listener:
         assert listener is None
     assert not terminal.shown
+
+
+def test_progress_of_another_process_is_drawn_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = Notebook(monkeypatch, kernel=object())
+    monkeypatch.setattr(module, "EVERY", 0.01)
+    with notebook_bar_of_workers(None) as bar:
+        assert isinstance(bar, RelayedBar) and bar.read() is None
+        sent = pickle.loads(pickle.dumps(bar))
+        with sent.shown():
+            sent(3, 7, "b_to_r")
+        until = time.monotonic() + 10
+        while len(notebook.shown) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+    assert notebook.shown[1:] == [bar_html(3, 7, "b_to_r"), ""]
+    sent(4, 7, "late")  # the folder is gone; nobody waits
+
+
+def test_comparing_shows_a_bar_that_goes_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = Notebook(monkeypatch, kernel=object())
+    target = Target(torch.nn.Linear(8, 8), (torch.zeros(8, 8),), {}, None, "")
+    autopar.compare(target, autopar.ClusterSpec.local(2), measure=False)
+    assert notebook.shown[0] == "<progress></progress> planning" and notebook.shown[-1] == ""
+
+
+def test_a_bar_of_one_s_own_is_sent_alone() -> None:
+    own = object()
+    with notebook_bar_of_workers(own) as bar:
+        assert bar is own

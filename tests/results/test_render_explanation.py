@@ -49,6 +49,14 @@ FOUND = Explanation(
 )
 
 
+def test_bounds_that_are_the_price_are_not_repeated() -> None:
+    exact = replace(BASE, gap=0.0)
+    runner = replace(LAYER.others[0], outcome=replace(exact, step_seconds=0.105))
+    layer = replace(LAYER, chosen=replace(CHOSEN, outcome=exact), others=(runner,))
+    found = str(replace(FOUND, base=exact, layers=(layer,)))
+    assert "costs 5 ms:" in found and "by both gaps" not in found
+
+
 def test_prices_are_differences_and_named_with_both_gaps() -> None:
     assert_expected_inline(
         str(FOUND),

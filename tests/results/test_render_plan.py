@@ -12,6 +12,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.core.placement import R, Shard
 from autopar.core.program import Program
 from autopar.core.schedule import ScheduleKind
+from autopar.results.frontier import Frontier, Point
 from autopar.results.plan import ONE_DEVICE, Alternative, Layer, Offloaded, Plan, Stage
 from autopar.results.render_plan import plan_text
 from autopar.results.step_parts import StepParts
@@ -271,4 +272,18 @@ def test_the_printed_parts_add_up_to_the_step() -> None:
     found = re.findall(r"^ +([\d.]+) ms +([\d.]+)%", plan_text(BIG), re.MULTILINE)
     assert (
         sum(float(seconds) for seconds, _ in found) == 20 and sum(float(share) for _, share in found) == 100
+    )
+
+
+def test_what_less_memory_would_cost_stands_below_the_strategies() -> None:
+    points = (Point(None, 0.02, 1 << 20, 0.0), Point(900_000, 0.025, 880_000, 0.0))
+    found = replace(plan(Pipeline()), frontier=Frontier(points, infeasible=700_000, untried=1))
+    assert_expected_inline(
+        "\n".join(line.rstrip() for line in plan_text(found).split("\n\n")[-1].splitlines()),
+        """\
+memory cap   step  against it  peak memory
+none        20 ms       +0.0%      1.05 MB
+900 kB      25 ms      +25.0%       880 kB
+700 kB                                      no plan was found
+time was over before 1 lower cap""",
     )

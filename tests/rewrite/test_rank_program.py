@@ -194,3 +194,24 @@ def test_what_is_written_for_a_buffer_belongs_to_the_operator_that_makes_it_or_t
     gathers = [node for node in written.graph.nodes if "s_to_r" in str(node.target)]
     places = {str(node.args[0]): written.steps[node.name] for node in gathers}
     assert places[x] == 0 and len(places) == 2
+
+
+class Watched(nn.Module):
+    """A norm that only takes statistics."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(x)
+        return 2 * x
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)])
+def test_an_operator_of_which_only_running_statistics_are_used_stays(norm: nn.Module) -> None:
+    graph, _ = traced(Watched(norm), torch.randn(4, 3, 5))
+    dims = Dims(graph, find_atoms(graph), Mesh((1,)))
+    program = force_each(graph, dims, lambda operator: (option(operator, dims, R),))
+    nodes = rewrite(graph, program, dims, rank=0).graph.nodes
+    assert any("norm" in str(node.target) for node in nodes if node.op == "call_function")

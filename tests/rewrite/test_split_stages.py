@@ -12,11 +12,12 @@ from torch import Tensor, fx, nn
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
+from autopar.core.operator_facts import is_random
 from autopar.core.pipeline import inseparable
 from autopar.core.placement import Shard
 from autopar.errors import InputError
 from autopar.rewrite.rank_program import RankProgram, rewrite
-from autopar.rewrite.split_stages import StageProgram, _is_random, split
+from autopar.rewrite.split_stages import StageProgram, split
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.simplify import only_loss
@@ -239,7 +240,7 @@ def test_noise_that_is_made_from_nothing_is_drawn_in_all_later_stages_too() -> N
     dims = Dims(graph, find_atoms(graph), LOCAL)
     program = rewrite(graph, force_kinds(graph, dims, ["none"]), dims, rank=0)
     first, second = split(program, graph, (0, 3))
-    drawn = [[node.target for node in calls(stage) if _is_random(node)] for stage in (first, second)]
+    drawn = [[node.target for node in calls(stage) if is_random(node.target)] for stage in (first, second)]
     assert drawn == [[aten.randn.default], [aten.randn.default, autopar.dropout_mask.default]]
     assert "randn" not in [node.name for node in placeholders(second)]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -20,7 +23,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.placement import R, Shard
 from autopar.sharding.atoms import UNEVEN, Atoms, Dims
 from autopar.sharding.rule import Instance, rule_of
-from autopar.sharding.strategies import find_atoms, options_of
+from autopar.sharding.strategies import dims_of, find_atoms, options_of
 from autopar.sharding.window import RowMap
 from autopar.trace.export import trace
 from examples.photographs import UNet, noisy
@@ -227,3 +230,11 @@ def test_a_dim_without_rows_is_one_atom_and_never_sharded() -> None:
     name = graph.operators[0].results[0] or ""
     assert graph.specs[name].shape == (3, 0) and atoms.of[name] == ((3,), (0,))
     assert not Dims(graph, atoms, Mesh((2,))).legal(name, (Shard(1),))
+
+
+def test_the_atoms_of_a_graph_are_found_once_and_no_copy_has_them() -> None:
+    graph, atoms = traced(nn.Linear(4, 2), torch.rand(3, 4))
+    assert find_atoms(graph) is atoms is dims_of(graph, Mesh((2,))).atoms
+    assert graph.derived and graph == (other := dataclasses.replace(graph)) and not other.derived
+    assert not copy.deepcopy(graph.derived) and not pickle.loads(pickle.dumps(graph.derived))
+    assert find_atoms(other) is not atoms and find_atoms(other).of == atoms.of

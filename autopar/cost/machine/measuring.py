@@ -26,6 +26,7 @@ from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine.flops import training_flops
 from autopar.cost.machine.neighbours import Ratio
 from autopar.cost.machine.threads import using_threads
+from autopar.runtime.compiled.fused_kernel import COMPILE_SECONDS, FUSED
 from costdb import operands
 from costdb.measurement import Measurement
 from costdb.profiler import TOGETHER_BYTES, measure_together
@@ -115,7 +116,10 @@ class Measuring:
         portion, rest, nbytes = list[Call](), list[tuple[Call, float]](), 0
         thought = len(yardsticks(self.device)) * LEAST_SECONDS
         for call, estimated in waiting:
-            own, seconds = sum(spec.nbytes for spec in operands.specs(call)), seconds_to_measure(estimated)
+            own, seconds = (
+                sum(spec.nbytes for spec in operands.specs(call)),
+                seconds_to_measure(call, estimated),
+            )
             alone = not portion and seconds + thought <= allowed / self.budget.pace
             if alone or (thought + seconds <= room and nbytes + own <= TOGETHER_BYTES):
                 portion.append(call)
@@ -130,9 +134,10 @@ class Measuring:
             self.progress(done, len(self.calls), _named(portion) if portion else "measured")
 
 
-def seconds_to_measure(estimated: float) -> float:
-    """About how long a call is timed of which one run is estimated to take so many seconds."""
-    return max(LEAST_SECONDS, LONG_RUNS * estimated)
+def seconds_to_measure(call: Call, estimated: float) -> float:
+    """About how long a call takes to measure, of which one run is estimated to take so many seconds."""
+    compiling = COMPILE_SECONDS if call.target is FUSED else 0.0
+    return compiling + max(LEAST_SECONDS, LONG_RUNS * estimated)
 
 
 def yardsticks(device: str) -> tuple[Call, ...]:

@@ -4,8 +4,8 @@ Planning for CPUs, whose nodes are machines like this one, and for GPUs of the k
 measures operator calls that are missing, but only those that the best plans use, the most important first
 (measuring.py). What isn't measured follows from
 neighbours that are (neighbours.py), or else is an estimate, times what estimates of the operator were off by:
-or the solver would flee from what is measured to what is guessed. For GPUs
-that aren't here estimates stay, and are marked.
+or the solver would flee from what is measured to what is guessed. What
+is known of GPUs comes from their device file first, if there is one (costdb/devices).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from statistics import median
 
 import torch
@@ -27,9 +28,13 @@ from autopar.cost.machine.measuring import Budget, CoRunners, Measuring, Progres
 from autopar.cost.machine.neighbours import Neighbours, Ratio, ratio
 from autopar.cost.machine.threads import using_threads
 from autopar.trace.custom_operator import CUSTOM
+from costdb import device_file
 from costdb.database import Database
 from costdb.measurement import Measurement
 from costdb.setting import Setting, fingerprint
+
+# Doublings from which a GPU's seconds follow: no other process slows it, and no Python counts in them.
+FILED_NEAR = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +46,14 @@ class CostModel:
     """
 
     device: DeviceModel
-    measured: dict[str, Measurement]
+    measured: Mapping[str, Measurement]
     collectives: CollectiveTable
     contention: float = 1.0
     here: bool = False
     setting: Setting | None = None
     corrections: Mapping[str, Ratio] = field(default_factory=dict)
     refused: frozenset[str] = frozenset()  # keys of calls that could not be measured
+    of_file: bool = False  # all that is measured comes with autopar, in a device file
     neighbours: Neighbours | None = None
 
     def cost(self, call: Call) -> OperatorCost:
@@ -66,10 +72,10 @@ class CostModel:
         )
 
     @staticmethod
-    def of(cluster: ClusterSpec, database: Database | None) -> CostModel:
-        """Read what `database` knows about the cluster's devices."""
+    def of(cluster: ClusterSpec, database: Database | None, *, device_files: bool = True) -> CostModel:
+        """Read what `database` knows about the cluster's devices, and `device_files` about GPUs."""
         if cluster.device_type != "cpu":
-            return _of_gpus(cluster, database)
+            return _of_gpus(cluster, database, device_files=device_files)
         setting = busy_setting(cluster)
         with using_threads(setting.threads):
             device = calibrate("cpu", database)
@@ -156,19 +162,32 @@ class CostModel:
         return self.contention * (found.forward_seconds + found.backward_seconds)
 
 
-def _of_gpus(cluster: ClusterSpec, database: Database | None) -> CostModel:
-    """What is known of GPUs: of those that this machine has, also what was measured."""
+def _of_gpus(cluster: ClusterSpec, database: Database | None, *, device_files: bool) -> CostModel:
+    """What is known of GPUs: what their device file says, and of those that are here what the database
+    does."""
     by_hand = cluster.described
     device = described(cluster.device, by_hand) if by_hand else device_model(cluster.device, database)
+    filed = device_files and not by_hand
+    measured = device_file.operators_of(cluster.device.lower()) if filed else {}
     if not is_here(cluster):
-        return CostModel(device, {}, CollectiveTable({}))
+        neighbours = _filed_neighbours(cluster.device.lower(), device) if measured else None
+        return CostModel(device, measured, CollectiveTable({}), neighbours=neighbours, of_file=bool(measured))
     setting = setting_of(cluster)
-    measured = database.operators(setting) if database else {}
+    measured = {**measured, **(database.operators(setting) if database else {})}
     table = CollectiveTable.of(database.collectives(network_of(cluster)), "nccl") if database else None
-    neighbours = Neighbours(measured, device)
     return CostModel(
-        device, measured, table or CollectiveTable({}), here=True, setting=setting, neighbours=neighbours
+        device,
+        measured,
+        table or CollectiveTable({}),
+        here=True,
+        setting=setting,
+        neighbours=Neighbours(measured, device, FILED_NEAR),
     )
+
+
+@cache
+def _filed_neighbours(kind: str, device: DeviceModel) -> Neighbours:
+    return Neighbours(device_file.operators_of(kind), device, FILED_NEAR)
 
 
 def is_here(cluster: ClusterSpec) -> bool:

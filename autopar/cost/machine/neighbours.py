@@ -37,6 +37,7 @@ class Neighbours:
 
     measured: Mapping[str, Measurement]
     device: DeviceModel
+    near: float = NEAR  # doublings
     _families: dict[str, list[tuple[Sizes, Measurement]]] | None = None
     _ratios: dict[str, Ratio | None] = field(default_factory=dict)
     _known: dict[str, Ratio | None] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class Neighbours:
                 name, own = family_of(key)
                 self._families.setdefault(name, []).append((own, self.measured[key]))
         members = ((distance(sizes, own), own, each) for own, each in self._families.get(family, ()))
-        near = [member for member in members if 0 < member[0] <= NEAR]
+        near = [member for member in members if 0 < member[0] <= self.near]
         return sorted(near, key=lambda member: member[:2])[:NEAREST]
 
     def _ratio_of(self, call: Call, sizes: Sizes, measurement: Measurement) -> Ratio | None:

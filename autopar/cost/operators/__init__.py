@@ -5,4 +5,8 @@ prices             seconds of every strategy and of every move
 known_prices       prices that earlier searches found, of operators that are equal
 saved              what an operator keeps for backward
 halo_convolution   a convolution's own rows and its neighbours'
+fused_groups       which operators a compiler fuses, and what each answers for
+fused_prices       seconds of a group's members
+fused_memory       what a group's members do to memory
+group_calls        a group as one call, to be measured
 """

@@ -15,23 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from autopar.convert.moves import EFFECTS, Action
+from autopar.core.operator_facts import facts_of
 from autopar.cost.operators.halo_convolution import strip_bytes
 from autopar.cost.operators.saved import stand_ins
 from autopar.rewrite.emit import GraphEmitter, Written
 from costdb.footprint import footprint
 from costdb.slopes import passes
-
-# On CPUs these write a loss for each element into the result, before it becomes their mean or sum in the
-# first of its places (torch 2.13).
-SHRUNK = {
-    torch.ops.aten.mse_loss.default,
-    torch.ops.aten.smooth_l1_loss.default,
-    torch.ops.aten.soft_margin_loss.default,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +105,8 @@ class _Reader:
         found, both = footprint(item.call, self.kind), passes(item.call, self.kind)
         aliases = [None if alias is None else places[alias] for alias in found.aliases]
         gives = self.given(item.results, aliases)
-        if item.call.target in SHRUNK and self.nbytes(item.results[0]) < self.nbytes(item.operands[0]):
+        shrinks = facts_of(item.call.target).whole_first
+        if shrinks and self.nbytes(item.results[0]) < self.nbytes(item.operands[0]):
             gives = (replace(gives[0], nbytes=self.nbytes(item.operands[0])),)
         made = [each.value for each in gives]
         keeps = {taken for place in found.saved.operands if (taken := places[place]) is not None}

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
 from autopar.core.graph import Call, TensorSpec
 from autopar.rewrite.emit import GraphEmitter
-from autopar.runtime.collectives.convolution import Convolution, Side, neighbours
+from autopar.runtime.collectives.convolution import Convolution, Side, local_convolution, neighbours
 
 
 def strip_calls(emitter: GraphEmitter) -> Iterator[Call]:
@@ -37,28 +36,12 @@ def _convolutions(
         if at is not None:
             operands = _resized(x, call.dim, at.rows), _resized(weight, call.dim, at.taps), None
             how = stride, padding, dilation, transposed, output_padding, groups
-            yield Call(*_overload(operands, how), {})
+            yield Call(*local_convolution(operands, how), {})
 
 
 def _resized(spec: TensorSpec, dim: int, rows: tuple[int, int]) -> TensorSpec:
     shape = (*spec.shape[:dim], rows[1] - rows[0], *spec.shape[dim + 1 :])
     return dataclasses.replace(spec, shape=shape)
-
-
-def own_convolution(args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The overload and arguments of the convolution of the own rows, by those of `autopar.convolution`."""
-    return _overload(args[:3], args[-6:])
-
-
-def _overload(operands: Sequence[Any], how: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    stride, padding, dilation, transposed, extra, groups = how
-    space = f"{len(stride)}d"
-    if not transposed:
-        target = getattr(torch.ops.aten, f"conv{space}").default
-        return target, (*operands, stride, padding, dilation, groups)
-    packet = getattr(torch.ops.aten, f"conv_transpose{space}")
-    target = packet.default if space == "1d" else packet.input
-    return target, (*operands, stride, padding, extra, groups, dilation)
 
 
 def strip_bytes(emitter: GraphEmitter) -> int:

@@ -33,10 +33,12 @@ _KNOWN: dict[Any, Known] = {}
 
 
 def known_prices(cluster: ClusterSpec, mesh: Mesh, model: CostModel, *, training: bool) -> Known:
-    """What is known for such a mesh; nothing where something is measured, or may be, which changes prices."""
-    if model.here or model.measured or model.corrections or model.collectives != CollectiveTable({}):
+    """What is known for such a mesh; nothing where something is measured here, or may be, which changes
+    prices."""
+    measured = model.measured and not model.of_file
+    if model.here or measured or model.corrections or model.collectives != CollectiveTable({}):
         return Known()
-    key = cluster, mesh, model.device, model.contention, training
+    key = cluster, mesh, model.device, model.contention, model.of_file, training
     found = _KNOWN.pop(key, None) or Known()
     while len(_KNOWN) >= MOST:
         del _KNOWN[next(iter(_KNOWN))]

@@ -8,7 +8,7 @@ the slowest link of their group. Nothing is the serial time divided by n.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,17 +31,24 @@ from autopar.core.strategy import Option, Strategy
 from autopar.cost.machine import nccl
 from autopar.cost.machine.flops import flops
 from autopar.cost.machine.model import CostModel
+from autopar.cost.machine.neighbours import ratio
 from autopar.cost.operators.calls import OperatorCalls, read_calls
+from autopar.cost.operators.fused_groups import FusedGroups, Member
+from autopar.cost.operators.fused_memory import fused_calls, fused_saved
+from autopar.cost.operators.fused_prices import Traffic, fused_cost, traffic
+from autopar.cost.operators.group_calls import Group, Lowered, companions, joined
 from autopar.cost.operators.halo_convolution import foreign, strip_calls
 from autopar.cost.operators.known_prices import Known, known_prices
 from autopar.cost.operators.saved import SavedTensors, keep, stand_ins
 from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, Written
+from autopar.runtime.collectives.late_gradients import PRODUCTS
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import GATHER, Site, rule_of
 from autopar.sharding.strategies import sign_of, text_of
 from autopar.trace.custom_operator import CUSTOM, call_at
+from costdb.footprint import footprint
 
 _COLLECTIVE = {
     Action.ALL_REDUCE: Collective.ALL_REDUCE,
@@ -65,7 +72,7 @@ class Price:
     `missing_seconds` the part of `compute` that isn't measured, `interpolated_seconds` what of it follows
     from other sizes; `saved` what stays in memory for backward.
     `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
-    Sums of gradients may hide `behind` so many seconds, for which `credit` is taken off.
+    Sums of gradients may hide `behind` so many seconds; `credit` is taken off for what hides.
     """
 
     compute: float
@@ -81,6 +88,7 @@ class Price:
     behind: float = 0.0
     credit: float = 0.0
     interpolated_seconds: float = 0.0
+    launches: int = 0  # each way, about
 
     @property
     def seconds(self) -> float:
@@ -110,13 +118,19 @@ class Prices:
     accumulates: bool = False  # whether gradients of several micro-batches add up
     shown: float = 1.0  # of gradient sums in buckets, a multiplier
     credit: float = 0.0  # of the backward seconds of operators, behind which such sums hide
+    early: bool = False  # whether gathers and sums of activations start early, too
+    compute_credit: float = 0.0  # then of all seconds of operators; `shown` is of gathers, too
+    late_credit: float = 0.0  # and of those of gradients of weights, which may be late
+    late_shown: float = 1.0  # of exchanges of activations' gradients
     reduce: Precision = Precision.FP32  # what gradients of cast weights are summed in
+    groups: FusedGroups | None = None  # of a compiled program
     _operators: dict[Any, Price] = field(default_factory=dict)
     _priced: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
     _places: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # fullest ranks, by identity
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    _groups: dict[Any, Group | None] = field(default_factory=dict)
     _known: Known | None = None
     _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _texts: dict[str, str] = field(default_factory=dict)
@@ -146,14 +160,19 @@ class Prices:
 
     @property
     def overlap(self) -> float:
-        """The part of a backward pass that sums of gradients may hide behind."""
+        """The part of a backward pass that sums of gradients may hide behind. A compiled one gives all
+        gradients when it ends."""
+        if self.groups:
+            return 0.0
         return self.device.kernels.overlap if self.device.kernels and self.training else 0.0
 
     @property
     def known(self) -> Known:
         """What equal operators and tensors of other graphs cost on this mesh."""
         if self._known is None:
-            usual = self.shown == 1.0 and not self.credit
+            usual = self.shown == self.late_shown == 1.0 and not (
+                self.credit or self.compute_credit or self.late_credit
+            )
             found = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
             self._known = found if usual else Known()
         return self._known
@@ -163,7 +182,8 @@ class Prices:
     def operator(self, operation: Operator, strategy: Strategy) -> Price:
         """The price of `operation` under `strategy`, by the largest rank's calls."""
         # Equal operators, and programs, share strategies, whose keys take long to make.
-        same = sign_of(operation, self.dims), id(strategy), *self._values(operation)
+        member = self._member(operation)
+        same = sign_of(operation, self.dims), id(strategy), member, *self._values(operation)
         if same in self._priced:
             return self._priced[same][1]
         sign = self._sign(operation, strategy)
@@ -185,7 +205,11 @@ class Prices:
         """Equal for operators of all graphs, and strategies, that have one price on this mesh."""
         own = [(name in self._parameters, name in self._weights) for name in operation.operands]
         factors = tuple(option.factor for option in self._alike(strategy))
-        return sign_of(operation, self.dims), operation.order, factors, tuple(own)
+        return sign_of(operation, self.dims), operation.order, factors, tuple(own), self._member(operation)
+
+    def _member(self, operation: Operator) -> Member | None:
+        """The operator's part of a fused group, where programs are compiled."""
+        return self.groups.members.get(operation.name) if self.groups else None
 
     def _key(self, operation: Operator, strategy: Strategy) -> Any:
         specs, place = self.graph.specs, self._place(operation, strategy)
@@ -198,7 +222,8 @@ class Prices:
             args = text_of(operation, lambda name: str(specs[name]))
             self._texts[operation.name] = f"{args}{results}"
         text = self._texts[operation.name]
-        return operation.target, text, shapes, self._alike(strategy), *self._values(operation)
+        how = self._alike(strategy), self._member(operation)
+        return operation.target, text, shapes, *how, *self._values(operation)
 
     def _values(self, operation: Operator) -> tuple[str, ...]:
         """The constants on whose values an operator's price depends."""
@@ -242,12 +267,26 @@ class Prices:
             self._places[key] = rule_of(operation).fullest(site)
         return self._places[key]
 
-    def calls(self, operation: Operator, strategy: Strategy) -> OperatorCalls:
-        """The operator's calls on the largest rank: what each takes, gives and keeps in memory."""
-        key = self._key(operation, strategy)
+    def calls(
+        self,
+        operation: Operator,
+        strategy: Strategy,
+        *,
+        moved: tuple[int, ...] = (),
+        needed: tuple[int, ...] = (),
+    ) -> OperatorCalls:
+        """The operator's calls on the largest rank: what each takes, gives and keeps in memory. Operands that
+        are `moved`, and results that are `needed` by moves, lie outside of fused groups."""
+        key = self._key(operation, strategy), moved, needed
         if key not in self._calls:
             emitter, values, results = self._lower(operation, strategy)
-            self._calls[key] = read_calls(emitter, values, results, self.device.kind)
+            found = read_calls(emitter, values, results, self.device.kind)
+            member = self._member(operation)
+            if member is not None and not emitter.collectives:
+                found = fused_calls(
+                    found, member, emitter.described(tuple(values)), moved=moved, needed=needed
+                )
+            self._calls[key] = found
         return self._calls[key]
 
     def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
@@ -284,8 +323,15 @@ class Prices:
         strips = tuple(strip_calls(emitter))
         costs = [self.call(item) for item in emitter.calls if item.target.namespace == "autopar"]
         again = sum(item.forward_seconds for item in costs)
-        again += sum(self.call(item.call).forward_seconds for item in emitter.written if _is_local(item))
-        costs += [self.call(item) for item in (*local, *strips)]
+        fused = self._fused(operation, strategy, Lowered(operation, emitter, values, results))
+        measurable, member = local, self._member(operation)
+        if fused is not None:
+            part, measurable = fused
+            again, local = again + part.forward_seconds, ()
+            costs.append(part)
+        else:
+            again += sum(self.call(item.call).forward_seconds for item in emitter.written if _is_local(item))
+            costs += [self.call(item) for item in (*local, *strips)]
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
         between = sum(self._seconds(item) for item in costs if item.interpolated)
@@ -295,9 +341,13 @@ class Prices:
         ahead = sum(item.forward_seconds for item in costs) * self.model.contention
         behind = compute - ahead
         weights = behind * self._weights_share(operation, work)
+        late = weights if operation.target in PRODUCTS else 0.0
         ahead += sum(before for before, _ in inner)
         kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
-        calls = local + strips
+        if fused is not None and member is not None:
+            kept = fused_saved(kept, member, emitter.described(tuple(values)))
+        calls = measurable + strips
+        launches = len(calls) if fused is None or member is None else int(member.leads)
         if not self.training:
             return Price(
                 compute,
@@ -308,6 +358,7 @@ class Prices:
                 SavedTensors(aliases=kept.aliases),
                 forward=ahead,
                 interpolated_seconds=between,
+                launches=launches,
             )
         sizes = (
             emitter.meta[values[index]].numel() * emitter.meta[values[index]].element_size()
@@ -328,9 +379,73 @@ class Prices:
             weights=weights,
             again=again,
             behind=behind,
-            credit=self.credit * behind,
+            credit=self.credit * behind + self.compute_credit * compute + self.late_credit * late,
             interpolated_seconds=between,
+            launches=launches,
         )
+
+    def _estimated(self, operation: Operator, lowered: Lowered) -> tuple[OperatorCost, Traffic] | None:
+        """The operator's part of what its group is estimated to cost; None for a kernel of its own, or what
+        exchanges something within."""
+        member = self._member(operation)
+        if member is None or lowered.emitter.collectives:
+            return None
+        kind = self.device.kind
+        local = [item.call for item in lowered.emitter.written if _is_local(item)]
+        own = sum(footprint(call, kind).saved.extra_bytes for call in local) if self.training else 0
+        moved = traffic(member, lowered.specs(lowered.values), lowered.specs(lowered.results), own)
+        return fused_cost(member, moved, self.device), moved
+
+    def _fused(
+        self, operation: Operator, strategy: Strategy, lowered: Lowered
+    ) -> tuple[OperatorCost, tuple[Call, ...]] | None:
+        """As `_estimated`, but by what its group took where that is measured; at its first member with the
+        group's call."""
+        found = self._estimated(operation, lowered)
+        if found is None:
+            return None
+        part, _ = found
+        group = self._group(operation, strategy) if self.model.here else None
+        if group is None:
+            return part, ()
+        whole, member = self.model.cost(group.call), self._member(operation)
+        assert member is not None
+        forward, backward = (
+            own * ratio(all_of_it, thought)
+            for own, all_of_it, thought in (
+                (part.forward_seconds, whole.forward_seconds, group.forward),
+                (part.backward_seconds, whole.backward_seconds, group.backward),
+            )
+        )
+        cost = OperatorCost(forward, backward, whole.measured, whole.interpolated)
+        return cost, (group.call,) if member.leads else ()
+
+    def _group(self, operation: Operator, strategy: Strategy) -> Group | None:
+        """The group of an operator with matching strategies of all members; None where some have none."""
+        assert self.groups is not None
+        member = self.groups.members[operation.name]
+        group = self.groups.groups[member.group]
+        strategies = companions(operation, strategy, group, self.dims)
+        if strategies is None:
+            return None
+        key = member.group, *(strategies[item.name] for item in group)
+        if key not in self._groups:
+            self._groups[key] = self._joined(group, strategies)
+        return self._groups[key]
+
+    def _joined(self, group: Sequence[Operator], strategies: Mapping[str, Strategy]) -> Group | None:
+        lowered = [Lowered(item, *self._lower(item, strategies[item.name])) for item in group]
+        parts = [self._estimated(item.operation, item) for item in lowered]
+        if None in parts:
+            return None
+        assert self.groups is not None
+        of = self.groups.members
+        written = {
+            str(item.results[place]): place in of[item.name].kept
+            for item in group
+            for place in of[item.name].writes
+        }
+        return joined(lowered, written, [part for part in parts if part is not None])
 
     def _weights_share(self, operation: Operator, flops: int) -> float:
         """The part of the operator's backward pass that gives gradients of weights alone.
@@ -432,7 +547,12 @@ class Prices:
         nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
         change, weight = Change(move.axis, *move.placements), name in self._parameters
         return self._change(
-            change, nbytes, requires_grad=self._requires_grad(name), weight=weight, wide=self.widening(name)
+            change,
+            nbytes,
+            requires_grad=self._requires_grad(name),
+            weight=weight,
+            wide=self.widening(name),
+            parts=self._parts_group(name),
         )
 
     def widening(self, name: str) -> float:
@@ -440,13 +560,13 @@ class Prices:
         return self.reduce.nbytes / self.graph.specs[name].dtype.itemsize if name in self._reduced else 1.0
 
     def _change(
-        self, change: Change, nbytes: int, *, requires_grad: bool, weight: bool, wide: float
+        self, change: Change, nbytes: int, *, requires_grad: bool, weight: bool, wide: float, parts: bool
     ) -> tuple[float, float]:
         """Seconds of a change of placement of a tensor whose larger part, before or after, has `nbytes`; sums
-        of its gradient have `wide` times as many."""
+        of its gradient have `wide` times as many. One that `parts` a fused group writes and reads it."""
         what = change.effect
         wide = wide if what.name in ("r_to_b", "s_to_b") else 1.0
-        key = what.name, change.axis, nbytes, requires_grad, weight, wide
+        key = what.name, change.axis, nbytes, requires_grad, weight, wide, parts
         if key not in self._moves:
             full = nbytes * (self.dims.mesh.shape[change.axis] if what.name == "s_to_s" else 1)
             fresh = self._fresh(full) if weight and what.forward is Action.ALL_GATHER else 0.0
@@ -454,8 +574,28 @@ class Prices:
                 fresh + self._action(what.backward, round(wide * full), change.axis) if requires_grad else 0.0
             )
             back += 2 * self._copy(full) if requires_grad and wide != 1 else 0.0  # to another dtype and back
-            self._moves[key] = fresh + self._action(what.forward, full, change.axis), back
+            ahead = fresh + self._action(what.forward, full, change.axis)
+            if parts:
+                ahead += self._apart(what.forward, nbytes)
+                back += self._apart(what.backward, nbytes) if requires_grad else 0.0
+            self._moves[key] = self._shown(what.name, ahead, back, weight=weight)
         return self._moves[key]
+
+    def _apart(self, action: Action, nbytes: int) -> float:
+        """What kernels write and read around a move between members of a group."""
+        return 0.0 if action is Action.NOTHING else self._copy(nbytes)
+
+    def _parts_group(self, name: str) -> bool:
+        return self.groups is not None and name in self.groups.inside
+
+    def _shown(self, move: str, ahead: float, back: float, *, weight: bool) -> tuple[float, float]:
+        """Seconds of a move, of what may start early as much as is shown: of weights gathers and scatters, of
+        activations the exchange in backward."""
+        if not self.early:
+            return ahead, back
+        if weight and move in ("s_to_b", "s_to_r"):
+            return self.shown * ahead, self.shown * back
+        return ahead, (1.0 if weight or move not in ("r_to_b", "s_to_b") else self.late_shown) * back
 
     def _requires_grad(self, name: str) -> bool:
         return self.training and self.graph.specs[name].requires_grad
@@ -483,7 +623,8 @@ class Prices:
             for dim, lengths in enumerate(atoms.of[name])
             for atom in range(len(lengths))
         )
-        return spec, atoms.of[name], cuts, name in self._parameters, self.widening(name)
+        own = name in self._parameters, self.widening(name), self._parts_group(name)
+        return spec, atoms.of[name], cuts, *own
 
     def _changes(self, name: str, layouts: Sequence[Layout]) -> PriceOfChange:
         """Seconds of changes between numbers of `layouts`."""
@@ -493,7 +634,12 @@ class Prices:
         def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
             different, back = np.unique(np.maximum(sizes[source], sizes[target]), return_inverse=True)
             price = partial(
-                self._change, change, requires_grad=requires_grad, weight=weight, wide=self.widening(name)
+                self._change,
+                change,
+                requires_grad=requires_grad,
+                weight=weight,
+                wide=self.widening(name),
+                parts=self._parts_group(name),
             )
             parts = [price(nbytes) for nbytes in different.tolist()]
             whole = [sum(each) for each in parts]

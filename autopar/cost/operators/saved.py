@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from autopar.core.graph import Call
-from autopar.cost.operators.halo_convolution import own_convolution, strip_bytes
+from autopar.core.operator_facts import facts_of
+from autopar.cost.operators.halo_convolution import strip_bytes
 from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.saved.recompute import stays
 from costdb.footprint import footprint
@@ -31,18 +31,13 @@ class SavedTensors:
 
 
 def stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
-    """Local calls that cost and keep about what a collective operator does: batch norm of the shard, the
-    convolution of the own rows."""
+    """Local calls that cost and save about what collective operators do: a convolution of own rows."""
     found = []
     for node in emitter.graph.nodes:
-        args: tuple[Any, ...]
-        if node.target is torch.ops.autopar.batch_norm.default:
-            target = torch.ops.aten.batch_norm.default
-            args = (*node.args[:3], None, None, True, 0.1, 1e-5, False)
-        elif node.target is torch.ops.autopar.convolution.default:
-            target, args = own_convolution(node.args)
-        else:
+        local_form = facts_of(node.target).local_form
+        if local_form is None:
             continue
+        target, args = local_form(node.args)
         operands = tuple(item for item in args if isinstance(item, fx.Node))
         found.append(Written(Call(target, emitter.described(args), {}), operands, (node,)))
     return tuple(found)

@@ -9,6 +9,9 @@
                 |    a ===   b ===   c === |            and what ranks exchanged, and in backward all else
     backward    |       a' = b' = c' = | then gradients  from its first moment
 
+A compiled program holds nothing for what stays inside a fused group, and gives all gradients of weights when
+its backward ends.
+
 Tensors are counted as torch holds them: a call's operands until their last use, results from its start,
 gradients from when they are made until the call that made their tensor has taken them. A view shares
 its storage, a gradient that is passed on too. What kernels need inside isn't counted.
@@ -433,6 +436,7 @@ class Replay:
             self.slots[value] = key
         parts = {part.stop - 1: part for part in self.parts}
         part = None
+        arrived: list[tuple[Weight, Hashable]] = []
         for number in reversed(range(len(self.calls))):
             if number in parts:
                 part = parts[number]
@@ -440,13 +444,22 @@ class Replay:
             self.differentiate(number, part)
             for weight in firsts.get(number, ()):
                 if weight.value in self.slots:
-                    self.arrive(weight, self.slots.pop(weight.value))
+                    arrived.append((weight, self.slots.pop(weight.value)))
+            if self.prices.groups is None:
+                self.deliver(arrived)
             if part is not None and number == part.first:
                 for root in self.taken(part):
                     self.release(root)
                 self.copies, part = set(), None
+        self.deliver(arrived)
         for key in begun:
             self.heap.drop(key)
+
+    def deliver(self, arrived: list[tuple[Weight, Hashable]]) -> None:
+        """Hand on the gradients of weights: as they come, or when a compiled backward gives all of them."""
+        for weight, key in arrived:
+            self.arrive(weight, key)
+        arrived.clear()
 
     def first_use(self, weight: Weight) -> int:
         """The first call that takes the weight; -1 if none does."""

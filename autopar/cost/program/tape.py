@@ -18,9 +18,10 @@ import torch
 
 from autopar.convert.moves import Action, canonical, effect, gathers, sums_gradients
 from autopar.core.gathering import Gathering
-from autopar.core.graph import GraphInput, InputKind
+from autopar.core.graph import GraphInput, InputKind, Operator
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Shard
+from autopar.core.strategy import Strategy
 from autopar.cost.operators.calls import CallMemory, Given, Gradient
 from autopar.cost.program.gathering import copies, copy_bytes
 from autopar.cost.program.values import leading
@@ -120,7 +121,7 @@ class _Recorder:
                 self.converted(name, tuple(option.operands[index] for option in strategy), place)
                 for index, name in enumerate(item.operands)
             ]
-            found = self.prices.calls(item, strategy)
+            found = self.prices.calls(item, strategy, **self.apart(item, strategy))
             numbers = dict(enumerate(operands))
             for call in found.calls:
                 self.add(place, self.numbered(call, numbers))
@@ -155,6 +156,25 @@ class _Recorder:
             copies=sum(copy_bytes(self.prices, name, layout) for name, layout in self.copies.items()),
             made=self.made,
         )
+
+    def apart(self, item: Operator, strategy: Strategy) -> dict[str, tuple[int, ...]]:
+        """Of an operator the operands that come from moves, and the results that go into them, where moves
+        part fused groups."""
+        if self.prices.groups is None:
+            return {}
+        taken = [tuple(option.operands[index] for option in strategy) for index in range(len(item.operands))]
+        inside = self.prices.groups.inside
+        moved = (
+            index
+            for index, (name, layout) in enumerate(zip(item.operands, taken, strict=True))
+            if name in inside and (name, self.tidy(name, layout)) in self.moves
+        )
+        needed = (
+            index
+            for index, name in enumerate(item.results)
+            if name in inside and self.program.moves.get(name)
+        )
+        return {"moved": tuple(moved), "needed": tuple(needed)}
 
     def tidy(self, name: str, layout: Layout) -> Layout:
         requires_grad = self.prices.training and self.graph.specs[name].requires_grad

@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from autopar.convert.moves import canonical, effect, gathers
 from autopar.core.gathering import Gathering
-from autopar.core.graph import Graph, InputKind, Operator
+from autopar.core.graph import Graph, InputKind
 from autopar.core.move import Move
+from autopar.core.operator_facts import is_random
 from autopar.core.placement import Layout
 from autopar.core.program import Program
 
@@ -170,7 +169,7 @@ def free_tensors(graph: Graph) -> frozenset[str]:
     """The tensors, inputs included, that every stage can make for itself."""
     made_from = {item.name: frozenset({item.kind}) for item in graph.inputs}
     for item in graph.operators:
-        if _is_random(item) or not made_from.keys() >= set(item.operands):
+        if is_random(item.target) or not made_from.keys() >= set(item.operands):
             continue
         sources: frozenset[InputKind] = frozenset().union(*(made_from[name] for name in item.operands))
         requires_grad = any(graph.specs[name].requires_grad for name in item.results if name)
@@ -178,10 +177,6 @@ def free_tensors(graph: Graph) -> frozenset[str]:
         if InputKind.USER not in sources or not shared:
             made_from |= {name: sources for name in item.results if name}
     return frozenset(made_from)
-
-
-def _is_random(operation: Operator) -> bool:
-    return torch.Tag.nondeterministic_seeded in operation.target.tags
 
 
 def _union(places: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ def _missing(beside: Beside) -> Iterator[str]:
     if beside.timeline is None:
         yield "Time and memory during the step: the plan's file is older than these; plan again."
     if beside.frontier is None or not beside.frontier.points:
-        yield "What less memory would cost: that is solved from the model, by autopar report TARGET."
+        yield "What less memory would cost: plan by autopar plan TARGET --frontier 30, or report TARGET."
     if beside.measured is None:
         yield (
             "Measured steps: run autopar compare TARGET --measure --json > measured.json, then "

@@ -18,11 +18,13 @@ passes, by ATen's own kernels in evaluation mode.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.core.operator_facts import declare
 from autopar.runtime import registry
 from autopar.runtime.collectives import groups, transport
 from autopar.runtime.collectives.memory_format import dense, memory_format
@@ -174,3 +176,11 @@ registry.composite(
     " str group, int count, float momentum, float eps) -> Tensor",
     _batch_norm,
 )
+
+
+def _of_shard(args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A batch norm of the shard alone, in training, without running statistics."""
+    return torch.ops.aten.batch_norm.default, (*args[:3], None, None, True, 0.1, 1e-5, False)
+
+
+declare(registry.operator("batch_norm"), local_form=_of_shard)

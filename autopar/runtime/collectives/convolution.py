@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.core.operator_facts import declare
 from autopar.runtime import registry
 from autopar.runtime.collectives import groups, transport
 from autopar.runtime.collectives.row_ranges import Rows, expect, overlap
@@ -329,4 +330,21 @@ registry.functional(
 )
 registry.composite(
     "convolution", f"(Tensor x, Tensor weight, Tensor? bias, {CUT}, {HOW}) -> Tensor", _convolution
+)
+
+
+def local_convolution(operands: Sequence[Any], how: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The overload of a convolution of local rows, and its arguments."""
+    stride, padding, dilation, transposed, extra, groups = how
+    space = f"{len(stride)}d"
+    if not transposed:
+        return getattr(aten, f"conv{space}").default, (*operands, stride, padding, dilation, groups)
+    packet = getattr(aten, f"conv_transpose{space}")
+    target = packet.default if space == "1d" else packet.input
+    return target, (*operands, stride, padding, extra, groups, dilation)
+
+
+declare(
+    registry.operator("convolution"),
+    local_form=lambda args: local_convolution(args[:3], args[-6:]),
 )

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from autopar.core.operator_facts import is_random
 from autopar.runtime import registry
 
 REPEATED = 1024  # calls between a checkpoint's forward and its backward
@@ -122,7 +123,7 @@ def draws(program: fx.GraphModule) -> bool:
 
 def is_draw(node: fx.Node) -> bool:
     """Whether a node of a program draws; attention without dropout doesn't."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not is_random(node.target):
         return False
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs

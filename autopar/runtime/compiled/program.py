@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from autopar.core.operator_facts import is_random
 from autopar.errors import AutoparError, InputError, cut_text
 from autopar.runtime.compiled.compiler import check_program
 from autopar.runtime.saved.recompute import Recomputed, stays
@@ -162,7 +163,6 @@ def _anew(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 def _part(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Within a part that is computed again. What is drawn stays: seeds are small."""
-    random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-    if random or stays(target):
+    if is_random(target) or stays(target):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.MUST_RECOMPUTE if is_again(target) else CheckpointPolicy.PREFER_RECOMPUTE

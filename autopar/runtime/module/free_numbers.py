@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from autopar.core.graph import Place
+from autopar.core.operator_facts import is_random
 from autopar.runtime.execute.executable import Executable, StagedExecutable
 from autopar.runtime.module.guards import Guard, Slot
 from autopar.runtime.saved.recompute import Recomputed
@@ -279,7 +280,7 @@ def _reading(module: fx.GraphModule, numbers: Numbers) -> list[_Literal]:
             return tree
         name = f"{_PREFIX}{len(literals)}"
         source = type(formula(numbers.values))
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        random = is_random(node.target)
         literals.append(_Literal(module, name, formula, source, type(tree), random))
         module.__dict__[name] = tree
         with module.graph.inserting_before(node):

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from autopar.errors import InputError
 from autopar.runtime.collectives import groups
+from autopar.runtime.parameters.parameters import plainly
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default: large enough for full bandwidth
 ALONE_BYTES = 4 * 2**20  # copying so much takes a CPU longer than starting one more all-reduce
@@ -220,10 +221,11 @@ class GradientSync:
     def _finish(self, task: int) -> None:
         current = self._rounds.pop(task)
         current.sums.launch_rest()
-        for index, gradient in current.own:
-            self._deliver(index, gradient)
-        for index, total in current.sums.totals():
-            self._deliver(index, total)
+        with plainly():
+            for index, gradient in current.own:
+                self._deliver(index, gradient)
+            for index, total in current.sums.totals():
+                self._deliver(index, total)
 
 
 def _is_shared(gradient: Tensor, *, fresh: bool) -> bool:

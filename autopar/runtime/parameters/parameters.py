@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -57,6 +58,13 @@ def sharding_key(mesh: Mesh, layout: Layout) -> str | None:
     """The key of the groups over which a tensor's parts make up the whole; None if each is whole."""
     axes = [axis for axis, placement in enumerate(layout) if isinstance(placement, Shard)]
     return mesh.key(axes) if axes else None
+
+
+def plainly() -> AbstractContextManager[Any]:
+    """Within, attributes of DTensors are read as those of tensors are: nine a parameter and step, which took
+    half of what a parameter costs beside its operators."""
+    entered: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return entered
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -196,15 +204,16 @@ class Leaves:
 
     def read(self) -> list[Tensor]:
         """One leaf for each part, tied anew where the outer parameter's storage has changed."""
-        leaves = []
-        for index, find in enumerate(self._find):
-            outer, tied = find(), self._tied[index]
-            if tied is None or tied[0] is not outer or _moved(outer, *tied[1:]):
-                tied = self._tied[index] = self._tie(index, outer)
-            if outer._backward_hooks or outer._post_accumulate_grad_hooks:
-                raise _hooked(self._parts[index].target)
-            leaves.append(self._gathered(index, tied[2]) if self._parts[index].gathers else tied[2])
-        return leaves
+        with plainly():
+            return [self._read(index, find()) for index, find in enumerate(self._find)]
+
+    def _read(self, index: int, outer: nn.Parameter) -> Tensor:
+        tied = self._tied[index]
+        if tied is None or tied[0] is not outer or _moved(outer, *tied[1:]):
+            tied = self._tied[index] = self._tie(index, outer)
+        if outer._backward_hooks or outer._post_accumulate_grad_hooks:
+            raise _hooked(self._parts[index].target)
+        return self._gathered(index, tied[2]) if self._parts[index].gathers else tied[2]
 
     def release(self) -> None:
         """Let go of full copies: the step is over, or autograd holds what it needs of them."""
@@ -247,9 +256,10 @@ class Leaves:
     def _accumulated(self, index: int, leaf: Tensor) -> None:
         if index not in self.heard:
             return
-        gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
-        self._receive(index, settled(gradient.detach() if gradient.requires_grad else gradient))
+        with plainly():
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
+            self._receive(index, settled(gradient.detach() if gradient.requires_grad else gradient))
 
     def take(self, indices: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
         """The gradients that have added up in these leaves, which no longer hold them then; those of full

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
+from autopar.core.operator_facts import is_random
 from autopar.runtime.saved.regather import Anew, anew, is_again, noting
 from autopar.runtime.saved.split_backward import Between, Box, halved
 
@@ -156,9 +157,8 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def stays(target: Any) -> bool:
     """Whether what `target` gives is kept when the part that calls it is computed again."""
-    random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
     ours = getattr(target, "namespace", "") == "autopar"
-    return ours and not random and not is_again(target)
+    return ours and not is_random(target) and not is_again(target)
 
 
 def _policy(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -47,13 +47,17 @@ class Run:
         return self.start + self.period * self.count
 
 
-def fold(graph: Graph, dims: Dims, pins: Pins | None = None) -> Folding:
+def fold(
+    graph: Graph, dims: Dims, pins: Pins | None = None, roles: Mapping[str, object] | None = None
+) -> Folding:
     """Find the run of equal blocks that covers most operators, then others before and behind it; equal ones
-    are pinned alike."""
+    are pinned alike, and have the same role, if any, in what a compiler fuses."""
     operators = graph.operators
     numbers: dict[Any, int] = {}
     signs = tuple(
-        numbers.setdefault((_sign(item, graph, dims), pin_of(item, pins or {})), len(numbers))
+        numbers.setdefault(
+            (_sign(item, graph, dims), pin_of(item, pins or {}), (roles or {}).get(item.name)), len(numbers)
+        )
         for item in operators
     )
     runs = _runs(graph, signs, 0, len(signs))

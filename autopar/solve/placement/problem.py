@@ -68,8 +68,6 @@ from autopar.core.graph import Graph
 from autopar.core.move import Move
 from autopar.core.placement import Broadcast, Layout, R, Shard
 from autopar.cost.operators.prices import Prices
-from autopar.ops.pointwise import Dropout, Pointwise
-from autopar.ops.views import Expand, Permute, Reshape, Split
 from autopar.sharding.rule import rule_of
 from autopar.solve.linear_program import LinearProgram, Terms
 from autopar.solve.placement.flow_rows import ONE, FlowRows
@@ -549,8 +547,7 @@ class Problem:
             return False, False
         if specs[name].nbytes != specs[operation.results[0] or name].nbytes:
             return False, False
-        view = isinstance(rule, (Reshape, Split, Permute, Expand))
-        return view or isinstance(rule, (Pointwise, Dropout)), view
+        return rule.is_view or rule.passes_layout_on, rule.is_view
 
     # -- memory ---------------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from autopar.cost.stages.intervals import Intervals, intervals
 from autopar.errors import InputError
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.sharding.strategies import find_atoms
 from tests.benchmarks.published.llama import BLOCK, HEAD, llama, pins
 from tests.benchmarks.published.runs import Shape
 
@@ -110,11 +109,11 @@ def _table(
 ) -> tuple[Intervals, list[Shared]]:
     """The stages that pieces make, where memory has so many times its `bandwidth`, and what each exchanges;
     gradients of its norms, which a stack sums once a step, are too small to count."""
-    mesh, model = Mesh((cluster.num_devices,)), CostModel.of(cluster, None)
+    mesh, model = Mesh((cluster.num_devices,)), CostModel.of(cluster, None, device_files=False)
     device = replace(model.device, bandwidth=bandwidth * model.device.bandwidth)
     model = replace(model, device=device)
     request = Request(mesh=mesh, pins=pinned or None, measure=False, alternatives=False, optimizer=ONCE)
-    problem = MeshProblem(graph, find_atoms(graph), mesh, cluster, model, request, None, cluster.intra)
+    problem = MeshProblem(graph, mesh, cluster, model, request, None, cluster.intra)
     priced = problem.solve(problem.ask()).priced
     places = _places(graph)
     weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}

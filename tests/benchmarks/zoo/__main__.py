@@ -60,8 +60,8 @@ def plan_apart(row: Row, folder: Path) -> Answer:
 def _run(row: Row, path: Path) -> None:
     begun, limit = time.monotonic(), round(TIMES * row.machines.seconds)
     command = [sys.executable, "-m", "tests.benchmarks.zoo", row.name, "--alone", str(path)]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
     late = partial(resource.setrlimit, resource.RLIMIT_CPU, (limit, limit))  # others may load the machine
     done = subprocess.run(
         command, cwd=ROOT, env=environment, preexec_fn=late, capture_output=True, text=True, check=False

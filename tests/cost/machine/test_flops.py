@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from autopar.core.graph import Call, TensorSpec
-from autopar.cost.machine.flops import _FORMS, Flops, flops, training_flops
+from autopar.core.operator_facts import _declared
+from autopar.core.work import Flops
+from autopar.cost.machine.flops import flops, training_flops
+from autopar.runtime.compiled.fused_kernel import FUSED
 from costdb.operands import empty, fill, tensors
 
 ATEN = torch.ops.aten
@@ -139,4 +142,5 @@ def test_every_mm_counts_alike(sizes: list[int]) -> None:
 def test_every_closed_form_is_proved() -> None:
     proved = {subject.target.overloadpacket for subject in CASES.values()}
     by_shape = {ATEN.conv_transpose1d, ATEN.conv_transpose3d, ATEN.scaled_dot_product_attention}
-    assert set(_FORMS) - proved == by_shape | {SPARSE}
+    closed = {target.overloadpacket for target, facts in _declared.items() if facts.flops}
+    assert closed - proved == by_shape | {SPARSE, FUSED.overloadpacket}

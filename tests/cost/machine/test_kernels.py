@@ -10,9 +10,10 @@ import torch
 
 from autopar.core.costs import DeviceModel, Kernels
 from autopar.core.graph import Call, TensorSpec
+from autopar.core.work import Product
 from autopar.cost.machine.compute import estimate
 from autopar.cost.machine.devices import GPUS
-from autopar.cost.machine.kernels import K0, Product, work_seconds
+from autopar.cost.machine.kernels import K0, rate_of, tile_seconds, work_seconds
 from autopar.errors import InputError
 
 ATEN = torch.ops.aten
@@ -30,24 +31,25 @@ def call(target: Any, *args: Any) -> Call:
 
 def test_a_product_of_full_waves_takes_its_tiles_one_after_the_other() -> None:
     product = Product(1, 512, 256, 1024)  # four tiles of 256 x 128, one for each unit
-    assert product.seconds(4.0, 4) == 2 * 256 * 128 * (1024 + K0)
-    assert Product(1, 1024, 256, 1024).seconds(4.0, 4) == 2 * product.seconds(4.0, 4)
-    assert Product(2, 512, 256, 1024).seconds(4.0, 4) == 2 * product.seconds(4.0, 4)
+    assert tile_seconds(product, 4.0, 4) == 2 * 256 * 128 * (1024 + K0)
+    assert tile_seconds(Product(1, 1024, 256, 1024), 4.0, 4) == 2 * tile_seconds(product, 4.0, 4)
+    assert tile_seconds(Product(2, 512, 256, 1024), 4.0, 4) == 2 * tile_seconds(product, 4.0, 4)
 
 
 def test_what_begins_a_wave_pays_for_all_of_it() -> None:
     full, more = Product(1, 512, 256, 128), Product(1, 513, 256, 128)
-    assert more.seconds(4.0, 4) > 1.1 * full.seconds(4.0, 4)
+    assert tile_seconds(more, 4.0, 4) > 1.1 * tile_seconds(full, 4.0, 4)
 
 
 def test_few_tiles_share_the_sums_of_a_long_one() -> None:
     """One tile of 64 x 64 on four units: each sums a quarter."""
-    assert Product(1, 64, 64, 4096).seconds(4.0, 4) == pytest.approx(4 * 2 * 64 * 64 * (1024 + K0) / 4 / 0.6)
+    seconds = tile_seconds(Product(1, 64, 64, 4096), 4.0, 4)
+    assert seconds == pytest.approx(4 * 2 * 64 * 64 * (1024 + K0) / 4 / 0.6)
 
 
 def test_small_products_reach_a_smaller_part_of_the_rate_than_large_ones() -> None:
     def rate(size: int) -> float:
-        return 2 * size**3 / Product(1, size, size, size).seconds(4.0, 4)
+        return 2 * size**3 / tile_seconds(Product(1, size, size, size), 4.0, 4)
 
     assert rate(64) < rate(256) < rate(1024) < rate(8192) < 4.0
 
@@ -74,8 +76,8 @@ def test_forms_are_products_and_so_are_their_gradients(subject: Call, product: P
     def seconds(*, backward: bool) -> float | None:
         return work_seconds(subject, KERNELS, 4.0, backward=backward)
 
-    assert seconds(backward=False) == product.seconds(4.0, 4)
-    assert seconds(backward=True) == product.left.seconds(4.0, 4) + product.right.seconds(4.0, 4)
+    assert seconds(backward=False) == tile_seconds(product, 4.0, 4)
+    assert seconds(backward=True) == sum(tile_seconds(each, 4.0, 4) for each in (product.left, product.right))
 
 
 def test_the_gradients_of_a_product_have_its_sizes_in_other_places() -> None:
@@ -85,7 +87,8 @@ def test_the_gradients_of_a_product_have_its_sizes_in_other_places() -> None:
 
 def test_a_frozen_weight_has_no_gradient() -> None:
     subject = call(ATEN.linear.default, x(128, 64), x(256, 64, requires_grad=False))
-    assert work_seconds(subject, KERNELS, 4.0, backward=True) == Product(1, 128, 64, 256).seconds(4.0, 4)
+    wanted = tile_seconds(Product(1, 128, 64, 256), 4.0, 4)
+    assert work_seconds(subject, KERNELS, 4.0, backward=True) == wanted
 
 
 def test_attention_does_half_of_its_work_under_a_causal_mask() -> None:
@@ -113,3 +116,13 @@ def test_known_gpus_say_how_they_run_kernels() -> None:
         replace(KERNELS, units=0)
     with pytest.raises(InputError, match="kernels of a GPU"):
         replace(KERNELS, overlap=1.5)
+
+
+def test_convolutions_alone_round_float32_for_tensor_cores() -> None:
+    kernels = replace(KERNELS, tf32=9.0)
+    convolution = call(ATEN.conv2d.default, x(2, 4, 9, 8), x(6, 4, 3, 3))
+    double = call(ATEN.conv2d.default, *(replace(spec, dtype=torch.float64) for spec in convolution.args))
+    assert rate_of(convolution, kernels, 4.0) == 9.0
+    assert (
+        rate_of(double, kernels, 4.0) == rate_of(call(ATEN.mm.default, x(5, 3), x(3, 7)), kernels, 4.0) == 4.0
+    )

@@ -184,6 +184,16 @@ def test_the_command_writes_the_page_of_a_saved_plan(
     assert "page.html: " in "".join(told.splitlines())
 
 
+def test_a_saved_plan_shows_what_less_memory_would_cost_if_it_was_found_with_it(tmp_path: Path) -> None:
+    saved, output = tmp_path / "plan.json", tmp_path / "page.html"
+    words = ["plan", "tests/targets.py:net", "--cluster", "local:2", "--no-measure", "--stages", "1"]
+    assert main([*words, "--frontier", "3", "-o", str(saved)]) == 0
+    found = Plan.load(saved).frontier
+    assert found is not None and found.points[0].step_seconds == Plan.load(saved).step_seconds
+    assert main(["report", str(saved), "-o", str(output)]) == 0
+    assert "Time and memory<" in output.read_text()
+
+
 def test_the_command_plans_a_target(tmp_path: Path) -> None:
     output = tmp_path / "page.html"
     words = ["report", "tests/targets.py:net", "--cluster", "local:2", "--no-measure", "-o", str(output)]

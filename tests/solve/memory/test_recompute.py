@@ -27,7 +27,6 @@ from autopar.errors import InfeasibleError
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.schedules.in_flight import scheduled
-from autopar.sharding.strategies import find_atoms
 from autopar.solve.memory.recompute import _Fitting, _table, everything, fit, ladder
 from autopar.solve.placement.search import Solution, choose
 from autopar.solve.placement.space import build_space
@@ -182,9 +181,7 @@ def two_stages(graph: Graph, kind: ScheduleKind, random: Random) -> MeshProblem:
     """Each of two devices, with four micro-batches."""
     request = Request(stages=2, micro_batches=4, schedule=kind, gap=1e-9)
     known = random_prices(graph, Mesh((2,)), random)
-    problem = MeshProblem(
-        graph, find_atoms(graph), Mesh((2,)), known.cluster, known.model, request, None, HOP
-    )
+    problem = MeshProblem(graph, Mesh((2,)), known.cluster, known.model, request, None, HOP)
     problem.folding = unfolded(graph)
     return problem
 

@@ -79,9 +79,9 @@ def test_the_forced_program_computes_what_the_serial_one_does(force: str) -> Non
 def test_kinds_that_a_mesh_or_a_model_lacks_are_named() -> None:
     with pytest.raises(InputError, match=r"--force batch\+filter: found mesh 4, wanted a mesh of 2 axes"):
         planned("batch+filter", mesh="4")
-    with pytest.raises(InfeasibleError, match="no domain factor"):
+    with pytest.raises(InfeasibleError, match="no operator that can be split by domain"):
         planned("batch+domain", name="mlp")
-    with pytest.raises(InfeasibleError, match="no batch factor longer than 2"):
+    with pytest.raises(InfeasibleError, match="no batch dim longer than 2"):
         planned("batch+filter", name="pair", mesh="4x1")
     with pytest.raises(InfeasibleError, match="no mesh of 3 axes"):
         planned((BATCH, FILTER, Parallelism.DOMAIN))

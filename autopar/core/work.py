@@ -1,0 +1,75 @@
+"""What a call computes, by its sizes: floating-point operations, and the matrix products that they belong to.
+
+    batch x (m x k) (k x n)       2 batch m n k operations, two for each multiply-add
+
+Each gradient of a product costs what the product does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.core.graph import Call, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SizedCall:
+    """A call with its operands, and its first result when that is asked for."""
+
+    call: Call
+    operands: tuple[TensorSpec, ...]
+    result: Callable[[], TensorSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Operations of one forward and of its backward."""
+
+    forward: int
+    backward: int
+
+    @classmethod
+    def of_product(cls, forward: int, *factors: TensorSpec) -> Flops:
+        """Those of a product, whose gradients are one more product for each factor that has one."""
+        return cls(forward, forward * sum(factor.requires_grad for factor in factors))
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`batch` products of m x k and k x n."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def left(self) -> Product:
+        """Of the gradient of its first operand."""
+        return Product(self.batch, self.m, self.k, self.n)
+
+    @property
+    def right(self) -> Product:
+        """Of the gradient of its second operand."""
+        return Product(self.batch, self.k, self.n, self.m)
+
+
+@dataclass(frozen=True, slots=True)
+class Multiplication:
+    """The product of a call, and which of its operands are the factors."""
+
+    product: Product
+    left: TensorSpec
+    right: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class FusedScores:
+    """Fused attention: so many scores, of keys of `key` and values of `value` elements."""
+
+    count: float
+    key: int
+    value: int

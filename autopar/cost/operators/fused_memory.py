@@ -1,0 +1,68 @@
+"""What a fused group's member does to memory: what stays inside the group has none.
+
+    operators   linear        gelu          dropout       linear
+    values      h  written    inside        y  written
+    kept        h                           y                      inside: computed again from h
+    gradients   of h          inside        of y
+
+An operand that comes by a move from another member is written and kept as outside of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from autopar.core.graph import TensorSpec
+from autopar.cost.operators.calls import CallMemory, OperatorCalls
+from autopar.cost.operators.fused_groups import Kind, Member
+from autopar.cost.operators.fused_prices import kept_bytes
+from autopar.cost.operators.saved import SavedTensors
+
+
+def fused_saved(kept: SavedTensors, member: Member, operands: Sequence[TensorSpec]) -> SavedTensors:
+    """What backward reads of a member's operands and results, beside what is its own."""
+    if member.kind is Kind.VIEW:
+        return kept
+    return replace(
+        kept,
+        operands=frozenset(member.again_operands),
+        results=frozenset(member.again_results),
+        extra_bytes=kept_bytes(member, kept.extra_bytes, operands),
+    )
+
+
+def fused_calls(
+    found: OperatorCalls,
+    member: Member,
+    operands: Sequence[TensorSpec],
+    *,
+    moved: Collection[int] = (),
+    needed: Collection[int] = (),
+) -> OperatorCalls:
+    """The calls of a member with such operands; of these `moved` come from a move, of its results those
+    `needed` go into one."""
+    if member.kind is Kind.VIEW:
+        return found
+    inside = {value for place, value in enumerate(found.results) if place not in (*member.writes, *needed)}
+    read = {*member.reads, *moved}
+    inside |= {place for place in range(len(operands)) if place not in read}
+    again = {*member.again_operands, *moved}
+    again |= {value for place in member.again_results if (value := found.results[place]) is not None}
+    known = {*range(len(operands)), *found.results}
+
+    def fused(call: CallMemory) -> CallMemory:
+        passing = {*call.takes, *(item.value for item in call.gives)}
+        return replace(
+            call,
+            gives=tuple(replace(item, nbytes=0) if item.value in inside else item for item in call.gives),
+            gradients=tuple(
+                replace(item, nbytes=0) if item.value in inside else item for item in call.gradients
+            ),
+            keeps=frozenset(value for value in call.keeps if value not in known) | (again & passing),
+            own=kept_bytes(member, call.own, operands),
+            forward_scratch=0,
+            backward_scratch=0,
+        )
+
+    return replace(found, calls=tuple(fused(call) for call in found.calls))

@@ -1,0 +1,14 @@
+"""Tensors that are made of numbers or drawn. Their operators have no rule: they take no operands to shard."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.core.operator_facts import declare
+
+aten = torch.ops.aten
+
+declare(aten.zeros, aten.ones, aten.full, aten.empty, aten.rand, aten.randn, rows_alike=True)
+declare(aten.arange, aten.linspace, by_sizes=True)
+declare(aten.empty, aten.empty_like, is_undefined=True)
+declare(aten.zeros, aten.new_zeros, is_zero=True)
