@@ -120,7 +120,7 @@ class Compiler:
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)
         if not plan.pipeline.is_staged:
-            room = room_of(self.cap(request), plan.peak_bytes) if request.overlap else 0.0
+            room = room_of(request.cap(self.cluster), plan.peak_bytes) if request.overlap else 0.0
             whole = build(traced, plan, rank=rank, device=device, exact_random=self.exact_random, room=room)
             self.tell_of_overlap(request, whole, room)
             return whole
@@ -139,12 +139,8 @@ class Compiler:
         wanted = request.overlap and not math.isinf(room) and not starts(made.module.graph)
         if self.announce is None or dist.get_rank() or not wanted:
             return
-        cap, peak = self.cap(request) or 0, made.plan.peak_bytes
+        cap, peak = request.cap(self.cluster) or 0, made.plan.peak_bytes
         self.announce([early_note(cap, peak, room)])
-
-    def cap(self, request: Request) -> int | None:
-        """Bytes of a device that a plan may take, None where nobody says."""
-        return self.cluster.memory if request.memory is None else request.memory
 
     def given(self, traced: Traced) -> Plan | None:
         """The plan that is there already, if it is for this graph; raises InputError if it has to be."""

@@ -63,7 +63,11 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.runtime.parameters.global_scalars": "torch's own table of how operators take DTensors",
     "autopar.proof.precision": "what torch calls below a graph, in float64",
     "autopar.proof.sum_order": "kernels that torch calls below a graph, and what they sum",
+    "autopar.proof.backward": "kernels that are slow on several threads in float64",
+    "autopar.sharding.sorted_rows": "patterns of rows that are sorted by keys",
     "autopar.cost.machine.measuring": "the two calls that it measures beside others",
+    "autopar.cost.operators.fused_groups": "what torch's compiler takes into a kernel",
+    "autopar.runtime.collectives.late_gradients": "products in two halves, which it registers",
 }
 LISTED_ELSEWHERE = {"autopar.__init__", "autopar.ops.__init__"}  # by the floors above; all are families
 

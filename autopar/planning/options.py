@@ -484,16 +484,9 @@ class PlacementOptions(TypedDict, total=False):
     ]
 
 
-class VerifyOptions(PlacementOptions, SearchOptions, total=False):
-    """Options of `verify`: where state is SGD's with momentum, and nothing is measured."""
+class RunOptions(TypedDict, total=False):
+    """Options of how what is planned runs, for which plans are made."""
 
-
-class PlanOptions(VerifyOptions, total=False):
-    """Options of `plan` and `parallelize`; help(autopar.plan) tells what each means."""
-
-    optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
-    measure: Annotated[bool | None, _MEASURE]
-    measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
     overlap: Annotated[
         bool | None,
         Option(
@@ -517,8 +510,20 @@ class PlanOptions(VerifyOptions, total=False):
     ]
 
 
+class VerifyOptions(PlacementOptions, SearchOptions, RunOptions, total=False):
+    """Options of `verify`: where state is SGD's with momentum, and nothing is measured."""
+
+
+class PlanOptions(VerifyOptions, total=False):
+    """Options of `plan` and `parallelize`; help(autopar.plan) tells what each means."""
+
+    optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
+    measure: Annotated[bool | None, _MEASURE]
+    measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
+
+
 class ParallelizeOptions(PlanOptions, total=False):
-    """Options of `parallelize`: those of `plan`, and of how what is planned runs."""
+    """Options of `parallelize`: those of `plan`."""
 
 
 class CompareOptions(SearchOptions, total=False):

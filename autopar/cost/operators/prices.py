@@ -559,6 +559,10 @@ class Prices:
         """How many times the bytes of a tensor its gradient has where it is summed over ranks."""
         return self.reduce.nbytes / self.graph.specs[name].dtype.itemsize if name in self._reduced else 1.0
 
+    def summed_bytes(self, name: str, layout: Layout) -> int:
+        """Bytes of the largest rank's part of a gradient, in the dtype in which it is summed over ranks."""
+        return round(self.widening(name) * self.local_bytes(name, layout))
+
     def _change(
         self, change: Change, nbytes: int, *, requires_grad: bool, weight: bool, wide: float, parts: bool
     ) -> tuple[float, float]:
