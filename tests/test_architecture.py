@@ -56,6 +56,8 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.trace.constant_folding": "patterns of rows that are picked and placed, which it rewrites",
     "autopar.trace.edge_operators": "the same",
     "autopar.trace.fused_products": "the same",
+    "autopar.trace.placed_rows": "the same",
+    "autopar.trace.row_placements": "the same",
     "autopar.trace.graph_builder": "a copy that has no derivative, which it rewrites",
     "autopar.trace.stand_ins": "what torch calls below a graph",
     "autopar.runtime.parameters.global_scalars": "torch's own table of how operators take DTensors",

@@ -260,4 +260,6 @@ def _length(rows: tuple[int, int]) -> int:
     return rows[1] - rows[0]
 
 
-declare(aten.index_add, aten.index_reduce, indexed=True, places_by=2)
+declare(aten.index_add, aten.index_reduce, aten.index_copy, indexed=True, places_by=2)
+declare(aten.index_put, places_by=1)
+declare(aten.segment_reduce, indexed=True)

@@ -262,13 +262,18 @@ class Dims:
 
     def _follow_tables(self) -> None:
         """Let the rows that a table puts in order be cut where those are to which they belong, unless some
-        part would be empty or have several times its share on this mesh."""
-        for table in sorted(
+        part would have several times its share on this mesh; parts may be empty."""
+        waiting = sorted(
             self.atoms.tables, key=lambda each: len(each.starts)
-        ):  # graphs, their vertices, edges
-            ends = [(name, dim, 0) for name, dim in (table.base, table.output)]
-            base, output = (self.atoms.components[end] for end in ends)
-            whole = all(len(self.atoms.of[name][dim]) == 1 for name, dim, _ in ends)
+        )  # graphs, their vertices, edges
+        while waiting:
+            length = len(waiting[0].starts)
+            alike = [each for each in waiting if len(each.starts) == length]
+            # Vertices that are cut between graphs come first, so that edges are cut with these.
+            table = min(alike, key=lambda each: self._component(each.base) not in self._tables)
+            waiting.remove(table)
+            base, output = self._component(table.base), self._component(table.output)
+            whole = all(len(self.atoms.of[name][dim]) == 1 for name, dim in (table.base, table.output))
             taken = {output} & (self._tables.keys() | self._anchors.keys() | self._weights)
             if not whole or taken or output in self._followed(base):
                 continue
@@ -276,6 +281,10 @@ class Dims:
             if not all(self._is_even(output, sizes) for sizes in self._subsets):
                 del self._tables[output]
             self._cuts.clear()
+
+    def _component(self, dim: Dim) -> Atom:
+        found: Atom = self.atoms.components[(*dim, 0)]
+        return found
 
     def _followed(self, component: Atom) -> set[Atom]:
         """The component, and those where it is cut by tables."""
@@ -286,13 +295,12 @@ class Dims:
         return found
 
     def _is_even(self, component: Atom, sizes: tuple[int, ...]) -> bool:
-        """Whether no part is empty, or much longer than its share."""
+        """Whether no part is much longer than its share."""
         length, parts = self._length(component), math.prod(sizes)
         base, _ = self._tables[component]
         if parts > min(length, self._length(base)):
             return True  # of so few rows there is no such cut at all
-        cut = self.cut(component, sizes)
-        return not has_empty(cut) and longest(cut) <= FULLEST * -(-length // parts)
+        return longest(self.cut(component, sizes)) <= FULLEST * -(-length // parts)
 
     def _unit(self, length: int, scales: Iterable[Fraction]) -> int:
         """The largest common stride whose multiples still cut `length` rows evenly."""
@@ -330,8 +338,7 @@ class Dims:
         length = self._length(component)
         if component in self._tables:
             owner, table = self._tables[component]
-            if math.prod(sizes) <= self._length(owner):
-                return tuple(table.starts[torch.tensor(self.cut(owner, sizes))].tolist())
+            return tuple(table.starts[torch.tensor(self.cut(owner, sizes))].tolist())
         base, scale, unit = self._anchors.get(component, (component, Fraction(1), 1))
         if base != component:
             fine = self.cut(base, sizes)
@@ -355,7 +362,8 @@ class Dims:
         return component in self._weights
 
     def legal(self, name: str, layout: Layout) -> bool:
-        """Whether every shard of `layout` exists and has rows on every rank."""
+        """Whether every shard of `layout` exists and has rows on every rank, but for edges: vertices may have
+        none."""
         key = (name, layout)
         if key not in self._legal:
             self._legal[key] = self._is_legal(name, layout)
@@ -369,7 +377,8 @@ class Dims:
             sizes = self._sizes(shard, layout)
             if math.prod(sizes) > dims[shard.dim][shard.atom]:
                 return False
-            if has_empty(self.cut(self.component(name, shard), sizes)):
+            component = self.component(name, shard)
+            if component not in self._tables and has_empty(self.cut(component, sizes)):
                 return False
         return True
 

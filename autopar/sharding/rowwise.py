@@ -42,7 +42,7 @@ def _labelled(op: Instance) -> Iterator[str]:
     """By the label of the result's rows."""
     rule = rule_of(op.operator)
     equation = rule.equation(op)
-    label = equation.results[0][0]
+    label = next(iter(equation.results[0]), None)  # none of an operator without a rule
     if label is None or rule.reads_position(op, label):
         return
     free = (Kind.FREE, Kind.STATISTIC) if facts_of(op.operator.target).joins_samples else (Kind.FREE,)

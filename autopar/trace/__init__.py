@@ -8,6 +8,9 @@ casts                what autocast casts, as operators
 call_forms           calls in functional form, with devices by name
 devices              one device for what lies on several
 structure            evaluates what follows from a graph's edges alone
+decided_numbers      what Python asks of numbers that follow from it
+row_placements       whatever places rows by constants, read as one
+placed_rows          and told as rows that are placed among zeros
 fused_products       sums of neighbours as such products
 edge_operators       rows that a graph's structure picks and places
 sorted_edges         edges in the order of their destinations

@@ -33,6 +33,8 @@ from autopar.core.operator_facts import facts_of, is_repeatable
 from autopar.errors import TraceError
 from autopar.trace.edge_operators import with_edge_operators
 from autopar.trace.fused_products import with_products
+from autopar.trace.placed_rows import RowPlacer
+from autopar.trace.row_placements import PlacementReader
 from autopar.trace.simplify import without_dead_code
 from autopar.trace.sorted_edges import with_sorted_edges
 from autopar.trace.sparse_products import PRODUCT
@@ -67,6 +69,8 @@ class _Folding:
         }
         self.fixed = set(self.values)  # constants and what follows from them
         self.specs = dict(graph.specs)
+        self.placements = PlacementReader(self.specs, self.fixed, self.value, self.rows)
+        self.placer = RowPlacer(self.specs, self.makers, self.title)
 
     def run(self) -> Graph:
         kept: list[Operator] = []
@@ -164,40 +168,38 @@ class _Folding:
 
     def by_rows(self, item: Operator) -> list[Operator]:
         """The operator, by rows if it picks or places whole rows of one dim by a constant."""
-        match item.target:
-            case aten.scatter_add.default:
-                found = self.placed(item, "sum", include_self=True)
-            case aten.scatter_reduce.two:
-                include = bool(item.kwargs.get("include_self", True))
-                found = self.placed(item, str(item.args[4]), include_self=include)
-            case aten.index.Tensor:
-                found = self.picked(item)
-            case _ if item.target is PRODUCT:
-                self.check_entries(item)
-                return [item]
-            case _:
-                found = None
-        result = item if found is None else found
-        self.check_rows(result)
-        return [result]
+        if item.target is PRODUCT:
+            self.check_entries(item)
+            return [item]
+        if item.target is aten.index.Tensor:
+            item = self.picked(item) or item
+        self.check_rows(item)
+        if item.target is aten.index_fill.int_Scalar:
+            return [self.filled(item) or item]
+        before, placed = self.placements.read(item)
+        written = None if placed is None else self.placer.write(item, placed)
+        return [item] if written is None else [*before, *written]
 
-    def placed(self, item: Operator, reduce: str, *, include_self: bool) -> Operator | None:
-        itself, dim, index, source = item.args[:4]
-        shape, wanted = self.specs[source.name].shape, self.specs[itself.name].shape
-        dim = dim % len(shape) if shape else 0
-        if not shape or index.name not in self.fixed or self.specs[index.name].shape != shape:
+    def filled(self, item: Operator) -> Operator | None:
+        """Rows that get one number, as a mask."""
+        itself, dim, index, value = item.args
+        shape = self.specs[itself.name].shape
+        if index.name not in self.fixed or not shape:
             return None
-        if (*shape[:dim], *shape[dim + 1 :]) != (*wanted[:dim], *wanted[dim + 1 :]):
-            return None
-        rows = self.rows(index.name, dim)
-        sums = reduce == "sum" and include_self
-        if rows is None or reduce == "sum" and not sums:
-            return None
-        args = (itself, dim, Ref(rows), source)
-        if sums:
-            return replace(item, target=aten.index_add.default, args=args, kwargs={})
-        kwargs = {"include_self": include_self}
-        return replace(item, target=aten.index_reduce.default, args=(*args, reduce), kwargs=kwargs)
+        mask = torch.zeros(shape[dim % len(shape)], dtype=torch.bool)
+        mask[self.value(index.name)] = True
+        mask = mask.view(-1, *[1] * (len(shape) - dim % len(shape) - 1))
+        name = self.title(mask, f"{item.name}_mask", torch.bool)
+        return replace(item, target=aten.masked_fill.Scalar, args=(itself, Ref(name), value))
+
+    def title(self, value: Tensor, name: str, dtype: torch.dtype) -> str:
+        """The name of a new constant, of which `value` has more digits than its dtype if that is rounded."""
+        if not may_learn(dtype):
+            return self.known(value, name)
+        self.values[name], self.exact[name] = value.to(dtype), value
+        self.specs[name] = TensorSpec(tuple(value.shape), dtype)
+        self.fixed.add(name)
+        return name
 
     def rows(self, name: str, dim: int) -> str | None:
         """The rows along `dim` by which an index names whole rows, as a constant; None if it doesn't."""

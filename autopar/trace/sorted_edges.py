@@ -13,7 +13,6 @@ batch norms take rows in any.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +45,10 @@ class _Sorting:
         self.ties = nx.utils.UnionFind(graph.specs)
         for item in graph.operators:
             self.ties.union(*self.rows_of(item), *(name for name in item.results[:1] if name))
-        self.orders = dict(self.wanted())
+        self.votes = self.count_votes()
+        self.orders: dict[str, Tensor | None] = {}  # by one of the tensors that are tied
+        for tied in self.votes:
+            self.find_order(tied)
         self.written: list[Operator] = []
         self.item = graph.operators[0]  # what is being written
 
@@ -54,18 +56,32 @@ class _Sorting:
         """The operands whose rows an operator goes through one by one, but for drawing a mask."""
         return item.operands if item.target is _DROPOUT else rowwise(item, self.graph.specs)
 
-    def wanted(self) -> Iterator[tuple[str, Tensor]]:
-        """For tensors that are tied, by one of them, the order in which most of what is placed is sorted."""
-        votes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    def count_votes(self) -> dict[str, dict[tuple[str, str], int]]:
+        """For tensors that are tied, how many elements of theirs each index places in each tensor."""
+        votes: dict[str, dict[tuple[str, str], int]] = defaultdict(lambda: defaultdict(int))
         for item in self.graph.operators:
             if item.target is PLACE:
-                rows, index = item.operands
-                votes[self.ties[rows]][index] += self.specs[rows].numel
-        for tied, counts in votes.items():
-            most = max(counts, key=lambda name: (counts[name], name))
-            order = torch.argsort(self.value(most), stable=True)
-            if not torch.equal(order, torch.arange(len(order))):
-                yield tied, order
+                (rows, index), result = item.operands, item.results[0]
+                assert result is not None
+                votes[self.ties[rows]][index, result] += self.specs[rows].numel
+        return votes
+
+    def find_order(self, tied: str) -> Tensor | None:
+        """The order in which most of what is placed is sorted, once that of what it is placed in is known."""
+        if tied in self.orders or tied not in self.votes:
+            return self.orders.get(tied)
+        self.orders[tied] = None  # while it is sought
+        counts = self.votes[tied]
+        index, result = max(counts, key=lambda key: (counts[key], key))
+        places = self.ordered_places(index, self.find_order(self.ties[result]))
+        order = torch.argsort(places, stable=True)
+        self.orders[tied] = None if torch.equal(order, torch.arange(len(order))) else order
+        return self.orders[tied]
+
+    def ordered_places(self, index: str, order: Tensor | None) -> Tensor:
+        """Where rows are placed in a tensor whose own rows are put in an order."""
+        places = self.value(index)
+        return places if order is None else torch.argsort(order)[places]
 
     def value(self, name: str) -> Tensor:
         value = self.inputs[name].value
@@ -77,7 +93,7 @@ class _Sorting:
         return None if name is None else self.orders.get(self.ties[name])
 
     def run(self) -> Graph:
-        if not self.orders:
+        if all(order is None for order in self.orders.values()):
             return self.graph
         for item in self.graph.operators:
             self.item = item
@@ -100,7 +116,9 @@ class _Sorting:
         order = self.order_of(item.results[0])
         if item.target is PLACE:
             rows, index, *rest = item.args
-            moved = self.constant(index.name, self.order_of(rows.name))
+            places, before = self.ordered_places(index.name, order), self.order_of(rows.name)
+            places = places if before is None else places[before]
+            moved = self.index(places, index.name)
             self.emit(args=(Ref(self.in_order(rows.name)), Ref(moved), *rest))
         elif item.target is PICK:
             x, index = item.args

@@ -24,11 +24,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.core.graph import Graph, InputKind
+from autopar.core.graph import Graph, InputKind, refs
 from autopar.core.operator_facts import facts_of
 from autopar.core.structure import Structure
 from autopar.errors import InputError, TraceError
 from autopar.trace.call_signature import Arguments
+from autopar.trace.decided_numbers import DecidedNumbers
 from autopar.trace.sparse_products import PRODUCT, Entries, entries_of, product_call
 
 _MAKERS = {"arange", "zeros", "ones", "full", "tensor", "eye"}
@@ -91,7 +92,7 @@ def argument_name(path: str, model: nn.Module) -> str:
 def edge_lists(graph: Graph, arguments: Arguments) -> Structure:
     """The inputs that are edge lists: integers of two rows or columns by which operators add up rows.
 
-    A table of labels or tokens isn't one: what places rows must follow from it and from numbers alone.
+    A table of labels or tokens isn't one: what places rows must follow from it and from constants alone.
     """
     follows: dict[str, frozenset[str]] = {}
     kinds = {item.name: item for item in graph.inputs}
@@ -100,13 +101,14 @@ def edge_lists(graph: Graph, arguments: Arguments) -> Structure:
         is_int = not (item.spec.dtype.is_floating_point or item.spec.dtype.is_complex)
         if pairs and is_int and item.kind is not InputKind.PARAMETER and item.spec.dtype is not torch.bool:
             follows[item.name] = frozenset((item.name,))
+    fixed = {item.name for item in graph.inputs if item.value is not None}
     found: set[str] = set()
     for operation in graph.operators:
         places_by = facts_of(operation.target).places_by
         if places_by is not None:
-            index = operation.args[places_by]
-            found |= follows.get(getattr(index, "name", ""), frozenset())
-        operands = [name for name in operation.operands if name not in follows]
+            for index in refs(operation.args[places_by]):
+                found |= follows.get(index.name, frozenset())
+        operands = [name for name in operation.operands if name not in follows and name not in fixed]
         if not operands or all(name not in kinds and not _has_inputs(name, graph) for name in operands):
             sources = frozenset().union(*(follows.get(name, frozenset()) for name in operation.operands))
             if sources:
@@ -171,11 +173,23 @@ class Evaluating(TorchFunctionMode):
         self._ordered: dict[int, Entries] = {}  # by the identity of a matrix's entries, which are kept
         self._kept: list[Entries] = []
         self.asked: set[str] = set()
+        self._numbers = DecidedNumbers(self._sources, self._evaluated)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = getattr(function, "__name__", "")
+        if (found := self._numbers.answer(function, name, args, kwargs)) is not None:
+            self.asked |= found[1]
+            return found[0]
+        result = self._call(function, name, args, kwargs)
+        self._numbers.note(function, name, args, kwargs, result)
+        return result
+
+    def _sources(self, tensor: Tensor) -> frozenset[str] | None:
+        return self._known[id(tensor)][1] if self._is_known(tensor) else None
+
+    def _call(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not tensors:
             return self._make(function, name, args, kwargs)
         if any(tensor.layout is not torch.strided or id(tensor) in self._matrices for tensor in tensors):

@@ -1,7 +1,7 @@
 """What ranks send for a layer of a graph net: formulas of docs/theory/graphs.md beside what is counted.
 
     python -m tests.benchmarks.graphs                 simulated ranks, P = 4, 8 and 16
-    python -m tests.benchmarks.graphs --ranks 27      other numbers of ranks
+    python -m tests.benchmarks.graphs --ranks 27      other numbers of ranks; cubes in three dims as well
     python -m tests.benchmarks.graphs --plans         which plan is chosen by width and ranks, too
 
 Graphs have N vertices: a random one, one of R-MAT's (Chakrabarti, Zhan and Faloutsos, 2004), and a band, in
@@ -72,7 +72,7 @@ def graphs() -> dict[str, Tensor]:
 
 
 def rows_of(ranks: int) -> Iterator[Row]:
-    """Every way of one axis; those of two where the number of ranks is a square."""
+    """Every way of one axis; those of two where the number of ranks is a square, of three where a cube."""
     whole, share = N * WIDTH, (ranks - 1) / ranks
     mesh, random = Mesh((ranks,)), random_edges()
     for name, factor, at, formula in (
@@ -106,6 +106,12 @@ def rows_of(ranks: int) -> Iterator[Row]:
         yield Row(
             "2D, i f", "random", ranks, 2 * part, layer(square, ["i", "f"], (S0, S1), (S0, S1), width=WIDTH)
         )
+    side = round(ranks ** (1 / 3))
+    if side**3 == ranks:
+        cube, part = Mesh((side,) * 3), whole / side**2 * (side - 1) / side
+        before, after = (B, S0, S1), (S0, B, S1)  # roles of the first two rotate
+        counted = layer(cube, ["i", "j", "f"], before, after, width=WIDTH)
+        yield Row("3D, i j f", "random", ranks, 4 * part, counted)
 
 
 def show(rows: list[Row], console: Console) -> None:

@@ -37,6 +37,12 @@ def test_rows_by_features(side: int) -> None:
     assert layer(Mesh((side, side)), ["i", "f"], (S0, S1), (S0, S1)) == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("side", [2, *(pytest.param(side, marks=pytest.mark.long) for side in (3, 4))])
+def test_blocks_of_some_features_in_three_dims(side: int) -> None:
+    wanted = 4 * (side - 1) / side * N * F / side**2
+    assert layer(Mesh((side,) * 3), ["i", "j", "f"], (B, S0, S1), (S0, B, S1)) == pytest.approx(wanted)
+
+
 def test_a_block_with_its_sums_scattered() -> None:
     """Of a mesh of 2 x 3: rows over two, columns over three, both ends whole over the other axis."""
     wanted = 2 * (2 / 3) * N * F / 2  # sums scattered over b, their gradient gathered

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from autopar.core.mesh import Mesh
 from autopar.trace.export import trace
-from tests.proof.models import Model
+from tests.proof.models import Model, serial
 
-MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3))]
+MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2))]
 Mix = Callable[["Layer", Tensor, Tensor], Tensor]
 FEATURES = 3
 
@@ -35,6 +35,8 @@ class Layer(nn.Module):
 def placed(rows: Tensor, index: Tensor, length: int, reduce: str = "sum") -> Tensor:
     """Rows reduced where they are placed."""
     index = index.view(-1, 1).expand_as(rows)
+    if reduce == "sum":
+        return rows.new_zeros(length, rows.shape[1]).scatter_add(0, index, rows)
     return rows.new_zeros(length, rows.shape[1]).scatter_reduce(0, index, rows, reduce, include_self=False)
 
 
@@ -73,15 +75,53 @@ def dropped(net: Layer, x: Tensor, edge_index: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, target, messages)
 
 
-MIXES = (summed, multiplied, largest, averaged, attended, dropped)
+def normalised(net: Layer, x: Tensor, edge_index: Tensor) -> Tensor:
+    """By what all edges have together, of which a rank may have none."""
+    source, target = edge_index
+    messages = F.batch_norm(torch.tanh(x[source] - 2 * x[target]), None, None, training=True)
+    messages = torch.softmax(messages, 0) + messages - messages.amax(0) - messages.var(0, unbiased=False)
+    means = placed(messages * net.weight[:, None], target, len(x), "mean")
+    out: Tensor = means + messages.mean() * messages.norm()
+    return out
+
+
+def clustered(net: Layer, x: Tensor, edge_index: Tensor) -> Tensor:
+    """What is placed is placed again, in clusters that are in no order, and comes back from there."""
+    source, target = edge_index
+    clusters = (torch.arange(len(x)) * 5 + 3) % 4
+    sums = torch.tanh(placed(torch.tanh(x[source] - x[target]), target, len(x)))
+    means: Tensor = placed(sums, clusters, 4, "mean")[clusters]
+    return means
+
+
+def copied(net: Layer, x: Tensor, edge_index: Tensor) -> Tensor:
+    """Rows of some vertices are written over, and sums are added to what is there."""
+    source, target = edge_index
+    reached = torch.arange(len(x))[1::2]
+    out = x.index_copy(0, reached, torch.tanh(x[reached]) * 2)
+    return out.index_add(0, target, torch.tanh(x[source]) * net.weight[:, None])
+
+
+MIXES = (
+    summed,
+    multiplied,
+    largest,
+    averaged,
+    attended,
+    dropped,
+    normalised,
+    clustered,
+    copied,
+)
 
 
 def draw_edges(random: Random) -> tuple[int, Tensor]:
     """The number of vertices and edges: loops, twins, isolated vertices, hubs, in order or not."""
     count = random.choice((6, 7, 11))
     last = random.choice((count - 1, count - 1, count // 2))  # the vertices after it may be isolated
+    first = random.choice((0, 0, last // 2))  # edges lead to none before it
     pairs = [
-        (random.randint(0, last), random.choice((random.randint(0, last), 0)))
+        (random.randint(0, last), random.choice((random.randint(first, last), first)))
         for _ in range(random.randint(6, 24))
     ]
     if random.random() < 0.3:
@@ -110,10 +150,14 @@ def draw_model(random: Random, mix: Mix) -> Model:
     try:
         net, x = Net().double(), torch.randn(count, FEATURES).requires_grad_()
         graph = trace(net, (x, edge_index)).graph
+        alone = net(x, edge_index) if mix is not dropped else None
     finally:
         torch.set_default_dtype(before)
     given = {**dict(net.named_parameters()), "input_0": x}
     tensors = {
         item.name: item.value if item.value is not None else given[item.target] for item in graph.inputs
     }
-    return Model(graph, {name: value.detach().clone() for name, value in tensors.items()}, seed)
+    model = Model(graph, {name: value.detach().clone() for name, value in tensors.items()}, seed)
+    if alone is not None:
+        torch.testing.assert_close(serial(model)[graph.outputs[0]], alone)
+    return model

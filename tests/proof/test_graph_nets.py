@@ -16,11 +16,13 @@ from autopar.trace.edge_operators import PICK, PLACE
 from autopar.trace.export import trace
 from tests.trace.graph_nets import (
     HIDDEN,
+    VERTICES,
     HeldLayer,
     SparseLayer,
     SumOfNeighbours,
     WeightedLayer,
     adjacency,
+    edges,
     target,
 )
 
@@ -129,9 +131,9 @@ class Attention(nn.Module):
         return torch.zeros_like(x).index_add(0, target, share[:, None] * x[source])
 
 
-def pinned(layer: Layer, factor: str) -> dict[str, list[str]]:
+def pinned(layer: Layer, factor: str, structure: Tensor | None = None) -> dict[str, list[str]]:
     """All operators of the net that pick or place rows, pinned to a factor."""
-    net = target(layer)
+    net = target(layer, structure=structure)
     graph = trace(net.model, net.args, loss_fn=net.loss_fn).graph
     return {item.name: [factor] for item in graph.operators if item.target in (PICK, PLACE)}
 
@@ -139,6 +141,32 @@ def pinned(layer: Layer, factor: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("devices", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_attention_trains_as_alone_with_its_vertices_and_edges_split(devices: int) -> None:
     prove(Attention, devices, pinned(Attention, "r"))
+
+
+class Normalised(nn.Module):
+    """Messages that all edges normalise together: by batch norm, a softmax, the largest and the length."""
+
+    def __init__(self, features: int, out: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(features, out), nn.BatchNorm1d(out)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x, (source, target) = self.linear(x), edge_index
+        messages = self.norm(torch.tanh(x[source] - 2 * x[target]))
+        messages = torch.softmax(messages, 0) + messages - messages.amax(0) - messages.var(0)
+        return torch.zeros_like(x).index_add(0, target, messages) + messages.mean() * messages.norm()
+
+
+def halved() -> Tensor:
+    """Edges that lead to vertices of the second half alone."""
+    source, target = edges()
+    return torch.stack((source, VERTICES // 2 + 1 + target % (VERTICES // 2)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layer", [Normalised, Attention])
+def test_a_rank_may_have_no_edges(layer: Layer) -> None:
+    prove(layer, 2, pinned(layer, "r", halved()), structure=halved())
 
 
 @pytest.mark.long

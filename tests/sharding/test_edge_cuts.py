@@ -46,6 +46,18 @@ def test_messages_are_cut_where_their_vertices_are() -> None:
     assert rows(graph_of([0, 0, 0, 1, 3, 3], 4), Mesh((2,))) == [((0, 2), (0, 4)), ((2, 4), (4, 6))]
 
 
+def test_a_rank_of_whose_vertices_none_has_messages_has_no_part_of_them() -> None:
+    assert rows(graph_of([0, 0, 1, 1], 4), Mesh((2,))) == [((0, 2), (0, 4)), ((2, 4), (4, 4))]
+
+
+def test_cuts_by_more_axes_are_cuts_of_those_by_fewer_where_vertices_are_few() -> None:
+    """Eight messages to three vertices, on two and on four ranks."""
+    graph = graph_of([0, 0, 0, 1, 1, 1, 2, 2], 3)
+    assert [messages for _, messages in rows(graph, Mesh((2,)))] == [(0, 6), (6, 8)]
+    found = rows(graph, Mesh((2, 2)), (S, S))
+    assert [messages for _, messages in found] == [(0, 3), (3, 6), (6, 8), (8, 8)]
+
+
 def test_axes_that_share_vertices_share_their_messages() -> None:
     found = rows(graph_of([0, 0, 0, 1, 2, 3, 3], 4), Mesh((2, 2)), (S, S))
     assert [messages for _, messages in found] == [(0, 3), (3, 4), (4, 5), (5, 7)]
@@ -54,7 +66,6 @@ def test_axes_that_share_vertices_share_their_messages() -> None:
 @pytest.mark.parametrize(
     ("index", "kind"),
     [
-        ([0, 0, 1, 1], InputKind.USER),  # vertices 2 and 3 have none
         ([0, 2, 1, 3], InputKind.USER),  # in no order
         ([0] * 14 + [1, 3], InputKind.PARAMETER),  # which DTensors hold as torch cuts them
     ],

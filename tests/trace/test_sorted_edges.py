@@ -73,6 +73,14 @@ def dropped(net: nn.Module, x: Tensor, edge_index: Tensor, features: Tensor) -> 
     return added(F.dropout(torch.tanh(x[source]), 0.4, net.training) * features, target)
 
 
+def placed_again(net: nn.Module, x: Tensor, edge_index: Tensor, features: Tensor) -> Tensor:
+    """What is added up at vertices is placed again, among clusters of them."""
+    source, target = edge_index
+    clusters = torch.tensor([4, 1, 0, 3, 2]).repeat(5)[:VERTICES]
+    sums = torch.tanh(added(torch.tanh(x[source] + features), target))
+    return sums.new_zeros(5, sums.shape[1]).index_add(0, clusters, sums)
+
+
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(VERTICES, 4, dtype=torch.float64, generator=generator).requires_grad_()
@@ -85,7 +93,10 @@ def indices(graph: Graph) -> list[Tensor]:
     return [values[item.operands[1]] for item in graph.operators if item.target is PLACE]
 
 
-@pytest.mark.parametrize("forward", [gated, along_edges, against_order, halved, both_ways, dropped])
+FORWARDS = [gated, along_edges, against_order, halved, both_ways, dropped, placed_again]
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
 def test_the_graph_computes_what_the_model_does(forward: Forward) -> None:
     model, (x, edge_index, features) = Forwards(forward), inputs()
     graph = trace(model, (x, edge_index, features)).graph

@@ -88,7 +88,7 @@ def test_scatters_into_what_is_there_are_by_rows_as_well() -> None:
 
     found = traced(added, torch.randn(VERTICES, FEATURES), edges())
     targets = {item.target for item in found.graph.operators}
-    assert {aten.index_reduce.default, aten.index_add.default} <= targets
+    assert {aten.index_reduce.default, PLACE} <= targets, "one counts what is there, the other adds to it"
 
 
 def test_masks_of_constants_and_of_edges_choose_rows() -> None:
@@ -135,6 +135,41 @@ def test_static_says_what_cannot_be_seen() -> None:
     assert found.graph.specs[found.graph.outputs[0]].shape == (5, FEATURES)
     with pytest.raises(InputError, match="static: found 'nodes'.*input_0"):
         traced(pooled, x, batch, static=("nodes",))
+
+
+def test_edges_are_seen_behind_masks_and_where_rows_are_put() -> None:
+    """Edges of one kind, of a constant kind each, and a sum that is written as a put."""
+
+    def put(x: Tensor, edge_index: Tensor, kinds: Tensor) -> Tensor:
+        source, target = edge_index[:, kinds == 1]
+        return torch.zeros_like(x).index_put((target,), torch.tanh(x[source]), accumulate=True)
+
+    kinds = torch.arange(edges().shape[1]) % 3
+    found = traced(put, torch.randn(VERTICES, FEATURES), edges(), kinds, static=("input_2",))
+    assert found.structure.users == {1, 2}
+    assert PLACE in {item.target for item in found.graph.operators}
+
+
+def test_numbers_that_follow_from_structure_decide_branches() -> None:
+    """By arithmetic that rounds, of numbers alone and of constants, but of no values that are traced."""
+
+    def decided(x: Tensor, edge_index: Tensor) -> Tensor:
+        degree = torch.bincount(edge_index[1], minlength=len(x))
+        load = torch.tensor([int(degree.max()) / 4.0, 1.0]) @ torch.tensor([2.0, 0.5])
+        out = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
+        return out * 2 if load > 1 else out
+
+    x = torch.randn(VERTICES, FEATURES)
+    targets = {item.target for item in traced(decided, x, edges()).graph.operators}
+    assert aten.mul.Tensor in targets
+
+    def of_values(x: Tensor, edge_index: Tensor) -> Tensor:
+        load = torch.tensor([1.0, 1.0]).add_(x[0, 0])
+        out = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
+        return out * 2 if load.sum() > 1 else out
+
+    with pytest.raises(TraceError, match="depends on a tensor's values"):
+        traced(of_values, x, edges())
 
 
 def test_edges_out_of_range_are_refused_with_the_line() -> None:
