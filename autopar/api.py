@@ -61,7 +61,7 @@ from autopar.planning.options import (
 )
 from autopar.planning.request import check_cluster, check_overlap, check_timeout, request_of
 from autopar.proof.changes import MOST
-from autopar.proof.check import Report, check, check_input
+from autopar.proof.check import Report, check, check_compiled, check_input
 from autopar.results.announce import Announcer
 from autopar.results.comparison import Comparison
 from autopar.results.explanation import Explanation
@@ -289,6 +289,7 @@ def verify(
     asked = Options(VERIFY, **options)
     check_target("verify", target)
     request, auto = request_of(asked, cluster)
+    check_compiled(request, cluster, processes=processes)
     decided = None
     if auto:
         check_input(
@@ -305,6 +306,7 @@ def verify(
         )
         decided = compiler.find_pipeline(target.model, target.args, target.kwargs, auto)
         request = request.settled(decided)
+    check_overlap(request)
     with Database.open(asked.costdb) as database:
         return check(
             target,

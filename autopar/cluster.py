@@ -17,6 +17,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,6 +88,15 @@ class Link:
                 wanted="a finite latency of at least 0 and a finite bandwidth above 0",
                 remedy="give seconds and bytes per second",
             )
+
+        for before, after in pairwise(self.points):
+            if not (after[0] > before[0] and after[1] >= before[1]):
+                raise InputError(
+                    where="link",
+                    found=f"points {show_value(before)}, then {show_value(after)}",
+                    wanted="bytes that rise, and seconds that don't fall",
+                    remedy="sort points by bytes, and measure what takes less than a smaller message anew",
+                )
 
     def __str__(self) -> str:
         mark = " (estimated)" if self.estimated else ""

@@ -35,7 +35,7 @@ from autopar.planning.search import Decision, beside, decide, finish, search
 from autopar.results.announce import Announcer
 from autopar.results.plan import Plan
 from autopar.rewrite.build import build, build_stages
-from autopar.rewrite.overlap import room_of
+from autopar.rewrite.overlap import room_of, starts
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
 from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
 from autopar.sharding.sample_independence import samples_elsewhere
@@ -47,6 +47,7 @@ from autopar.trace.micro_batches import split_batch
 from autopar.trace.numbers import require_known
 from autopar.trace.simplify import only_loss, with_masks_by_dims, without_gradients
 from autopar.trace.uncollected import uncollected
+from autopar.units import show_bytes
 from costdb.database import Database
 
 LEAST_SECONDS = 1.0  # even past the time limit, for a plan that is there already but for its outputs
@@ -119,8 +120,10 @@ class Compiler:
         if self.announce is not None and rank == 0:
             self.announce(plan.notes)
         if not plan.pipeline.is_staged:
-            room = room_of(self.cap(request), plan.peak_bytes) if request.overlap else 0.0
-            return build(traced, plan, rank=rank, device=device, exact_random=self.exact_random, room=room)
+            room = room_of(request.cap(self.cluster), plan.peak_bytes) if request.overlap else 0.0
+            whole = build(traced, plan, rank=rank, device=device, exact_random=self.exact_random, room=room)
+            self.tell_of_overlap(request, whole, room)
+            return whole
         made = build_stages(traced, plan, rank=rank, device=device, exact_random=self.exact_random)
         if not step:
             return made
@@ -131,9 +134,13 @@ class Compiler:
         check_programs(made, rest)
         return replace(made, shorter=rest.stages)
 
-    def cap(self, request: Request) -> int | None:
-        """Bytes of a device that a plan may take, None where nobody says."""
-        return self.cluster.memory if request.memory is None else request.memory
+    def tell_of_overlap(self, request: Request, made: Executable, room: float) -> None:
+        """Note where exchanges were to start early, and none does for want of memory."""
+        wanted = request.overlap and not math.isinf(room) and not starts(made.module.graph)
+        if self.announce is None or dist.get_rank() or not wanted:
+            return
+        cap, peak = request.cap(self.cluster) or 0, made.plan.peak_bytes
+        self.announce([early_note(cap, peak, room)])
 
     def given(self, traced: Traced) -> Plan | None:
         """The plan that is there already, if it is for this graph; raises InputError if it has to be."""
@@ -481,6 +488,15 @@ def _more_parts(parts: Parts) -> str:
 
 def _bytes_beside_the_loss(graph: Graph) -> int:
     return sum(graph.specs[name].nbytes for name in graph.outputs if name != graph.loss)
+
+
+def early_note(cap: int, peak: int, room: float) -> str:
+    """What a plan under a cap has no room for."""
+    left, each = (show_bytes(max(0, int(nbytes))) for nbytes in (cap - peak, room))
+    return (
+        f"overlap: no exchange starts early, as the plan's peak of {show_bytes(peak)} leaves {left} of the "
+        f"cap of {show_bytes(cap)}, {each} for each kind of exchange: raise --memory, or leave out --overlap"
+    )
 
 
 def _noted(plan: Plan, note: str | None) -> Plan:

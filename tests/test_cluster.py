@@ -274,6 +274,18 @@ def test_a_device_may_be_described_by_hand(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "points",
+    [((1, 1.0), (3, 2.0), (2, 3.0)), ((1, 1.0), (1, 2.0)), ((1, 2.0), (2, 1.0))],
+    ids=["bytes fall", "bytes stay", "seconds fall"],
+)
+def test_points_out_of_order_are_refused_in_python(points: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(
+        InputError, match=r"link: found points .*, then .*, wanted bytes that rise.*; sort points"
+    ):
+        Link(1e-6, 1e9, points=points)
+
+
 POINTS = TOML.replace(
     'bandwidth = "200Gbit/s"\nlatency = "10us"',
     'points = [\n  ["1kB", "10us"],\n  ["2kB", "10us"],\n  ["1002kB", "110us"],\n]',

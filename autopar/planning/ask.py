@@ -24,6 +24,7 @@ class Ask:
     recompute: Recompute = Recompute.NONE
     bounded: bool = True
     multiplier: float | None = None
+    late: float = 0.0  # another one, of exchanges that hide behind gradients of weights
 
     @property
     def uncapped(self) -> Ask:

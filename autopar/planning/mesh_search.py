@@ -82,7 +82,7 @@ class MeshProblem:
         ]
         self.dims = dims_of(self.graph, self.mesh)
         self.groups = find_groups(self.graph) if request.compile else None
-        self.prices = self.priced_with(shown=1.0, credit=0.0)
+        self.prices = self.priced_with()
         self.folding = fold(self.graph, self.dims, self.request.pins, self.roles)
 
     dims: Dims = dataclasses.field(init=False)
@@ -99,9 +99,17 @@ class MeshProblem:
         """What operators are to fused groups, where programs are compiled."""
         return self.groups.members if self.groups else None
 
-    def priced_with(self, *, shown: float, credit: float) -> Prices:
-        """The prices, of sums of gradients the part that is `shown`, and that `credit` for what they hide
-        behind."""
+    def priced_with(
+        self,
+        *,
+        shown: float = 1.0,
+        credit: float = 0.0,
+        compute_credit: float = 0.0,
+        late_credit: float = 0.0,
+        late_shown: float = 1.0,
+    ) -> Prices:
+        """The prices, of sums of gradients and of what starts early the part that is `shown`, and those
+        credits for what they hide behind."""
         return Prices(
             self.graph,
             self.dims,
@@ -114,6 +122,10 @@ class MeshProblem:
             accumulates=self.request.training and self.request.micro_batches > 1,
             shown=shown,
             credit=credit,
+            early=self.request.overlap and self.request.training and self.request.stages == 1,
+            compute_credit=compute_credit,
+            late_credit=late_credit,
+            late_shown=late_shown,
             reduce=self.request.reduce_dtype,
             groups=self.groups,
         )
@@ -167,15 +179,21 @@ class MeshProblem:
         Sums S of gradients hide behind backward B: E >= S - theta B and E >= 0. With a multiplier on that
         row, in [0, 1], a solve is one of other costs, and bounds all plans: 1 is right where sums show, 0
         where they hide, and between the two it is bisected by whether they hide in the answer.
+
+        Where other exchanges start early, there are two rows: of all of them, A, behind all that is computed,
+        C, and of sums of activations, T, behind the gradients of weights, W: E >= A - theta C,
+        E >= T - theta W. The second one counts once, by itself, where the first leaves a gap.
         """
         count = self.request.micro_batches
         if not self.prices.overlap:
             return unstaged(self.solve(ask, limits), count)
         found, bound = list[Step](), 0.0
         low, high, multiplier = 0.0, 1.0, 1.0
-        for _ in range(MULTIPLIERS):
+        for number in range(MULTIPLIERS + self.prices.early):
+            late = float(number == MULTIPLIERS)
             try:
-                solution = self.solve(dataclasses.replace(ask, multiplier=multiplier), limits)
+                row = dataclasses.replace(ask, multiplier=multiplier * (1.0 - late), late=late)
+                solution = self.solve(row, limits)
             except (CutoffError, SolverError) as error:
                 if not found:
                     raise
@@ -398,14 +416,23 @@ class MeshProblem:
                 return self.solved[known]
         if ask.cap is not None:
             free = self.ask(ask.force, bounded=ask.bounded)
-            fastest = self.solve(dataclasses.replace(free, multiplier=ask.multiplier), limits)
+            free = dataclasses.replace(free, multiplier=ask.multiplier, late=ask.late)
+            fastest = self.solve(free, limits)
             if fastest.peak.nbytes <= ask.cap:
                 return fastest
         cutoff = limits.cutoff if ask.bounded and self.request.stages == 1 else math.inf
         prices = self.prices
         if ask.multiplier is not None:
-            credit = ask.multiplier * prices.overlap * prices.step_weight
-            prices = self.priced_with(shown=ask.multiplier, credit=credit)
+            credit = ask.multiplier * prices.overlap
+            if prices.early:
+                prices = self.priced_with(
+                    shown=ask.multiplier,
+                    compute_credit=credit,
+                    late_credit=ask.late * prices.overlap,
+                    late_shown=ask.multiplier + ask.late,
+                )
+            else:
+                prices = self.priced_with(shown=ask.multiplier, credit=credit * prices.step_weight)
         found = choose_named(
             self.graph,
             prices,
@@ -432,6 +459,8 @@ class MeshProblem:
         prices, mesh = self.prices, self.mesh
         if not prices.overlap:
             return 0.0
+        if prices.early:
+            return prices.overlap * bound
         whole = (R,) * len(mesh.shape)
         sums = sum(
             prices.gradient_sync(item.name, Move(axis, whole, (*whole[:axis], B, *whole[axis + 1 :])))

@@ -484,16 +484,20 @@ class PlacementOptions(TypedDict, total=False):
     ]
 
 
-class VerifyOptions(PlacementOptions, SearchOptions, total=False):
-    """Options of `verify`: where state is SGD's with momentum, and nothing is measured."""
+class RunOptions(TypedDict, total=False):
+    """Options of how what is planned runs, for which plans are made."""
 
-
-class PlanOptions(VerifyOptions, total=False):
-    """Options of `plan` and `parallelize`; help(autopar.plan) tells what each means."""
-
-    optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
-    measure: Annotated[bool | None, _MEASURE]
-    measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
+    overlap: Annotated[
+        bool | None,
+        Option(
+            default=False,
+            words=(bool,),
+            help="Start exchanges early, beside compute, where memory is left: gathers of weights, sums.",
+            more="In plans without stages. Gathers start by groups, up to two of which are in memory then; "
+            "gradients of weights are made beside sums of activations' gradients. What a cap leaves too "
+            "little for is not started early. On processes of one machine it gains nothing.",
+        ),
+    ]
     compile: Annotated[
         bool | None,
         Option(
@@ -506,20 +510,20 @@ class PlanOptions(VerifyOptions, total=False):
     ]
 
 
-class ParallelizeOptions(PlanOptions, total=False):
-    """Options of `parallelize`: those of `plan`, and of how what is planned runs."""
+class VerifyOptions(PlacementOptions, SearchOptions, RunOptions, total=False):
+    """Options of `verify`: where state is SGD's with momentum, and nothing is measured."""
 
-    overlap: Annotated[
-        bool | None,
-        Option(
-            default=False,
-            words=(bool,),
-            help="Start gathers of weights in shards early, beside compute, where memory is left.",
-            more="In plans without stages, by groups of gathers; up to two more groups of full tensors are "
-            "in memory then, and a group for which a cap leaves less is not started early. On processes of "
-            "one machine it gains nothing.",
-        ),
-    ]
+
+class PlanOptions(VerifyOptions, total=False):
+    """Options of `plan` and `parallelize`; help(autopar.plan) tells what each means."""
+
+    optimizer: Annotated["OptimizerLike | None", _OPTIMIZER]
+    measure: Annotated[bool | None, _MEASURE]
+    measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
+
+
+class ParallelizeOptions(PlanOptions, total=False):
+    """Options of `parallelize`: those of `plan`."""
 
 
 class CompareOptions(SearchOptions, total=False):
@@ -578,7 +582,7 @@ class Door:
 
 _WHOLE_STEP = {"stages": 1, "micro_batches": 1}  # a loop that calls backward needs both
 _NO_PIPELINE = {**_WHOLE_STEP, "schedule": ScheduleKind.ONE_F_ONE_B.value}
-HOW_IT_RUNS = ("compile",)  # of what plans depend on: no plan says it
+HOW_IT_RUNS = ("compile", "overlap")  # of what plans depend on: no plan says it
 PLAN = Door("plan", tuple(PlanOptions.__annotations__))
 PARALLELIZE = Door("parallelize", tuple(ParallelizeOptions.__annotations__), _WHOLE_STEP)
 VERIFY = Door("verify", tuple(VerifyOptions.__annotations__), {"optimizer": "sgd-momentum", "measure": False})

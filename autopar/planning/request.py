@@ -86,6 +86,10 @@ class Request:
         now = Autocast.now(cluster.device_type)
         return now if now.dtype is not None else Autocast.of(cluster.device_type, self.dtype)
 
+    def cap(self, cluster: ClusterSpec) -> int | None:
+        """Bytes of a device that a plan may take, None where nobody says."""
+        return cluster.memory if self.memory is None else self.memory
+
     def settled(self, plan: Plan) -> Request:
         """The request with the pipeline and the mesh that `plan` has."""
         pipeline = plan.pipeline

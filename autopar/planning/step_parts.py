@@ -1,6 +1,6 @@
 """Where the seconds of a step go: compute, communication, waits, gradient sums, the optimizer.
 
-Without stages all is done one after the other, and nothing is taken to overlap:
+Without stages all is done one after the other, but for what hides behind compute (`StepCost`):
 
     M (compute + recompute + communication + copies + ties) + sums + optimizer  =  step
 
@@ -44,7 +44,7 @@ def step_parts(step: Step, pipeline: Pipeline) -> StepParts:
             scaled(each, pipeline.micro_batches),
             sums=step.cost.exposed,
             optimizer=step.cost.update,
-            hidden=step.cost.hidden,
+            hidden=step.cost.hidden + pipeline.micro_batches * step.cost.beside,
         )
     return staged_parts(
         scaled(repeated, pipeline.micro_batches / pipeline.ranks),

@@ -57,10 +57,11 @@ from autopar.proof.verify import (
     verify_simulated,
 )
 from autopar.results.plan import Plan
+from autopar.rewrite.overlap import room_of
 from autopar.rewrite.unequal_micro_batches import check_plan
+from autopar.runtime.compiled.compiler import check_compiler
 from autopar.runtime.module import serial_model
 from autopar.sharding.strategies import dims_of
-from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced, check_dense, trace
 from autopar.trace.micro_batches import MicroBatch, split_batch
@@ -235,11 +236,16 @@ def check(
     _check_loss(target, traced)
     plan = _plan(traced.graph, cluster, request, database, plan)
     if processes:
-        verdict = _verify_processes(
-            target, traced, plan, cluster, steps, static=request.static, autocast=autocast
-        )
+        verdict = _verify_processes(target, traced, plan, cluster, request, steps)
     else:
-        verdict = verify_simulated(target.model, traced, plan.program, loss_fn=target.loss_fn, steps=steps)
+        verdict = verify_simulated(
+            target.model,
+            traced,
+            plan.program,
+            loss_fn=target.loss_fn,
+            steps=steps,
+            room=room_of(request.cap(cluster), plan.peak_bytes) if request.overlap else 0.0,
+        )
     tried = try_changes(target, plan, cluster, request, most=changes) if changes and verdict.passed else None
     low = program_in_low_precision(target, traced, plan, autocast, steps=steps)
     return Report(plan, verdict, request.force, changes_tried=tried, low=low)
@@ -270,12 +276,7 @@ def _check_pipeline(
     batch = split_batch(traced.cutting, tensors, count, find=model.get_buffer)
     disagreement: Disagreement = {}
     if processes:
-        job = replace(
-            _job(target, traced, plan, cluster, arguments.tensors, steps),
-            batch_dims=request.batch_dims,
-            static=request.static,
-            autocast=autocast,
-        )
+        job = _job(target, traced, plan, cluster, request, steps)
         ours, disagreement = train_on_processes(job)
     else:
         dims = dims_of(graph, plan.mesh)
@@ -328,6 +329,19 @@ def _plan(
         return plan
     request = replace(request, alternatives=False)
     return search(graph, cluster, request, database=database).plan
+
+
+def check_compiled(request: Request, cluster: ClusterSpec, *, processes: bool) -> None:
+    """Raise InputError for compiled programs on simulated ranks, or where nothing can be compiled."""
+    if request.compile and not processes:
+        raise InputError(
+            where="--compile",
+            found="simulated ranks, which run programs operator by operator",
+            wanted="processes, on which programs are compiled whole",
+            remedy="write --processes, or leave out --compile",
+        )
+    if request.compile:
+        check_compiler(cluster.device_type)
 
 
 def check_input(
@@ -412,14 +426,11 @@ def _verify_processes(
     traced: Traced,
     plan: Plan,
     cluster: ClusterSpec,
+    request: Request,
     steps: int,
-    *,
-    static: tuple[str, ...],
-    autocast: Autocast,
 ) -> Verdict:
     _, casts = raise_graph(traced.graph)
-    job = _job(target, traced, plan, cluster, traced.arguments.tensors, steps)
-    job = replace(job, static=static, autocast=autocast)
+    job = _job(target, traced, plan, cluster, request, steps)
     ours, disagreement = train_on_processes(job)
     model = raise_model(copy_model(target.model))
     constants = written_constants(traced.graph)
@@ -435,10 +446,10 @@ def _job(
     traced: Traced,
     plan: Plan,
     cluster: ClusterSpec,
-    tensors: Sequence[Tensor],
+    request: Request,
     steps: int,
 ) -> Job:
-    model = target.model
+    model, tensors = target.model, flatten_arguments(target.args, target.kwargs).tensors
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return Job(
         source=target.source,
@@ -447,4 +458,6 @@ def _job(
         tensors=tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors),
         state={name: tensor.detach() for name, tensor in state.items()},
         steps=steps,
+        request=request,
+        autocast=request.autocast(cluster),
     )

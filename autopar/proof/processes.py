@@ -59,8 +59,7 @@ class Job:
     tensors: tuple[Tensor, ...]
     state: Mapping[str, Tensor]
     steps: int
-    batch_dims: Said | None = None
-    static: tuple[str, ...] = ()
+    request: Request
     autocast: Autocast = Autocast()  # around the calls that are traced
 
     @property
@@ -90,7 +89,7 @@ def train_rank(job: Job) -> tuple[Record | None, Disagreement]:
     traced, shorter = _raised(target, job)
     compiler = Compiler(
         job.cluster,
-        Request(measure=False),
+        Request(measure=False, memory=job.request.memory, overlap=job.request.overlap),
         target.loss_fn,
         loss_only=job.by_steps,
         exact_random=True,
@@ -106,6 +105,8 @@ def train_rank(job: Job) -> tuple[Record | None, Disagreement]:
         by_steps=job.by_steps,
         exact_random=True,
     )
+    if job.request.compile:
+        parallel.compile()
     with float64_by_default():
         record = train(parallel, traced, job)
     found = disagreement(record, compiler.device())
@@ -137,8 +138,8 @@ def trace_lengths(
 def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
     """The target's graphs in float64, traced as the parent did: from the model as it is."""
     if job.by_steps:
-        count = job.plan.pipeline.micro_batches
-        traced, shorter = trace_lengths(target, count, job.batch_dims, job.autocast, job.static)
+        count, asked = job.plan.pipeline.micro_batches, job.request
+        traced, shorter = trace_lengths(target, count, asked.batch_dims, job.autocast, asked.static)
     else:
         args, kwargs = flatten_arguments(target.args, target.kwargs).rebuild(job.tensors)
         traced, shorter = _whole(target, args, kwargs, job), None
@@ -160,7 +161,7 @@ def _whole(target: Target, args: Any, kwargs: Any, job: Job) -> Traced:
         kwargs,
         loss_fn=target.loss_fn,
         loss_only=False,
-        static=job.static,
+        static=job.request.static,
         autocast=job.autocast,
     )
 

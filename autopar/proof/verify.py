@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar.core.graph import Graph, InputKind
 from autopar.core.placement import Layout
@@ -36,7 +36,8 @@ from autopar.proof.precision import (
     written_constants,
 )
 from autopar.proof.ranks import assemble, distribute, meaning_for, run, seed_share, total_gradient
-from autopar.rewrite.rank_program import rewrite
+from autopar.rewrite.overlap import overlap
+from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import dims_of
@@ -110,13 +111,15 @@ def verify_simulated(
     loss_fn: LossFunction | None,
     steps: int,
     theirs: Record | None = None,
+    room: float = 0.0,
 ) -> Verdict:
-    """Prove `program` for `traced` on simulated ranks; `theirs` is the eager training, if it is known."""
+    """Prove `program` for `traced` on simulated ranks; `theirs` is the eager training, if it is known.
+    Gathers that fit into `room` bytes start early."""
     graph, casts = raise_graph(traced.graph)
     dims = dims_of(graph, program.mesh)
     serial_model = raise_model(copy_model(model))
     with float64_by_default():
-        ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps)
+        ours = simulate_training(serial_model, traced.arguments, graph, program, dims, steps=steps, room=room)
     constants = written_constants(traced.graph)
     return judge(
         ours,
@@ -317,11 +320,19 @@ def simulate_training(
     *,
     steps: int,
     lift: Callable[[Tensor], Tensor] = raise_tensor,
+    room: float = 0.0,
 ) -> Record:
     """The same steps by all ranks' programs; `model` gives the first parameters and is not changed. `lift`
-    makes the tensors of the start."""
+    makes the tensors of the start; gathers that fit into `room` bytes start early."""
     written = [rewrite(graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices)]
-    programs = [recomputing(each.graph, each, graph, program, name="Rank") for each in written]
+    weights = {item.name: item.spec for item in graph.inputs if item.kind is InputKind.PARAMETER}
+
+    def body(each: RankProgram) -> fx.Graph:
+        if room <= 0:
+            return each.graph
+        return overlap(each.graph, weights, room=room, steps=each.steps, segments=program.recompute)
+
+    programs = [recomputing(body(each), each, graph, program, name="Rank") for each in written]
     record = Record()
     full = start_tensors(model, arguments, graph, lift)
     names = {item.name: item for item in graph.inputs}

@@ -76,7 +76,8 @@ def parts_of(plan: Plan) -> StepParts:
 
 def trust_lines(plan: Plan) -> Iterator[str]:
     """What is measured, what is estimated, and how far predictions were off."""
-    overlap = "" if plan.pipeline.is_staged else "; nothing is taken to overlap"
+    overlaps = plan.pipeline.is_staged or plan.parts.hidden > 0
+    overlap = "" if overlaps else "; nothing is taken to overlap"
     shares = {
         f"measured (± {MEASURED_ERROR:.0%})": plan.measured_share,
         f"interpolated from other sizes (± {INTERPOLATED_ERROR:.0%})": plan.interpolated_share,

@@ -4,6 +4,8 @@ build                   the passes, from traced graph and plan to executable
 rank_program            Graph and Program -> fx.Graph
 emit                    writes it call by call, and knows every local shape
 overlap                 gathers of weights, started early
+hoist                   exchanges of activations, started early
+late_gradients          gradients of weights, beside sums of their input's gradients
 recompute               parts that are computed again in backward, as modules
 defer_sync              gradient sums and gathers, once a step
 split_stages            the programs of pipeline stages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,6 +16,8 @@ from autopar.core.placement import replicated
 from autopar.core.program import Program
 from autopar.results.plan import Plan
 from autopar.rewrite.defer_sync import Deferred, defer
+from autopar.rewrite.hoist import hoist
+from autopar.rewrite.late_gradients import make_late
 from autopar.rewrite.overlap import overlap
 from autopar.rewrite.rank_program import RankProgram, rewrite
 from autopar.rewrite.recompute import recomputing
@@ -39,7 +42,7 @@ def build(
 ) -> Executable:
     """One rank's executable under `plan`, which has no stages; needs no process group.
 
-    Gathers of weights that take at most `room` bytes together start early.
+    Exchanges that take at most `room` bytes start early: gathers of weights, sums, those of gradients.
     """
     graph, program = traced.graph, plan.program
     dims = dims_of(graph, plan.mesh)
@@ -47,8 +50,7 @@ def build(
     parameters = [item.name for item in graph.inputs if item.kind is InputKind.PARAMETER]
     body, deferred = defer(mine.graph, parameters, _gathered_once(program))
     if room > 0:
-        weights = {item.name: item.spec for item in graph.inputs if item.name in parameters}
-        body = overlap(body, weights, room=room, steps=mine.steps, segments=program.recompute)
+        body = _early(body, graph, program, dims, mine, room=room)
     outputs = _outputs(graph, plan, dims, rank, graph.outputs)
     parting = {item.key for item in outputs if item.key is not None}
     return Executable(
@@ -104,6 +106,28 @@ def build_stages(
         plan=plan,
         structure=traced.structure,
     )
+
+
+def _early(
+    body: fx.Graph, graph: Graph, program: Program, dims: Dims, mine: RankProgram, *, room: float
+) -> fx.Graph:
+    """A copy of a rank's program whose exchanges start early, each kind of them within `room` bytes."""
+    weights = {item.name: item.spec for item in graph.inputs if item.kind is InputKind.PARAMETER}
+    sizes = {node.name: value.nbytes for node, value in mine.emitter.meta.items()}
+    body = overlap(body, weights, room=room, steps=mine.steps, segments=program.recompute)
+    body = hoist(body, lambda node: sizes[node.name], room=room, steps=mine.steps, segments=program.recompute)
+
+    def result_bytes(step: int) -> int:
+        """What an operator makes, on the rank that has most."""
+        operator = graph.operators[step]
+        name = next(each for each in operator.results if each is not None)
+        layout = tuple(option.results[0] for option in program.strategies[operator.name])
+        most = dims.local_shape(name, layout, dims.largest(name, layout))
+        return math.prod(most) * graph.specs[name].dtype.itemsize
+
+    if not any(graph.specs[name].requires_grad for name in graph.outputs):
+        return body
+    return make_late(body, result_bytes, room=room, steps=mine.steps, segments=program.recompute)
 
 
 def _stage(

@@ -27,7 +27,9 @@ from autopar.runtime import registry
 from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
 
-GROUPS_IN_BACKWARD = 2  # of full tensors beside those computed with: weights that come, gradients that go
+# What is in memory beside a plan's peak: weights that come, gradients that go, an activation's sum, and
+# what gradients of weights are made of.
+AT_ONCE = 4
 _HALVED = {registry.operator(name): name for name in HALVED}
 _CAST = torch.ops.aten.to.dtype
 _BESIDE = {_CAST, *(registry.operator("r_to_b" + ending) for ending in ("", *SUMMED.values()))}
@@ -47,7 +49,7 @@ def overlap(
     `weights` are the full tensors, by the name of their placeholder; `steps` says for which operator each
     node was written, `segments` which operators are computed again.
     """
-    again = {place for first, stop in segments for place in range(first, stop)}
+    again = operators_of(segments)
 
     def stays(node: fx.Node) -> bool:
         return any(steps.get(each.name, -1) in again for each in (node, *node.all_input_nodes))
@@ -84,9 +86,20 @@ def overlap(
     return copy
 
 
+def starts(graph: fx.Graph) -> bool:
+    """Whether anything in a program starts early."""
+    calls = (node.target for node in graph.nodes if node.op == "call_function")
+    return any(getattr(target, "_opname", "").startswith(START) for target in calls)
+
+
+def operators_of(segments: Sequence[Segment]) -> set[int]:
+    """The numbers of the operators that are computed again."""
+    return {place for first, stop in segments for place in range(first, stop)}
+
+
 def room_of(cap: int | None, peak_bytes: float) -> float:
-    """Bytes that one group may take under a cap, beside a plan's peak."""
-    return math.inf if cap is None else (cap - peak_bytes) / GROUPS_IN_BACKWARD
+    """Bytes that each of what is early or late may take under a cap, beside a plan's peak."""
+    return math.inf if cap is None else (cap - peak_bytes) / AT_ONCE
 
 
 def _leads(node: fx.Node, names: Collection[str]) -> bool:

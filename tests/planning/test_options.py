@@ -31,6 +31,7 @@ from autopar.planning.options import (
     Door,
     Options,
     read,
+    settle_beside_plan,
 )
 from autopar.planning.request import Auto, Request, request_of
 
@@ -174,3 +175,10 @@ def test_dims_of_samples_are_read_from_words_and_mappings() -> None:
 def test_other_words_for_dims_of_samples_are_refused(said: Any) -> None:
     with pytest.raises(InputError, match="--batch-dims: found .*write --batch-dims input_0=1"):
         Options(PLAN, batch_dims=said).read()
+
+
+def test_beside_a_plan_the_environment_says_what_programs_do() -> None:
+    words = {"overlap": True, "compile": True, "gap": 0.5, "force": "batch"}
+    found = settle_beside_plan({VARIABLE: json.dumps(words)})
+    assert found.overlap and found.compile
+    assert found.gap != 0.5 and found.force is None

@@ -75,7 +75,7 @@ def test_a_group_that_takes_more_than_the_room_stays_where_it_is() -> None:
     assert calls(early(graph, 3, room=FULL - 1)) == before
     found = calls(early(graph, 3, room=FULL))  # the first one has a bias, too
     assert found[:2] == before[:2] and found.count("start_s_to_b_again") == 2
-    assert room_of(None, 5.0) == math.inf and room_of(100, 60) == 20
+    assert room_of(None, 5.0) == math.inf and room_of(100, 60) == 10
 
 
 def test_casts_start_with_their_gathers() -> None:

@@ -42,6 +42,7 @@ from autopar.cost.operators.known_prices import Known, known_prices
 from autopar.cost.operators.saved import SavedTensors, keep, stand_ins
 from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, Written
+from autopar.runtime.collectives.late_gradients import PRODUCTS
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import GATHER, Site, rule_of
@@ -71,7 +72,7 @@ class Price:
     `missing_seconds` the part of `compute` that isn't measured, `interpolated_seconds` what of it follows
     from other sizes; `saved` what stays in memory for backward.
     `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
-    Sums of gradients may hide `behind` so many seconds, for which `credit` is taken off.
+    Sums of gradients may hide `behind` so many seconds; `credit` is taken off for what hides.
     """
 
     compute: float
@@ -117,6 +118,10 @@ class Prices:
     accumulates: bool = False  # whether gradients of several micro-batches add up
     shown: float = 1.0  # of gradient sums in buckets, a multiplier
     credit: float = 0.0  # of the backward seconds of operators, behind which such sums hide
+    early: bool = False  # whether gathers and sums of activations start early, too
+    compute_credit: float = 0.0  # then of all seconds of operators; `shown` is of gathers, too
+    late_credit: float = 0.0  # and of those of gradients of weights, which may be late
+    late_shown: float = 1.0  # of exchanges of activations' gradients
     reduce: Precision = Precision.FP32  # what gradients of cast weights are summed in
     groups: FusedGroups | None = None  # of a compiled program
     _operators: dict[Any, Price] = field(default_factory=dict)
@@ -165,7 +170,9 @@ class Prices:
     def known(self) -> Known:
         """What equal operators and tensors of other graphs cost on this mesh."""
         if self._known is None:
-            usual = self.shown == 1.0 and not self.credit
+            usual = self.shown == self.late_shown == 1.0 and not (
+                self.credit or self.compute_credit or self.late_credit
+            )
             found = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
             self._known = found if usual else Known()
         return self._known
@@ -334,6 +341,7 @@ class Prices:
         ahead = sum(item.forward_seconds for item in costs) * self.model.contention
         behind = compute - ahead
         weights = behind * self._weights_share(operation, work)
+        late = weights if operation.target in PRODUCTS else 0.0
         ahead += sum(before for before, _ in inner)
         kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         if fused is not None and member is not None:
@@ -371,7 +379,7 @@ class Prices:
             weights=weights,
             again=again,
             behind=behind,
-            credit=self.credit * behind,
+            credit=self.credit * behind + self.compute_credit * compute + self.late_credit * late,
             interpolated_seconds=between,
             launches=launches,
         )
@@ -551,6 +559,10 @@ class Prices:
         """How many times the bytes of a tensor its gradient has where it is summed over ranks."""
         return self.reduce.nbytes / self.graph.specs[name].dtype.itemsize if name in self._reduced else 1.0
 
+    def summed_bytes(self, name: str, layout: Layout) -> int:
+        """Bytes of the largest rank's part of a gradient, in the dtype in which it is summed over ranks."""
+        return round(self.widening(name) * self.local_bytes(name, layout))
+
     def _change(
         self, change: Change, nbytes: int, *, requires_grad: bool, weight: bool, wide: float, parts: bool
     ) -> tuple[float, float]:
@@ -570,7 +582,7 @@ class Prices:
             if parts:
                 ahead += self._apart(what.forward, nbytes)
                 back += self._apart(what.backward, nbytes) if requires_grad else 0.0
-            self._moves[key] = ahead, back
+            self._moves[key] = self._shown(what.name, ahead, back, weight=weight)
         return self._moves[key]
 
     def _apart(self, action: Action, nbytes: int) -> float:
@@ -579,6 +591,15 @@ class Prices:
 
     def _parts_group(self, name: str) -> bool:
         return self.groups is not None and name in self.groups.inside
+
+    def _shown(self, move: str, ahead: float, back: float, *, weight: bool) -> tuple[float, float]:
+        """Seconds of a move, of what may start early as much as is shown: of weights gathers and scatters, of
+        activations the exchange in backward."""
+        if not self.early:
+            return ahead, back
+        if weight and move in ("s_to_b", "s_to_r"):
+            return self.shown * ahead, self.shown * back
+        return ahead, (1.0 if weight or move not in ("r_to_b", "s_to_b") else self.late_shown) * back
 
     def _requires_grad(self, name: str) -> bool:
         return self.training and self.graph.specs[name].requires_grad

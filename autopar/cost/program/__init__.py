@@ -11,4 +11,5 @@ moments          what one device does and holds, over time
 recompute        operators that are computed again in backward
 offload          tensors that wait in the host's memory
 gathering        weights that are stored in shards
+early            what starts early, and hides behind compute
 """

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from autopar.cost.program.tape import Weight
-from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Member, assign
+from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Bucket, Member, assign
 
 
 class Heap:
@@ -34,14 +34,15 @@ class GradientSums:
     """What becomes of weights' gradients, as gradient_buckets.py and bound_program.py have it.
 
     A gradient that ranks sum waits for the others of its bucket, whose memory is there all the time; a
-    large one is summed where it lies. Those of earlier micro-batches are there from the start.
+    large one is summed where it lies, unless it is in another dtype. Sums in another dtype are there until
+    all gradients have been made of them. Those of earlier micro-batches are there from the start.
     """
 
     def __init__(self, heap: Heap, weights: Sequence[Weight], *, adding: bool) -> None:
         """`weights` in the order of their first use."""
         self.heap, self.adding, self.weights = heap, adding, weights
         members = [
-            Member(place, item.name, item.key, item.dtype, item.nbytes)
+            Member(place, item.name, item.key, item.dtype, item.summed_bytes, item.reduce)
             for place, item in reversed(list(enumerate(weights)))
             if item.key is not None
         ]
@@ -53,7 +54,7 @@ class GradientSums:
 
     def begin(self) -> None:
         for number, bucket in enumerate(self.buckets):
-            if len(bucket.members) > 1:
+            if _is_copied(bucket):
                 self.heap.hold(("bucket", number), sum(item.nbytes for item in bucket.members))
         if self.adding:
             for item in self.weights:
@@ -88,7 +89,19 @@ class GradientSums:
         self.arrived.setdefault(number, []).append(key)
         self.waiting[number] -= 1
         while self.next < len(self.buckets) and not self.waiting[self.next]:
-            if len(self.buckets[self.next].members) > 1:
+            if _is_copied(self.buckets[self.next]):
                 for each in self.arrived[self.next]:
                     self.heap.drop(each)
             self.next += 1
+
+    def finish(self) -> None:
+        """Make gradients of the sums that are in another dtype, at the end of backward."""
+        summed = {each.name for bucket in self.buckets for each in bucket.members if each.reduce is not None}
+        for item in self.weights:
+            if item.name in summed:
+                self.heap.hold(("total", item.name), item.nbytes)
+
+
+def _is_copied(bucket: Bucket) -> bool:
+    """Whether gradients are copied in order to be summed."""
+    return len(bucket.members) > 1 or bucket.members[0].reduce is not None

@@ -189,6 +189,8 @@ class Replay:
         kept, self.forward_working = self.saved_bytes, list(self.working)
         if self.prices.training:
             self.backward()
+            if not self.staged:
+                self.sums.finish()
         names = [item.name for item in self.graph.operators]
         by_operator = dict(zip(names, self.by_operator, strict=False))
         return Peak(self.heap.most, state_bytes, kept, by_operator)

@@ -10,6 +10,7 @@ from autopar.convert.moves import effect
 from autopar.core.graph import InputKind
 from autopar.core.move import Move
 from autopar.cost.operators.prices import Prices
+from autopar.cost.program.early import early_seconds
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import wait_seconds
 from autopar.cost.program.recompute import again_seconds
@@ -25,7 +26,8 @@ class StepCost:
     """Seconds on one rank for the whole graph: `forward` and `backward` of one micro-batch, the latter
     with all that is computed again, both with what they wait for copies to and from the host, and once a step
     the sums of gradients that wait for the last one, with the gathers of weights that are gathered once, and
-    the optimizer's `update`. Of `sync` so many seconds are `hidden` behind the last backward pass."""
+    the optimizer's `update`. Of `sync` so many seconds are `hidden` behind the last backward pass, and of
+    each micro-batch's exchanges so many `beside` what it computes."""
 
     forward: float
     backward: float
@@ -33,10 +35,12 @@ class StepCost:
     update: float
     hidden: float = 0.0
     summed: float = 0.0  # of `sync` what could hide
+    beside: float = 0.0
+    early: float = 0.0  # of a micro-batch what could hide
 
     @property
     def micro_batch(self) -> float:
-        return self.forward + self.backward
+        return self.forward + self.backward - self.beside
 
     def weighted(self, step_weight: float) -> float:
         """Seconds of a micro-batch and `step_weight` times those spent once a step: the objective."""
@@ -48,8 +52,8 @@ class StepCost:
 
     @property
     def exposed_sums(self) -> bool:
-        """Whether sums take longer than what they could hide behind."""
-        return self.hidden < self.summed
+        """Whether sums, or what starts early, take longer than what they could hide behind."""
+        return self.hidden < self.summed or self.beside < self.early
 
     @property
     def exposed(self) -> float:
@@ -80,8 +84,12 @@ def step_cost(priced: PricedProgram) -> StepCost:
     backward += again_seconds(priced)
     waits = wait_seconds(priced)
     forward, backward = forward + waits[0], backward + waits[1]
-    hidden = 0.0 if prices.credit else min(summed, prices.overlap * sum(cost.behind for cost in costs))
-    found = StepCost(forward, backward, sync, update, hidden, summed)
+    credited = prices.credit or prices.compute_credit or prices.late_credit
+    hidden = 0.0 if credited else min(summed, prices.overlap * sum(cost.behind for cost in costs))
+    early, beside = early_seconds(priced)
+    room = prices.overlap * sum(cost.compute for cost in costs) - prices.step_weight * hidden
+    beside = 0.0 if credited else min(beside, room)
+    found = StepCost(forward, backward, sync, update, hidden, summed, beside, early)
     if not math.isfinite(found.weighted(1.0)):
         raise CheckError(
             where="plan", found=f"{found.weighted(1.0)} s", wanted="a finite time", remedy="profile again"

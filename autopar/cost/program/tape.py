@@ -25,6 +25,7 @@ from autopar.core.strategy import Strategy
 from autopar.cost.operators.calls import CallMemory, Given, Gradient
 from autopar.cost.program.gathering import copies, copy_bytes
 from autopar.cost.program.values import leading
+from autopar.runtime.collectives.placement_moves import DTYPES
 
 if TYPE_CHECKING:
     from autopar.cost.program.priced_program import PricedProgram
@@ -44,8 +45,8 @@ class TapeCall:
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A parameter that learns: its value, the bytes of its gradient, and over which ranks that is summed
-    when backward ends, None if nowhere. What backward comes to with a weight that is gathered once is the
-    `full` gradient, of so many bytes, which is scattered first."""
+    when backward ends, None if nowhere; in `reduce`, where that isn't its own dtype. What backward comes to
+    with a weight that is gathered once is the `full` gradient, of so many bytes, which is scattered first."""
 
     name: str
     value: int
@@ -53,6 +54,12 @@ class Weight:
     dtype: torch.dtype
     key: str | None
     full: int = 0
+    reduce: torch.dtype | None = None
+
+    @property
+    def summed_bytes(self) -> int:
+        """Of the gradient as it is summed."""
+        return self.nbytes * (self.reduce or self.dtype).itemsize // self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +297,8 @@ class _Recorder:
         copy = self.copies.get(item.name)
         full = 0 if copy is None else self.prices.local_bytes(item.name, copy)
         key = mesh.key(sorted(axes)) if summed else None
-        return Weight(item.name, value, nbytes, item.spec.dtype, key, full)
+        reduce = None if self.prices.widening(item.name) == 1.0 else DTYPES[self.prices.reduce]
+        return Weight(item.name, value, nbytes, item.spec.dtype, key, full, reduce)
 
 
 def _is_one_block(shape: Sequence[int], layout: Layout) -> bool:

@@ -146,7 +146,7 @@ def intervals(
     """
     prices = priced.prices
     sums = _Seconds(priced, places)
-    state, sync, update, gradients, largest, buckets, summed = _weights(priced, hop, places)
+    state, sync, update, gradients, largest, buckets, others, summed = _weights(priced, hop, places)
     kept, working, early, split = _memory(priced, places, gradients, largest * prices.accumulates, starts)
     rows = [_Crossing(places) for _ in range(4)]
     for value in priced.values.of.values():
@@ -185,7 +185,7 @@ def intervals(
             apart=np.triu(split.apart + back, 1),
             apart_early=np.triu(split.apart_early + back, 1),
         ),
-        summing=np.triu(_summing(buckets, kept) + np.where(buckets > 0, at_hand, 0.0), 1),
+        summing=np.triu(np.maximum(_summing(buckets, kept) + np.where(buckets > 0, at_hand, 0.0), others), 1),
         calling=_host_seconds(prices) * CALL_SECONDS * np.triu(np.ones_like(kept), 1),
         splitting=_host_seconds(prices) * SPLIT_SECONDS * np.triu(np.subtract.outer(places, places).T, 1),
         summed=np.minimum(summed, sync),  # but for rounding
@@ -256,14 +256,14 @@ class _Seconds:
 
 def _weights(
     priced: PricedProgram, hop: LinkLike, places: Sequence[int]
-) -> tuple[Table, Table, Table, Table, Table, Table, Table]:
+) -> tuple[Table, Table, Table, Table, Table, Table, Table, Table]:
     """State, gradient sums, updates and bytes of gradients of every stage's weights. The bytes are those of
-    all gradients, of the largest, and of those that are summed in buckets; of the sums those that may hide
-    come last.
+    all gradients, of the largest, of those that are summed in buckets, and of sums in another dtype than the
+    gradients', which are there beside them at the end; of the sums those that may hide come last.
 
     A weight on several stages has a copy on each, and its gradient is summed over them besides.
     """
-    state, sync, update, gradients, buckets, hiding = (Rectangles(places) for _ in range(6))
+    state, sync, update, gradients, buckets, others, hiding = (Rectangles(places) for _ in range(7))
     prices, layouts, values = priced.prices, priced.program.inputs, priced.values
     largest = np.zeros(len(priced.graph.operators))
     full = copies(priced)
@@ -296,8 +296,9 @@ def _weights(
                 summed[value.name] = value
                 hiding.add_each(value.carriers, seconds)
     for name, value in summed.items():
-        nbytes = prices.local_bytes(name, value.layout)
+        nbytes = prices.summed_bytes(name, value.layout)
         buckets.add_each(value.carriers, float(nbytes) if nbytes < ALONE_BYTES else 0.0)
+        others.add_each(value.carriers, float(nbytes) if prices.widening(name) != 1.0 else 0.0)
     return (
         state.total(),
         sync.total(),
@@ -305,6 +306,7 @@ def _weights(
         gradients.total(),
         _most(largest, places),
         buckets.total(),
+        others.total(),
         hiding.total(),
     )
 

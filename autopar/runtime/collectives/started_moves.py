@@ -27,8 +27,8 @@ from torch import Tensor
 
 from autopar.errors import CheckError
 from autopar.runtime import registry
+from autopar.runtime.collectives import groups, transport
 from autopar.runtime.collectives import placement_moves as moves
-from autopar.runtime.collectives import transport
 from autopar.runtime.saved import regather
 
 START, WAIT = "start_", "wait_"  # begin the names of the halves
@@ -36,6 +36,7 @@ _SUMMING = ("s_to_b", *("s_to_b" + ending for ending in moves.SUMMED.values()))
 HALVED = tuple(  # moves that programs start early
     name + again for name in (*_SUMMING, "s_to_r") for again in ("", regather.AGAIN)
 )
+SUMS = {"p_to_r": "r_to_b", "p_to_b": "p_to_b", "r_to_b": "p_to_r"}  # others, with their transposed ones
 _under_way: dict[int, Callable[[], Tensor]] = {}  # by the handle's storage
 Arguments = tuple[Any, ...]
 
@@ -91,6 +92,21 @@ def _start_scatter(
 def _start_slice(x: Tensor, *arguments: Any) -> Callable[[], Tensor]:
     mine = moves._slice(x, *arguments)
     return lambda: mine
+
+
+def _start_sum(x: Tensor, group: str) -> Callable[[], Tensor]:
+    total = x.clone(memory_format=torch.contiguous_format)
+    arrived = transport.start_all_reduce(total, groups.group(group))
+
+    def finish() -> Tensor:
+        arrived()
+        return total
+
+    return finish
+
+
+def _start_nothing(x: Tensor, group: str) -> Callable[[], Tensor]:
+    return x.detach
 
 
 def _handle(x: Tensor, *_: Any) -> Tensor:
@@ -155,6 +171,38 @@ def _back(name: str, start: Callable[..., Callable[[], Tensor]]) -> None:
     )
 
 
+def _whole(name: str, transposed: str, start: Callable[..., Callable[[], Tensor]]) -> None:
+    """Register both halves of a move of whole tensors; a handle's gradient is a handle."""
+
+    def begin_kernel(x: Tensor, group: str) -> Tensor:
+        return begin(_handle(x), start(x, group))
+
+    def keep_shape(ctx: Any, inputs: Arguments, _: Tensor) -> None:
+        ctx.shape, ctx.group = inputs[0].shape, inputs[1]
+
+    def end_back(ctx: Any, gradient: Tensor) -> Arguments:
+        like = gradient.new_empty(()).expand(ctx.shape)
+        return registry.operator(WAIT + transposed)(gradient, like, ctx.group), None
+
+    def keep_group(ctx: Any, inputs: Arguments, _: Tensor) -> None:
+        ctx.group = inputs[2]
+
+    def begin_back(ctx: Any, gradient: Tensor) -> Arguments:
+        return registry.operator(START + transposed)(gradient, ctx.group), None, None
+
+    registry.functional(
+        START + name, moves.WHOLE, begin_kernel, shape=_handle, setup=keep_shape, backward=end_back
+    )
+    registry.functional(
+        WAIT + name,
+        moves.WHOLE.replace("(Tensor x", "(Tensor handle, Tensor x"),
+        lambda handle, *_: end(handle),
+        shape=lambda handle, x, group: torch.empty_like(x, memory_format=torch.contiguous_format),
+        setup=keep_group,
+        backward=begin_back,
+    )
+
+
 _back("p_to_s", _start_scatter)
 for _precision, _ending in moves.SUMMED.items():
     _back("p_to_s" + _ending, partial(_start_scatter, dtype=moves.DTYPES[_precision]))
@@ -162,3 +210,5 @@ _back("r_to_s", _start_slice)
 for _name in HALVED:
     _moved = _name.removesuffix(regather.AGAIN)
     _half(_name, _moved.replace("s_to_b", "p_to_s").replace("s_to_r", "r_to_s"), start_gather)
+for _name, _other in SUMS.items():
+    _whole(_name, _other, _start_nothing if _name == "r_to_b" else _start_sum)

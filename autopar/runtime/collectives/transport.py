@@ -116,6 +116,18 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> N
         dist.all_reduce(x, op, group=group)
 
 
+def start_all_reduce(x: Tensor, group: ProcessGroup) -> Callable[[], object]:
+    """Begin `all_reduce`; what is returned waits until it has ended, as it has where the ranks' own streams
+    or a first rank carry it. What travels is the same, so one rank may start what another awaits."""
+    small = _can_meet(x, group.size())
+    wired = x.is_cpu and x.nbytes <= LARGE_BYTES and groups.wires(group) is not None
+    if not x.numel() or x.is_complex() or small or wired:
+        all_reduce(x, group)
+        return lambda: None
+    work: Any = dist.all_reduce(x, group=group, async_op=True)
+    return work.wait  # type: ignore[no-any-return]
+
+
 def _reduce_by_parts(x: Tensor, group: ProcessGroup, reduced: Callable[[Tensor], Tensor]) -> None:
     """Rank k reduces part k and sends it to all; `x` has more elements than the group ranks."""
     me, parts = group.rank(), x.view(-1).tensor_split(group.size())
@@ -208,11 +220,13 @@ def reduce_scatter(x: Tensor, parts: Sequence[Tensor], group: str) -> Tensor:
 def start_all_gather(out: Tensor, slots: Sequence[Tensor], mine: Tensor, group: str) -> Callable[[], object]:
     """Begin `all_gather`; what is returned waits until it has ended.
 
-    Streams of one machine carry one exchange after the other, so there it has ended already.
+    Streams of one machine carry one exchange after the other, so there it has ended already, as it has where
+    small tensors meet at one rank.
     """
     me, wired = groups.index(group), groups.wires(groups.group(group)) is not None
     even = all(slot.shape == mine.shape and slot.is_contiguous() for slot in slots)
-    if wired or (not mine.is_cpu and not even):
+    small = _can_meet(out, len(slots)) and all(slot.numel() for slot in slots)
+    if wired or small or (not mine.is_cpu and not even):
         all_gather(out, slots, mine, group)
         return lambda: None
     if mine.is_cpu:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from autopar.cluster import Link
+from autopar.cluster import ClusterSpec, Link
+from autopar.core.force import Parallelism
+from autopar.core.gathering import ShardState
 from autopar.core.graph import Graph, Operator, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.placement import R
+from autopar.core.precision import Precision
 from autopar.core.schedule import ALWAYS_SPLIT, SPLIT_BACKWARD, ScheduleKind
 from autopar.core.strategy import Strategy
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.program.values import find_values
 from autopar.cost.stages.intervals import intervals
 from autopar.cost.stages.split_backward import _since
+from autopar.planning.request import Request
+from autopar.planning.search import search
+from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
+from autopar.trace.autocast import Autocast
+from autopar.trace.export import trace
 from tests.forced_programs import force_each, option
 from tests.proof.models import Script
 from tests.solve.brute_force import GRAPHS, blocks, random_prices
@@ -62,6 +72,41 @@ def test_stages_that_share_a_weight_sum_its_gradient_over_a_hop_unless_one_has_a
             users = sum(p <= user < q for user in (0, 2, 4))
             shared = 2 * 0.5 + 8 * 8 * 8 / 1000  # there and back, half of it each time, both ways at once
             assert table.sync[p, q] == pytest.approx(shared if 0 < users < 3 else 0.0), (p, q)
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def large() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32 * 1024, bias=False))
+
+
+@pytest.mark.parametrize("make", [small, large], ids=lambda each: each.__name__)
+def test_sums_of_gradients_count_in_the_dtype_that_is_asked_for(make: Callable[[], nn.Module]) -> None:
+    """Small gradients are copied into buckets; in another dtype large ones are copied, too, and no sum is the
+    gradient itself."""
+    torch.manual_seed(0)
+    model = make()
+    traced = trace(model, (torch.randn(4, 64),), autocast=Autocast("cpu", torch.bfloat16))
+    request = Request(
+        dtype=Precision.BF16, force=Parallelism.BATCH, shard_state=ShardState.NONE, measure=False
+    )
+    program = search(traced.graph, ClusterSpec.local(2), request).plan.program
+    count = len(traced.graph.operators)
+    prices = random_prices(traced.graph, Mesh((2,)), Random(0))
+    rates = tuple((dtype, 1e7) for dtype in (torch.bfloat16, torch.float32))
+    prices = replace(prices, model=replace(prices.model, device=replace(prices.device, flops=rates)))
+    wide, narrow = (
+        intervals(
+            PricedProgram(replace(prices, reduce=reduce), program), HOP, places=range(count + 1)
+        ).summing[0, count]
+        for reduce in (Precision.FP32, Precision.BF16)
+    )
+    summed = [item.spec.numel for item in traced.graph.inputs if program.moves.get(item.name)]
+    in_buckets = sum(count for count in summed if 4 * count < ALONE_BYTES)
+    assert len(summed) >= 2 and narrow == 2 * sum(summed)
+    assert wide == 4 * in_buckets
 
 
 @pytest.mark.parametrize("kind", ScheduleKind)

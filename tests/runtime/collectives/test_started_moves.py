@@ -68,6 +68,22 @@ def test_training_equals_serial_training(gathering: Gathering, wired: bool, pool
         assert (found["in backward"] > 0) == (gathering is Gathering.AGAIN)
 
 
+def _train_without_room() -> list[str]:
+    """What is announced under a cap of one byte beside the peak, which is 0 of a forced plan."""
+    notes: list[str] = []
+    compiler = forced_compiler(Mesh((2,)), ["batch"], gathering=Gathering.KEEP)
+    asked = replace(compiler.request, overlap=True, memory=1)
+    compiler = replace(compiler, request=asked, announce=notes.extend)  # type: ignore[arg-type]
+    ParallelModule(make_net(), compiler, describe=describe, device=CPU).prepare(*batch())
+    return notes
+
+
+def test_where_memory_lets_nothing_start_early_a_note_says_so(pools: Pools) -> None:
+    (note,), others = pools(2).run(_train_without_room)
+    assert others == []
+    assert note.startswith("overlap: no exchange starts early") and note.endswith("or leave out --overlap")
+
+
 def _train_keyed(gathering: Gathering, wired: bool) -> dict[str, int]:
     return _train(gathering, wired=wired)
 

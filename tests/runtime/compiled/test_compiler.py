@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from torch import fx
 import autopar.runtime.collectives.placement_moves  # noqa: F401  (registers the operators)
 from autopar.cluster import ClusterSpec
 from autopar.core.offload import Offload
+from autopar.core.pipeline import Pipeline, stages_per_rank
 from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind
 from autopar.errors import InputError
 from autopar.planning.options import PARALLELIZE, Options
 from autopar.planning.request import request_of
-from autopar.runtime.compiled.compiler import check_compiler, check_program
+from autopar.runtime.compiled.compiler import check_compiler, check_pipeline, check_program
 
 TWO = ClusterSpec.local(2)
 
@@ -26,6 +28,31 @@ def test_a_missing_compiler_is_named_with_the_remedy(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(InputError, match=r"compile: found no C\+\+ compiler .*install g\+\+, or .* CXX"):
         check_compiler("cpu")
+
+
+def test_a_compiler_that_is_named_and_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/g++")
+    with pytest.raises(InputError, match=r"compile: found no C\+\+ compiler /no/such/g\+\+, wanted .* CXX"):
+        check_compiler("cpu")
+
+
+def test_a_missing_triton_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        InputError, match=r"compile: found no Triton, wanted it, .*install triton; or leave out"
+    ):
+        check_compiler("cuda")
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+def test_a_plan_whose_schedule_splits_backward_is_not_compiled(kind: ScheduleKind) -> None:
+    pipeline = Pipeline(2, 4, kind, tuple(range(2 * stages_per_rank(kind))))
+    if kind not in SPLIT_BACKWARD:
+        check_pipeline(pipeline)
+        return
+    said = f"compile: found the schedule {kind.value}, .*wanted one that doesn't.*plan with --schedule 1f1b"
+    with pytest.raises(InputError, match=said):
+        check_pipeline(pipeline)
 
 
 def test_no_schedule_is_chosen_that_splits_backward_and_nothing_is_offloaded() -> None:

@@ -1,0 +1,86 @@
+"""What starts early hides behind the part theta of compute, on GPUs alone, and no plan beats the bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from autopar.core.force import Parallelism
+from autopar.core.gathering import ShardState
+from autopar.core.mesh import Mesh
+from autopar.cost.machine.devices import OVERLAP
+from autopar.cost.program.priced_program import PricedProgram
+from autopar.errors import AutoparError
+from autopar.planning.request import Request
+from autopar.planning.search import Found, search
+from tests.planning.test_mesh_search import CLOSE, CLUSTER, PLAIN, replace_device, wide
+
+SHARDS = {"force": Parallelism.BATCH, "shard_state": ShardState.WEIGHTS}
+SPLIT = {"force": Parallelism.MODEL}
+
+
+def found_for(
+    *, overlap: bool = True, device: str = "h100", mesh: tuple[int, ...] = (4,), **asked: Any
+) -> Found:
+    request = Request(**PLAIN, mesh=Mesh(mesh), overlap=overlap, **asked)
+    return search(wide(), replace_device(CLUSTER, device), request)
+
+
+@pytest.mark.parametrize("asked", [SHARDS, SPLIT], ids=["shards", "split"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_exposed_are_the_seconds_that_theta_of_compute_does_not_hide(
+    asked: dict[str, Any], count: int
+) -> None:
+    found = found_for(**asked, micro_batches=count)
+    cost, parts = found.step.cost, found.plan.parts
+    blocking = found_for(overlap=False, **asked, micro_batches=count)
+    assert cost.beside > 0 and blocking.step.cost.beside == 0
+    assert found.plan.step_seconds < blocking.plan.step_seconds
+    hidden = cost.hidden + count * cost.beside
+    assert hidden <= OVERLAP * parts.compute * (1 + CLOSE)
+    assert parts.hidden == pytest.approx(hidden)
+    assert parts.total == pytest.approx(found.plan.step_seconds)
+    assert cost.of(count) == pytest.approx(
+        count * (cost.forward + cost.backward) + cost.sync + cost.update - hidden
+    )
+
+
+def test_sums_of_activations_hide_behind_gradients_of_weights_alone() -> None:
+    step = found_for(**SPLIT).step
+    weights = sum(price.weights for price in step.solution.priced.operator_prices)
+    assert 0 < step.cost.beside <= OVERLAP * weights * (1 + CLOSE)
+
+
+def test_what_is_computed_again_has_nothing_that_starts_early() -> None:
+    priced = found_for(**SHARDS).step.solution.priced
+    everything = ((0, len(priced.graph.operators)),)
+    again = PricedProgram(priced.prices, replace(priced.program, recompute=everything))
+    assert again.cost.beside == 0
+
+
+@pytest.mark.parametrize("asked", [SHARDS, SPLIT], ids=["shards", "split"])
+def test_on_cpus_nothing_changes(asked: dict[str, Any]) -> None:
+    early, blocking = (found_for(overlap=overlap, device="cpu", **asked) for overlap in (True, False))
+    assert early.step.cost == blocking.step.cost and early.step.bound == blocking.step.bound
+
+
+@pytest.mark.parametrize(
+    ("mesh", "count"), [((4,), 1), pytest.param((2, 2), 4, marks=pytest.mark.long)], ids=str
+)
+def test_no_forced_plan_beats_the_bound(mesh: tuple[int, ...], count: int) -> None:
+    free = found_for(mesh=mesh, micro_batches=count)
+    assert free.step.bound <= free.step.seconds * (1 + CLOSE)
+    states = (ShardState.AUTO, ShardState.WEIGHTS)
+    tried = 0
+    for force, state in product(Parallelism, states):
+        try:
+            forced = found_for(mesh=mesh, micro_batches=count, force=force, shard_state=state)
+        except AutoparError:
+            continue
+        tried += 1
+        assert free.step.bound <= forced.step.seconds * (1 + CLOSE)
+        assert forced.step.bound <= forced.step.seconds * (1 + CLOSE)
+    assert tried > 4
