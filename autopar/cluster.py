@@ -17,9 +17,12 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from autopar.core.cluster_keys import (
     CARD_KEYS,
@@ -288,7 +291,7 @@ class ClusterSpec:
     def nodes_of(self, mesh: Mesh, axes: Sequence[int]) -> int:
         """How many nodes a group along `axes` spans, at most."""
         self.check_world(mesh.num_devices)
-        return max(len({rank // self.devices_per_node for rank in group}) for group in mesh.groups(axes))
+        return _nodes_of(mesh.shape, tuple(sorted(axes)), self.devices_per_node)
 
     def stage(self, count: int) -> ClusterSpec:
         """The part that one of `count` pipeline ranks has: equally many devices, of one node or of whole
@@ -421,6 +424,16 @@ def _read_device(
     if not {"flops", "bandwidth"} <= found.keys():
         return memory
     return memory | {"described": DescribedDevice(found["flops"], found["bandwidth"])}
+
+
+@lru_cache(maxsize=4096)
+def _nodes_of(shape: tuple[int, ...], axes: tuple[int, ...], devices_per_node: int) -> int:
+    """See `ClusterSpec.nodes_of`; ranks of a group rise, and so do their nodes."""
+    nodes = np.arange(math.prod(shape)).reshape(shape) // devices_per_node
+    groups = np.moveaxis(nodes, axes, range(-len(axes), 0)).reshape(
+        -1, math.prod(shape[axis] for axis in axes)
+    )
+    return 1 + int((np.diff(groups) != 0).sum(axis=1).max())
 
 
 def _too_many(values: Mapping[str, Any]) -> list[InputError]:

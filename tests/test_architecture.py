@@ -62,9 +62,11 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.runtime.collectives.late_gradients": "the products that its kernels stand for",
     "autopar.proof.precision": "what torch calls below a graph, in float64",
     "autopar.proof.sum_order": "kernels that torch calls below a graph, and what they sum",
-    "autopar.proof.backward": "what torch calls below a graph",
+    "autopar.proof.backward": "kernels that are slow on several threads in float64",
+    "autopar.sharding.sorted_rows": "patterns of rows that are sorted by keys",
     "autopar.cost.machine.measuring": "the two calls that it measures beside others",
-    "autopar.cost.operators.fused_groups": "how Inductor goes through operators; families may say it yet",
+    "autopar.cost.operators.fused_groups": "what torch's compiler takes into a kernel",
+    "autopar.runtime.collectives.late_gradients": "products in two halves, which it registers",
 }
 LISTED_ELSEWHERE = {"autopar.__init__", "autopar.ops.__init__"}  # by the floors above; all are families
 

@@ -1,5 +1,6 @@
 """Clusters: meshes fit the links, files are read or refused with everything that is wrong in them."""
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -362,8 +363,19 @@ def test_figures_that_cannot_be_name_the_line(
     assert f"line {line}: {where}: found" in str(caught.value)
 
 
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 3, 4), (3, 2, 4)])
+def test_groups_span_as_many_nodes_as_their_ranks_lie_on(shape: tuple[int, ...]) -> None:
+    mesh = Mesh(shape)
+    for per_node in (each for each in range(1, mesh.num_devices + 1) if mesh.num_devices % each == 0):
+        nodes = mesh.num_devices // per_node
+        cluster = ClusterSpec(nodes=nodes, devices_per_node=per_node, intra=Link(1, 1), inter=Link(1, 1))
+        for axes in (axes for count in range(1, 4) for axes in itertools.combinations(mesh.axes, count)):
+            spans = [len({rank // per_node for rank in group}) for group in mesh.groups(axes)]
+            assert cluster.nodes_of(mesh, axes) == max(spans)
+
+
 def test_more_devices_than_any_cluster_has_are_refused_in_code_too() -> None:
-    with pytest.raises(InputError, match="at most 1,000,000"):
+    with pytest.raises(InputError, match="at most 262,144"):
         ClusterSpec(nodes=1 << 15, devices_per_node=64, inter=Link(0.0, 1.0))
 
 

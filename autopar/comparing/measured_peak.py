@@ -9,6 +9,9 @@
 A dispatch mode sees what every operator takes and gives, in backward too, and weak references tell when
 a storage dies. That is exact for tensors; what kernels and collectives need inside is not seen, and
 steps are slower: times are not to be taken meanwhile. On a GPU the allocator itself keeps the peak.
+
+A compiled program's tensors come and go without a dispatch mode's knowing. `grown_bytes` asks the allocator,
+as torch's profiler hears of it; what kernels need inside counts there.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -45,6 +49,18 @@ def peak_bytes(step: Callable[[], object], alive: Iterable[Tensor], device: torc
     step()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - others
+
+
+def grown_bytes(step: Callable[[], object]) -> int:
+    """By how many bytes `step()` on a CPU has more allocated at its peak than before it, compiled or not."""
+    gc.collect()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    results = profile.profiler.kineto_results if profile.profiler else None
+    assert results is not None
+    sizes = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
+    return max(accumulate(sizes), default=0)
 
 
 class StorageTracker(TorchDispatchMode):

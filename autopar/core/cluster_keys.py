@@ -20,7 +20,7 @@ from autopar.units import (
     show_seconds,
 )
 
-MOST_DEVICES = 1_000_000  # more than any cluster has, and few enough to list their meshes in a second
+MOST_DEVICES = 1 << 18  # more than any cluster has, and few enough to list their groups in a second
 MOST_BYTES = 1 << 63
 # Of rates in bytes/s, flop/s, and seconds.
 LEAST_RATE, MOST_RATE, LEAST_FLOPS, MOST_FLOPS, MOST_LATENCY = 1e3, 1e15, 1e6, 1e18, 60.0

@@ -9,6 +9,7 @@ from autopar.core.operator_facts import declare
 aten = torch.ops.aten
 
 declare(aten.zeros, aten.ones, aten.full, aten.empty, aten.rand, aten.randn, rows_alike=True)
+declare(aten.empty_like, aten.zeros_like, aten.new_empty, aten.new_zeros, rows_alike=True)
 declare(aten.arange, aten.linspace, by_sizes=True)
 declare(aten.empty, aten.empty_like, is_undefined=True)
 declare(aten.zeros, aten.new_zeros, is_zero=True)

@@ -31,6 +31,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.planning.ask import UNLIMITED, Ask, Limits
+from autopar.planning.known_cuts import KnownCuts
 from autopar.planning.request import Request
 from autopar.schedules.in_flight import mean_flight, scheduled
 from autopar.sharding.atoms import Dims
@@ -93,6 +94,7 @@ class MeshProblem:
     places: tuple[int, ...] | None = None  # where stages may begin or end; None for the planner's own
     spaces: dict[Force | None, Space] = dataclasses.field(default_factory=dict)
     solved: dict[Ask, Solution] = dataclasses.field(default_factory=dict)
+    known_cuts: KnownCuts = dataclasses.field(default_factory=KnownCuts)
 
     @property
     def roles(self) -> Mapping[str, Member] | None:
@@ -128,6 +130,19 @@ class MeshProblem:
             late_shown=late_shown,
             reduce=self.request.reduce_dtype,
             groups=self.groups,
+        )
+
+    def row_prices(self, multiplier: float, late: float = 0.0) -> Prices:
+        """The prices under multipliers, together at most 1, of what hides: by them no placement costs more
+        than its step."""
+        theta = self.prices.overlap
+        if not self.prices.early:
+            return self.priced_with(shown=multiplier, credit=multiplier * theta * self.prices.step_weight)
+        return self.priced_with(
+            shown=multiplier,
+            compute_credit=multiplier * theta,
+            late_credit=late * theta,
+            late_shown=multiplier + late,
         )
 
     def ask(self, force: Force | None = None, *, cap: int | None = None, bounded: bool = True) -> Ask:
@@ -389,7 +404,8 @@ class MeshProblem:
             schedules = [incumbent.schedule]
         if self.request.stages_of_uses is not None:
             starts = kept_starts(self.graph, self.request.stages_of_uses, self.schedules[0].stages)
-        return staged(
+        cut = partial(
+            staged,
             solution,
             schedules=schedules,
             hop=self.hop,
@@ -402,6 +418,8 @@ class MeshProblem:
             cutoff=cutoff,
             limit=limit,
         )
+        asked = cap, solution.bound if relaxed is None else relaxed, schedules, self.places
+        return self.known_cuts.step(solution.program, asked, cut, cutoff=cutoff, limit=limit)
 
     @property
     def offload(self) -> Offload:
@@ -423,16 +441,7 @@ class MeshProblem:
         cutoff = limits.cutoff if ask.bounded and self.request.stages == 1 else math.inf
         prices = self.prices
         if ask.multiplier is not None:
-            credit = ask.multiplier * prices.overlap
-            if prices.early:
-                prices = self.priced_with(
-                    shown=ask.multiplier,
-                    compute_credit=credit,
-                    late_credit=ask.late * prices.overlap,
-                    late_shown=ask.multiplier + ask.late,
-                )
-            else:
-                prices = self.priced_with(shown=ask.multiplier, credit=credit * prices.step_weight)
+            prices = self.row_prices(ask.multiplier, ask.late)
         found = choose_named(
             self.graph,
             prices,

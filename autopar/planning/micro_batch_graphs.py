@@ -321,6 +321,8 @@ def _fits(name: str, spec: TensorSpec, flow: SampleFlow) -> bool:
     """Whether a part's tensor is the whole one's but for the length of the samples' dims."""
     whole = flow.graph.specs[name].shape
     sampled = {place.dim for place in flow.places(name)}
+    if name in flow.values and flow.values[name].role is Role.SORTED:
+        sampled.add(0)
     if len(whole) != len(spec.shape):
         return False
     return all(

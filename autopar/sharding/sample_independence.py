@@ -3,6 +3,7 @@
     rows        a row for each sample, which depends on no other         x [4, 3] -> linear -> [4, 8]
     sum, mean   one number, or several, of all samples                   -> square -> sum
     bent        neither: a root of a mean, a largest sample
+    sorted      rows of all samples, each of its own (sorted_rows.py)    x[keys.argsort()]
     mixed       rows that depend on other samples                        softmax over the batch, x @ x.t()
 
 Micro-batches compute together what the batch computes at once where the loss is a sum or a mean of rows:
@@ -34,6 +35,7 @@ from autopar.sharding.equation import Kind
 from autopar.sharding.made_constants import made_constants
 from autopar.sharding.needed_rows import NEEDED
 from autopar.sharding.rule import Instance, rule_of
+from autopar.sharding.sorted_rows import EMPTY, Order, Sorted, SortedRows
 from autopar.sharding.strategies import options_of
 
 MEAN_REDUCTION, SUM_REDUCTION = 1, 2  # at::Reduction
@@ -45,6 +47,7 @@ class Role(Enum):
     WHOLE = "the same whatever the samples"
     FIXED = "as many rows as samples, which stay when fewer samples come"
     ROWS = "a row for each sample"
+    SORTED = "rows of all samples, each of its own, in an order that depends on them"
     SUM = "a sum over samples"
     MEAN = "a mean over samples"
     BENT = "of all samples, and no sum or mean of them"
@@ -69,12 +72,14 @@ class Scale:
 @dataclass(frozen=True, slots=True)
 class Value:
     """What is known of a tensor: its role, which operator took samples together, whether inputs alone make
-    it, and the scale that is still to be applied where its own is a part's."""
+    it, and the scale that is still to be applied where its own is a part's; what it is to rows that were
+    sorted."""
 
     role: Role
     by: Operator | None = None
     given: bool = False
     scale: Scale | None = None
+    sorted: Sorted | None = None
 
 
 class SampleFlow:
@@ -97,6 +102,7 @@ class SampleFlow:
     ) -> None:
         self.graph, self.dims, self.batch = graph, dims, set(batch)
         self.trusted = trusted
+        self.sorted_rows = SortedRows(graph)
         self.statistics: list[Operator] = []
         self.unknown: list[Operator] = []
         self.values: dict[str, Value] = {}
@@ -194,6 +200,11 @@ class SampleFlow:
             return [mixed] * count
         if self._picks_own(item, given):
             return [Value(Role.ROWS)]
+        if item.target in EMPTY:
+            return [self._empty(item, given[0])]
+        in_order = self._sorted(item, given)
+        if in_order is not None:
+            return in_order
         if any(value.role is Role.FIXED for value in given):
             return [Value(Role.MIXED, item)] * count
         scaled = self._scaled(item, given)
@@ -208,6 +219,68 @@ class SampleFlow:
         if not rows:
             return [Value(Role.WHOLE)] * count
         return self._of_rows(item, given, rows)
+
+    def _sorted(self, item: Operator, given: Sequence[Value]) -> list[Value] | None:
+        """What becomes of rows that are sorted here, or were; None where there are none."""
+        marks, known = [_told(value) for value in given], self.sorted_rows
+        if not any(marks):
+            is_rows = bool(given) and given[0].role is Role.ROWS and given[0].scale is None
+            sorting = known.sorting(item) if is_rows and self._is_outermost(item.operands[0]) else None
+            return None if sorting is None else [self._in_order(item, mark) for mark in sorting]
+        others = {value.role for value in given if not value.sorted}
+        fetched = known.fetched(item, marks)
+        if fetched and others == {Role.ROWS} and given[0].scale is None:
+            return [self._in_order(item, fetched if self._is_outermost(item.operands[0]) else None)]
+        if known.put_back(item, marks) and others <= {Role.WHOLE, Role.ROWS}:
+            self._join_rows(item.results[0])
+            return [Value(Role.ROWS)]
+        if others - {Role.WHOLE}:
+            return [self._in_order(item, None)] * len(item.results)
+        found = known.numbers(item, marks) or known.in_groups(item, marks) or self._row_by_row(item, marks)
+        *before, _ = item.results  # of a sort of numbers the last are the places
+        is_places = found is not None and found.order is Order.PLACES
+        return [
+            *(self._in_order(item, None if is_places else found) for _ in before),
+            self._in_order(item, found),
+        ]
+
+    def _join_rows(self, name: str | None) -> None:
+        """Rows that come from an order to no loop of the samples: their first dim is one of them."""
+        if name is not None and not any(True for _ in self.places(name)):
+            self.batch.add(self.dims.atoms.components[(name, 0, 0)])
+
+    def _empty(self, item: Operator, like: Value) -> Value:
+        """A tensor of one number, as long as another."""
+        if like.sorted is None:
+            return Value(Role.WHOLE)
+        return self._in_order(item, Sorted(Order.NOTHING, like.sorted.by))
+
+    def _in_order(self, item: Operator, mark: Sorted | None) -> Value:
+        """Rows in the order that `mark` tells; rows that meet if there is none."""
+        return Value(Role.SORTED if mark else Role.MIXED, item, sorted=mark)
+
+    def _row_by_row(self, item: Operator, marks: Sequence[Sorted | None]) -> Sorted | None:
+        """What an operator makes of sorted rows, and of what is the same for all, each for itself."""
+        sorts = {mark.by for mark in marks if mark}
+        rows = {place for place, mark in enumerate(marks) if mark}
+        if len(sorts) > 1 or any(mark.order not in (Order.ROWS, Order.KEYS) for mark in marks if mark):
+            return None
+        loops = {
+            self.dims.atoms.components[(item.operands[place], 0, atom)]
+            for place in rows
+            for atom in range(len(self.dims.atoms.of[item.operands[place]][0]))
+        }
+        option = self._option(item, rows, loops)
+        free = option is not None and self._kind(item, option) is Kind.FREE
+        return Sorted(Order.ROWS, sorts.pop()) if free and option and self._in_front(option) else None
+
+    def _in_front(self, option: Option) -> bool:
+        """Whether what is sharded of the results is their first dim."""
+        return all(isinstance(each, Shard) and each.dim == 0 for each in option.results)
+
+    def _is_outermost(self, name: str) -> bool:
+        """Whether a tensor's rows lie sample by sample."""
+        return list(self.places(name)) == [Shard(0, 0)]
 
     def _join_own_rows(self) -> None:
         """What is indexed by the numbers of the samples holds a row for each."""
@@ -307,16 +380,17 @@ class SampleFlow:
                 return [Value(Role.BENT, item)] * len(item.results)
         return [Value(Role.MIXED, item)] * len(item.results)
 
-    def _option(self, item: Operator, rows: set[int]) -> Option | None:
-        """How the operator is sharded by samples, in all that it takes of them and nothing else; none that
-        fetches rows of others."""
+    def _option(self, item: Operator, rows: set[int], loops: set[Atom] | None = None) -> Option | None:
+        """How the operator is sharded by samples, or other `loops`, in all that it takes of them and nothing
+        else; none that fetches rows of others."""
+        loops = self.batch if loops is None else loops
         for option in options_of(item, self.dims):
             if option.factor == NEEDED:
                 continue
             sharded = {
                 place
                 for place, (name, each) in enumerate(zip(item.operands, option.operands, strict=True))
-                if isinstance(each, Shard) and self.dims.component(name, each) in self.batch
+                if isinstance(each, Shard) and self.dims.component(name, each) in loops
             }
             if sharded == rows:
                 return option
@@ -365,6 +439,11 @@ class SampleFlow:
         if scale is not None or not known or self._is_half(item):
             return Value(Role.BENT, item)
         return Value(Role.SUM, item, scale=Scale(item.name, None))
+
+
+def _told(value: Value) -> Sorted | None:
+    """What a tensor tells of sorted rows."""
+    return None if value.sorted and value.sorted.order is Order.NOTHING else value.sorted
 
 
 def reduction_of(item: Operator) -> int | None:

@@ -31,7 +31,7 @@ SAME = 1e-9  # of a cost: what costs no more costs the same
 # while it branches, times rows; of a relaxation so many iterations of the simplex method count as a look.
 SECOND = 2e5  # about what is done in one
 ITERATIONS, MOST_ITERATIONS = 2000, 2**31 - 1
-LEAST_LOOKS = 100  # looks, even past the limit
+LEAST_LOOKS, LEAST_ITERATIONS = 100, 1000  # even past the limit
 TIES_GAP, TIES_WORK = 1e-2, 5 * SECOND  # of what only decides among answers of equal cost
 # What HiGHS is told, one after the other, until its verdict can be believed.
 Options: TypeAlias = Mapping[str, str | int]
@@ -106,9 +106,9 @@ def solve(
     answer = _believed(few, whole=whole, gap=gap, deadline=deadline, work=work)
     if answer.values is None or not any(few.ties):
         return answer
-    if not any(program.ties) and few.most_of_ties() <= gap * abs(answer.cost):
-        return replace(answer, cost=program.cost_of(answer.values))
     values = answer.values
+    if not any(program.ties) and few.cost_of_ties(values) <= gap * abs(answer.cost):  # they cost nothing less
+        return replace(answer, cost=program.cost_of(values))
     with contextlib.suppress(SolverError):  # there is an answer already
         limited = few.for_ties(answer.cost + SAME * abs(answer.cost))
         second = _believed(limited, whole=whole, gap=TIES_GAP, deadline=deadline, work=TIES_WORK)
@@ -144,7 +144,7 @@ def _believed(program: LinearProgram, *, whole: bool, gap: float, deadline: floa
         if whole:
             model = _integer(scaled, gap=gap, seconds=seconds, looks=looks, options=options)
             return model, _read(model, scaled, whole=whole), float(rows * looks.count)
-        model = _relaxed(scaled, seconds, ITERATIONS * looks.most, options)
+        model = _relaxed(scaled, seconds, max(LEAST_ITERATIONS, ITERATIONS * work / rows), options)
         done = max(0, model.getInfo().simplex_iteration_count) / ITERATIONS
         return model, _read(model, scaled, whole=whole), rows * done
 

@@ -108,10 +108,9 @@ class LinearProgram:
         rest = [cost - part for cost, part in zip(self.costs, small, strict=True)]
         return replace(self, costs=rest, ties=self.ties or small)
 
-    def most_of_ties(self) -> float:
-        """What ties can cost at most."""
-        pairs = zip(self.ties, self.uppers, strict=False)  # without ties there are none
-        return sum(abs(tie) * upper for tie, upper in pairs if tie)
+    def cost_of_ties(self, values: Iterable[float]) -> float:
+        """What ties cost in an answer, and what another answer can spare of them at most: none is below 0."""
+        return sum(abs(tie) * value for tie, value in zip(self.ties, values, strict=False) if tie)
 
     def for_ties(self, cost: float) -> LinearProgram:
         """The program whose costs are the ties, of answers that cost no more than `cost`."""

@@ -14,8 +14,10 @@ from autopar.core.mesh import Mesh
 from autopar.cost.machine.devices import OVERLAP
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import AutoparError
+from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.planning.search import Found, search
+from autopar.sharding.strategies import find_atoms
 from tests.planning.test_mesh_search import CLOSE, CLUSTER, PLAIN, replace_device, wide
 
 SHARDS = {"force": Parallelism.BATCH, "shard_state": ShardState.WEIGHTS}
@@ -27,6 +29,13 @@ def found_for(
 ) -> Found:
     request = Request(**PLAIN, mesh=Mesh(mesh), overlap=overlap, **asked)
     return search(wide(), replace_device(CLUSTER, device), request)
+
+
+def problem_of(count: int) -> MeshProblem:
+    """What `found_for` solves, by itself."""
+    request = Request(**PLAIN, mesh=Mesh((4,)), overlap=True, micro_batches=count)
+    graph, model = wide(), found_for(micro_batches=count).prices.model
+    return MeshProblem(graph, find_atoms(graph), Mesh((4,)), CLUSTER, model, request, None, CLUSTER.intra)
 
 
 @pytest.mark.parametrize("asked", [SHARDS, SPLIT], ids=["shards", "split"])
@@ -65,6 +74,23 @@ def test_what_is_computed_again_has_nothing_that_starts_early() -> None:
 def test_on_cpus_nothing_changes(asked: dict[str, Any]) -> None:
     early, blocking = (found_for(overlap=overlap, device="cpu", **asked) for overlap in (True, False))
     assert early.step.cost == blocking.step.cost and early.step.bound == blocking.step.bound
+
+
+@pytest.mark.parametrize("asked", [SHARDS, SPLIT, {}], ids=["shards", "split", "free"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_no_placement_costs_more_by_a_row_than_its_step(asked: dict[str, Any], count: int) -> None:
+    """So a solve by a row's prices bounds all placements; some come near to theirs."""
+    found = found_for(**asked, micro_batches=count)
+    problem = problem_of(count)
+    program, near = found.plan.program, 0.0
+    seconds = PricedProgram(problem.prices, program).cost.of(count)
+    assert seconds == pytest.approx(found.plan.step_seconds)
+    for multiplier, late in ((1.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 1.0), (0.0, 0.0)):
+        prices = problem.row_prices(multiplier, late)
+        least = count * PricedProgram(prices, program).cost.weighted(prices.step_weight)
+        assert least <= seconds * (1 + CLOSE)
+        near = max(near, least)
+    assert near > 0.8 * seconds
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,32 @@ def test_where_outputs_beside_the_loss_do_not_fit_the_batch_is_parted() -> None:
     assert scarce.pipeline.micro_batches > 1 and scarce.peak_bytes <= cap
 
 
+@pytest.mark.parametrize(("known", "searches"), [(1 << 40, 1), (0, 2)])
+def test_a_model_far_beyond_the_cap_is_not_sought_again_without_its_outputs(
+    monkeypatch: pytest.MonkeyPatch, known: int, searches: int
+) -> None:
+    """What would do is known to be `known` more bytes than the cap, which the outputs don't come to."""
+    sought, memory = list[Graph | None](), 2_000_000
+
+    def refused(*_: Any, at_once: Graph | None, **__: Any) -> Decision:
+        sought.append(at_once)
+        raise InfeasibleError(
+            where="cap", found="2 MB", wanted="more", remedy="raise it", least=memory + known
+        )
+
+    monkeypatch.setattr("autopar.compiler.decide_all", refused)
+    with pytest.raises(InfeasibleError):
+        plan(
+            Scores(),
+            ClusterSpec(devices_per_node=2, device="h100"),
+            torch.zeros(64, 4),
+            measure=False,
+            memory=memory,
+            optimizer="sgd",
+        )
+    assert len(sought) == searches
+
+
 @pytest.mark.parametrize("limit", [1e-3, pytest.param(2.0, marks=pytest.mark.long)])
 def test_a_time_limit_ends_the_search_with_what_is_known_or_says_that_there_is_nothing(limit: float) -> None:
     """A mesh that was not looked at leaves the gap open."""

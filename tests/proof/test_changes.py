@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from autopar.cluster import ClusterSpec
 from autopar.core.force import Parallelism
 from autopar.planning.request import Request
 from autopar.proof.check import Report, check
+from autopar.proof.verify import Record, train_eagerly
 from autopar.trace.target import Target
 
 
@@ -61,3 +63,17 @@ def test_a_change_that_no_guard_notices_is_told() -> None:
     (wrong,) = report.changes_tried.wrong
     assert wrong == "tau 0.7 -> 0.44999999999999996, which no guard notices"
     assert "DIFFERS from eager training for tau" in str(report)
+
+
+def test_eager_training_with_a_change_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[int]()
+
+    def train(*args: Any, **kwargs: Any) -> Record:
+        taken.append(kwargs["steps"])
+        return train_eagerly(*args, **kwargs)
+
+    monkeypatch.setattr("autopar.proof.verify.train_eagerly", train)
+    torch.manual_seed(0)
+    changes = report_of(Block()).changes_tried
+    assert changes is not None and changes.tried > 1
+    assert len(taken) == 1  # of the proof; each change trains by itself, once, and hands that on

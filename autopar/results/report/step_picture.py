@@ -30,14 +30,15 @@ MEANINGS = {
     "waits": "stages that still compute",
     "sums": "sums of gradients, once a step",
     "optimizer": "the optimizer",
-    "ties": "what the search adds for memory",
+    "ties": "what the search adds for memory, to choose between equal plans",
 }
 
 
 def step_picture(plan: Plan) -> Picture:
     """Where the seconds of the step go."""
     parts = parts_of(plan)
-    found = {name: value for name, value in parts.as_dict().items() if name in MEANINGS and value > 0}
+    least = SHOWN * plan.step_seconds
+    found = {name: value for name, value in parts.as_dict().items() if name in MEANINGS and value > least}
     whose = "an average device" if plan.pipeline.is_staged else "each device"
     rows: list[tuple[Cell, ...]] = [
         (MEANINGS[name], _part(plan, name, value), f"{value / (plan.step_seconds or 1):.1%}")
@@ -51,7 +52,7 @@ def step_picture(plan: Plan) -> Picture:
         "Where the step goes",
         f"Seconds of {whose}, which add up to the step.",
         (bar,),
-        tuple((f"part-{name}", MEANINGS[name]) for name in found if found[name] > SHOWN * plan.step_seconds),
+        tuple((f"part-{name}", MEANINGS[name]) for name in found),
         Table(("part", "seconds", "of the step"), tuple(rows)),
         whole=True,
     )

@@ -244,3 +244,10 @@ def test_the_door_takes_a_plan_its_file_or_a_model(tmp_path: Path) -> None:
 def test_the_command_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", *words]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_parts_that_change_no_digit_of_the_step_are_left_out_as_in_the_printed_plan() -> None:
+    plan = plain()
+    parts = replace(plan.parts, ties=1e-6 * plan.step_seconds)
+    assert "what the search adds" not in page(replace(plan, parts=parts))
+    assert "what the search adds" in page(replace(plan, parts=replace(parts, ties=0.1 * plan.step_seconds)))

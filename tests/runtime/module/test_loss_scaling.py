@@ -15,6 +15,7 @@ from autopar.core.pipeline import Pipeline
 from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.pool import Pool
+from tests.runtime.compiled.test_program import tracing
 from tests.runtime.forced_compiler import forced_compiler
 
 Pools = Callable[[int], Pool]
@@ -42,9 +43,12 @@ def parallel(way: str, x: Tensor, y: Tensor) -> ParallelModule:
     return ours
 
 
-def train(way: str) -> None:
+def train(way: str, parts: int = 1, *, compiles: bool = False) -> None:
+    """Five steps, each with the gradients of so many `parts` of the batch."""
     x, y = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 4)
-    pair = net(), parallel(way, x, y)
+    pair = net(), parallel(way, x[: 8 // parts], y[: 8 // parts])
+    if compiles:
+        pair[1].compile()
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in pair]
     optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in pair]
     for step in range(5):
@@ -52,18 +56,19 @@ def train(way: str) -> None:
         norms, scales = [], []
         for model, scaler, optimizer in zip(pair, scalers, optimizers, strict=True):
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                if model is pair[0]:
-                    loss = F.mse_loss(model(inputs), y)
-                elif way == "filter":
-                    loss = model(inputs, y)
-                else:
-                    with model.scaled_by(scaler):
-                        loss = model.train_step(inputs, y)
-            if loss.requires_grad:
-                scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
             serial = model is pair[0]
+            for part in zip(inputs.chunk(parts), y.chunk(parts), strict=True):
+                with torch.autocast("cpu", torch.float16):
+                    if serial:
+                        loss = F.mse_loss(model(part[0]), part[1])
+                    elif way == "filter":
+                        loss = model(*part)
+                    else:
+                        with model.scaled_by(scaler):
+                            loss = model.train_step(*part)
+                if loss.requires_grad:
+                    scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
             clip = nn.utils.clip_grad_norm_ if serial else lambda _, most: pair[1].clip_grad_norm_(most)
             norms.append(float(clip(model.parameters(), 0.5)))
             scaler.step(optimizer)
@@ -79,6 +84,22 @@ def train(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_training_with_a_scaler_equals_serial_training(pools: Pools, way: str) -> None:
     pools(2).run(train, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_parts_add_up_are_clipped_and_scaled_as_serial_ones(pools: Pools, way: str) -> None:
+    pools(2).run(train, way, 2)
+
+
+def _train_compiled(way: str) -> None:
+    with tracing() as made:
+        train(way, compiles=True)
+    assert made
+
+
+@pytest.mark.parametrize("way", ["filter", "stages"])
+def test_compiled_programs_scale_and_skip_alike(pools: Pools, way: str) -> None:
+    pools(2).run(_train_compiled, way)
 
 
 def spoil(way: str) -> None:

@@ -1,0 +1,56 @@
+"""Cuts that are known: prices of memory often lead to one placement, which is cut into stages once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autopar.core.program import Program
+from autopar.errors import InfeasibleError
+from autopar.solve.placement.search import CutoffError, check_cutoff
+from autopar.solve.stages.step import Step
+
+REMEMBERED = 16  # placements
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCut:
+    """A placement that was cut into stages, what was asked of its cuts, and what they came to."""
+
+    program: Program
+    asked: object
+    outcome: Step | InfeasibleError
+
+    def again(self, cutoff: float, limit: float) -> Step:
+        """The same step or error; CutoffError where `staged` would raise it."""
+        if isinstance(self.outcome, InfeasibleError):
+            raise self.outcome
+        check_cutoff(self.outcome.bound, cutoff)
+        check_cutoff(self.outcome.free, limit)
+        return self.outcome
+
+
+@dataclass(slots=True)
+class KnownCuts:
+    """The last cuts of one mesh's placements."""
+
+    known: deque[KnownCut] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    def step(
+        self, program: Program, asked: object, cut: Callable[[], Step], *, cutoff: float, limit: float
+    ) -> Step:
+        """The step that `cut` finds, or the error that it raises, of a placement and what is asked; it is not
+        called for what is known. A CutoffError says too little to be kept."""
+        for each in self.known:
+            if each.asked == asked and each.program == program:
+                return each.again(cutoff, limit)
+        try:
+            step = cut()
+        except CutoffError:
+            raise
+        except InfeasibleError as error:
+            self.known.append(KnownCut(program, asked, error))
+            raise
+        self.known.append(KnownCut(program, asked, step))
+        return step

@@ -1,0 +1,178 @@
+"""Rows of all samples in an order that depends on them, as mixtures of experts compute: apart all the same.
+
+    keys      6 rows choose experts       1 0 1 | 0 0 1      two samples of three rows
+    order     keys.sort()                 1 3 4 0 2 5        which row is where
+    rows      x[order]                    each is one of its own sample, by whose key it lies in a group
+    ends      keys.histc().cumsum(0)      3 6                where groups end
+    products  grouped_mm(rows, w, ends)   each row by the matrix of its own key
+    back      rows[places], or zeros.index_put([order], rows), index_add
+
+What a row becomes depends on its own sample alone as long as every operator takes row by row what lies in
+this order, or asks for its key. Parts of the batch sort their own rows, and each becomes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import torch
+
+from autopar.core.graph import Graph, Operator
+from autopar.sharding.rule import Instance
+
+aten = torch.ops.aten
+
+_SORTS = {aten.sort.default: 1, aten.sort.stable: 1, aten.argsort.default: 0, aten.argsort.stable: 0}
+_QUOTIENTS = {aten.floor_divide.default, aten.div.Tensor_mode}
+_CHOICES = {aten.topk.default: (1, 2), aten.argmax.default: (0, 1), aten.max.dim: (1, 1)}  # result, dim
+_PASSED_ON = {  # keys stay keys
+    *(aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.to.dtype, aten.clone.default),
+    *(aten._to_copy.default, aten.contiguous.default, aten.detach.default),
+}
+EMPTY = {aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default}
+
+
+class Order(Enum):
+    """What a tensor is to rows that were sorted."""
+
+    NUMBERS = "of the rows, sorted by their keys"
+    PLACES = "at which the rows are"
+    KEYS = "sorted"
+    ROWS = "sorted by their keys"
+    COUNTS = "of rows with each key"
+    ENDS = "of the groups of rows with one key"
+    NOTHING = "but as many numbers as there are rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """What a tensor has to do with the rows that the operator `by` sorted. `per` numbers of the order are one
+    row's: 2 where each row has two keys."""
+
+    order: Order
+    by: str
+    per: int = 1
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """Tells what operators make of sorted rows in one graph."""
+
+    graph: Graph
+
+    def sorting(self, item: Operator) -> tuple[Sorted | None, ...] | None:
+        """What the results of an operator are that sorts one dim, of rows; None for any other."""
+        if item.target not in _SORTS or len(self.shape(item.operands[0])) != 1:
+            return None
+        if Instance(item, self.graph.specs)["descending"]:
+            return None
+        numbers = Sorted(Order.NUMBERS, item.name)
+        return (Sorted(Order.KEYS, item.name), numbers) if _SORTS[item.target] else (numbers,)
+
+    def numbers(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
+        """What becomes of orders, keys, and counts by operators that only number or count rows."""
+        first, rest = given[0], given[1:]
+        if first is None or any(rest):
+            return self._inverse(item, given)
+        scalar = item.args[1] if len(item.args) > 1 else None
+        match first.order:
+            case Order.NUMBERS if item.target in _QUOTIENTS and isinstance(scalar, int) and scalar > 0:
+                rounds = (
+                    item.target is not aten.div.Tensor_mode or item.kwargs.get("rounding_mode") == "floor"
+                )
+                return Sorted(Order.NUMBERS, first.by, first.per * scalar) if rounds else None
+            case Order.NUMBERS if item.target in _SORTS and first.per == 1:
+                return Sorted(Order.PLACES, first.by)
+            case Order.KEYS if self._counts_all(item, first.by):
+                return Sorted(Order.COUNTS, first.by)
+            case Order.COUNTS if item.target is aten.cumsum.default and item.args[1] in (0, -1):
+                return Sorted(Order.ENDS, first.by)
+        result = item.results[0]
+        exact = result is not None and self.graph.specs[result].dtype not in (torch.float16, torch.bfloat16)
+        return first if item.target in _PASSED_ON and first.order is not Order.ROWS and exact else None
+
+    def fetched(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
+        """The sort of whose rows an operator fetches all, each as often as it was sorted: `x[order]`."""
+        index = self._index(item)
+        number = given[1] if index and len(given) == 2 else None
+        if number is None or number.order is not Order.NUMBERS or given[0] is not None:
+            return None
+        return Sorted(Order.ROWS, number.by) if self._numbers_all(item, number) else None
+
+    def put_back(self, item: Operator, given: Sequence[Sorted | None]) -> bool:
+        """Whether an operator brings sorted rows back to where they came from."""
+        if self._index(item) and len(given) == 2:
+            return _are(given[0], Order.ROWS) and _are(given[1], Order.PLACES, given[0])
+        is_put = item.target is aten.index_put.default and self._index(item, after=1)
+        is_added = item.target is aten.index_add.default and item.args[1] == 0
+        if not (is_put or is_added) or len(given) != 3 or given[0] is not None or given[1] is None:
+            return False
+        if not _are(given[1], Order.NUMBERS) or not _are(given[2], Order.ROWS, given[1]):
+            return False
+        return self._numbers_all(item, given[1]) and (is_added or given[1].per == 1)
+
+    def in_groups(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
+        """Sorted rows, each times the matrix of its key."""
+        if item.target is not aten._grouped_mm.default or len(given) != 3 or given[1] is not None:
+            return None
+        return given[0] if _are(given[0], Order.ROWS) and _are(given[2], Order.ENDS, given[0]) else None
+
+    def _numbers_all(self, item: Operator, numbers: Sorted) -> bool:
+        """Whether numbers are those of all rows of the first operand."""
+        return self.shape(item.operands[0])[0] * numbers.per == self.shape(item.operands[1])[0]
+
+    def _inverse(self, item: Operator, given: Sequence[Sorted | None]) -> Sorted | None:
+        """The places of rows: 0, 1, 2 ... put where their numbers say."""
+        if item.target is not aten.index_put.default or not self._index(item, after=1) or len(given) != 3:
+            return None
+        number, count = given[1], self.makers.get(item.operands[2])
+        if number is None or number.order is not Order.NUMBERS or number.per != 1 or given[0] or given[2]:
+            return None
+        size = self.shape(item.operands[1])
+        counts = count is not None and count.target is aten.arange.default and count.args == size
+        return Sorted(Order.PLACES, number.by) if counts and self.shape(item.operands[0]) == size else None
+
+    def _index(self, item: Operator, after: int = 0) -> bool:
+        """Whether an operator is indexed in dim 0 alone, by one tensor of one dim."""
+        if item.target not in (aten.index.Tensor, aten.index_put.default):
+            return False
+        if bool(after) != (item.target is aten.index_put.default) or len(item.args[1]) != 1:
+            return False
+        return len(self.shape(item.operands[1])) == 1
+
+    def _counts_all(self, item: Operator, sort: str) -> bool:
+        """Whether each key is counted: none lies beside the bins."""
+        if item.target is not aten.histc.default:
+            return False
+        found = Instance(item, self.graph.specs)
+        bins = int(found["bins"])
+        choices = self._number_of_keys(sort)
+        return choices is not None and choices <= bins and (found["min"], found["max"]) == (0, bins - 1)
+
+    def _number_of_keys(self, sort: str) -> int | None:
+        """Among how many things the keys chose that were sorted, if they are choices."""
+        item = next(item for item in self.graph.operators if item.name == sort)
+        name = item.operands[0]
+        while name in self.makers and self.makers[name].target in _PASSED_ON:
+            name = self.makers[name].operands[0]
+        item = self.makers.get(name, item)
+        if item.target not in _CHOICES or item.results[_CHOICES[item.target][0]] != name:
+            return None
+        dim = Instance(item, self.graph.specs)["dim"]
+        return None if dim is None else self.shape(item.operands[0])[int(dim)]
+
+    @cached_property
+    def makers(self) -> dict[str, Operator]:
+        """Which operator makes which tensor."""
+        return {name: item for item in self.graph.operators for name in item.results if name}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.graph.specs[name].shape
+
+
+def _are(given: Sorted | None, order: Order, other: Sorted | None = None) -> bool:
+    """Whether a tensor is that of an order, of the same sort as another if there is one."""
+    return given is not None and given.order is order and (other is None or other.by == given.by)

@@ -1,0 +1,139 @@
+"""Rows that are sorted by keys go apart to the loss where each is computed by its own key, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.core.mesh import Mesh
+from autopar.planning.micro_batch_graphs import parts_of
+from autopar.sharding.atoms import Dims
+from autopar.sharding.sample_independence import find_batch
+from autopar.sharding.strategies import find_atoms
+from autopar.trace.export import trace
+from autopar.trace.simplify import only_loss
+
+SAMPLES, ROWS, EXPERTS, CHOSEN, WIDTH = 6, 5, 4, 2, 8
+
+
+class Mixture(nn.Module):
+    """Two experts for every row, chosen by a gate; what `then` makes of them is the loss."""
+
+    def __init__(self, then: Callable[[Mixture, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate, self.then = nn.Linear(WIDTH, EXPERTS), then
+        self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self, x.reshape(-1, WIDTH))
+
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, keys = self.gate(x).softmax(-1).topk(CHOSEN)
+        return weights.reshape(-1), keys.reshape(-1)
+
+    def products(self, rows: Tensor, keys: Tensor, bins: int = EXPERTS) -> Tensor:
+        ends = torch.histc(keys.float(), bins, 0, bins - 1).cumsum(0, dtype=torch.int32)
+        return torch._grouped_mm(rows.bfloat16(), self.experts[:bins].bfloat16(), ends).float()
+
+
+def places_of(order: Tensor) -> Tensor:
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return places
+
+
+def mixed(model: Mixture, x: Tensor) -> Tensor:
+    weights, keys = model.chosen(x)
+    keys, order = keys.sort()
+    made = model.products(x[order // CHOSEN], keys) + model.bias[keys]
+    rows = (made * weights[order].unsqueeze(-1)).relu()[places_of(order)]
+    return (x + rows.view(-1, CHOSEN, WIDTH).sum(1)).square().mean()
+
+
+def added(model: Mixture, x: Tensor) -> Tensor:
+    keys, order = model.chosen(x)[1].sort(stable=True)
+    made = model.products(x[order // CHOSEN], keys)
+    return torch.zeros_like(x).index_add(0, order // CHOSEN, made).square().sum()
+
+
+def sorted_back(model: Mixture, x: Tensor) -> Tensor:
+    """By the order's order, and by numbers of rows."""
+    keys, order = model.chosen(x)[1].sort()
+    twice = x.repeat_interleave(CHOSEN, 0)
+    made = model.products(twice[order], keys)
+    return made[order.argsort()].sin().mean() + torch.zeros_like(twice).index_put((order,), made).cos().mean()
+
+
+def obstacle(then: Callable[[Mixture, Tensor], Tensor]) -> str | None:
+    inputs = (torch.randn(SAMPLES, ROWS, WIDTH),)
+    graph = only_loss(trace(Mixture(then), inputs).graph)
+    return find_batch(graph, Dims(graph, find_atoms(graph), Mesh((1,))))[1]
+
+
+@pytest.mark.parametrize("then", [mixed, added, sorted_back])
+def test_rows_that_are_sorted_to_experts_go_apart(then: Callable[[Mixture, Tensor], Tensor]) -> None:
+    assert obstacle(then) is None
+
+
+def too_few(model: Mixture, x: Tensor) -> Tensor:
+    """Keys beside the bins move the ends of all groups."""
+    keys, order = model.chosen(x)[1].sort()
+    return model.products(x[order // CHOSEN], keys, EXPERTS - 1)[places_of(order)].mean()
+
+
+def falling(model: Mixture, x: Tensor) -> Tensor:
+    keys, order = model.chosen(x)[1].sort(descending=True)
+    return model.products(x[order // CHOSEN], keys)[places_of(order)].mean()
+
+
+def of_others(model: Mixture, x: Tensor) -> Tensor:
+    keys, order = model.chosen(x)[1].sort()
+    return model.products(x[order // (2 * CHOSEN)], keys)[places_of(order)].mean()
+
+
+def in_place(model: Mixture, x: Tensor) -> Tensor:
+    """A row and the one that stands where it is sorted to."""
+    keys, order = model.chosen(x)[1].sort()
+    twice = x.repeat_interleave(CHOSEN, 0)
+    return (model.products(twice[order], keys) * twice).mean()
+
+
+def scanned(model: Mixture, x: Tensor) -> Tensor:
+    keys, order = model.chosen(x)[1].sort()
+    return model.products(x[order // CHOSEN].cumsum(0), keys)[places_of(order)].mean()
+
+
+def from_elsewhere(model: Mixture, x: Tensor) -> Tensor:
+    keys, order = model.chosen(x)[1].sort()
+    other = model.chosen(x.sin())[1].sort()[1]
+    return model.products(x[order // CHOSEN], keys)[places_of(other)].mean()
+
+
+def crowded(model: Mixture, x: Tensor) -> Tensor:
+    """How many rows chose each expert."""
+    keys, order = model.chosen(x)[1].sort()
+    counts = torch.histc(keys.float(), EXPERTS, 0, EXPERTS - 1)
+    made = model.products(x[order // CHOSEN], keys)
+    return (made * counts.mean())[places_of(order)].mean()
+
+
+@pytest.mark.parametrize("then", [too_few, falling, of_others, in_place, scanned, from_elsewhere, crowded])
+def test_rows_that_meet_others_where_they_are_sorted_are_told(
+    then: Callable[[Mixture, Tensor], Tensor],
+) -> None:
+    assert "takes samples together" in (obstacle(then) or "")
+
+
+@pytest.mark.parametrize("then", [mixed, added])
+def test_parts_of_a_batch_compute_what_the_batch_does(then: Callable[[Mixture, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Mixture(then), torch.randn(SAMPLES, ROWS, WIDTH)
+    parts = parts_of(lambda args, kwargs: trace(model, args, kwargs), (x,), {})
+    assert parts.traced(2).cutting is not None and parts.is_exact
+    losses = torch.stack([model(part) for part in x.chunk(3)])
+    whole = losses.mean() if then is mixed else losses.sum()
+    assert torch.allclose(model(x), whole, rtol=1e-5)
