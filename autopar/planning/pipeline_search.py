@@ -14,6 +14,7 @@ K = 1 is always among the choices.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -341,7 +342,11 @@ class _Screen:
             if found and is_over(self.deadline):
                 break
             problem = MeshProblem(sample.graph, mesh, stage, self.model, request, None, hop)
-            solution = self.placed(problem, FREE)
+            try:
+                solution = self.placed(problem, FREE, waits=not found)
+            except SolverError:
+                self.notes += (f"mesh {mesh} was left out with {ranks} stages: its program takes too long",)
+                continue
             found.append((self.screened(problem, solution, ranks, sample), problem, solution))
         found = self.simpler(found)
         _, problem, solution = min(found, key=self.place)
@@ -375,10 +380,12 @@ class _Screen:
         """The place in the order of the best choice among them, if there is any."""
         return min(map(self.rank, self.rated(screened)), default=None)
 
-    def placed(self, problem: MeshProblem, memory_price: MemoryPrice) -> Solution:
-        """A placement of about the least seconds."""
+    def placed(self, problem: MeshProblem, memory_price: MemoryPrice, *, waits: bool = True) -> Solution:
+        """A placement of about the least seconds; much work is waited for, or raises SolverError."""
         ask = replace(problem.ask(self.request.force, bounded=False), memory_price=memory_price)
-        return problem.solve(ask, Limits(self.deadline, work=SCREEN_WORK))
+        with contextlib.suppress(*([SolverError] if waits else [])):
+            return problem.solve(ask, Limits(self.deadline, work=SCREEN_WORK))
+        return problem.solve(ask, Limits(self.deadline))
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""

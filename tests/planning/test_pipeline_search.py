@@ -289,6 +289,16 @@ def test_where_outputs_beside_the_loss_do_not_fit_the_batch_is_parted() -> None:
     assert scarce.pipeline.micro_batches > 1 and scarce.peak_bytes <= cap
 
 
+def test_a_mesh_whose_program_takes_too_long_is_left_out_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first mesh is waited for."""
+    monkeypatch.setattr("autopar.planning.pipeline_search.SCREEN_WORK", 1e-9)
+    monkeypatch.setattr("autopar.solve.highs.LEAST_ITERATIONS", 1)
+    cluster = ClusterSpec(devices_per_node=4, device="h100", intra=Link(2e-6, 450e9))
+    found = decide_all(graph_of, BATCH, cluster, OPEN, stages=1)
+    left = [note for note in found.notes if "takes too long" in note]
+    assert left and found.problem.mesh.shape == (4,) and "mesh 2x2" in left[0]
+
+
 @pytest.mark.parametrize(("known", "searches"), [(1 << 40, 1), (0, 2)])
 def test_a_model_far_beyond_the_cap_is_not_sought_again_without_its_outputs(
     monkeypatch: pytest.MonkeyPatch, known: int, searches: int

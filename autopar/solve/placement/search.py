@@ -115,7 +115,7 @@ class _Search:
     offload: Offload
     leanest: Solution | None = None  # of all that were found
     branching: float = BRANCHING  # left
-    work: float = math.inf  # of branching, at most, for one answer
+    work: float = math.inf  # for a relaxation, and for branching, at most
 
     def under_cap(self, cap: int, *, bounded: bool, cutoff: float) -> Solution:
         first = self.once(rows=cap, bounded=bounded, cutoff=cutoff)
@@ -265,7 +265,7 @@ class _Search:
     ) -> Solution:
         """The best plan by the linear rows, under `rows` bytes of memory."""
         problem = self.problem(rows=rows, memory_price=memory_price)
-        answer = relaxed = solve(problem.lp, relaxed=True, time_limit=self.left())
+        answer = relaxed = solve(problem.lp, relaxed=True, time_limit=self.left(), work=self.work)
         bound, proves = answer.bound, bounded and memory_price == FREE
         others = math.inf  # the bound on plans whose equal blocks are not planned alike
         if proves and answer.status != "infeasible":
