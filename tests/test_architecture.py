@@ -52,6 +52,7 @@ OUTSIDE = {  # who may import what does the work outside
     "sqlite3": {"costdb"},
 }
 TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison or a pattern of ATen's names
+    "autopar.runtime.collectives.late_gradients": "products that have a late twin",
     "autopar.trace.call_forms": "calls that no graph has, and what does the same",
     "autopar.trace.constant_folding": "patterns of rows that are picked and placed, which it rewrites",
     "autopar.trace.edge_operators": "the same",

@@ -17,7 +17,6 @@ from autopar.errors import AutoparError
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
 from autopar.planning.search import Found, search
-from autopar.sharding.strategies import find_atoms
 from tests.planning.test_mesh_search import CLOSE, CLUSTER, PLAIN, replace_device, wide
 
 SHARDS = {"force": Parallelism.BATCH, "shard_state": ShardState.WEIGHTS}
@@ -35,7 +34,7 @@ def problem_of(count: int) -> MeshProblem:
     """What `found_for` solves, by itself."""
     request = Request(**PLAIN, mesh=Mesh((4,)), overlap=True, micro_batches=count)
     graph, model = wide(), found_for(micro_batches=count).prices.model
-    return MeshProblem(graph, find_atoms(graph), Mesh((4,)), CLUSTER, model, request, None, CLUSTER.intra)
+    return MeshProblem(graph, Mesh((4,)), CLUSTER, model, request, None, CLUSTER.intra)
 
 
 @pytest.mark.parametrize("asked", [SHARDS, SPLIT], ids=["shards", "split"])
