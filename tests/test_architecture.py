@@ -68,7 +68,6 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.sharding.sorted_rows": "patterns of rows that are sorted by keys",
     "autopar.cost.machine.measuring": "the two calls that it measures beside others",
     "autopar.cost.operators.fused_groups": "what torch's compiler takes into a kernel",
-    "autopar.runtime.collectives.late_gradients": "products in two halves, which it registers",
 }
 LISTED_ELSEWHERE = {"autopar.__init__", "autopar.ops.__init__"}  # by the floors above; all are families
 

@@ -2,6 +2,7 @@
 
 python -m tests.benchmarks.device_file build/h100.json                  five minutes, beside the tracing
 python -m tests.benchmarks.device_file build/h100.json --seconds 900    as many operators as fit
+python -m tests.benchmarks.device_file --left-out                       how far neighbours are off
 
 What is measured are the local calls of every way in which eight devices may share an operator, at the batches
 that the zoo plans. Models take turns, each with its calls in a random order, so that an end to the seconds
@@ -10,7 +11,9 @@ cuts all alike. `pip install -e '.[zoo]'` first.
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,11 +28,11 @@ from autopar.core.graph import Call
 from autopar.core.mesh import Mesh
 from autopar.cost.machine.compute import estimate
 from autopar.cost.machine.devices import device_model
-from autopar.cost.machine.model import CostModel, is_here, setting_of
+from autopar.cost.machine.model import FILED_NEAR, CostModel, is_here, setting_of
+from autopar.cost.machine.neighbours import Neighbours, family_of
 from autopar.cost.operators.prices import Prices
 from autopar.errors import AutoparError, CostMissingError
-from autopar.sharding.atoms import Dims
-from autopar.sharding.strategies import find_atoms, options_of
+from autopar.sharding.strategies import dims_of, options_of
 from autopar.trace.export import trace
 from costdb import operands
 from costdb.database import Database
@@ -41,6 +44,7 @@ DEVICES = 8
 TOGETHER = 40  # calls that take turns
 BUDGET = 0.03  # seconds for one of them
 LARGEST = 6e9  # bytes of a call's operands
+LEAST = 20e-6  # seconds of a call whose neighbours are asked
 
 
 def calls_of(row: Row) -> dict[str, Call]:
@@ -49,7 +53,7 @@ def calls_of(row: Row) -> dict[str, Call]:
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     graph = trace(model, args, kwargs, loss_fn=loss).graph
     costs = CostModel.of(NODE.spec, None, device_files=False)
-    dims = Dims(graph, find_atoms(graph), Mesh((DEVICES,)))
+    dims = dims_of(graph, Mesh((DEVICES,)))
     prices = Prices(graph, dims, NODE.spec, costs)
     found: dict[str, Call] = {}
     for operator in graph.operators:
@@ -93,11 +97,44 @@ def portions(calls: Iterator[Call]) -> Iterator[list[Call]]:
     yield portion
 
 
+def left_out() -> Iterator[str]:
+    """By how much calls of the file take more or less, forward, than their neighbours in it say, and than is
+    estimated; by the doublings to the nearest neighbour."""
+    costs = CostModel.of(NODE.spec, None)
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for call in in_turns():
+        measured = costs.measured.get(call.key())
+        if measured is None or measured.forward_seconds < LEAST:
+            continue
+        others = {key: each for key, each in costs.measured.items() if key != call.key()}
+        neighbours = Neighbours(others, costs.device, FILED_NEAR)
+        near = neighbours._nearest(*family_of(call.key()))
+        ratios = neighbours.ratio(call)
+        if near and ratios:
+            exact = measured.forward_seconds / estimate(call, costs.device).forward_seconds
+            row = abs(math.log(exact / ratios[0])), abs(math.log(exact))
+            rows.setdefault(math.ceil(near[0][0]), []).append(row)
+    for doublings, pairs in sorted(rows.items()):
+        by_neighbours, by_estimate = (statistics.median(pair[way] for pair in pairs) for way in (0, 1))
+        yield (
+            f"within {doublings} doublings: {len(pairs):4d} calls, off by {math.expm1(by_neighbours):5.0%}, "
+            f"estimates by {math.expm1(by_estimate):5.0%}"
+        )
+
+
 def main(
-    path: Annotated[Path, typer.Argument(help="the file to write")],
+    path: Annotated[Path | None, typer.Argument(help="the file to write")] = None,
     seconds: Annotated[float, typer.Option(help="for measuring")] = 300.0,
+    is_left_out: Annotated[
+        bool, typer.Option("--left-out", help="hold each call of the file beside its neighbours")
+    ] = False,
 ) -> None:
     """Measure this machine's GPU into a device file."""
+    if is_left_out:
+        print("\n".join(left_out()))
+        return
+    if path is None:
+        raise typer.BadParameter("no file to write")
     if not is_here(NODE.spec):
         raise typer.BadParameter(f"this machine has no {NODE.spec.device}, whose rows these are")
     setting, count = setting_of(NODE.spec), 0

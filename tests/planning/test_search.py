@@ -119,7 +119,7 @@ def test_pinned_blocks_keep_their_pins_and_are_planned_once() -> None:
 
 def test_equal_blocks_are_planned_once_and_the_gap_is_proved() -> None:
     plan, _ = planned(TWO_NODES, "2x4", blocks=4, hidden=1024, shape=(8, 256))
-    assert plan.gap <= 0.03  # by what sums of gradients may hide behind backward
+    assert plan.gap <= 0.04  # by what sums of gradients may hide behind backward
     linears = [layer.strategy for layer in plan.layers if layer.module.endswith("mlp.0")]
     assert len(linears) == 4
     assert len(set(linears)) == 1

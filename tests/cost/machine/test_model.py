@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.cluster import ClusterSpec, Link
+from autopar.cluster import ClusterSpec, DescribedDevice, Link
 from autopar.core.costs import Collective, DeviceModel, Saved
 from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine import measuring
 from autopar.cost.machine.model import CostModel, busy_setting, network_of, setting_of
 from autopar.cost.machine.threads import using_threads
+from costdb import device_file
 from costdb.database import Database
 from costdb.measurement import CollectiveMeasurement, Measurement
 
@@ -121,3 +122,44 @@ def test_what_is_measured_while_the_machine_is_slow_counts_as_on_other_days(
     for known in (again, CostModel.of(hosts(), database)):
         assert [known.cost(relu(length)).forward_seconds for length in (1, 2)] == pytest.approx([2.0, 2.0])
     assert {each.key() for each in measuring.YARDSTICKS} <= again.measured.keys()
+
+
+def linear(rows: int, wide: int) -> Call:
+    shapes = (8, rows, wide), (4 * wide, wide), (4 * wide,)
+    operands = [TensorSpec(shape, torch.bfloat16, requires_grad=True) for shape in shapes]
+    return Call(torch.ops.aten.linear.default, tuple(operands), {})
+
+
+def test_a_known_gpu_costs_what_its_file_says() -> None:
+    cluster = ClusterSpec(devices_per_node=8, device="h100")
+    filed = CostModel.of(cluster, None)
+    plain = CostModel.of(cluster, None, device_files=False)
+    assert filed.of_file and not plain.measured and not plain.of_file
+    key, measured = next((key, each) for key, each in filed.measured.items() if each.forward_seconds > 1e-4)
+    assert measured.forward_seconds == device_file.operators_of("h100")[key].forward_seconds
+    call = linear(1000, 768)  # of a size that isn't in it
+    found, guess = filed.cost(call), plain.cost(call)
+    assert call.key() not in filed.measured and found.interpolated and not found.measured
+    assert (
+        0.3 < found.forward_seconds / guess.forward_seconds < 0.9
+    )  # products are faster than data sheets say
+    far = linear(8, 8)
+    assert not filed.cost(far).interpolated and filed.cost(far) == plain.cost(far)
+
+
+def test_a_gpu_without_a_file_and_one_described_by_hand_have_estimates_alone() -> None:
+    by_hand = DescribedDevice(flops=(("bf16", 1e15),), bandwidth=3e12)
+    for cluster in (
+        ClusterSpec(devices_per_node=1, device="a100"),
+        ClusterSpec(devices_per_node=1, device="h100", described=by_hand),
+    ):
+        assert not CostModel.of(cluster, None).measured
+
+
+def test_a_gpu_operator_takes_its_launch_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(torch.ops.aten.relu.default, (TensorSpec((8,), torch.float32),), {})
+    quick = Measurement(call.key(), 1e-6, 0.0, Saved(), 0, None, 5, 0.0)
+    model = replace(
+        CostModel.of(ClusterSpec(devices_per_node=1, device="a100"), None), measured={call.key(): quick}
+    )
+    assert model.cost(call).forward_seconds == model.device.launch_seconds > quick.forward_seconds

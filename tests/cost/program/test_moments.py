@@ -23,7 +23,7 @@ from tests.proof.models import Script
 
 NODE = ClusterSpec(
     devices_per_node=2,
-    device="h100",
+    device="h200",
     intra=Link(latency=1e-6, bandwidth=50e9),
     host=Link(latency=1e-6, bandwidth=20e9),
 )
