@@ -22,7 +22,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 
 from autopar.core.cluster_keys import (
     CARD_KEYS,
@@ -429,6 +428,8 @@ def _read_device(
 @lru_cache(maxsize=4096)
 def _nodes_of(shape: tuple[int, ...], axes: tuple[int, ...], devices_per_node: int) -> int:
     """See `ClusterSpec.nodes_of`; ranks of a group rise, and so do their nodes."""
+    import numpy as np  # here, so that a description of machines needs none
+
     nodes = np.arange(math.prod(shape)).reshape(shape) // devices_per_node
     groups = np.moveaxis(nodes, axes, range(-len(axes), 0)).reshape(
         -1, math.prod(shape[axis] for axis in axes)

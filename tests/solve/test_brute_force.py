@@ -89,7 +89,7 @@ def test_under_a_cap_the_plan_fits_and_the_gap_to_the_best_that_fits_is_true(
     every = BruteForce(graph, prices, space)
     plans = sorted(every.plans())
     peaks = sorted({peak for _, peak in plans})
-    leanest = least(graph, prices, space, unfolded(graph))
+    leanest, _ = least(graph, prices, space, unfolded(graph))
     assert leanest is not None
     assert leanest.peak == PricedProgram(prices, leanest.program).peak
     for cap in (leanest.peak.nbytes, *peaks[:: max(1, len(peaks) // 5)], peaks[-1]):
@@ -143,7 +143,7 @@ def test_where_branching_takes_too_long_the_plan_fits_all_the_same(
     graph = branches()
     prices, folding = random_prices(graph, Mesh((2, 2)), Random(4)), unfolded(graph)
     space = build_space(graph, prices, folding)
-    leanest, fastest = least(graph, prices, space, folding), choose(graph, prices, space, folding)
+    (leanest, _), fastest = least(graph, prices, space, folding), choose(graph, prices, space, folding)
     assert leanest is not None
     cap = int(leanest.peak.nbytes + share * (fastest.peak.nbytes - leanest.peak.nbytes))
     best = choose(graph, prices, space, folding, cap=cap, gap=1e-9)

@@ -70,7 +70,7 @@ def _check_torch(version: str) -> None:
             where="pipeline stages",
             found=f"torch {version}",
             wanted=f"torch {'.'.join(map(str, OLDEST))} or newer: gradients of earlier stages are wrong",
-            remedy="upgrade torch, or plan with --stages 1",
+            remedy="install a newer torch, or plan with --stages 1",
         )
 
 
