@@ -22,7 +22,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-
 from autopar.core.cluster_keys import (
     CARD_KEYS,
     CLUSTER_KEYS,
