@@ -28,6 +28,7 @@ from autopar.runtime.launch import worker
 from autopar.runtime.launch.launch import run_function
 from autopar.runtime.parameters.parameters import local
 from examples import characters
+from tests.benchmarks import compiled  # by its name, for the other process
 from tests.benchmarks.cases import Subject, _split, _step, characters_16, crops, digits_256
 from tests.benchmarks.contest import Contestant, compete
 
@@ -72,7 +73,7 @@ def run(name: str, costdb: str) -> dict[str, tuple[float, float]]:
     torch.set_num_threads(1)
     worker.init("cpu")
     contestants, peaks, predicted = dict[str, Contestant](), dict[str, float](), dict[str, float]()
-    for way, compiled in WAYS.items():
+    for way, is_compiled in WAYS.items():
         torch.manual_seed(0)
         subject = NETS[name]()
         args, kwargs = _split(subject.inputs)
@@ -84,7 +85,7 @@ def run(name: str, costdb: str) -> dict[str, tuple[float, float]]:
             loss_fn=subject.loss_fn,
             optimizer="sgd-momentum",
             costdb=costdb,
-            compile=compiled,
+            compile=is_compiled,
             quiet=True,
         )
         assert parallel.plan is not None
@@ -109,7 +110,7 @@ def main(names: Annotated[list[str] | None, typer.Argument(help=", ".join(NETS))
     """Predicted by measured steps and peaks, net by net."""
     with tempfile.TemporaryDirectory() as folder:
         for name in names or NETS:
-            found = run_function(run, 1, name, str(Path(folder, f"{name}.sqlite")))[0]
+            found = run_function(compiled.run, 1, name, str(Path(folder, f"{name}.sqlite")))[0]
             words = [f"{way} {step:.2f}, {peak:.2f}" for way, (step, peak) in found.items()]
             print(f"{name}: {'; '.join(words)}", flush=True)
 
