@@ -7,23 +7,29 @@ A program brings what it takes to its rank's device by itself, so where an examp
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from autopar.trace.call_signature import Arguments
 
 
-def device_of(model: nn.Module, arguments: Arguments) -> torch.device:
-    """The device of the model's parameters, or of what else there is."""
-    tensors = (*model.parameters(), *model.buffers(), *arguments.tensors)
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+def devices_of(model: nn.Module, arguments: Arguments) -> list[torch.device]:
+    """The devices of the model's parameters and buffers, the one that most of them are on first; of what else
+    there is if it has none."""
+    held = Counter(tensor.device for tensor in (*model.parameters(), *model.buffers()))
+    held = held or Counter(tensor.device for tensor in arguments.tensors)
+    return [device for device, _ in held.most_common()] or [torch.device("cpu")]
 
 
-def beside(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor, or one like it on `device`, without values: a trace reads none."""
-    if tensor.device == device:
+def beside(tensor: Tensor, devices: Sequence[torch.device]) -> Tensor:
+    """The tensor, or one like it, without values, on the first of the `devices` if it is on none of them: a
+    trace reads no values."""
+    if tensor.device in devices:
         return tensor
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if device.type not in ("cpu", "meta"):  # whose memory is taken at once
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=devices[0])
+    if devices[0].type not in ("cpu", "meta"):  # whose memory is taken at once
         like.untyped_storage().resize_(0)
     return like.requires_grad_(tensor.requires_grad)

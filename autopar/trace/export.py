@@ -38,7 +38,7 @@ from autopar.trace.call_signature import (
 from autopar.trace.checkpoint_regions import inlined
 from autopar.trace.constant_folding import folded
 from autopar.trace.custom_backwards import caught
-from autopar.trace.devices import beside, device_of
+from autopar.trace.devices import beside, devices_of
 from autopar.trace.foreign_random import without_draws
 from autopar.trace.graph_builder import GraphBuilder
 from autopar.trace.input_values import InputValues
@@ -250,11 +250,12 @@ def _trace(
         structure=structure,
         evaluates=evaluates,
     )
-    where = device_of(model, arguments)
+    devices = devices_of(model, arguments)
     traced = tuple(
-        beside(item, where) for place, item in enumerate(arguments.tensors) if place not in structure.users
+        beside(item, devices) for place, item in enumerate(arguments.tensors) if place not in structure.users
     )
-    device = where.type if where.type in KERNELS else "cpu"  # on whose behalf meta tensors are traced
+    kind = devices[0].type
+    device = kind if kind in KERNELS else "cpu"  # on whose behalf meta tensors are traced
     try:
         with (
             inlined(),
@@ -301,7 +302,7 @@ def _values(model: nn.Module, arguments: Arguments, structure: Structure) -> dic
     users = {arguments.paths[place]: arguments.tensors[place] for place in sorted(structure.users)}
     named = users | {name: buffers[name] for name in sorted(structure.buffers)}
     _require_values(named)
-    where = device_of(model, arguments)
+    where = devices_of(model, arguments)[0]
     where = torch.device("cpu") if where.type == "meta" else where
     return {name: tensor.detach().to(where, copy=True) for name, tensor in named.items()}
 

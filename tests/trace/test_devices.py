@@ -32,3 +32,12 @@ def targets(model_on: str, inputs_on: str) -> list[str]:
 def test_the_program_is_the_same_wherever_an_example_lies() -> None:
     wanted = targets("cpu", "cpu")
     assert targets("meta", "cpu") == targets("cpu", "meta") == targets("meta", "meta") == wanted
+
+
+def test_a_model_that_lies_on_two_devices_takes_what_lies_on_either() -> None:
+    with torch.device("meta"):
+        model = Net()
+    model.unused = nn.Parameter(torch.zeros(3))  # type: ignore[assignment]
+    model._parameters = {"unused": model._parameters.pop("unused"), **model._parameters}  # the first one
+    ids, x = (torch.zeros(2, 3, dtype=torch.long, device="meta"), torch.zeros(2, 3, 4, device="meta"))
+    assert len(trace(model, (ids, x)).graph.operators) == len(targets("cpu", "cpu"))
