@@ -49,7 +49,6 @@ from autopar.planning.options import (
     CompareOptions,
     Options,
     OutputReach,
-    ParallelizeOptions,
     PlanOptions,
     Reach,
     VerifyOptions,
@@ -168,7 +167,7 @@ def parallelize(
     outputs: OutputReach = "auto",
     plan: Plan | str | Path | None = None,
     quiet: bool = False,
-    **options: Unpack[ParallelizeOptions],
+    **options: Unpack[PlanOptions],
 ) -> ParallelModule:
     """The model as a module that runs on the whole cluster; call it on every rank alike.
 

@@ -522,10 +522,6 @@ class PlanOptions(VerifyOptions, total=False):
     measure_seconds: Annotated[float | None, _MEASURE_SECONDS]
 
 
-class ParallelizeOptions(PlanOptions, total=False):
-    """Options of `parallelize`: those of `plan`."""
-
-
 class CompareOptions(SearchOptions, total=False):
     """Options of `compare`, which takes steps with an optimizer that has a name."""
 
@@ -535,7 +531,7 @@ class CompareOptions(SearchOptions, total=False):
 
 
 OPTIONS: Mapping[str, Option] = {
-    name: annotation.__metadata__[0] for name, annotation in ParallelizeOptions.__annotations__.items()
+    name: annotation.__metadata__[0] for name, annotation in PlanOptions.__annotations__.items()
 }
 
 
@@ -584,7 +580,7 @@ _WHOLE_STEP = {"stages": 1, "micro_batches": 1}  # a loop that calls backward ne
 _NO_PIPELINE = {**_WHOLE_STEP, "schedule": ScheduleKind.ONE_F_ONE_B.value}
 HOW_IT_RUNS = ("compile", "overlap")  # of what plans depend on: no plan says it
 PLAN = Door("plan", tuple(PlanOptions.__annotations__))
-PARALLELIZE = Door("parallelize", tuple(ParallelizeOptions.__annotations__), _WHOLE_STEP)
+PARALLELIZE = Door("parallelize", tuple(PlanOptions.__annotations__), _WHOLE_STEP)
 VERIFY = Door("verify", tuple(VerifyOptions.__annotations__), {"optimizer": "sgd-momentum", "measure": False})
 COMPARE = Door("compare", tuple(CompareOptions.__annotations__), _NO_PIPELINE)
 PROFILE = Door("profile", ("mesh", "dtype", "costdb"), _NO_PIPELINE)

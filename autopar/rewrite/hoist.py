@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from autopar.core.recompute import Segment
-from autopar.rewrite.overlap import operators_of
+from autopar.rewrite.overlap import converts_activation, operators_of
 from autopar.runtime import registry
 from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import START, WAIT
@@ -46,7 +46,9 @@ def hoist(
     may = {
         node
         for node in graph.nodes
-        if _is_exchange(node) and steps.get(node.name, -1) not in again and nbytes(node) <= room
+        if converts_activation(node, _MOVES)
+        and steps.get(node.name, -1) not in again
+        and nbytes(node) <= room
     }
     behind = _places(list(graph.nodes), may)
     copy, made, handles = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
@@ -74,14 +76,6 @@ def is_ordered(node: fx.Node) -> bool:
         return False
     name: str = node.target._opname  # type: ignore[union-attr]
     return name not in _LOCAL and not name.startswith((WAIT, "late_"))
-
-
-def _is_exchange(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target not in _MOVES:
-        return False
-    source: Any = node.args[0]
-    is_made: bool = source.op != "placeholder"
-    return is_made
 
 
 def _places(nodes: Sequence[fx.Node], may: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx
 
 from autopar.core.recompute import Segment
-from autopar.rewrite.overlap import operators_of
+from autopar.rewrite.overlap import converts_activation, operators_of
 from autopar.runtime import registry
 from autopar.runtime.collectives.late_gradients import CONVOLUTION, LATE, LINEAR, PRODUCTS
 from autopar.runtime.collectives.started_moves import START, WAIT
@@ -46,7 +46,7 @@ def make_late(
     found = {
         node: products
         for node in graph.nodes
-        if _is_exchange(node) and steps.get(node.name, -1) not in again
+        if converts_activation(node, _MOVES) and steps.get(node.name, -1) not in again
         if (products := _products(node, nbytes, room=room, steps=steps))
     }
     late = {product for products in found.values() for product in products}
@@ -86,15 +86,6 @@ def make_late(
             made[node] = copy.node_copy(node, lambda old: made[old])
     copy.lint()
     return copy
-
-
-def _is_exchange(node: fx.Node) -> bool:
-    """Whether it converts an activation, whose gradient is then summed over ranks."""
-    if node.op != "call_function" or node.target not in _MOVES:
-        return False
-    source: Any = node.args[0]
-    is_made: bool = source.op != "placeholder"
-    return is_made
 
 
 def _products(

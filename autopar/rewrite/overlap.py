@@ -92,6 +92,15 @@ def starts(graph: fx.Graph) -> bool:
     return any(getattr(target, "_opname", "").startswith(START) for target in calls)
 
 
+def converts_activation(node: fx.Node, moves: Collection[Any]) -> bool:
+    """Whether a node makes one of the `moves` of what the program computes, not of what it takes."""
+    if node.op != "call_function" or node.target not in moves:
+        return False
+    source: Any = node.args[0]
+    is_made: bool = source.op != "placeholder"
+    return is_made
+
+
 def operators_of(segments: Sequence[Segment]) -> set[int]:
     """The numbers of the operators that are computed again."""
     return {place for first, stop in segments for place in range(first, stop)}

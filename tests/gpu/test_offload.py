@@ -40,7 +40,6 @@ def test_offloading_frees_the_memory_of_the_gpu() -> None:
     model, batch = case()
     plain, moved = (parallel_of(copy.deepcopy(model), batch, offload=word) for word in ("none", "all"))
     peaks = [peak(lambda side=side: side(*batch).backward()) for side in (plain, moved)]
-    print("peaks", peaks)
     assert peaks[1] < 0.6 * peaks[0]
 
 
@@ -79,7 +78,6 @@ def test_copies_run_beside_what_computes() -> None:
             for k in others
         )
     ]
-    print("copies", len(copies), "large", len(large), "beside kernels", len(beside))
     assert len(large) >= 6 and len(beside) > 0.5 * len(large)
 
 

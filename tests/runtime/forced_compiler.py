@@ -8,9 +8,11 @@ The rest of the pipeline is the real one, so what the tests run is what users ru
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor, nn
 
 from autopar import compiler
 from autopar.cluster import ClusterSpec
@@ -146,3 +148,13 @@ def plan_of(program: Program, pipeline: Pipeline) -> Plan:
         parameter_bytes=(),
         pipeline=pipeline,
     )
+
+
+def train_together(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, ...]]) -> None:
+    """A step of SGD with momentum for each batch, by each of the models, whose output is the loss."""
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
+    for batch in batches:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(*batch).backward()
+            optimizer.step()

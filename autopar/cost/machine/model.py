@@ -2,10 +2,9 @@
 
 Planning for CPUs, whose nodes are machines like this one, and for GPUs of the kind that this machine has,
 measures operator calls that are missing, but only those that the best plans use, the most important first
-(measuring.py). What isn't measured follows from
-neighbours that are (neighbours.py), or else is an estimate, times what estimates of the operator were off by:
-or the solver would flee from what is measured to what is guessed. What
-is known of GPUs comes from their device file first, if there is one (costdb/devices).
+(measuring.py). What isn't measured follows from neighbours that are (neighbours.py), or else is an estimate,
+times what estimates of the operator were off by: or the solver would flee from what is measured to what is
+guessed. What is known of GPUs comes from their device file first, if there is one (costdb/devices).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from autopar.rewrite.render import describe
 from autopar.runtime.collectives import groups, late_gradients, transport
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.pool import Pool
-from tests.runtime.forced_compiler import forced_compiler
+from tests.runtime.forced_compiler import forced_compiler, train_together
 
 Pools = Callable[[int], Pool]
 CPU = torch.device("cpu")
@@ -82,12 +82,7 @@ def _train(rows: int, *, wired: bool) -> list[str]:
         serial = make_net(rows)
         ours = ParallelModule(make_net(rows), compiler, describe=describe, device=CPU)
         ours.prepare(*batch(0))
-        pair = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (serial, ours)]
-        for step in range(STEPS):
-            for model, optimizer in zip((serial, ours), pair, strict=True):
-                optimizer.zero_grad()
-                model(*batch(step)).backward()
-                optimizer.step()
+        train_together((serial, ours), map(batch, range(STEPS)))
         wanted = serial.state_dict()
         for name, value in ours.state_dict().items():
             full = value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -17,7 +17,7 @@ from autopar.runtime.collectives import groups, transport
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.saved import regather
 from tests.pool import Pool
-from tests.runtime.forced_compiler import forced_compiler
+from tests.runtime.forced_compiler import forced_compiler, train_together
 from tests.runtime.saved.test_regather import CPU, EXACT, batch, gap, make_net
 
 Pools = Callable[[int], Pool]
@@ -47,12 +47,7 @@ def _train(gathering: Gathering, *, wired: bool, by_steps: bool = False) -> dict
         compiler = replace(compiler, request=replace(compiler.request, overlap=True))
         serial, ours = make_net(), ParallelModule(make_net(), compiler, describe=describe, device=CPU)
         ours.prepare(*batch())
-        pair = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (serial, ours)]
-        for step in range(STEPS):
-            for model, optimizer in zip((serial, ours), pair, strict=True):
-                optimizer.zero_grad()
-                model(*batch(step)).backward()
-                optimizer.step()
+        train_together((serial, ours), map(batch, range(STEPS)))
         wanted = serial.state_dict()
         assert all(gap(value, wanted[name]) < EXACT for name, value in ours.state_dict().items())
     return started
