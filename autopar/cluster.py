@@ -51,14 +51,16 @@ from autopar.units import (
 class Link:
     """A link between two devices: `latency` in seconds, `bandwidth` in bytes per second each way.
 
-    `estimated` marks numbers that nobody gave or measured, so that a plan can say so. Of measured `points`,
-    bytes and seconds that rise, a message takes what lies between them.
+    `estimated` marks numbers that nobody gave or measured, `is_measured` those that autopar measured itself,
+    so that a plan can say so. Of measured `points`, bytes and seconds that rise, a message takes what lies
+    between them.
     """
 
     latency: float
     bandwidth: float
     estimated: bool = False
     points: tuple[tuple[int, float], ...] = ()
+    is_measured: bool = False
 
     @staticmethod
     def measured(points: tuple[tuple[int, float], ...]) -> Link:
@@ -100,7 +102,7 @@ class Link:
                 )
 
     def __str__(self) -> str:
-        mark = " (estimated)" if self.estimated else ""
+        mark = " (estimated)" if self.estimated else " (measured)" if self.is_measured else ""
         return f"{show_rate(self.bandwidth)}, {show_seconds(self.latency)}{mark}"
 
 

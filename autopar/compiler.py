@@ -481,6 +481,8 @@ def _more_micro_batches(graph: Graph, request: Request) -> str:
 
 def _more_parts(parts: Parts) -> str:
     """How micro-batches, which aren't chosen for a model that mixes samples, can be had."""
+    if parts.flow is None and not parts.can_be_said():
+        return "take a smaller batch, which can't be cut into micro-batches"
     if parts.flow is None:
         return "say which dims hold samples (batch_dims), and so allow micro-batches"
     return f"allow micro-batches (--micro-batches auto), although {parts.obstacle}"
@@ -509,9 +511,12 @@ def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bo
         return False, None
     if parts.whole.decided_by is not None:
         return True, f"{parts.whole.decided_by}: one micro-batch, as values of the batch decide here"
-    kept = exactly or parts.flow is None
-    way = "batch_dims says where samples are" if parts.flow is None else "more are asked for"
-    return kept, f"{parts.obstacle}: one micro-batch, unless {way}" if kept else None
+    if not exactly and parts.flow is not None:
+        return False, None
+    way = ", unless more are asked for"
+    if parts.flow is None:
+        way = ", unless batch_dims says where samples are" if parts.can_be_said() else ""
+    return True, f"{parts.obstacle}: one micro-batch{way}"
 
 
 def check_rows(graph: Graph) -> None:

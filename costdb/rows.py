@@ -16,7 +16,8 @@ from costdb.columns import COLUMNS, check_row
 from costdb.measurement import CollectiveMeasurement, Measurement, now
 from costdb.setting import Setting
 
-_LIST = re.compile(r"\[\s*(?:\d{1,9}(?:,\s*\d{1,9})*)?\s*\]", re.ASCII)
+_NUMBER = r"(?:0|[1-9]\d{0,8})"  # JSON has no leading zeros
+_LIST = re.compile(rf"\[\s*(?:{_NUMBER}(?:,\s*{_NUMBER})*)?\s*\]", re.ASCII)
 _COLLECTIVES = tuple(kind.value for kind in Collective)
 Row = dict[str, Any]  # column name to value
 

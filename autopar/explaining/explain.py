@@ -23,6 +23,7 @@ from autopar.explaining.data_parallel import why_not
 from autopar.explaining.infeasible import remedies
 from autopar.explaining.layers import DEAREST, FEW, MOST, PATIENCE, Alternatives
 from autopar.explaining.what_if import read, what_if
+from autopar.planning.links import link_notes
 from autopar.planning.mesh_search import MeshProblem
 from autopar.results.explanation import Explanation, LayerChoices, Outcome
 from autopar.results.plan import Plan
@@ -69,7 +70,7 @@ def explained(
     alternatives, base, layers = solved_again(asked, plan, layer)
     return Explanation(
         name,
-        cluster,
+        plan.cluster,
         plan,
         base=Outcome.of(base),
         layers=tuple(layers),
@@ -77,6 +78,7 @@ def explained(
         options=tuple(constraints.options(asked)),
         data_parallel=why_not(asked, plan),
         what_if=others,
+        notes=link_notes(asked.cluster, alternatives.problem.model.collectives),
     )
 
 

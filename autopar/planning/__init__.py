@@ -17,6 +17,7 @@ busy_neighbours   processes that measure along where one plans by itself
 given_plan        a plan that is there already, taken instead of a search
 known_plans       a plan of another graph, kept for one that differs in numbers or sizes alone
 report            the plan as it is printed and carried
+links             what exchanges between devices rest on: words or measurements
 edge_cuts         how many edges lead between parts of a graph
 step_parts        where the seconds of a step go
 strategies_beside   other strategies beside the plan: the pure ones, and one device

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from autopar.core.cutting import Count, Cutting, Rows
 from autopar.core.graph import Graph, InputKind, Operator, Ref, TensorSpec, refs
 from autopar.core.mesh import Mesh
 from autopar.core.operator_facts import facts_of
-from autopar.errors import InputError, TraceError
+from autopar.errors import AutoparError, InputError, TraceError
 from autopar.sharding.made_constants import made_constants
 from autopar.sharding.sample_independence import (
     SUM_REDUCTION,
@@ -45,6 +46,7 @@ aten = torch.ops.aten
 
 Said = Mapping[str | int, int | None]  # dims that hold the samples, by path or number of a tensor
 _NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # that are no sizes
+MOST_GUESSES = 4  # of dims that may hold samples, before a refusal leaves out that they can be said
 WEIGHED = (
     "every micro-batch counts in the loss by what its inputs count to (labels that are kept, class weights, "
     "masks), of the whole batch's"
@@ -78,7 +80,7 @@ class Parts:
                 remedy="choose 1 micro-batch, or decide before the call and pass a flag",
             )
         if self.flow is None:
-            raise untold(self.obstacle, self.call)
+            raise untold(self.obstacle, self.call, told=self.can_be_said())
         loss, depth = self.flow.loss, self.flow.depth
         count = count_of(self.whole, self.call, loss.scale) if depth < 2 and loss.scale else None
         return Cutting(
@@ -89,6 +91,18 @@ class Parts:
             change=self.obstacle,
             by_statistics=depth == 1,
         )
+
+    def can_be_said(self) -> bool:
+        """Whether the user can say where samples are: some dims give parts that compute what the batch does.
+        Parts of one graph of vertices don't."""
+        args, kwargs = self.call.rebuild(self.call.tensors)
+        for said in islice(guesses(self.call), MOST_GUESSES):
+            try:
+                parts_of(self.trace, args, kwargs, said, whole=self.whole).traced(2)
+            except AutoparError:
+                continue
+            return True
+        return False
 
     def traced(self, count: int, place: int = 0) -> Traced:
         """The graph of the first of `count` micro-batches, or of that at another `place`."""
@@ -249,16 +263,26 @@ def _shapes(call: Arguments) -> str:
     return ", ".join(f"{path} {list(tensor.shape)}" for path, tensor in pairs)
 
 
-def untold(obstacle: str | None, call: Arguments) -> InputError:
-    """Why a batch can't be cut."""
+def guesses(call: Arguments) -> Iterator[Said]:
+    """Which dims may hold samples: one of the first tensor's whose length others have as well, and there the
+    first dim of that length; of one tensor its first dim."""
+    shapes = {path: tuple(tensor.shape) for path, tensor in zip(call.paths, call.tensors, strict=True)}
+    first, *others = [shape for shape in shapes.values() if shape] or [()]
+    shared = [size for size in first if any(size in shape for shape in others)]
+    for size in dict.fromkeys(shared or first[:1]):
+        yield {path: shape.index(size) if size in shape else None for path, shape in shapes.items()}
+
+
+def untold(obstacle: str | None, call: Arguments, *, told: bool) -> InputError:
+    """Why a batch can't be cut; the user may be `told` to say where samples are."""
     pairs = zip(call.paths, call.tensors, strict=True)
     example = next((path for path, item in pairs if item.dim()), "x")
+    say = f'say it by batch_dims={{"{example}": 0, ...}}, None for an input without, or ' if told else ""
     return InputError(
         where="micro-batches",
         found=f"no dim along which samples go apart to the loss: {obstacle}",
         wanted=f"one in {_shapes(call)}",
-        remedy=f'say it by batch_dims={{"{example}": 0, ...}}, None for an input without, or leave out '
-        "--micro-batches",
+        remedy=f"{say}leave out --micro-batches",
     )
 
 

@@ -22,6 +22,7 @@ from autopar.cost.program.offload import moved, wait_seconds
 from autopar.cost.program.values import Values
 from autopar.planning.apart import error_of, interpolated_share, measured_share
 from autopar.planning.edge_cuts import edge_notes
+from autopar.planning.links import described, link_notes
 from autopar.planning.request import Request
 from autopar.planning.step_parts import step_parts
 from autopar.results.plan import Alternative, Layer, Offloaded, Plan, Stage
@@ -82,7 +83,7 @@ def report(
     pipeline = pipeline_of(graph, step, request)
     return Plan(
         program=program,
-        cluster=str(cluster),
+        cluster=described(cluster, prices.model.collectives),
         layers=tuple(layers),
         conversions=tuple(
             f"{name}: {move} ({effect(move).name}{when(program, name, move)})"
@@ -117,6 +118,7 @@ def report(
             *whole_notes(graph, prices.dims, program, request.shard_state),
             *_reduced(graph, program),
             *_notes(graph, step, request),
+            *link_notes(cluster, prices.model.collectives),
         ),
         pipeline=pipeline,
         stages=_stages(graph, step),

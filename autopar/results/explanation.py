@@ -133,7 +133,7 @@ class Explanation:
     `base` is the plan's own program solved as its alternatives are: on its mesh, with its stages. `memory`
     are the plan without the cap and, if that is faster, with a little more memory; `options` the plan without
     each option that was said. Of an infeasible plan `infeasible` says what was found, and `remedies` are
-    changes, those that change least first.
+    changes, those that change least first. `notes` tell why the plan may be another than before.
     """
 
     target: str
@@ -147,6 +147,7 @@ class Explanation:
     what_if: tuple[Change, ...] = ()
     infeasible: str = ""
     remedies: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def memory_binds(self) -> bool:
@@ -165,6 +166,7 @@ class Explanation:
         lists = ("layers", "memory", "options", "what_if", "remedies")
         found |= {name: [asdict(each) for each in getattr(self, name)] for name in lists}
         return found | {
+            "notes": list(self.notes),
             "plan": self.plan.as_dict() if self.plan else None,
             "memory_binds": self.memory_binds,
         }

@@ -34,6 +34,7 @@ def _plan(found: Explanation) -> Iterator[str]:
     yield f"The plan for {found.cluster}: mesh {base.mesh}{pipeline}"
     step, peak = show_seconds(base.step_seconds), show_bytes(base.peak_bytes)
     yield f"{step} a step (gap {base.gap:.2%}), {peak} a device"
+    yield from (f"Note: {note}." for note in found.notes)
     yield "Every other way is pinned and solved again on this mesh; its price is the difference of the steps."
 
 

@@ -112,6 +112,7 @@ def test_tables_of_another_hand_are_named(change: str, found: str, tmp_path: Pat
     ("table", "column", "cell"),
     [
         ("operators", "saved_operands", "'[null]'"),
+        ("operators", "saved_results", "'[01]'"),
         ("operators", "saved_results", "replace(hex(zeroblob(50000)), '0', '[')"),
         ("operators", "runs", "'many'"),
         ("operators", "spread", "x'00'"),

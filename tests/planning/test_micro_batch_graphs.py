@@ -16,8 +16,8 @@ import autopar.ops
 from autopar.cluster import ClusterSpec
 from autopar.core.cutting import Rows
 from autopar.core.graph import Operator, Ref
-from autopar.errors import InputError
-from autopar.planning.micro_batch_graphs import Parts, _is_part, _size, _with_numbers, parts_of
+from autopar.errors import AutoparError, InputError
+from autopar.planning.micro_batch_graphs import Parts, _is_part, _size, _with_numbers, guesses, parts_of
 from autopar.trace.call_signature import flatten_arguments
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
@@ -317,14 +317,23 @@ def test_where_the_graph_does_not_tell_the_user_is_asked() -> None:
     x = torch.randn(4, 6).double()
     asked = [
         (model(far_anchors, nn.Linear(6, 2)), (x, torch.randn(4, 2).double()), "cdist"),
-        (model(neighbours, nn.Linear(6, 3)), (x, EDGES, torch.arange(4) % 3), "index"),
-        (model(of_neighbours, nn.Linear(6, 3)), (x, EDGES, torch.arange(4) % 3), "index"),
         (model(lambda layer, x: (layer(x) @ layer(x).t()).exp().mean(), nn.Linear(6, 3)), (x,), "matmul"),
     ]
     for asking, call, culprit in asked:
         with pytest.raises(InputError, match=rf"{culprit}.*batch_dims=") as error:
             parts(asking, *call).traced(2)
         assert len(str(error.value)) <= 400
+
+
+def test_of_one_graph_no_dims_are_asked_for_that_are_refused_next() -> None:
+    x, y = torch.randn(4, 6).double(), torch.arange(4) % 3
+    for forward in (neighbours, of_neighbours):
+        asking = model(forward, nn.Linear(6, 3))
+        with pytest.raises(InputError, match=r"index.*; leave out --micro-batches"):
+            parts(asking, x, EDGES, y).traced(2)
+        for said in guesses(parts(asking, x, EDGES, y).call):
+            with pytest.raises(AutoparError):
+                parts(asking, x, EDGES, y, said=said).traced(2)
 
 
 def test_what_the_user_says_is_taken_and_noted() -> None:

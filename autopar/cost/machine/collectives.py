@@ -110,9 +110,11 @@ def copied(kind: Collective, nbytes: int, size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTable:
-    """Measured points, sorted by size, for each kind, group size and number of nodes spanned."""
+    """Measured points, sorted by size, for each kind, group size and number of nodes spanned; `measured_at`
+    is when the last of them was, as the database writes it."""
 
     points: dict[Series, tuple[Point, ...]]
+    measured_at: str = ""
 
     @staticmethod
     def of(measurements: Iterable[CollectiveMeasurement], backend: str) -> CollectiveTable:
@@ -121,14 +123,17 @@ class CollectiveTable:
         No message takes longer than a larger one: where it was measured so, the machine was busy.
         """
         found: dict[Series, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        last = ""
         for each in measurements:
             if each.backend == backend:
                 found[each.kind, each.size, each.nodes][each.nbytes].append(each.seconds)
+                last = max(last, each.measured_at)
         return CollectiveTable(
             {
                 series: _rising([(nbytes, median(times)) for nbytes, times in sorted(by_size.items())])
                 for series, by_size in found.items()
-            }
+            },
+            last,
         )
 
     def cost(
@@ -171,6 +176,14 @@ class CollectiveTable:
             return None
         (least, fastest), (most, slowest) = points[0], points[-1]
         return fastest, (most - least) / (slowest - fastest)
+
+    def message(self, *, nodes: int) -> tuple[float, float] | None:
+        """The line of messages between two ranks that lie on so many nodes, of the smallest group in which
+        they were measured."""
+        sizes = sorted(
+            size for kind, size, span in self.points if (kind, span) == (Collective.SEND_RECV, nodes)
+        )
+        return self.line(Collective.SEND_RECV, size=sizes[0], nodes=nodes) if sizes else None
 
 
 def _rising(points: list[Point]) -> tuple[Point, ...]:

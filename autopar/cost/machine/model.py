@@ -18,7 +18,7 @@ from statistics import median
 import torch
 
 from autopar.cluster import ClusterSpec, Link, gpu_kind
-from autopar.core.costs import Collective, DeviceModel, OperatorCost
+from autopar.core.costs import DeviceModel, OperatorCost
 from autopar.core.graph import Call
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.compute import cost, estimate
@@ -89,7 +89,7 @@ class CostModel:
         """The slowest link between neighbours of `ranks` pipeline ranks: as it was measured, else as the
         cluster says."""
         link = cluster.hop(ranks)
-        line = self.collectives.line(Collective.SEND_RECV, size=2, nodes=2 if link is cluster.inter else 1)
+        line = self.collectives.message(nodes=2 if link is cluster.inter else 1)
         return Link(*line) if line else link
 
     def measure(
