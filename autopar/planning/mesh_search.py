@@ -45,7 +45,7 @@ from autopar.solve.placement.search import CutoffError, Solution, check_cutoff
 from autopar.solve.placement.space import Kinds, Space, build_space, is_heavy, kind_by_axis
 from autopar.solve.placement.symmetry import choose_named
 from autopar.solve.stages.cut_search import MOST_PLACES
-from autopar.solve.stages.joint_bound import MOST_OPERATORS, Exchange
+from autopar.solve.stages.joint_bound import MOST_OPERATORS, ExchangeTables
 from autopar.solve.stages.local_search import improved_step, is_worthwhile
 from autopar.solve.stages.rank_bounds import Scarcity
 from autopar.solve.stages.refine import Refinement
@@ -167,7 +167,9 @@ class MeshProblem:
         places = self.places or choose_places(crossing_bytes(fastest.priced), MOST_PLACES)
         table = intervals(fastest.priced, self.hop, places=places)
         space = self.spaces[force]
-        return Exchange(self.graph, self.prices, space, self.folding, fastest, table).bound(self.schedules)
+        return ExchangeTables(self.graph, self.prices, space, self.folding, fastest, table).bound(
+            self.schedules
+        )
 
     def fastest(self, ask: Ask, limits: Limits) -> Step:
         """The best step; with stages under a cap, of several placements for which memory has a price."""

@@ -45,7 +45,7 @@ RIVALS = 2  # pure strategies whose operators are measured beside the winner's
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPlan:
     """A plan with what rewriting needs beside it."""
 
     plan: Plan
@@ -86,7 +86,7 @@ def search(
     progress: Progress | None = None,
     co_runners: CoRunners | None = None,
     budget: Budget | None = None,
-) -> Found:
+) -> FoundPlan:
     """The best plan over all meshes of `cluster`, with its report; see `decide`."""
     return finish(
         decide(
@@ -154,7 +154,7 @@ def decide(
     return Decision(best.problem, best.step, whole, request, deadline, best.others)
 
 
-def finish(decision: Decision) -> Found:
+def finish(decision: Decision) -> FoundPlan:
     """The report of a decision, its cut refined, beside the pure strategies; one of these that is faster
     replaces it."""
     problem, request = decision.problem, decision.request
@@ -171,7 +171,7 @@ def finish(decision: Decision) -> Found:
     plan = report(step, decision.cluster, rows, problem.cap, request)
     serial = one_device(problem, decision.cluster, decision.deadline) if asked else None
     plan = dataclasses.replace(beside(plan, decision), serial=serial)
-    return Found(plan, problem.dims, problem.prices, step.solution, step)
+    return FoundPlan(plan, problem.dims, problem.prices, step.solution, step)
 
 
 def beside(plan: Plan, decision: Decision) -> Plan:

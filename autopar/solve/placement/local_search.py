@@ -68,7 +68,7 @@ def search_locally(
     """The best plan that changes lead to from any of `starts`, the most promising first, with effort left:
     one that fits `cap`, or needs less, and is faster. After `deadline`, by the monotonic clock, no other is
     tried."""
-    descent, ends = _Descent(problem, cap, recompute, offload, starts[0], deadline), []
+    descent, ends = _PlacementDescent(problem, cap, recompute, offload, starts[0], deadline), []
     for place, start in enumerate(starts):
         if not descent.over() and all(start.program != each.program for each in starts[:place]):
             descent.found = start
@@ -77,7 +77,7 @@ def search_locally(
 
 
 @dataclass(slots=True)
-class _Descent:
+class _PlacementDescent:
     problem: Problem
     cap: int
     recompute: Recompute

@@ -22,7 +22,7 @@ from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
 from autopar.solve.highs import Relaxation
-from autopar.solve.linear_program import Answer, Terms
+from autopar.solve.linear_program import SolverAnswer, Terms
 from autopar.solve.placement.decode import is_whole, read
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import MemoryPrice
@@ -110,14 +110,14 @@ class Priced:
         cost, values = self.solve(MemoryPrice(state=price, saved=price * flight))
         each = np.asarray(values)
         nbytes = float(each @ self.lasting + flight * (each @ self.saved))
-        return _Corner(float(each @ self.seconds), nbytes, Answer(values, cost, cost, "optimal"))
+        return _Corner(float(each @ self.seconds), nbytes, SolverAnswer(values, cost, cost, "optimal"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Corner:
     seconds: float
     nbytes: float
-    answer: Answer
+    answer: SolverAnswer
 
 
 def _summed(terms: Terms, count: int) -> NDArray[np.float64]:

@@ -49,7 +49,7 @@ def improved_step(
     """The best step that changes lead to from a placement, of which `known` is the step if it has one; None
     if there is none. `cut` gives a placement's step or raises InfeasibleError. After `deadline`, by the
     monotonic clock, nothing is cut any more."""
-    descent = _Descent(problem, cut, choices_of(problem, start), known, deadline)
+    descent = _StagedDescent(problem, cut, choices_of(problem, start), known, deadline)
     while descent.changed() or descent.changed(twice=True):
         pass
     best = descent.best
@@ -57,7 +57,7 @@ def improved_step(
 
 
 @dataclass(slots=True)
-class _Descent:
+class _StagedDescent:
     problem: Problem
     cut: Callable[[Program], Step]
     choices: Choices
