@@ -34,7 +34,7 @@ ANY = MemoryPrice(
     1e-15, 1e-15
 )  # with which the program is written: so small that no digit of a second is lost
 CORNERS = 8  # that are looked for
-DEAR = 30.0  # price of all bytes of the fastest, in its own seconds: no placement that takes less is sought
+HIGHEST_PRICE = 30.0  # price of all bytes of the fastest, in its own seconds: no placement that takes less is sought
 APART = 1e-4  # of the seconds: nearer corners are one
 
 
@@ -88,7 +88,7 @@ class Priced:
         """Placements at the frontier of seconds and bytes with `flight` micro-batches on their way. They
         come from the fastest on, as far as they take less than `most` seconds."""
         first = self.corner(0.0, flight)
-        last = self.corner(DEAR * first.seconds / max(1.0, first.nbytes), flight)
+        last = self.corner(HIGHEST_PRICE * first.seconds / max(1.0, first.nbytes), flight)
         found, waiting = [first, last], [(first, last)]
         while waiting and len(found) < CORNERS:
             left, right = waiting.pop()

@@ -177,7 +177,7 @@ class _PlacementSearch:
             solution = self.once(memory_price=MemoryPrice(price, price), bounded=False)
             if solution.peak.nbytes <= cap:
                 found.append(solution)
-            # Without recomputed parts it is the placement that tells whether memory was dear enough.
+            # Without recomputed parts it is the placement that tells whether memory was priced high enough.
             plain = solution.peak.nbytes <= cap and not solution.program.recompute
             low, high = (low, middle) if plain else (middle, high)
         return found
