@@ -296,7 +296,7 @@ class MeshProblem:
         low, high = map(math.log, PRICES)
         found: dict[float, Step] = {}
         failed: list[Program] = []
-        beaten: list[Program] = []
+        ruled_out: list[Program] = []
         for _ in range(KNOWN_STEPS if known else PRICE_STEPS):
             middle = (low + high) / 2
             try:
@@ -313,7 +313,7 @@ class MeshProblem:
             elif not self.has_room(placed, cap):
                 low = middle
             elif best is not None and (
-                placed.program in beaten or self.even_seconds(placed.seconds) >= found[best].seconds
+                placed.program in ruled_out or self.even_seconds(placed.seconds) >= found[best].seconds
             ):
                 low, high = (low, middle) if best < middle else (middle, high)
             else:
@@ -321,7 +321,7 @@ class MeshProblem:
                     limit = math.inf if best is None else found[best].seconds
                     found[middle] = step = self.stage(placed, cap, limits, fastest.bound, limit=limit)
                 except CutoffError:
-                    beaten.append(placed.program)
+                    ruled_out.append(placed.program)
                     low, high = (low, middle) if best is not None and best < middle else (middle, high)
                     continue
                 except InfeasibleError:
