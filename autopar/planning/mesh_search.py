@@ -57,7 +57,7 @@ PRICE_STEPS = 4  # of the bisection between them
 KNOWN_STEPS = 2  # the same, where a plan that fits is known
 BOUNDED = (0.5, 0.8, 1.0, 1.2, 1.6)  # times what a byte has cost: prices for a bound
 SAME = 1e-9  # of seconds: less is rounding
-NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
+CLOSE = 0.03  # of the bound: so close to it a plan that recomputes is left as it is
 MULTIPLIERS = 5  # tried of what hides: 1, 0, and between
 MIXED = 3  # placements, beside a step's own, that its operators may follow
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
@@ -242,7 +242,7 @@ class MeshProblem:
             raise
         except InfeasibleError:
             return min(self.leaner(fastest, ask, limits), key=lambda step: step.seconds)
-        is_far = found.gap > max(NEAR, self.request.gap)
+        is_far = found.gap > max(CLOSE, self.request.gap)
         if is_far and self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
             others = self.leaner(fastest, ask, limits, known=found)
             return min([found, *others], key=lambda step: step.seconds)

@@ -327,8 +327,8 @@ def _worst(failures: Sequence[InfeasibleError | SolverError]) -> InfeasibleError
 
 
 def _wanted(best: _Best, deadline: float | None, *, runners_up: bool) -> list[Call]:
-    """The calls to be measured for the best step, those that decide first. With `runners_up`, or if it has none
-    left, also those of the pure strategies that come closest, unless a strategy is forced."""
+    """The calls to be measured for the best step, those that decide first. With `runners_up`, or if it has
+    none left, also those of the pure strategies that come closest, unless a strategy is forced."""
     problem = best.problem
     own = Candidate.of(best.step.solution.priced)
     if problem.request.force or not (runners_up or not problem.model.missing(own.calls.values())):

@@ -93,11 +93,11 @@ class _PlacementDescent:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def best(self) -> Candidate:
-        while not self.over() and (self.changed() or self.fitted_anew() or self.changed(twice=True)):
+        while not self.over() and (self.steps_down() or self.fitted_anew() or self.steps_down(twice=True)):
             pass
         return self.found
 
-    def changed(self, *, twice: bool = False) -> bool:
+    def steps_down(self, *, twice: bool = False) -> bool:
         """Whether a change was better, or two at once if there are few. The same parts are computed again,
         or none: then it is taken."""
         better = False

@@ -34,7 +34,7 @@ ANY = MemoryPrice(
     1e-15, 1e-15
 )  # with which the program is written: so small that no digit of a second is lost
 CORNERS = 8  # that are looked for
-HIGHEST_PRICE = 30.0  # price of all bytes of the fastest, in its own seconds: no placement that takes less is sought
+HIGHEST_PRICE = 30.0  # of all bytes of the fastest, in its own seconds: nothing that takes less is sought
 APART = 1e-4  # of the seconds: nearer corners are one
 
 

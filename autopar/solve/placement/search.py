@@ -129,14 +129,14 @@ class _PlacementSearch:
                 found += self.kept(cap)
         best = min(found, key=lambda each: each.seconds) if found else self.least()
         if best is not None and (not found or best.seconds > first.bound * (1 + self.gap)):
-            best = self.nearby([best, first, *found], cap)
+            best = self.best_neighbor([best, first, *found], cap)
         if best is None or best.peak.nbytes > cap:
             self.note(best)
             raise self.infeasible(cap)
         best = replace(best, status=first.status)
         return _judged(best, first.bound, self.gap) if bounded else best
 
-    def nearby(self, known: Sequence[Solution], cap: int) -> Solution:
+    def best_neighbor(self, known: Sequence[Solution], cap: int) -> Solution:
         """The best that changes of single choices lead to from these."""
         if self.recompute is Recompute.ALL or self.offload is Offload.ALL:
             return known[0]
