@@ -44,7 +44,7 @@ from autopar.planning.search import Decision, decide
 from autopar.sharding.strategies import dims_of
 from autopar.solve.deadline import after, is_over, left
 from autopar.solve.highs import SECOND
-from autopar.solve.memory.offload import hiding
+from autopar.solve.memory.offload import overlapped
 from autopar.solve.memory.recompute import sparing
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
@@ -396,7 +396,7 @@ class _Screen:
         if scarce and self.request.recompute is Recompute.AUTO:
             again, spared = sparing(priced)
         if scarce and ranks == 1 and problem.offload is Offload.AUTO:
-            hidden = max(0, solution.peak.saved - hiding(priced).peak.saved)
+            hidden = max(0, solution.peak.saved - overlapped(priced).peak.saved)
         launches = 2 * sum(price.launches for price in prices)
         seconds, samples = [price.seconds for price in prices], self.batch // sample.count
         cost = priced.cost

@@ -18,7 +18,7 @@ from autopar.core.program import Program
 from autopar.core.strategy import Option
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.moments import moments
-from autopar.cost.program.offload import moved, wait_seconds
+from autopar.cost.program.offload import offloaded, wait_seconds
 from autopar.cost.program.values import Values
 from autopar.planning.apart import error_of, interpolated_share, measured_share
 from autopar.planning.edge_cuts import edge_notes
@@ -122,7 +122,7 @@ def report(
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
-        offloaded=tuple(Offloaded(*item.moved, item.nbytes) for item in moved(priced)),
+        offloaded=tuple(Offloaded(*item.tensor, item.nbytes) for item in offloaded(priced)),
         offload_seconds=0.0 if step.cut else request.micro_batches * sum(wait_seconds(priced)),
         graph=fingerprint_of(graph),
         devices=cluster.devices,

@@ -20,7 +20,7 @@ from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
-from autopar.core.offload import Moved
+from autopar.core.offload import OffloadedTensor
 from autopar.core.placement import Layout, P, Placement, R, Shard
 from autopar.core.program import Program
 from autopar.core.recompute import Segment
@@ -103,7 +103,7 @@ def draw_parts(random: Random, operators: int) -> tuple[Segment, ...]:
     return tuple((first, stop) for first, stop in pairs if first < stop)
 
 
-def draw_moved(random: Random, graph: Graph, program: Program) -> tuple[Moved, ...]:
+def draw_offloaded(random: Random, graph: Graph, program: Program) -> tuple[OffloadedTensor, ...]:
     """What is offloaded: in every second program nothing, else about half of what operators make, and of its
     conversions, in any order. No part that is computed again has any of it."""
     again = {place for first, stop in program.recompute for place in range(first, stop)}

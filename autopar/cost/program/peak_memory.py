@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from autopar.core.graph import InputKind
 from autopar.cost.program.heap import GradientSums, Heap
-from autopar.cost.program.offload import clock, hides_until, moved
+from autopar.cost.program.offload import clock, offloaded, overlapped_until
 from autopar.cost.program.storages import Footing, Life, SavedStorage
 from autopar.cost.program.tape import Tape, TapeCall, Weight
 from autopar.runtime.saved.offload import AHEAD
@@ -59,10 +59,10 @@ def footing(priced: PricedProgram, *, starts: Sequence[int] | None = None) -> Fo
     replay.run()
     link = priced.prices.cluster.host
     if starts is None and link is not None:
-        until = hides_until(replay.moved, clock(priced), link)
+        until = overlapped_until(replay.offloads, clock(priced), link)
     else:
-        until = [item.needed - 1 for item in replay.moved]
-    return replay.footing({item.root: place for item, place in zip(replay.moved, until, strict=True)})
+        until = [item.needed - 1 for item in replay.offloads]
+    return replay.footing({item.root: place for item, place in zip(replay.offloads, until, strict=True)})
 
 
 def lives(priced: PricedProgram) -> tuple[Life, ...]:
@@ -111,8 +111,8 @@ class Replay:
     """One step. Keys of storages are roots; ("again", root) of those that are computed again, ("back", root)
     of those that were fetched from the host, ("own", call) of scratch, ("gradient", number) of gradients.
 
-    For stages `staged` leaves out what is there all step, sums of gradients among it. What is moved has left
-    when the stage that begins at one of `starts` has run, and is fetched when its backward begins.
+    For stages `staged` leaves out what is there all step, sums of gradients among it. What is offloaded has
+    left when the stage that begins at one of `starts` has run, and is fetched when its backward begins.
     """
 
     def __init__(self, priced: PricedProgram, *, staged: bool = False, starts: Sequence[int] = (0,)) -> None:
@@ -126,20 +126,22 @@ class Replay:
                 self.firsts.setdefault(value, number)
         self.parts = self.find_parts() if self.prices.training else []
         self.starts = starts
-        self.moved = offloaded = moved(priced) if self.prices.training else []
-        read = [item.needed - 1 for item in offloaded]
+        self.offloads = items = offloaded(priced) if self.prices.training else []
+        read = [item.needed - 1 for item in items]
         self.firsts_of = [
             *(bisect_left(read, start) for start in starts),
-            len(offloaded),
+            len(items),
         ]  # in the order, by stage
-        self.order = [item.root for item in offloaded]
+        self.order = [item.root for item in items]
         self.offloaded = {root: number for number, root in enumerate(self.order)}
         self.marks: dict[int, list[int]] = {}  # what begins to leave after each call
-        for item in sorted(offloaded, key=lambda item: item.call):
+        for item in sorted(items, key=lambda item: item.call):
             self.marks.setdefault(item.call, []).append(item.root)
         self.departing: list[int] = []
         self.readers: Counter[int] = Counter()  # of each that is offloaded, calls whose backward is to come
-        self.moved_from: dict[int, list[int]] = {}  # of each that is offloaded, who would keep it, by place
+        self.offloaded_from: dict[
+            int, list[int]
+        ] = {}  # of each that is offloaded, who would keep it, by place
         self.back: set[int] = set()  # those that were fetched
         self.begun: set[int] = set()  # stages that have begun to fetch
         self.heap = self.new_heap()
@@ -227,7 +229,7 @@ class Replay:
                     for_weights=(),
                     until=until[root],
                 )
-                for root, places in self.moved_from.items()
+                for root, places in self.offloaded_from.items()
             ),
             own=tuple(self.own[:last]),
             own_for_weights=tuple(self.own_for_weights[:last]),
@@ -343,7 +345,7 @@ class Replay:
         for root in self.calls[number].memory.keeps - self.tape.gathered:
             if root in self.offloaded:
                 self.readers[root] += 1
-                self.moved_from.setdefault(root, []).append(place)
+                self.offloaded_from.setdefault(root, []).append(place)
             else:
                 self.keep(root, place, for_weight=self.has_weight(number))
         self.keep_own(number)

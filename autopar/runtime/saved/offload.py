@@ -9,11 +9,11 @@
 A program calls `offload` on the tensors that its plan moves, in the order in which it makes them; their
 numbers are the order in which backward needs them, the last one first. A storage leaves when AHEAD more have
 been made, or forward ends. Backward fetches the last AHEAD when it reads the first saved tensor, and with
-each that was moved the AHEAD before it. Copies run on a stream of their own: the stream that computes waits
-for those that it depends on, and no memory is given back before. On CPUs they are made at once, into storages
-that are known as the host's.
+each that was offloaded the AHEAD before it. Copies run on a stream of their own: the stream that computes
+waits for those that it depends on, and no memory is given back before. On CPUs they are made at once, into
+storages that are known as the host's.
 
-Every saved tensor is a view of a storage: it is moved once, however many views of it are saved.
+Every saved tensor is a view of a storage: it is offloaded once, however many views of it are saved.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def _unpack(saved: Tensor | PackedTensor) -> Tensor:
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Kept:
     """A storage that autograd saves: `here` on its device, or its copy in `host` memory, or both. While it
-    has not been moved, one of its tensors is `watched`, which must not change."""
+    has not been offloaded, one of its tensors is `watched`, which must not change."""
 
     origin: ref[UntypedStorage]
     device: torch.device
     here: UntypedStorage | None
     watched: Tensor | None
     host: UntypedStorage | None = None
-    number: int = -1  # of those that are moved
+    number: int = -1  # of those that are offloaded
     coming: torch.cuda.Event | None = None  # until somebody waits for the copy that fetches it
 
     def __del__(self) -> None:
@@ -125,7 +125,7 @@ class Offloading:
     """What one forward pass saves, and its backward reads."""
 
     known: WeakValueDictionary[int, _Kept] = field(default_factory=WeakValueDictionary)  # by address
-    moved: list[_Kept] = field(default_factory=list)  # kept alive until forward ends
+    offloaded: list[_Kept] = field(default_factory=list)  # kept alive until forward ends
     leaving: list[tuple[_Kept, torch.cuda.Event | None]] = field(default_factory=list)
     numbered: dict[int, list[ref[_Kept]]] = field(
         default_factory=dict
@@ -145,12 +145,12 @@ class Offloading:
     def move(self, tensor: Tensor, number: int) -> None:
         """Begin to copy the storage of a tensor to the host; that of the one AHEAD before it has left."""
         kept = self.kept(tensor)
-        if kept.number >= 0:  # simulated ranks may share what one of them has moved already
+        if kept.number >= 0:  # simulated ranks may share what one of them has offloaded already
             return
         assert kept.here is not None
         kept.number, kept.watched = number, None
         kept.host, copied = _to_host(kept.here)
-        self.moved.append(kept)
+        self.offloaded.append(kept)
         self.numbered.setdefault(number, []).append(ref(kept))
         self.leaving.append((kept, copied))
         if len(self.leaving) > AHEAD:
@@ -160,7 +160,7 @@ class Offloading:
         """At the end of forward: all that was to leave has left."""
         while self.leaving:
             self.let_go()
-        self.moved.clear()
+        self.offloaded.clear()
 
     def kept(self, tensor: Tensor) -> _Kept:
         storage = tensor.untyped_storage()

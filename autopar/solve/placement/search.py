@@ -21,7 +21,7 @@ from autopar.errors import CheckError, InfeasibleError, OverCapError, SolverErro
 from autopar.solve.deadline import is_over
 from autopar.solve.highs import SECOND, solve
 from autopar.solve.linear_program import SolverAnswer
-from autopar.solve.memory.offload import everywhere, spare
+from autopar.solve.memory.offload import fit_by_offload, offload_everything
 from autopar.solve.memory.recompute import everything, fit
 from autopar.solve.memory.remedies import remedies
 from autopar.solve.placement.decode import is_whole, read
@@ -356,9 +356,9 @@ def completed(
     if recompute is Recompute.ALL:
         priced = everything(priced)
     if offload is Offload.ALL:
-        priced = everywhere(priced)
+        priced = offload_everything(priced)
     if cap is not None and offload is not Offload.NONE:
-        priced = spare(priced, cap, recompute=recompute, offload=offload).priced
+        priced = fit_by_offload(priced, cap, recompute=recompute, offload=offload).priced
     elif cap is not None and recompute is Recompute.AUTO:
         priced = fit(priced, cap).priced
     return Solution(priced, priced.seconds, -math.inf, "gap_limit", priced.peak)

@@ -24,7 +24,7 @@ from autopar.cost.program.recompute import shares
 from autopar.cost.program.step import StepCost
 from autopar.cost.stages.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError
-from autopar.solve.memory.offload import hiding_of_stages, moving_in_stages
+from autopar.solve.memory.offload import moving_in_stages, overlapped_of_stages
 from autopar.solve.memory.recompute import ladder
 from autopar.solve.placement.search import Solution, check_cutoff
 from autopar.solve.stages.cut_costs import Mix
@@ -252,7 +252,7 @@ def levels(priced: PricedProgram, *, recompute: Recompute, offloads: bool) -> li
     found = ladder(priced, RUNGS) if recompute is Recompute.AUTO else [priced]
     if not offloads:
         return found
-    lean = [hiding_of_stages(each) for each in found]
+    lean = [overlapped_of_stages(each) for each in found]
     return [found[0], *(each for each in lean if each.program.recompute or each.program.offload)]
 
 

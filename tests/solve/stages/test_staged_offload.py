@@ -65,7 +65,7 @@ def inside(items: list[Movable], start: int, stop: int) -> list[Movable]:
 
 def waits(graph: Graph, prices: Prices, program: Program, start: int, stop: int) -> float:
     """Seconds that a stage waits for what it moves."""
-    known = {item.moved: item for item in movable(PricedProgram(prices, program))}
+    known = {item.tensor: item for item in movable(PricedProgram(prices, program))}
     items = inside([known[each] for each in program.offload], start, stop)
     times, link = clock(PricedProgram(prices, program)).within(start, stop), prices.cluster.host
     assert link is not None
@@ -112,12 +112,12 @@ def check(graph: Graph, prices: Prices, step: Step, cap: int) -> None:
     assert step.peak_bytes == max(exact.rank_bytes) <= cap
     assert step.seconds == pytest.approx(exact.seconds)
     assert step.bound <= step.seconds * (1 + CLOSE)
-    items = {item.moved for item in movable(PricedProgram(prices, program))}
+    items = {item.tensor for item in movable(PricedProgram(prices, program))}
     homes: list[Movable] = []
     for start, stop in stages(graph, cut.starts):
         assert waits(graph, prices, program, start, stop) == 0.0
         homes += inside(movable(PricedProgram(prices, program)), start, stop)
-    assert items.issuperset(program.offload) and {item.moved for item in homes}.issuperset(program.offload)
+    assert items.issuperset(program.offload) and {item.tensor for item in homes}.issuperset(program.offload)
 
 
 @pytest.mark.parametrize("kind", WHOLE)
@@ -163,7 +163,7 @@ def test_the_host_has_room_for_every_micro_batch_in_flight() -> None:
         prices, solution = made(graph, 10.0, host_memory=max(1, tensors * COUNT * size))
         step = sought(graph, prices, solution, [schedule], cap)
         assert step.cut is not None
-        known = {item.moved: item for item in movable(PricedProgram(prices, step.solution.program))}
+        known = {item.tensor: item for item in movable(PricedProgram(prices, step.solution.program))}
         items = [known[each] for each in step.solution.program.offload]
         for stage, (start, stop) in enumerate(stages(graph, step.cut.starts)):
             held = sum(item.nbytes for item in inside(items, start, stop))
@@ -187,7 +187,7 @@ def steps(
             own = [each for ends in stages(graph, (0, start)) for each in inside(items, *ends)]
             for number in range(len(own) + 1):
                 for some in combinations(own, number):
-                    each = replace(again, offload=tuple(item.moved for item in some))
+                    each = replace(again, offload=tuple(item.tensor for item in some))
                     if any(waits(graph, prices, each, *ends) for ends in stages(graph, (0, start))):
                         continue
                     table = intervals(
@@ -241,7 +241,7 @@ def test_tables_count_what_every_stage_could_move() -> None:
     for share in (0.3, 1e9):
         prices, solution = made(graph, share)
         items = movable(PricedProgram(prices, solution.program))[:-1]  # without what backward reads first
-        program = replace(solution.program, offload=tuple(item.moved for item in items))
+        program = replace(solution.program, offload=tuple(item.tensor for item in items))
         places = range(len(graph.operators) + 1)
         plain = intervals(PricedProgram(prices, solution.program), HOP, places=places)
         told = intervals(PricedProgram(prices, program), HOP, places=places, starts=(0,))
