@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar.cluster import ClusterSpec, DescribedDevice, Link
-from autopar.core.costs import Collective, DeviceModel, Saved
+from autopar.core.costs import Collective, DeviceModel, SavedByCall
 from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine import measuring
 from autopar.cost.machine.model import CostModel, busy_setting, network_of, setting_of
@@ -110,7 +110,7 @@ def test_what_is_measured_while_the_machine_is_slow_counts_as_on_other_days(
     pace = 1.0
 
     def measured(calls: Sequence[Call], device: str, *, budget: float) -> list[Measurement]:
-        return [Measurement(call.key(), 2 * pace, 3 * pace, Saved(), 0, None, 5, 0.0) for call in calls]
+        return [Measurement(call.key(), 2 * pace, 3 * pace, SavedByCall(), 0, None, 5, 0.0) for call in calls]
 
     def relu(length: int) -> Call:
         return Call(torch.ops.aten.relu.default, (TensorSpec((length,), torch.float32),), {})
@@ -159,7 +159,7 @@ def test_a_gpu_without_a_file_and_one_described_by_hand_have_estimates_alone() -
 
 def test_a_gpu_operator_takes_its_launch_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call(torch.ops.aten.relu.default, (TensorSpec((8,), torch.float32),), {})
-    quick = Measurement(call.key(), 1e-6, 0.0, Saved(), 0, None, 5, 0.0)
+    quick = Measurement(call.key(), 1e-6, 0.0, SavedByCall(), 0, None, 5, 0.0)
     model = replace(
         CostModel.of(ClusterSpec(devices_per_node=1, device="a100"), None), measured={call.key(): quick}
     )

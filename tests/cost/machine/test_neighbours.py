@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.core.costs import DeviceModel, Saved
+from autopar.core.costs import DeviceModel, SavedByCall
 from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine.compute import estimate
 from autopar.cost.machine.neighbours import Neighbours, distance, family_of, resized
@@ -27,7 +27,7 @@ def took(call: Call, forward: float, backward: float) -> Measurement:
     """A measurement of so many times the estimate."""
     guess = estimate(call, TOY)
     seconds = forward * guess.forward_seconds, backward * guess.backward_seconds
-    return Measurement(call.key(), *seconds, Saved(), 0, None, 5, 0.0)
+    return Measurement(call.key(), *seconds, SavedByCall(), 0, None, 5, 0.0)
 
 
 def neighbours(*found: Measurement) -> Neighbours:
