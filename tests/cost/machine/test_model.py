@@ -137,9 +137,10 @@ def test_a_known_gpu_costs_what_its_file_says() -> None:
     assert filed.of_file and not plain.measured and not plain.of_file
     key, measured = next((key, each) for key, each in filed.measured.items() if each.forward_seconds > 1e-4)
     assert measured.forward_seconds == device_file.operators_of("h100")[key].forward_seconds
-    call = linear(1000, 768)  # of a size that isn't in it
+    call = linear(512, 768)  # of a size that isn't in it, two doublings away
     found, guess = filed.cost(call), plain.cost(call)
     assert call.key() not in filed.measured and found.interpolated and not found.measured
+    assert not filed.cost(linear(1024, 1024)).interpolated  # three: as uncertain as an estimate
     assert (
         0.3 < found.forward_seconds / guess.forward_seconds < 0.9
     )  # products are faster than data sheets say

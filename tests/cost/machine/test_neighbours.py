@@ -47,6 +47,15 @@ def test_the_nearer_counts_by_the_square_of_its_distance() -> None:
     assert forward == pytest.approx(2 ** (4 / 5 + 2 / 5))  # one doubling and two: 4 to 1
 
 
+def test_what_follows_from_far_away_is_as_uncertain_as_an_estimate() -> None:
+    call = product(64)
+    wide = {each.key: each for each in (took(product(512), 2.0, 1.0), took(product(4096), 2.0, 1.0))}
+    known = Neighbours(wide, TOY, 6.0)
+    assert known.ratio(call) == pytest.approx((2.0, 1.0)) and not known.is_near(call)
+    near = Neighbours({**wide, product(16).key(): took(product(16), 2.0, 1.0)}, TOY, 6.0)
+    assert near.is_near(call) and not near.is_near(product(64, 8))
+
+
 @pytest.mark.parametrize(
     "other",
     [
