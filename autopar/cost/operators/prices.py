@@ -103,7 +103,7 @@ class Price:
 class Prices:
     """The cost table of one graph on one mesh; filled on demand and remembered.
 
-    The graph is that of one micro-batch. `once` is what a second that is spent once a step counts
+    The graph is that of one micro-batch. `step_weight` is what a second that is spent once a step counts
     against one that every micro-batch spends: 1 without micro-batches. `training` counts backward passes.
     """
 

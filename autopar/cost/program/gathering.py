@@ -55,11 +55,11 @@ def regathers(priced: PricedProgram) -> Iterator[Regather]:
 def copies(priced: PricedProgram) -> Mapping[str, Value]:
     """The full copies that stay all step long, by weight: the last of the gathers that lead."""
     program = priced.program
-    once = {name for name in program.gatherings if program.gathering(name) is Gathering.ONCE}
-    if not once:
+    settled = {name for name in program.gatherings if program.gathering(name) is Gathering.ONCE}
+    if not settled:
         return {}
     values = priced.values
-    led = [value for value in values.of.values() if value.name in once and value.leads and value.move]
+    led = [value for value in values.of.values() if value.name in settled and value.leads and value.move]
     sources = {(value.name, value.move.source) for value in led if value.move}
     last = [value for value in led if (value.name, value.layout) not in sources]
     return {value.name: value for value in last if any(_is_gathered(each) for each in _path(value, values))}

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Movable:
     """Memory of `nbytes` that backward reads, and no part that is computed again takes or makes: `root` on
-    the tape, known as `tensor` after `call`, for the operator at `home`. It is `made` when so many operators
+    the tape, known as `tensor` after `call`, for the operator `maker`. It is `made` when so many operators
     have run, and `needed` when backward has so many still before it, by the call `read`."""
 
     tensor: OffloadedTensor
     root: int
     call: int
     nbytes: int
-    home: int
+    maker: int
     made: int
     needed: int
     read: int
@@ -78,7 +78,7 @@ def movable(priced: PricedProgram) -> list[Movable]:
             root=root,
             call=made.call,
             nbytes=tape.nbytes[root],
-            home=tape.calls[made.call].place,
+            maker=tape.calls[made.call].place,
             made=made.operators,
             needed=tape.calls[read[root]].place + 1,
             read=read[root],

@@ -68,13 +68,13 @@ def footing(priced: PricedProgram, *, starts: Sequence[int] | None = None) -> Fo
 def lives(priced: PricedProgram) -> tuple[Life, ...]:
     """All memory of the largest rank that comes and goes in a step, as if nothing were computed again."""
     tape = priced.tape
-    home = dict.fromkeys((tape.root[value] for value in tape.users), (-1, True))
+    makers = dict.fromkeys((tape.root[value] for value in tape.users), (-1, True))
     uses: dict[int, list[int]] = {}
     keepers: dict[int, list[int]] = {}
     own, last = [], len(priced.graph.operators) - 1
     for call in tape.calls:
         memory, place = call.memory, min(call.place, last)  # outputs leave at the last
-        home |= {item.value: (place, not memory.repeats) for item in memory.gives if item.alias is None}
+        makers |= {item.value: (place, not memory.repeats) for item in memory.gives if item.alias is None}
         for value in memory.takes:
             uses.setdefault(tape.root[value], []).append(place)
         for root in memory.keeps:
@@ -84,12 +84,12 @@ def lives(priced: PricedProgram) -> tuple[Life, ...]:
     found = (
         Life(
             nbytes=tape.nbytes[root],
-            home=place,
+            maker=place,
             held=held,
             uses=tuple(dict.fromkeys(uses.get(root, ()))),
             keepers=tuple(dict.fromkeys(keepers.get(root, ()))),
         )
-        for root, (place, held) in home.items()
+        for root, (place, held) in makers.items()
         if tape.nbytes[root] and root not in tape.gathered
     )
     return (*found, *own)

@@ -81,11 +81,11 @@ def savings(priced: PricedProgram, places: Sequence[int]) -> Savings:
     for place, until, cost in repeats(priced):
         seconds.add_first(place, until, cost)
     for life in lives(priced):
-        nbytes, before = float(life.nbytes), life.home
-        if life.held and life.home >= 0 and not life.keepers:
-            taken.add_first(life.home, life.home, nbytes)
+        nbytes, before = float(life.nbytes), life.maker
+        if life.held and life.maker >= 0 and not life.keepers:
+            taken.add_first(life.maker, life.maker, nbytes)
         if life.keepers and not life.held:
-            spared.add_first(life.home, life.keepers[-1], nbytes)
+            spared.add_first(life.maker, life.keepers[-1], nbytes)
         for user in () if life.keepers else life.uses:
             taken.add(before, user, nbytes)
             before = max(before, user)
@@ -99,5 +99,5 @@ def shares(priced: PricedProgram) -> Shares:
     spared = np.zeros(len(chosen))
     for life in lives(priced):
         if life.keepers and not life.held:
-            spared[life.home] += life.nbytes
+            spared[life.maker] += life.nbytes
     return Shares(np.asarray([price.again for price in chosen]), spared)

@@ -208,7 +208,7 @@ class _Crossing:
     def add(self, value: Value, amount: float) -> None:
         if value.free or not value.uses:
             return
-        self.row[np.searchsorted(self.places, value.home, side="right")] += amount
+        self.row[np.searchsorted(self.places, value.maker, side="right")] += amount
         self.row[np.searchsorted(self.places, value.uses[-1], side="right")] -= amount
 
     def total(self) -> Row:
@@ -243,7 +243,7 @@ class _Seconds:
             if value.move is not None and not value.leads:
                 weight = value.name in parameters
                 before, after = move_seconds(self.priced.prices, value, name_is_weight=weight)
-                users = value.carriers if value.free else (value.home,)
+                users = value.carriers if value.free else (value.maker,)
                 self.add(users, before, *((0.0, after) if weight else (after, 0.0)))
         for place, until, seconds in repeated(self.priced):
             self.input_gradient.add_first(place, until, seconds)
@@ -340,9 +340,9 @@ def _memory(
         if storage.name in priced.values.free:
             rectangles.add_each(storage.keepers, float(storage.nbytes))
         elif storage.keepers:
-            rectangles.add_first(storage.home, storage.keepers[0], float(storage.nbytes))
+            rectangles.add_first(storage.maker, storage.keepers[0], float(storage.nbytes))
             if storage.until is not None and storage.until < places[-1]:
-                rectangles.add_first(storage.home, storage.until, -float(storage.nbytes))
+                rectangles.add_first(storage.maker, storage.until, -float(storage.nbytes))
     kept = rectangles.total()
     most, ahead = (
         np.array([max(amounts[low:high], default=0) for low, high in pairwise(places)])

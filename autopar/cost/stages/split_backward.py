@@ -95,11 +95,11 @@ def _since(graph: Graph, values: Values) -> list[int]:
     found: list[int] = []
     for place, item in enumerate(graph.operators):
         makers = (
-            values.source(name).home
+            values.source(name).maker
             for name in item.operands
             if graph.specs[name].requires_grad and name not in values.free
         )
-        found.append(min((found[home] for home in makers if home >= 0), default=place))
+        found.append(min((found[maker] for maker in makers if maker >= 0), default=place))
     return found
 
 

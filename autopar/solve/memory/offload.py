@@ -101,12 +101,14 @@ def moving_in_stages(
     or the `most` largest of that."""
     places = range(len(priced.graph.operators))
     items = [
-        item for item in _worthwhile(priced) if item.home in places and item.tensor in offloadable[item.home]
+        item
+        for item in _worthwhile(priced)
+        if item.maker in places and item.tensor in offloadable[item.maker]
     ]
     times, chosen = clock(priced), list[Movable]()
     rooms = [_Room(priced.prices) for _ in range(schedule.ranks)]
     for stage, (start, stop) in enumerate(pairwise((*starts, len(priced.graph.operators)))):
-        own = [item for item in items if start <= item.home and item.needed <= stop]
+        own = [item for item in items if start <= item.maker and item.needed <= stop]
         room = replace(rooms[schedule.rank_of(stage)], copies=flight(schedule, stage))
         chosen += _hidden(own, times.within(start, stop), room)
         rooms[schedule.rank_of(stage)] = room

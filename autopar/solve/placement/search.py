@@ -100,7 +100,7 @@ def choose(
         graph, prices, space, folding, cap, gap, deadline, recompute, offload, work=work
     )
     if cap is None:
-        return search.once(memory_price=memory_price, bounded=bounded, cutoff=cutoff)
+        return search.solved(memory_price=memory_price, bounded=bounded, cutoff=cutoff)
     return search.under_cap(cap, bounded=bounded, cutoff=cutoff)
 
 
@@ -120,7 +120,7 @@ class _PlacementSearch:
     work: float = math.inf  # for a relaxation, and for branching, at most
 
     def under_cap(self, cap: int, *, bounded: bool, cutoff: float) -> Solution:
-        first = self.once(rows=cap, bounded=bounded, cutoff=cutoff)
+        first = self.solved(rows=cap, bounded=bounded, cutoff=cutoff)
         found = self.tightened(first, cap)
         if not found or bounded and found[0].seconds > first.bound * (1 + self.gap):
             with contextlib.suppress(SolverError):
@@ -159,7 +159,7 @@ class _PlacementSearch:
                 return [solution]
             rows -= max(solution.peak.nbytes - cap, cap // 200)
             try:
-                solution = self.once(rows=rows, bounded=False)
+                solution = self.solved(rows=rows, bounded=False)
             except (InfeasibleError, SolverError):
                 break
         return [solution] if solution.peak.nbytes <= cap else []
@@ -167,14 +167,14 @@ class _PlacementSearch:
     def priced(self, cap: int) -> list[Solution]:
         """Placements that fit, of those that are cheapest where memory has a price: the price is bisected
         to where they just do."""
-        fastest = self.once(bounded=False)
+        fastest = self.solved(bounded=False)
         unit = fastest.seconds / max(1, fastest.peak.nbytes)
         low, high = map(math.log, MEMORY_PRICES)
         found = []
         for _ in range(PRICE_STEPS):
             middle = (low + high) / 2
             price = math.exp(middle) * unit
-            solution = self.once(memory_price=MemoryPrice(price, price), bounded=False)
+            solution = self.solved(memory_price=MemoryPrice(price, price), bounded=False)
             if solution.peak.nbytes <= cap:
                 found.append(solution)
             # Without recomputed parts it is the placement that tells whether memory was priced high enough.
@@ -188,7 +188,7 @@ class _PlacementSearch:
         if other.space is self.space:
             return []
         try:
-            return other.tightened(other.once(rows=cap, bounded=False), cap)
+            return other.tightened(other.solved(rows=cap, bounded=False), cap)
         except InfeasibleError:
             return []
 
@@ -257,7 +257,7 @@ class _PlacementSearch:
 
         return OverCapError(tell, known=found.peak.nbytes if found else math.inf)
 
-    def once(
+    def solved(
         self,
         *,
         rows: int | None = None,

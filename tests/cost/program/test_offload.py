@@ -23,7 +23,7 @@ TIMES = Clock(forward=(0, 1, 2, 3, 4, 20), backward=(24, 22, 20, 18, 16, 0))
 
 def item(nbytes: int, *, made: int, needed: int) -> Movable:
     return Movable(
-        ("x", ()), root=made, call=made, nbytes=nbytes, home=made, made=made, needed=needed, read=needed
+        ("x", ()), root=made, call=made, nbytes=nbytes, maker=made, made=made, needed=needed, read=needed
     )
 
 

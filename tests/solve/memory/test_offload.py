@@ -182,7 +182,7 @@ def test_with_one_stage_all_that_operators_make_may_be_moved_the_first_one_too()
     x = s.linear(s.call(aten.tanh.default, Ref(s.linear(x, 8))), 8)
     graph = s.graph(s.call(aten.sum.default, Ref(s.call(aten.tanh.default, Ref(x)))))
     prices, program = placed(graph, gpus(1e30))
-    made = {item.tensor for item in movable(PricedProgram(prices, program)) if item.home >= 0}
+    made = {item.tensor for item in movable(PricedProgram(prices, program)) if item.maker >= 0}
     first = graph.operators[0].results[0]
     assert first in {name for name, _ in made}
     schedule = scheduled(ScheduleKind.GPIPE, 1, 1, 2)

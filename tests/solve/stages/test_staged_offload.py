@@ -60,7 +60,7 @@ def stages(graph: Graph, starts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def inside(items: list[Movable], start: int, stop: int) -> list[Movable]:
-    return [item for item in items if start <= item.home and item.needed <= stop]
+    return [item for item in items if start <= item.maker and item.needed <= stop]
 
 
 def waits(graph: Graph, prices: Prices, program: Program, start: int, stop: int) -> float:
@@ -113,11 +113,13 @@ def check(graph: Graph, prices: Prices, step: Step, cap: int) -> None:
     assert step.seconds == pytest.approx(exact.seconds)
     assert step.bound <= step.seconds * (1 + CLOSE)
     items = {item.tensor for item in movable(PricedProgram(prices, program))}
-    homes: list[Movable] = []
+    inside_stages: list[Movable] = []
     for start, stop in stages(graph, cut.starts):
         assert waits(graph, prices, program, start, stop) == 0.0
-        homes += inside(movable(PricedProgram(prices, program)), start, stop)
-    assert items.issuperset(program.offload) and {item.tensor for item in homes}.issuperset(program.offload)
+        inside_stages += inside(movable(PricedProgram(prices, program)), start, stop)
+    assert items.issuperset(program.offload) and {item.tensor for item in inside_stages}.issuperset(
+        program.offload
+    )
 
 
 @pytest.mark.parametrize("kind", WHOLE)
