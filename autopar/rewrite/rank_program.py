@@ -187,8 +187,8 @@ class _Writer:
 
     def convert(self, name: str, move: Move) -> fx.Node:
         source = self.value(name, move.source)
-        again = gathers(move) and self.program.gathering(name) is Gathering.AGAIN
-        operator = effect(move).name + self.summing(name, move) + AGAIN * again
+        regather = gathers(move) and self.program.gathering(name) is Gathering.REGATHER
+        operator = effect(move).name + self.summing(name, move) + AGAIN * regather
         target = getattr(torch.ops.autopar, operator).default
         key = self.dims.mesh.key((move.axis,))
         args: list[object] = [source, key]

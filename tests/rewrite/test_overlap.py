@@ -29,13 +29,13 @@ def program(
     x = graph.placeholder("x")
     matrices = [graph.placeholder(f"w{number}") for number in range(layers)]
     bias = graph.placeholder("b")
-    again, once = (getattr(OURS, "s_to_b" + ending + name).default for name in ("_again", ""))
+    regather, once = (getattr(OURS, "s_to_b" + ending + name).default for name in ("_again", ""))
 
     def casted(node: fx.Node) -> fx.Node:
         return graph.call_function(torch.ops.aten.to.dtype, (node, cast)) if cast is not None else node
 
     for number, weight in enumerate(matrices):
-        full = graph.call_function(again, (casted(weight), KEY, 0, 1, list(sizes)))
+        full = graph.call_function(regather, (casted(weight), KEY, 0, 1, list(sizes)))
         args = [x, full]
         if number == 0:
             args.append(graph.call_function(once, (casted(bias), KEY, 0, 1, list(sizes))))
@@ -55,10 +55,10 @@ def calls(graph: fx.Graph) -> list[str]:
 
 
 def early(
-    graph: fx.Graph, layers: int, *, room: float = math.inf, again: tuple[tuple[int, int], ...] = ()
+    graph: fx.Graph, layers: int, *, room: float = math.inf, parts: tuple[tuple[int, int], ...] = ()
 ) -> fx.Graph:
     order = {node.name: place for place, node in enumerate(graph.nodes)}
-    return overlap(graph, weights(layers), room=room, steps=order, segments=again)
+    return overlap(graph, weights(layers), room=room, steps=order, segments=parts)
 
 
 def test_each_group_starts_behind_the_group_before() -> None:
@@ -98,7 +98,7 @@ def test_what_is_cast_in_a_part_that_is_computed_again_stays_there() -> None:
     graph = program(2, cast=torch.bfloat16, ending="_wide")
     order = {node.name: place for place, node in enumerate(graph.nodes)}
     first = order["to_dtype"]
-    assert calls(early(graph, 2, again=((first, first + 1),))).count("start_s_to_b_wide_again") == 1
+    assert calls(early(graph, 2, parts=((first, first + 1),))).count("start_s_to_b_wide_again") == 1
 
 
 @pytest.mark.parametrize("ending", SUMMED.values())
@@ -112,7 +112,7 @@ def test_what_is_computed_again_keeps_its_gathers() -> None:
     graph = program(2)
     order = {node.name: place for place, node in enumerate(graph.nodes)}
     second = order["s_to_b_again_default_1"]
-    assert calls(early(graph, 2, again=((second, second + 2),))).count("start_s_to_b_again") == 1
+    assert calls(early(graph, 2, parts=((second, second + 2),))).count("start_s_to_b_again") == 1
 
 
 def test_ranks_of_uneven_parts_have_one_order() -> None:

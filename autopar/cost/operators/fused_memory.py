@@ -2,7 +2,7 @@
 
     operators   linear        gelu          dropout       linear
     values      h  written    inside        y  written
-    kept        h                           y                      inside: computed again from h
+    kept        h                           y                      inside: recomputed from h
     gradients   of h          inside        of y
 
 An operand that comes by a move from another member is written and kept as outside of a group.
@@ -26,8 +26,8 @@ def fused_saved(kept: SavedTensors, member: Member, operands: Sequence[TensorSpe
         return kept
     return replace(
         kept,
-        operands=frozenset(member.again_operands),
-        results=frozenset(member.again_results),
+        operands=frozenset(member.reread_operands),
+        results=frozenset(member.reread_results),
         extra_bytes=kept_bytes(member, kept.extra_bytes, operands),
     )
 
@@ -47,8 +47,8 @@ def fused_calls(
     inside = {value for place, value in enumerate(found.results) if place not in (*member.writes, *needed)}
     read = {*member.reads, *moved}
     inside |= {place for place in range(len(operands)) if place not in read}
-    again = {*member.again_operands, *moved}
-    again |= {value for place in member.again_results if (value := found.results[place]) is not None}
+    reread = {*member.reread_operands, *moved}
+    reread |= {value for place in member.reread_results if (value := found.results[place]) is not None}
     known = {*range(len(operands)), *found.results}
 
     def fused(call: CallMemory) -> CallMemory:
@@ -59,7 +59,7 @@ def fused_calls(
             gradients=tuple(
                 replace(item, nbytes=0) if item.value in inside else item for item in call.gradients
             ),
-            keeps=frozenset(value for value in call.keeps if value not in known) | (again & passing),
+            keeps=frozenset(value for value in call.keeps if value not in known) | (reread & passing),
             own=kept_bytes(member, call.own, operands),
             forward_scratch=0,
             backward_scratch=0,

@@ -71,7 +71,7 @@ class Price:
     only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
     `missing_seconds` the part of `compute` that isn't measured, `interpolated_seconds` what of it follows
     from other sizes; `saved` what stays in memory for backward.
-    `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
+    `recompute` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
     Sums of gradients may hide `behind` so many seconds; `credit` is taken off for what hides.
     """
 
@@ -84,7 +84,7 @@ class Price:
     tie: float = 0.0  # seconds that only break ties: of equally fast plans the one that keeps less
     forward: float = 0.0
     weights: float = 0.0
-    again: float = 0.0
+    recompute: float = 0.0
     behind: float = 0.0
     credit: float = 0.0
     interpolated_seconds: float = 0.0
@@ -322,15 +322,17 @@ class Prices:
         local = tuple(item.call for item in (*emitter.written, *doubles) if _is_local(item))
         strips = tuple(strip_calls(emitter))
         costs = [self.call(item) for item in emitter.calls if item.target.namespace == "autopar"]
-        again = sum(item.forward_seconds for item in costs)
+        recompute = sum(item.forward_seconds for item in costs)
         fused = self._fused(operation, strategy, Lowered(operation, emitter, values, results))
         measurable, member = local, self._member(operation)
         if fused is not None:
             part, measurable = fused
-            again, local = again + part.forward_seconds, ()
+            recompute, local = recompute + part.forward_seconds, ()
             costs.append(part)
         else:
-            again += sum(self.call(item.call).forward_seconds for item in emitter.written if _is_local(item))
+            recompute += sum(
+                self.call(item.call).forward_seconds for item in emitter.written if _is_local(item)
+            )
             costs += [self.call(item) for item in (*local, *strips)]
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
@@ -366,7 +368,7 @@ class Prices:
             if operation.operands[index] not in self._parameters
         )
         tie = TIE * (sum(sizes) + kept.extra_bytes) / self.device.bandwidth
-        again *= self.model.contention
+        recompute *= self.model.contention
         return Price(
             compute,
             talk,
@@ -377,7 +379,7 @@ class Prices:
             tie,
             forward=ahead,
             weights=weights,
-            again=again,
+            recompute=recompute,
             behind=behind,
             credit=self.credit * behind + self.compute_credit * compute + self.late_credit * late,
             interpolated_seconds=between,

@@ -64,12 +64,12 @@ class Clock:
 def movable(priced: PricedProgram) -> list[Movable]:
     """All that may be offloaded, in the order of Program.offload, which makes no difference itself."""
     tape = priced.tape
-    again = {place for first, stop in priced.program.recompute for place in range(first, stop)}
+    recomputed = {place for first, stop in priced.program.recompute for place in range(first, stop)}
     read: dict[int, int] = {}
     barred = set(tape.gathered)
     for number, call in enumerate(tape.calls):
         read |= dict.fromkeys(call.memory.keeps, number)
-        if call.place in again:
+        if call.place in recomputed:
             values = (*call.memory.takes, *(item.value for item in call.memory.gives))
             barred.update(tape.root[value] for value in values)
     found = [

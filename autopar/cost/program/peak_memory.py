@@ -108,7 +108,7 @@ class Part:
 
 
 class Replay:
-    """One step. Keys of storages are roots; ("again", root) of those that are computed again, ("back", root)
+    """One step. Keys of storages are roots; ("recomputed", root) of those that are recomputed, ("back", root)
     of those that were fetched from the host, ("own", call) of scratch, ("gradient", number) of gradients.
 
     For stages `staged` leaves out what is there all step, sums of gradients among it. What is offloaded has
@@ -301,7 +301,7 @@ class Replay:
         self.saved_bytes -= self.calls[number].memory.own
 
     def key(self, root: int) -> Hashable:
-        return ("again", root) if root in self.copies else root
+        return ("recomputed", root) if root in self.copies else root
 
     def note(self, place: int, scratch: int = 0) -> None:
         """The working bytes of this moment, with `scratch` that is gone in the next."""
@@ -535,7 +535,7 @@ class Replay:
                 (self.forget_back if root in self.offloaded else self.release)(root)
             self.release_own(number)
         else:
-            self.forget_again(number)
+            self.forget_recomputed(number)
         for key in incoming.values():
             self.heap.drop(key)
         for value, key in made:
@@ -563,7 +563,7 @@ class Replay:
         if not self.readers[root] and root in self.back:
             self.heap.drop(("back", root))
 
-    def forget_again(self, number: int) -> None:
+    def forget_recomputed(self, number: int) -> None:
         """Of a call that ran again."""
         memory = self.calls[number].memory
         for root in memory.keeps:

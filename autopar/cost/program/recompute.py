@@ -53,7 +53,7 @@ def repeats(priced: PricedProgram) -> list[tuple[int, int, float]]:
         if price.saved.results or price.saved.extra_bytes:
             until = place
         if until is not None:
-            found.append((place, until, price.again))
+            found.append((place, until, price.recompute))
         if price.saved.operands:
             until = place
     return found[::-1]
@@ -67,7 +67,7 @@ def repeated(priced: PricedProgram) -> list[tuple[int, int, float]]:
     return [item for item in repeats(priced) if item[1] < ends.get(item[0], 0)]
 
 
-def again_seconds(priced: PricedProgram) -> float:
+def recompute_seconds(priced: PricedProgram) -> float:
     """Seconds of a micro-batch that the program's recomputed parts take in backward."""
     return sum(seconds for _, _, seconds in repeated(priced))
 
@@ -100,4 +100,4 @@ def shares(priced: PricedProgram) -> Shares:
     for life in lives(priced):
         if life.keepers and not life.held:
             spared[life.maker] += life.nbytes
-    return Shares(np.asarray([price.again for price in chosen]), spared)
+    return Shares(np.asarray([price.recompute for price in chosen]), spared)

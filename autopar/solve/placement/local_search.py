@@ -177,7 +177,7 @@ def neighbors(problem: Problem, choices: Choices) -> Iterator[Choices]:
                 yield replace(choices, stored=_with(choices.stored, name, other))
     for name, way in choices.casts.items():
         if problem.regathered[name] is not None:
-            other_way = Gathering.KEEP if way is Gathering.AGAIN else Gathering.AGAIN
+            other_way = Gathering.KEEP if way is Gathering.REGATHER else Gathering.REGATHER
             yield replace(choices, casts=_with(choices.casts, name, other_way))
     for name, layout in choices.outputs.items():
         for place in problem.output_layouts[name]:

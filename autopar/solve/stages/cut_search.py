@@ -119,7 +119,7 @@ def cuts(
     return found
 
 
-def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
+def recomputing_bound(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
     """A lower bound on the seconds of all cuts under `cap`, whatever is computed again.
 
     `table` is the one without that. To keep D bytes less for each micro-batch, beside those that hide on the

@@ -196,10 +196,10 @@ class Refinement:
         places = mixture.seams([place for place in around if place not in apart])
         if len(places) <= schedule.stages:
             return None
-        again = Recompute.AUTO if step.solution.program.recompute else Recompute.NONE
+        allowed = Recompute.AUTO if step.solution.program.recompute else Recompute.NONE
         lean = levels(
             plain,
-            recompute=again if self.recompute is Recompute.AUTO else Recompute.NONE,
+            recompute=allowed if self.recompute is Recompute.AUTO else Recompute.NONE,
             offloads=bool(step.solution.program.offload),
         )
         programs = [*lean, *(PricedProgram(prices, each) for each in self.others)]

@@ -28,7 +28,15 @@ from autopar.solve.memory.offload import moving_in_stages, overlapped_of_stages
 from autopar.solve.memory.recompute import ladder
 from autopar.solve.placement.search import Solution, check_cutoff
 from autopar.solve.stages.cut_costs import Mix
-from autopar.solve.stages.cut_search import MOST_PLACES, Cut, ScheduledCut, best, bound_again, cuts, keep
+from autopar.solve.stages.cut_search import (
+    MOST_PLACES,
+    Cut,
+    ScheduledCut,
+    best,
+    cuts,
+    keep,
+    recomputing_bound,
+)
 from autopar.solve.stages.mixture import Mixture, is_placed_alike
 from autopar.units import show_bytes
 
@@ -212,7 +220,7 @@ class _Lean:
 
     def bound(self, schedules: Sequence[Schedule], *, offload_rate: float = 0.0) -> float:
         spared = replace(shares(self.priced), offload_rate=offload_rate)
-        return bound_again(self.table, spared, schedules, cap=self.cap)
+        return recomputing_bound(self.table, spared, schedules, cap=self.cap)
 
     def cut(self, way: _Way) -> tuple[PricedProgram, Cut, Schedule]:
         """The best cut of a way as it runs; its bound is none if stages choose among levels. Where the replay

@@ -214,7 +214,7 @@ def test_what_is_fetched_for_another_is_found(monkeypatch: Patch) -> None:
     "plan, gathering",
     [
         ("one batch", None),
-        ("one batch", Gathering.AGAIN),
+        ("one batch", Gathering.REGATHER),
         ("micro-batches", None),
         ("two axes", Gathering.ONCE),
     ],
