@@ -46,16 +46,15 @@ def spare(priced: PricedProgram, cap: int, *, recompute: Recompute, offload: Off
     plain = fitted(priced)
     if plain.peak.nbytes <= cap:
         return plain
-    found = [plain]
-    if recompute is Recompute.AUTO:
-        found.append(fitted(fit(priced, cap).priced))
+    found, starts = [plain], [priced]
     if offload is Offload.AUTO and (hiding_all := hiding(priced)).program.offload:
         hidden = fitted(hiding_all)
         if hidden.peak.nbytes <= cap:
             return fewest(hidden, cap)
         found.append(hidden)
-        if recompute is Recompute.AUTO:
-            found.append(fitted(fit(hiding_all, cap).priced))
+        starts.append(hiding_all)
+    if recompute is Recompute.AUTO:
+        found += [fitted(fit(each, cap).priced) for each in starts]
     return min(found, key=lambda each: (max(0, each.peak.nbytes - cap), each.seconds, each.peak.nbytes))
 
 
