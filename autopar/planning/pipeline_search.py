@@ -221,7 +221,7 @@ class _Screen:
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
-        self.near()
+        self.about_sample()
         found = [choice for each in self.climb(ranks) for choice in self.rated(each)]
         if not found:
             raise InputError(
@@ -237,9 +237,9 @@ class _Screen:
 
     def sample(self, ranks: int) -> _Sample:
         """What is screened for stages on as many devices as `ranks` pipeline ranks leave to each."""
-        return self.near(self.cluster.stage(ranks).num_devices)
+        return self.about_sample(self.cluster.stage(ranks).num_devices)
 
-    def near(self, samples: int = 1) -> _Sample:
+    def about_sample(self, samples: int = 1) -> _Sample:
         """One of about SAMPLE micro-batches of `samples` or more, if there are such.
 
         Counts for which the model can't be traced, and larger ones, are left out: a batch norm wants more

@@ -38,7 +38,7 @@ from tests.proof.models import ROUNDING, Model, serial
 MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
 RATES = (0.01, 0.1, 1.0, 3.0)  # of moves, drawn for each kind and axis
 GATHERINGS = (*Gathering, *[Gathering.AGAIN] * 3)  # drawn so often, as few weights can be gathered again
-DEAR = (0.01, 1.0, 6.0, 6.0)  # of P -> B, so that P -> R -> B is met as well
+COSTLY = (0.01, 1.0, 6.0, 6.0)  # of P -> B, so that P -> R -> B is met as well
 TRIES = 8  # illegal draws of a strategy, after which the operator is gathered
 FLOOR = 1e-3  # of the largest magnitude of the kind: true gradients can be 0
 LEAST = 1e-6  # and of all that is compared: inputs and weights are of order 1
@@ -91,7 +91,7 @@ def draw_price(random: Random) -> Price:
 
     def price(move: Move) -> float:
         name = effect(move).name
-        return rates.setdefault((name, move.axis), random.choice(DEAR if name == "p_to_b" else RATES))
+        return rates.setdefault((name, move.axis), random.choice(COSTLY if name == "p_to_b" else RATES))
 
     return price
 

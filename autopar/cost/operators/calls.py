@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.convert.moves import EFFECTS, Action
+from autopar.convert.moves import EFFECTS, MoveAction
 from autopar.core.operator_facts import facts_of
 from autopar.cost.operators.halo_convolution import strip_bytes
 from autopar.cost.operators.saved import stand_ins
@@ -134,9 +134,9 @@ class _Reader:
             item for item in node.all_input_nodes if item in self.number
         ]  # the rest is held from the start
         takes = tuple(self.number[item] for item in inputs)
-        passed = takes[0] if effect and effect.forward is Action.NOTHING else None
+        passed = takes[0] if effect and effect.forward is MoveAction.NOTHING else None
         gives = self.given((node,), [passed])
-        returned = gives[0].value if effect and effect.backward is Action.NOTHING else None
+        returned = gives[0].value if effect and effect.backward is MoveAction.NOTHING else None
         gradients = tuple(
             Gradient(self.number[item], self.nbytes(item), returned)
             for item in inputs

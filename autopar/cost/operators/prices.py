@@ -18,7 +18,7 @@ import numpy as np
 import autopar.runtime.collectives.placement_moves
 import autopar.runtime.collectives.random  # noqa: F401  (registers the operators that rules write)
 from autopar.cluster import ClusterSpec, Link
-from autopar.convert.moves import Action, effect
+from autopar.convert.moves import MoveAction, effect
 from autopar.convert.network import Alike, Change, Network, Numbers, Placements, Seconds, network
 from autopar.convert.network import Price as PriceOfChange
 from autopar.core.costs import ADAM, Collective, DeviceModel, OperatorCost, OptimizerState
@@ -51,10 +51,10 @@ from autopar.trace.custom_operator import CUSTOM, call_at
 from costdb.footprint import footprint
 
 _COLLECTIVE = {
-    Action.ALL_REDUCE: Collective.ALL_REDUCE,
-    Action.ALL_GATHER: Collective.ALL_GATHER,
-    Action.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
-    Action.ALL_TO_ALL: Collective.ALL_TO_ALL,
+    MoveAction.ALL_REDUCE: Collective.ALL_REDUCE,
+    MoveAction.ALL_GATHER: Collective.ALL_GATHER,
+    MoveAction.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
+    MoveAction.ALL_TO_ALL: Collective.ALL_TO_ALL,
 }
 TIE = 1e-3  # of the time to write what is kept: too little to change which plan is fastest
 # Of an optimizer's step on each parameter, plain or a DTensor, as launches: Adam on CPUs took 29 and 50 us
@@ -573,7 +573,7 @@ class Prices:
         key = what.name, change.axis, nbytes, requires_grad, weight, wide, parts
         if key not in self._moves:
             full = nbytes * (self.dims.mesh.shape[change.axis] if what.name == "s_to_s" else 1)
-            fresh = self._fresh(full) if weight and what.forward is Action.ALL_GATHER else 0.0
+            fresh = self._fresh(full) if weight and what.forward is MoveAction.ALL_GATHER else 0.0
             back = (
                 fresh + self._action(what.backward, round(wide * full), change.axis) if requires_grad else 0.0
             )
@@ -585,9 +585,9 @@ class Prices:
             self._moves[key] = self._shown(what.name, ahead, back, weight=weight)
         return self._moves[key]
 
-    def _apart(self, action: Action, nbytes: int) -> float:
+    def _apart(self, action: MoveAction, nbytes: int) -> float:
         """What kernels write and read around a move between members of a group."""
-        return 0.0 if action is Action.NOTHING else self._copy(nbytes)
+        return 0.0 if action is MoveAction.NOTHING else self._copy(nbytes)
 
     def _parts_group(self, name: str) -> bool:
         return self.groups is not None and name in self.groups.inside
@@ -656,13 +656,13 @@ class Prices:
 
         return seconds
 
-    def _action(self, action: Action, nbytes: int, axis: int) -> float:
+    def _action(self, action: MoveAction, nbytes: int, axis: int) -> float:
         match action:
-            case Action.NOTHING:
+            case MoveAction.NOTHING:
                 return 0.0
-            case Action.COPY:
+            case MoveAction.COPY:
                 return self._copy(nbytes)
-            case Action.ALL_REDUCE:  # of a copy: others may read the terms
+            case MoveAction.ALL_REDUCE:  # of a copy: others may read the terms
                 return self._copy(nbytes) + self._collective(Collective.ALL_REDUCE, nbytes, (axis,))
             case _:
                 return self._collective(_COLLECTIVE[action], nbytes, (axis,))

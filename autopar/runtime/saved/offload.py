@@ -71,8 +71,8 @@ def saving_there() -> Iterator[None]:
         yield
 
 
-def _unpack(saved: Tensor | Saved) -> Tensor:
-    return saved.again() if isinstance(saved, Saved) else saved
+def _unpack(saved: Tensor | PackedTensor) -> Tensor:
+    return saved.again() if isinstance(saved, PackedTensor) else saved
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -93,7 +93,7 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class PackedTensor:
     """A saved tensor, as a view of a storage."""
 
     moving: Offloading
@@ -132,13 +132,13 @@ class Offloading:
     )  # one each, or one of each simulated rank
     begun: bool = False  # backward
 
-    def pack(self, tensor: Tensor) -> Tensor | Saved:
+    def pack(self, tensor: Tensor) -> Tensor | PackedTensor:
         """What autograd keeps in place of a tensor that it saves."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor
         kept = self.kept(tensor)
         version = -1 if kept.watched is None else kept.watched._version
-        return Saved(
+        return PackedTensor(
             self, kept, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), version
         )
 

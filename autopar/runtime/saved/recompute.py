@@ -93,7 +93,7 @@ class _Once:
         self._body, self._between, self._to_the_end = body, between, to_the_end
         self._kept: Sequence[Tensor | Anew] | None = [anew(each) or each.detach() for each in arguments]
         self._requires_grad = [each.requires_grad for each in arguments]
-        self._boxes: list[weakref.ref[_Saved]] = []
+        self._boxes: list[weakref.ref[_WeakBox]] = []
         self._first, self._second = create_selective_checkpoint_contexts(_policy)
         self._random = torch.get_rng_state(), *get_device_states(*arguments)
 
@@ -102,12 +102,12 @@ class _Once:
         with saved_tensors_hooks(self._pack, self._unpack), self._first:
             return self._body(*arguments)
 
-    def _pack(self, tensor: Tensor) -> _Saved:
-        box = _Saved()
+    def _pack(self, tensor: Tensor) -> _WeakBox:
+        box = _WeakBox()
         self._boxes.append(weakref.ref(box))
         return box
 
-    def _unpack(self, box: _Saved) -> Tensor:
+    def _unpack(self, box: _WeakBox) -> Tensor:
         if self._kept is not None:
             arguments = [each.again() if isinstance(each, Anew) else each for each in self._kept]
             self._kept = None
@@ -142,7 +142,7 @@ class _Once:
                 self._body(*learning)
 
 
-class _Saved(Box[Tensor | Anew]):
+class _WeakBox(Box[Tensor | Anew]):
     """A box that can be referred to weakly; empty until its part is computed again."""
 
     __slots__ = ("__weakref__",)

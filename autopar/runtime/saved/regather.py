@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.errors import InputError
 from autopar.runtime import registry
-from autopar.runtime.saved.offload import Offloading, Saved, moves, offloading
+from autopar.runtime.saved.offload import Offloading, PackedTensor, moves, offloading
 from autopar.runtime.saved.split_backward import Between, Box, halved
 
 AGAIN = "_again"  # ends the names of the operators whose results don't stay
@@ -203,7 +203,7 @@ def _find(notes: Notes, tensor: Tensor) -> _Gathered | None:
     return made if known is not None and known() is storage else None
 
 
-_Packed = Tensor | Anew | Saved
+_Packed = Tensor | Anew | PackedTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from autopar.core.program import Program
 from autopar.core.strategy import Strategy
 from autopar.cost.program.values import can_lead, leading
 from autopar.errors import RuleError
-from autopar.solve.linear_program import Answer
+from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.placement.gather_phases import completes, gathers_in_disguise
 from autopar.solve.placement.problem import Problem, Stored
 from autopar.solve.placement.tensor_classes import TensorClass
@@ -39,7 +39,7 @@ class Choices:
     casts: Mapping[str, Gathering]
 
 
-def is_whole(problem: Problem, answer: Answer) -> bool:
+def is_whole(problem: Problem, answer: SolverAnswer) -> bool:
     """Whether the solver's values are choices, and no mixtures of such."""
     if answer.values is None:
         return False
@@ -47,7 +47,7 @@ def is_whole(problem: Problem, answer: Answer) -> bool:
     return all(min(value, abs(1 - value)) < INTEGRAL for value in whole)
 
 
-def read(problem: Problem, answer: Answer) -> Program:
+def read(problem: Problem, answer: SolverAnswer) -> Program:
     """The plan that the solver's values spell."""
     assert answer.values is not None
     values = answer.values

@@ -69,7 +69,7 @@ def search_locally(
     """The best plan that changes lead to from any of `starts`, the most promising first, with effort left:
     one that fits `cap`, or needs less, and is faster. After `deadline`, by the monotonic clock, no other is
     tried, nor when as many operators have been replayed as `effort` says."""
-    descent, ends = _Descent(problem, cap, recompute, offload, starts[0], deadline, effort), []
+    descent, ends = _PlacementDescent(problem, cap, recompute, offload, starts[0], deadline, effort), []
     for place, start in enumerate(starts):
         if not descent.over() and all(start.program != each.program for each in starts[:place]):
             descent.found = start
@@ -78,7 +78,7 @@ def search_locally(
 
 
 @dataclass(slots=True)
-class _Descent:
+class _PlacementDescent:
     problem: Problem
     cap: int
     recompute: Recompute
@@ -94,11 +94,11 @@ class _Descent:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def best(self) -> Candidate:
-        while not self.over() and (self.changed() or self.fitted_anew() or self.changed(twice=True)):
+        while not self.over() and (self.steps_down() or self.fitted_anew() or self.steps_down(twice=True)):
             pass
         return self.found
 
-    def changed(self, *, twice: bool = False) -> bool:
+    def steps_down(self, *, twice: bool = False) -> bool:
         """Whether a change was better, or two at once if there are few. The same parts are computed again,
         or none: then it is taken."""
         better = False

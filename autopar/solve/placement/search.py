@@ -20,7 +20,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import CheckError, InfeasibleError, OverCapError, SolverError
 from autopar.solve.deadline import is_over
 from autopar.solve.highs import SECOND, solve
-from autopar.solve.linear_program import Answer
+from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.memory.offload import everywhere, spare
 from autopar.solve.memory.recompute import everything, fit
 from autopar.solve.memory.remedies import remedies
@@ -39,7 +39,7 @@ PRICED_BRANCHING = 6 * SECOND  # of it for one price of memory
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
 LEAN_WORK = 30 * SECOND  # in all, for the least memory that would do
-UNSOLVED = Answer(None, math.inf, -math.inf, "time_limit")
+UNSOLVED = SolverAnswer(None, math.inf, -math.inf, "time_limit")
 
 
 class CutoffError(InfeasibleError):
@@ -96,14 +96,16 @@ def choose(
     is replayed all the same. Only the first bound, under the cap itself, holds for all plans.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    search = _Search(graph, prices, space, folding, cap, gap, deadline, recompute, offload, work=work)
+    search = _PlacementSearch(
+        graph, prices, space, folding, cap, gap, deadline, recompute, offload, work=work
+    )
     if cap is None:
         return search.once(memory_price=memory_price, bounded=bounded, cutoff=cutoff)
     return search.under_cap(cap, bounded=bounded, cutoff=cutoff)
 
 
 @dataclass(slots=True)
-class _Search:
+class _PlacementSearch:
     graph: Graph
     prices: Prices
     space: Space
@@ -127,14 +129,14 @@ class _Search:
                 found += self.kept(cap)
         best = min(found, key=lambda each: each.seconds) if found else self.least()
         if best is not None and (not found or best.seconds > first.bound * (1 + self.gap)):
-            best = self.nearby([best, first, *found], cap)
+            best = self.best_neighbor([best, first, *found], cap)
         if best is None or best.peak.nbytes > cap:
             self.note(best)
             raise self.infeasible(cap)
         best = replace(best, status=first.status)
         return _judged(best, first.bound, self.gap) if bounded else best
 
-    def nearby(self, known: Sequence[Solution], cap: int) -> Solution:
+    def best_neighbor(self, known: Sequence[Solution], cap: int) -> Solution:
         """The best that changes of single choices lead to from these."""
         if self.recompute is Recompute.ALL or self.offload is Offload.ALL:
             return known[0]
@@ -175,7 +177,7 @@ class _Search:
             solution = self.once(memory_price=MemoryPrice(price, price), bounded=False)
             if solution.peak.nbytes <= cap:
                 found.append(solution)
-            # Without recomputed parts it is the placement that tells whether memory was dear enough.
+            # Without recomputed parts it is the placement that tells whether memory was priced high enough.
             plain = solution.peak.nbytes <= cap and not solution.program.recompute
             low, high = (low, middle) if plain else (middle, high)
         return found
@@ -309,7 +311,7 @@ class _Search:
         except SolverError:
             return -math.inf
 
-    def branch(self, problem: Problem) -> Answer:
+    def branch(self, problem: Problem) -> SolverAnswer:
         """The answer in whole strategies; where memory is scarce, which may take for ever, only what is found
         before the search has branched for long enough."""
         if problem.cap is None and problem.memory_price == FREE:
@@ -326,7 +328,7 @@ class _Search:
         self.branching = max(0.0, self.branching - answer.work)
         return answer
 
-    def check(self, problem: Problem, answer: Answer, priced: PricedProgram) -> None:
+    def check(self, problem: Problem, answer: SolverAnswer, priced: PricedProgram) -> None:
         """Raises CheckError if what the solver promised is not what the program costs."""
         assert answer.values is not None
         seconds = priced.seconds

@@ -56,7 +56,7 @@ WHOLE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)  # one stage for each ran
 
 
 @dataclass(slots=True)
-class Exchange:
+class ExchangeTables:
     """The tables above for the fastest placement, `solution`, and its stages, `table`."""
 
     graph: Graph

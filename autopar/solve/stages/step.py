@@ -28,7 +28,7 @@ from autopar.solve.memory.offload import hiding_of_stages, moving_in_stages
 from autopar.solve.memory.recompute import ladder
 from autopar.solve.placement.search import Solution, check_cutoff
 from autopar.solve.stages.cut_costs import Mix
-from autopar.solve.stages.cut_search import MOST_PLACES, Cut, Found, best, bound_again, cuts, keep
+from autopar.solve.stages.cut_search import MOST_PLACES, Cut, ScheduledCut, best, bound_again, cuts, keep
 from autopar.solve.stages.mixture import Mixture, is_placed_alike
 from autopar.units import show_bytes
 
@@ -159,7 +159,7 @@ class _Lean:
     hop: LinkLike
     cap: int
     table: Intervals
-    free: Sequence[Found]
+    free: Sequence[ScheduledCut]
     known: Sequence[int] | None
     recompute: Recompute
     offload: Offload
@@ -242,7 +242,7 @@ class _Lean:
                     priced, exact, schedule = programs[0], cut, other
         return priced, replace(exact, bound=0.0), schedule
 
-    def cuts(self, tables: Sequence[Intervals], way: _Way, cap: int) -> list[Found]:
+    def cuts(self, tables: Sequence[Intervals], way: _Way, cap: int) -> list[ScheduledCut]:
         return cuts(tables, way.schedules, cap=cap, known=self.known, free=self.free)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.costs import DeviceModel, Saved
+from autopar.core.costs import DeviceModel, SavedByCall
 from autopar.core.graph import Call, Graph, InputKind, Operator, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
@@ -209,7 +209,7 @@ def test_a_groups_call_computes_what_its_members_do(ranks: int) -> None:
 def test_what_a_group_took_is_what_its_members_take_together() -> None:
     graph, members = activated()
     call = group_call(priced(graph, model=here()), members)
-    took = Measurement(call.key(), 1000.0, 2000.0, Saved(), 0, None, 1, 0.0)
+    took = Measurement(call.key(), 1000.0, 2000.0, SavedByCall(), 0, None, 1, 0.0)
     prices = priced(graph, model=here({call.key(): took}))
     assert sum(seconds(prices, members)) == pytest.approx(3000.0 - sum(CALL_LAUNCHES))
     assert all(not prices.operator(item, whole(prices, item)).missing_seconds for item in members)

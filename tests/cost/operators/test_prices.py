@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.costs import Collective, DeviceModel, OptimizerState, Saved
+from autopar.core.costs import Collective, DeviceModel, OptimizerState, SavedByCall
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
@@ -407,7 +407,7 @@ def test_without_training_there_is_no_backward_and_nothing_is_kept() -> None:
 def test_what_is_measured_is_not_missing() -> None:
     prices, operation, strategy = convolved()
     own = prices.operator(operation, strategy).calls[0]
-    known = Measurement(own.key(), 5.0, 7.0, Saved(), 0, None, runs=3, spread=0.0)
+    known = Measurement(own.key(), 5.0, 7.0, SavedByCall(), 0, None, runs=3, spread=0.0)
     prices, operation, strategy = convolved()
     prices = anew(prices, model=replace(prices.model, measured={own.key(): known}))
     found = prices.operator(operation, strategy)

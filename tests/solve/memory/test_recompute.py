@@ -101,8 +101,8 @@ def test_the_parts_are_about_the_cheapest_that_fit(make: Callable[[], Graph], se
     assert fit(PricedProgram(prices, program), 0).peak.nbytes == pytest.approx(peaks[0], rel=WITHIN)
 
 
-@pytest.mark.parametrize("dear", range(4))
-def test_of_equal_parts_the_dearest_are_given_up(dear: int) -> None:
+@pytest.mark.parametrize("costliest", range(4))
+def test_of_equal_parts_the_dearest_are_given_up(costliest: int) -> None:
     """Four equal runs of three operators, apart, are computed again, one in ten times the seconds; memory
     has room for what one, two or three of them spare."""
     s = Script()
@@ -116,10 +116,10 @@ def test_of_equal_parts_the_dearest_are_given_up(dear: int) -> None:
     seconds, spared = np.zeros_like(table.seconds), np.zeros_like(table.spared)
     for block, (first, stop) in enumerate(parts):
         place = table.places.index(first), table.places.index(stop)
-        seconds[place], spared[place] = 10.0 if block == dear else 1.0 + block / 10, 1000.0
+        seconds[place], spared[place] = 10.0 if block == costliest else 1.0 + block / 10, 1000.0
     table = replace(table, seconds=seconds, spared=spared, taken=np.zeros_like(table.taken))
     fitting = _Fitting(PricedProgram(prices, program))
-    every, others = fitting.fitted(parts, 0.0), [part for part in parts if part != parts[dear]]
+    every, others = fitting.fitted(parts, 0.0), [part for part in parts if part != parts[costliest]]
     for left in range(1, 4):
         (cap,) = {fitting.fitted(some, 0.0).peak.nbytes for some in combinations(parts, left)}
         found = fitting.without_idle(every, table, cap)
