@@ -95,12 +95,16 @@ def lives(priced: PricedProgram) -> tuple[Life, ...]:
     return (*found, *own)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Part:
-    """Calls [first, stop) of the tape that are computed again in backward."""
+    """Calls [first, stop) of the tape that are computed again in backward: the storages that they take from
+    outside, those that they make, and of these the ones that stay for later calls."""
 
     first: int
     stop: int
+    taken: tuple[int, ...]
+    given: frozenset[int]
+    leaving: tuple[int, ...]
 
     @property
     def calls(self) -> range:
@@ -169,12 +173,27 @@ class Replay:
         return Heap()
 
     def find_parts(self) -> list[Part]:
-        found = []
-        for first, stop in self.program.recompute:
-            inside = [number for number, call in enumerate(self.calls) if first <= call.place < stop]
-            if inside:
-                found.append(Part(inside[0], inside[-1] + 1))
-        return found
+        """The parts that are computed again; calls are in the order of their operators."""
+        places = [call.place for call in self.calls]
+        last = {self.tape.root[value]: n for n, call in enumerate(self.calls) for value in call.memory.takes}
+        last |= dict.fromkeys((self.tape.root[value] for value in self.tape.outputs), len(self.calls))
+        ends = (
+            (bisect_left(places, first), bisect_left(places, stop)) for first, stop in self.program.recompute
+        )
+        return [self.part(first, stop, last) for first, stop in ends if first < stop]
+
+    def part(self, first: int, stop: int, last: Mapping[int, int]) -> Part:
+        """Calls [first, stop) as a part; `last` is the number of the last call that takes each storage."""
+        calls = [call.memory for call in self.calls[first:stop]]
+        given = frozenset(item.value for call in calls for item in call.gives if item.alias is None)
+        used = dict.fromkeys(self.tape.root[value] for call in calls for value in call.takes)
+        return Part(
+            first,
+            stop,
+            taken=tuple(root for root in used if root not in given),
+            given=given,
+            leaving=tuple(root for root in given if last.get(root, -1) >= stop),
+        )
 
     def run(self) -> Peak:
         state = [item for item in self.graph.inputs if item.kind is not InputKind.USER]
@@ -368,7 +387,7 @@ class Replay:
 
     def first_time(self, part: Part, left: Counter[int]) -> None:
         """A part in forward: what it takes is kept, and what it will not make again."""
-        for root in self.taken(part):
+        for root in part.taken:
             self.keep(root, self.calls[part.first].place)
         for number in part.calls:
             call = self.calls[number]
@@ -381,23 +400,6 @@ class Replay:
 
     def uses(self, calls: Iterable[TapeCall]) -> Counter[int]:
         return Counter(self.tape.root[value] for call in calls for value in call.memory.takes)
-
-    def taken(self, part: Part) -> list[int]:
-        """Storages that a part takes from outside."""
-        inside = self.given(part)
-        found = (self.tape.root[value] for number in part.calls for value in self.calls[number].memory.takes)
-        return [root for root in dict.fromkeys(found) if root not in inside]
-
-    def leaving(self, part: Part) -> set[int]:
-        """Storages that a part makes for later calls."""
-        later = self.uses(self.calls[part.stop :])
-        outputs = {self.tape.root[value] for value in self.tape.outputs}
-        return {root for root in self.given(part) if later[root] or root in outputs}
-
-    def given(self, part: Part) -> set[int]:
-        """Storages that a part makes."""
-        gives = (item for number in part.calls for item in self.calls[number].memory.gives)
-        return {item.value for item in gives if item.alias is None}
 
     def call(self, number: int) -> None:
         """Begin a call."""
@@ -452,7 +454,7 @@ class Replay:
             if self.prices.groups is None:
                 self.deliver(arrived)
             if part is not None and number == part.first:
-                for root in self.taken(part):
+                for root in part.taken:
                     self.release(root)
                 self.copies, part = set(), None
         self.deliver(arrived)
@@ -473,9 +475,9 @@ class Replay:
         """A part is computed again, up to the last tensor that its backward reads."""
         calls = [self.calls[number] for number in part.calls]
         kept = {item.value for call in calls if not call.memory.repeats for item in call.memory.gives}
-        self.copies = self.given(part) - kept
+        self.copies = set(part.given - kept)
         left = self.uses(calls)
-        for root in self.leaving(part):
+        for root in part.leaving:
             left[root] += 1  # stays until the part has run
         until = max(
             (
@@ -495,7 +497,7 @@ class Replay:
             if self.has_weight(number):
                 self.stay_for_weights(number)
             self.finish(number, left)
-        for root in self.given(part):
+        for root in part.given:
             self.forget(root)
         for root in kept:
             self.release(root)

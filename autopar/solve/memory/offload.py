@@ -46,16 +46,15 @@ def fit_by_offload(priced: PricedProgram, cap: int, *, recompute: Recompute, off
     plain = fitted(priced)
     if plain.peak.nbytes <= cap:
         return plain
-    found = [plain]
-    if recompute is Recompute.AUTO:
-        found.append(fitted(fit(priced, cap).priced))
+    found, starts = [plain], [priced]
     if offload is Offload.AUTO and (all_overlapped := overlapped(priced)).program.offload:
         hidden = fitted(all_overlapped)
         if hidden.peak.nbytes <= cap:
             return fewest(hidden, cap)
         found.append(hidden)
-        if recompute is Recompute.AUTO:
-            found.append(fitted(fit(all_overlapped, cap).priced))
+        starts.append(all_overlapped)
+    if recompute is Recompute.AUTO:
+        found += [fitted(fit(each, cap).priced) for each in starts]
     return min(found, key=lambda each: (max(0, each.peak.nbytes - cap), each.seconds, each.peak.nbytes))
 
 

@@ -64,11 +64,12 @@ def search_locally(
     *,
     offload: Offload = Offload.NONE,
     deadline: float | None = None,
+    effort: int = EFFORT,
 ) -> Candidate:
     """The best plan that changes lead to from any of `starts`, the most promising first, with effort left:
     one that fits `cap`, or needs less, and is faster. After `deadline`, by the monotonic clock, no other is
-    tried."""
-    descent, ends = _PlacementDescent(problem, cap, recompute, offload, starts[0], deadline), []
+    tried, nor when as many operators have been replayed as `effort` says."""
+    descent, ends = _PlacementDescent(problem, cap, recompute, offload, starts[0], deadline, effort), []
     for place, start in enumerate(starts):
         if not descent.over() and all(start.program != each.program for each in starts[:place]):
             descent.found = start
@@ -84,7 +85,7 @@ class _PlacementDescent:
     offload: Offload
     found: Candidate
     deadline: float | None
-    left: int = EFFORT
+    left: int
 
     def over(self) -> bool:
         return self.left <= 0 or self.late()
@@ -141,7 +142,7 @@ class _PlacementDescent:
             few = len(tried) ** 2 * len(self.found.program.strategies) < self.left
             tried = [each for one in tried for each in neighbors(self.problem, one)] if few else []
         for choices in tried:
-            if self.late():
+            if self.over():
                 break
             for program in self.decoded(choices):
                 self.left -= len(program.strategies)
