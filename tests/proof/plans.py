@@ -61,7 +61,7 @@ ROWS = [
     "b_to_r",
     "b_to_p",
     "s_to_s",
-    *(WRITTEN := ("exchange", "convolution", "s_to_b_again", "s_to_r_again")),  # in no move's name
+    *(WRITTEN := ("exchange", "convolution", "s_to_b_regather", "s_to_r_regather")),  # in no move's name
 ]
 
 

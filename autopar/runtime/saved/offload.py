@@ -72,7 +72,7 @@ def saving_there() -> Iterator[None]:
 
 
 def _unpack(saved: Tensor | PackedTensor) -> Tensor:
-    return saved.again() if isinstance(saved, PackedTensor) else saved
+    return saved.restore() if isinstance(saved, PackedTensor) else saved
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -104,7 +104,7 @@ class PackedTensor:
     offset: int | torch.SymInt
     version: int  # of the tensor that is watched
 
-    def again(self) -> Tensor:
+    def restore(self) -> Tensor:
         """The tensor, there for the stream that computes. Raises InputError if it has changed since forward,
         as autograd itself does where nothing is packed."""
         watched = self.kept.watched

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import (
 )
 
 from autopar.core.operator_facts import is_random
-from autopar.runtime.saved.regather import Anew, anew, is_again, noting
+from autopar.runtime.saved.regather import Anew, anew, is_regather, noting
 from autopar.runtime.saved.split_backward import Between, Box, halved
 
 Body: TypeAlias = Callable[..., tuple[list[Tensor], list[Tensor]]]
@@ -109,11 +109,11 @@ class _Once:
 
     def _unpack(self, box: _WeakBox) -> Tensor:
         if self._kept is not None:
-            arguments = [each.again() if isinstance(each, Anew) else each for each in self._kept]
+            arguments = [each.restore() if isinstance(each, Anew) else each for each in self._kept]
             self._kept = None
             self._fill(arguments)
         saved = self._between.open(box)
-        return saved.again() if isinstance(saved, Anew) else saved
+        return saved.restore() if isinstance(saved, Anew) else saved
 
     def _fill(self, arguments: Sequence[Tensor]) -> None:
         """Compute again what the boxes hold that are still there."""
@@ -158,7 +158,7 @@ def _itself(tensor: Tensor) -> Tensor:
 def stays(target: Any) -> bool:
     """Whether what `target` gives is kept when the part that calls it is computed again."""
     ours = getattr(target, "namespace", "") == "autopar"
-    return ours and not is_random(target) and not is_again(target)
+    return ours and not is_random(target) and not is_regather(target)
 
 
 def _policy(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

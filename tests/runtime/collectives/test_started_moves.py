@@ -102,7 +102,7 @@ class _Whole:
     def __init__(self, number: int, log: list[str]) -> None:
         self.number, self.log = number, log
 
-    def again(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         self.log.append(f"gather {self.number}")
         return torch.tensor(self.number)
 
