@@ -11,7 +11,7 @@ softmaxes, pools, sums and views. So nothing between two members waits for what 
 only later levels need is computed there, as late as it can be. Products, convolutions, attention and all that
 isn't in the tables below are kernels of their own: by default Inductor gives them no epilogue.
 
-What stays inside a group is neither written nor kept: backward recomputes it from what was read. So
+What stays inside a group is neither written nor saved: backward recomputes it from what was read. So
 that costs stay sums over operators, each *member* answers for its own part of the group's traffic:
 
     reads      operands from outside, each at its first reader
@@ -99,7 +99,7 @@ class Member:
     writes: tuple[int, ...] = ()
     reread_operands: tuple[int, ...] = ()
     reread_results: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()  # of `writes` those that the kernels behind keep as well
+    saved: tuple[int, ...] = ()  # of `writes` those that are saved for the kernels behind as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class _Finder:
                     reread_results=tuple(
                         place for place in writes if self.part(str(item.results[place])) in reread
                     ),
-                    kept=tuple(place for place in writes if self.is_kept(str(item.results[place]))),
+                    saved=tuple(place for place in writes if self.is_saved(str(item.results[place]))),
                 ),
             )
             led = True
@@ -265,22 +265,22 @@ class _Finder:
                 return True
         return False
 
-    def is_kept(self, name: str) -> bool:
+    def is_saved(self, name: str) -> bool:
         """Whether a kernel of its own, such as a product, takes the tensor or a view of it."""
         users = [user for user, _ in self.uses[name]]
         return any(
             user.name not in self.kinds
             or (
                 self.kinds[user.name] is Kind.VIEW
-                and any(self.is_kept(each) for each in user.results if each)
+                and any(self.is_saved(each) for each in user.results if each)
             )
             for user in users
         )
 
     def reread(self, group: Sequence[Operator]) -> set[object]:
-        """The tensors that backward reads: what members keep, or from what it is recomputed."""
+        """The tensors that backward reads: what members save, or from what it is recomputed."""
         number = self.group_of[group[0].name]
-        wanted = [name for item in group for name in self.kept(item)]
+        wanted = [name for item in group for name in self.saved(item)]
         found: set[object] = set()
         reached: set[str] = set()
         while wanted:
@@ -295,7 +295,7 @@ class _Finder:
                 wanted += self.maker[root].operands
         return found
 
-    def kept(self, operation: Operator) -> Iterator[str]:
+    def saved(self, operation: Operator) -> Iterator[str]:
         if not any(self.graph.specs[name].requires_grad for name in operation.results if name):
             return
         if self.kinds[operation.name] is Kind.VIEW:

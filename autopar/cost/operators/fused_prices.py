@@ -1,6 +1,6 @@
 """Seconds of a group's members: what each moves of the group's traffic, by the local shapes of one rank.
 
-    forward     reads + writes + what is kept of its own, sums over all twice, at the device's bandwidth
+    forward     reads + writes + what is saved of its own, sums over all twice, at the device's bandwidth
     backward    gradients of what it wrote, what is reread, gradients of what it read
 
 A group is launched once each way, which its first member answers for. A view takes nothing.
@@ -24,7 +24,7 @@ class Traffic:
     backward: int
 
 
-def kept_bytes(member: Member, own: int, operands: Sequence[TensorSpec]) -> int:
+def saved_own_bytes(member: Member, own: int, operands: Sequence[TensorSpec]) -> int:
     """Of the `own` bytes that an operator keeps when it runs by itself what a fused one does."""
     return 0 if is_recomputed(member.kind, own, operands[0].nbytes if operands else 0) else own
 
@@ -35,7 +35,7 @@ def traffic(
     """Of a member with local `operands` and `results`, that by itself keeps `own` bytes beside them."""
     if member.kind is Kind.VIEW:
         return Traffic(0, 0)
-    own = kept_bytes(member, own, operands)
+    own = saved_own_bytes(member, own, operands)
     given = [result for result in results if result is not None]
     trains = any(result.requires_grad for result in given)
     written = [results[place] for place in member.writes]

@@ -68,7 +68,7 @@ def movable(priced: PricedProgram) -> list[Movable]:
     read: dict[int, int] = {}
     barred = set(tape.gathered)
     for number, call in enumerate(tape.calls):
-        read |= dict.fromkeys(call.memory.keeps, number)
+        read |= dict.fromkeys(call.memory.saves, number)
         if call.place in recomputed:
             values = (*call.memory.takes, *(item.value for item in call.memory.gives))
             barred.update(tape.root[value] for value in values)

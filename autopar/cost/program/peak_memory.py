@@ -44,7 +44,7 @@ class Peak:
     nbytes: int
     state: int
     saved: int
-    by_operator: dict[str, int]  # bytes that each operator keeps for backward
+    by_operator: dict[str, int]  # bytes that each operator saves for backward
 
 
 def peak_memory(priced: PricedProgram) -> Peak:
@@ -77,7 +77,7 @@ def lives(priced: PricedProgram) -> tuple[Life, ...]:
         makers |= {item.value: (place, not memory.repeats) for item in memory.gives if item.alias is None}
         for value in memory.takes:
             uses.setdefault(tape.root[value], []).append(place)
-        for root in memory.keeps:
+        for root in memory.saves:
             keepers.setdefault(root, []).append(place)
         if memory.own:
             own.append(Life(memory.own, place, not memory.repeats, (), (place,)))
@@ -289,9 +289,9 @@ class Replay:
                     self.held_back.add(key)
                     self.held[self.calls[number].place] += self.heap.sizes[key]
 
-    # -- what is kept -----------------------------------------------------------------------------
+    # -- what is saved ----------------------------------------------------------------------------
 
-    def keep(self, root: int, place: int, *, for_weight: bool = False) -> None:
+    def hold_saved(self, root: int, place: int, *, for_weight: bool = False) -> None:
         self.heap.hold(root, self.tape.nbytes[root])
         self.keepers.setdefault(root, []).append(place)
         if for_weight:
@@ -361,12 +361,12 @@ class Replay:
     def save(self, number: int) -> None:
         """Keep for backward what a call saves, but for what waits in the host's memory."""
         place = self.calls[number].place
-        for root in self.calls[number].memory.keeps - self.tape.gathered:
+        for root in self.calls[number].memory.saves - self.tape.gathered:
             if root in self.offloaded:
                 self.readers[root] += 1
                 self.offloaded_from.setdefault(root, []).append(place)
             else:
-                self.keep(root, place, for_weight=self.has_weight(number))
+                self.hold_saved(root, place, for_weight=self.has_weight(number))
         self.keep_own(number)
 
     def leave_before(self, number: int) -> None:
@@ -388,13 +388,13 @@ class Replay:
     def first_time(self, part: Part, left: Counter[int]) -> None:
         """A part in forward: what it takes is kept, and what it will not make again."""
         for root in part.taken:
-            self.keep(root, self.calls[part.first].place)
+            self.hold_saved(root, self.calls[part.first].place)
         for number in part.calls:
             call = self.calls[number]
             self.call(number)
             if not call.memory.repeats:
                 for item in call.memory.gives:
-                    self.keep(item.value, call.place)
+                    self.hold_saved(item.value, call.place)
                 self.keep_own(number)
             self.finish(number, left)
 
@@ -483,7 +483,7 @@ class Replay:
             (
                 number
                 for number in part.calls
-                if self.calls[number].memory.keeps or self.calls[number].memory.own
+                if self.calls[number].memory.saves or self.calls[number].memory.own
             ),
             default=part.first - 1,
         )
@@ -492,7 +492,7 @@ class Replay:
             if memory.repeats:
                 self.call(number)
                 self.heap.hold(("own", number), memory.own)
-            for root in memory.keeps:
+            for root in memory.saves:
                 self.heap.hold(self.key(root), self.tape.nbytes[root])
             if self.has_weight(number):
                 self.stay_for_weights(number)
@@ -505,7 +505,7 @@ class Replay:
     def stay_for_weights(self, number: int) -> None:
         """What a call of a part keeps stays between the halves of a split backward as that of others does."""
         memory, place = self.calls[number].memory, self.calls[number].place
-        for root in memory.keeps - self.tape.gathered:
+        for root in memory.saves - self.tape.gathered:
             self.for_weights.setdefault(root, []).append(place)
         if memory.repeats:
             self.own_for_weights[place] += memory.own
@@ -519,7 +519,7 @@ class Replay:
         self.hold_back(number, incoming.values())
         if part is None and incoming:
             self.read(number)
-        gathered = call.memory.keeps & self.tape.gathered if part is None and incoming else frozenset()
+        gathered = call.memory.saves & self.tape.gathered if part is None and incoming else frozenset()
         for root in gathered:
             self.heap.hold(("gathered", root), self.tape.nbytes[root])
         made = []
@@ -533,7 +533,7 @@ class Replay:
         for root in gathered:
             self.heap.drop(("gathered", root))
         if part is None:
-            for root in call.memory.keeps - self.tape.gathered:
+            for root in call.memory.saves - self.tape.gathered:
                 (self.forget_back if root in self.offloaded else self.release)(root)
             self.release_own(number)
         else:
@@ -548,10 +548,10 @@ class Replay:
         """Fetch what a call reads from the host, and begin to fetch what its stage reads after it."""
         memory, stage = self.calls[number].memory, self.stage_of(number)
         first, stop = self.firsts_of[stage : stage + 2]
-        if stage not in self.begun and (memory.own or memory.keeps - self.tape.gathered):
+        if stage not in self.begun and (memory.own or memory.saves - self.tape.gathered):
             self.begun.add(stage)
             self.fetch(max(first, stop - AHEAD), stop)
-        for root in sorted(memory.keeps & self.offloaded.keys(), key=lambda root: -self.offloaded[root]):
+        for root in sorted(memory.saves & self.offloaded.keys(), key=lambda root: -self.offloaded[root]):
             self.fetch(max(first, self.offloaded[root] - AHEAD), self.offloaded[root] + 1)
 
     def fetch(self, first: int, stop: int) -> None:
@@ -568,7 +568,7 @@ class Replay:
     def forget_recomputed(self, number: int) -> None:
         """Of a call that ran again."""
         memory = self.calls[number].memory
-        for root in memory.keeps:
+        for root in memory.saves:
             self.heap.drop(self.key(root))
         if memory.repeats:
             self.heap.drop(("own", number))

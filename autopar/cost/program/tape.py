@@ -221,7 +221,7 @@ class _Recorder:
             call,
             takes=takes,
             gives=tuple(gives),
-            keeps=frozenset(self.root[numbers[value]] for value in call.keeps),
+            saves=frozenset(self.root[numbers[value]] for value in call.saves),
             gradients=tuple(
                 Gradient(
                     numbers[item.value], item.nbytes, None if item.alias is None else numbers[item.alias]
@@ -256,10 +256,10 @@ class _Recorder:
         if regather:
             self.gathered.add(value)
         given = Given(value, nbytes, source if passes else None)
-        keeps = frozenset(
+        saves = frozenset(
             {self.root[source]} - self.given - self.gathered if regather else ()
         )  # weights stay
-        memory = CallMemory((source,), (given,), keeps, 0, gradients, repeats=passes or regather)
+        memory = CallMemory((source,), (given,), saves, 0, gradients, repeats=passes or regather)
         self.add(place, replace(memory, backward_scratch=max(0, scratch)))
         self.note(value, (name, self.tidy(name, move.target)), place)
         return value

@@ -268,7 +268,7 @@ class Problem:
         for use, moves_in in zip(uses, taken, strict=True):
             flows = self.flows(tensor, use, moves_in, shared=shared)
             self.conserve(tensor, starts, use, flows, copies=copies)
-        self.keep(tensor, uses, count)
+        self.save(tensor, uses, count)
 
     def network(self, name: str, sources: Sequence[Layout], uses: Sequence[Use]) -> Network:
         """The moves between the layouts of interest.
@@ -318,7 +318,7 @@ class Problem:
         network, found = tensor.network, {}
         for phase, moves in taken.items():
             regather = np.zeros(len(moves))
-            if phase is Phase.REGATHER and self.keeps(use):
+            if phase is Phase.REGATHER and self.saves(use):
                 regather = np.where(network.gathers, network.forward, 0.0) * len(tensor.members)
             if shared:
                 found[phase] = self.flow_variables(moves, regather)
@@ -331,7 +331,7 @@ class Problem:
                 self.lp.costs[found[phase][move]] += float(regather[move])
         return found
 
-    def keeps(self, use: Use) -> bool:
+    def saves(self, use: Use) -> bool:
         """Whether some strategy of the user keeps what it takes for backward."""
         return use.consumer is not None and bool(self.keepers(use.consumer, use.position, of="operands"))
 
@@ -553,7 +553,7 @@ class Problem:
 
     # -- memory ---------------------------------------------------------------------------------------
 
-    def keep(self, tensor: TensorClass, uses: Sequence[Use], count: float) -> None:
+    def save(self, tensor: TensorClass, uses: Sequence[Use], count: float) -> None:
         """y[t, p] and its bytes, once for all that keep the tensor in one layout.
 
         A parameter's own storage is state already: only a converted copy of it counts, and none that is
@@ -607,8 +607,8 @@ class Problem:
         found: Marginal = {}
         operation = self.operators[name]
         for strategy, variable in zip(self.space.strategies[name], self.x[name], strict=True):
-            kept = self.prices.operator(operation, strategy).saved
-            if position in (kept.operands if of == "operands" else kept.results):
+            saved = self.prices.operator(operation, strategy).saved
+            if position in (saved.operands if of == "operands" else saved.results):
                 places = (getattr(option, of)[position] for option in strategy)
                 found.setdefault(self.value(tuple(places)), []).append((1.0, variable))
         return found

@@ -126,7 +126,7 @@ class _PlacementSearch:
             with contextlib.suppress(SolverError):
                 found += self.priced(cap)
             with contextlib.suppress(SolverError):
-                found += self.kept(cap)
+                found += self.without_regather(cap)
         best = min(found, key=lambda each: each.seconds) if found else self.least()
         if best is not None and (not found or best.seconds > first.bound * (1 + self.gap)):
             best = self.best_neighbor([best, first, *found], cap)
@@ -182,7 +182,7 @@ class _PlacementSearch:
             low, high = (low, middle) if plain else (middle, high)
         return found
 
-    def kept(self, cap: int) -> list[Solution]:
+    def without_regather(self, cap: int) -> list[Solution]:
         """Those that fit and regather no weight: rows don't see what doing so holds for a moment."""
         other = replace(self, space=self.space.without_regather())
         if other.space is self.space:

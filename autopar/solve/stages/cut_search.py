@@ -142,7 +142,7 @@ def closer_bound(
     return found
 
 
-def keep(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
+def cut_at(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
     """The cut that is given, whose `starts` are places of the table, as it is; stages may be empty."""
     problem = CutProblem([table], schedule, None)
     path = np.searchsorted(table.places, [*starts, table.places[-1]])

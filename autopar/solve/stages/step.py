@@ -33,8 +33,8 @@ from autopar.solve.stages.cut_search import (
     Cut,
     ScheduledCut,
     best,
+    cut_at,
     cuts,
-    keep,
     recomputing_bound,
 )
 from autopar.solve.stages.mixture import Mixture, is_placed_alike
@@ -129,7 +129,7 @@ def staged(
     table = intervals(priced, hop, places=places)
     if starts is not None:
         schedule = schedules[0]
-        found = keep(table, schedule, starts)
+        found = cut_at(table, schedule, starts)
         free = found.seconds
         priced, found = _parted([priced], hop, schedule, None, found)
     else:
@@ -423,7 +423,7 @@ class Parting:
             )
         places = sorted({*self.inner, *cut.starts, operators})
         table = intervals(priced, self.hop, places=places, starts=cut.starts)
-        return priced, keep(table, self.schedule, cut.starts)
+        return priced, cut_at(table, self.schedule, cut.starts)
 
 
 def _inside(parts: Sequence[Segment], start: int, stop: int) -> list[Segment]:

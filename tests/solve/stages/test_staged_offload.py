@@ -21,7 +21,7 @@ from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
 from autopar.schedules.in_flight import flight, scheduled
 from autopar.solve.placement.search import Solution
-from autopar.solve.stages.cut_search import keep, recomputing_bound
+from autopar.solve.stages.cut_search import cut_at, recomputing_bound
 from autopar.solve.stages.step import Step, staged, step_weight
 from tests.solve.brute_force import blocks
 from tests.solve.memory.test_offload import deep, gpus, placed, prices_of
@@ -106,7 +106,7 @@ def check(graph: Graph, prices: Prices, step: Step, cap: int) -> None:
     program, cut, schedule = step.solution.program, step.cut, step.schedule
     assert cut is not None and schedule is not None
     places = range(len(graph.operators) + 1)
-    exact = keep(
+    exact = cut_at(
         intervals(PricedProgram(prices, program), HOP, places=places, starts=cut.starts), schedule, cut.starts
     )
     assert step.peak_bytes == max(exact.rank_bytes) <= cap
@@ -195,7 +195,7 @@ def steps(
                     table = intervals(
                         PricedProgram(prices, each), HOP, places=range(count + 1), starts=(0, start)
                     )
-                    exact = keep(table, schedule, (0, start))
+                    exact = cut_at(table, schedule, (0, start))
                     found.append((exact.seconds, max(exact.rank_bytes)))
     return found
 
