@@ -30,7 +30,7 @@ from autopar.schedules.in_flight import scheduled
 from autopar.solve.memory.recompute import _Fitting, _table, everything, fit, ladder
 from autopar.solve.placement.search import Solution, choose
 from autopar.solve.placement.space import build_space
-from autopar.solve.stages.cut_search import best, cuts, keep, least_bytes, recomputing_bound
+from autopar.solve.stages.cut_search import best, cut_at, cuts, least_bytes, recomputing_bound
 from autopar.solve.stages.step import staged, step_weight
 from tests.proof.models import Script
 from tests.solve.brute_force import (
@@ -194,7 +194,7 @@ def compare(problem: MeshProblem, programs: Sequence[Program], ways: Sequence[tu
         for parts in ways:
             each = replace(program, recompute=parts)
             table = intervals(PricedProgram(problem.prices, each), HOP, places=range(count + 1))
-            cuts = (keep(table, problem.schedules[0], (0, start)) for start in range(1, count))
+            cuts = (cut_at(table, problem.schedules[0], (0, start)) for start in range(1, count))
             steps += [(cut.seconds, max(cut.rank_bytes)) for cut in cuts]
     peaks = sorted({nbytes for _, nbytes in steps})
     slower = []
