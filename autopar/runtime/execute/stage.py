@@ -242,7 +242,7 @@ def splits_cleanly(executable: Executable) -> bool:
 
 
 def _written_out(program: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    """What each node takes, in their order, with parts that are computed again written out in place."""
+    """What each node takes, in their order, with parts that are recomputed written out in place."""
     found: dict[fx.Node, list[fx.Node]] = {}
     stands: dict[fx.Node, fx.Node] = {}  # what a part takes, and its results, for the nodes that make them
     results: dict[fx.Node, list[fx.Node]] = {}
