@@ -302,14 +302,15 @@ class MovingTeacher(nn.Module):
         super().__init__()
         self.student, self.teacher, self.way = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False), way
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         mine, theirs = self.student.weight, self.teacher.weight
         with torch.no_grad():
             if self.way == "in place":
                 theirs.mul_(0.9).add_(mine, alpha=0.1)
             else:
                 theirs.data.lerp_(mine.data, 0.1)
-        return (self.student(x) - self.teacher(x)).square().mean()
+        out: Tensor = (self.student(x) - self.teacher(x)).square().mean()
+        return out
 
 
 @pytest.mark.parametrize("way", ["in place", "data"])

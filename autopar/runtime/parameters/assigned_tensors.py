@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.errors import InputError
 from autopar.trace.user_source import calling_line
 
-_ASSIGNED = {id(getattr(Tensor, name)): name for name in ("data", "grad")}
+_PROPERTIES: dict[str, Any] = {name: getattr(Tensor, name) for name in ("data", "grad")}
+_NAMES = {id(described): name for name, described in _PROPERTIES.items()}
 
 
 def assigned(function: Callable[..., Any]) -> str | None:
     """The name of the property that `function` sets, if it is one of those here."""
-    return _ASSIGNED.get(id(getattr(function, "__self__", None))) if function.__name__ == "__set__" else None
+    return _NAMES.get(id(getattr(function, "__self__", None))) if function.__name__ == "__set__" else None
 
 
 @torch.no_grad()
@@ -40,11 +41,9 @@ def assign(name: str, owner: DTensor, value: Tensor) -> None:
             remedy="assign a tensor like the parameter, or change the model before parallelize",
         )
     alike = _laid_as(owner, value)
-    if name == "grad":
-        Tensor.grad.__set__(owner, alike)  # type: ignore[attr-defined]
-        return
-    Tensor.data.__set__(owner, alike)  # type: ignore[attr-defined]
-    owner._local_tensor, owner._spec = alike._local_tensor, alike._spec
+    _PROPERTIES[name].__set__(owner, alike)
+    if name == "data":
+        owner._local_tensor, owner._spec = alike._local_tensor, alike._spec
 
 
 def _laid_as(owner: DTensor, value: Tensor) -> DTensor:

@@ -74,7 +74,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_buffer(part: InputPart, tensor: Tensor) -> Tensor:
-    """This rank's part of a buffer; raises InputError where what was put in its place isn't one."""
+    """The part of a buffer that this rank holds; raises InputError where another tensor took its place."""
     mine = local(tensor)
     if mine.layout is torch.strided and tuple(mine.shape) != part.part.shape:
         raise InputError(
@@ -336,7 +336,8 @@ def _exchanged(name: str) -> InputError:
         where=f"parameter {name}",
         found="another tensor in its place for this call alone, as by torch.func.functional_call",
         wanted="the module's own parameter from forward to backward: gradients come into its .grad",
-        remedy="assign values by parameter.data = ..., compute with the tensors inside forward, or call under no_grad",
+        remedy="assign values by parameter.data = ..., compute with the tensors inside forward, or call "
+        "under no_grad",
     )
 
 
