@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
-from autopar.core.offload import Moved
+from autopar.core.offload import OffloadedTensor
 from autopar.core.placement import Layout
 from autopar.core.precision import Precision
 from autopar.core.strategy import Strategy
@@ -20,11 +20,11 @@ class Program:
 
     A strategy is a tuple of one-axis options, the major axis first. `moves` of a tensor form a tree
     rooted in the layout in which it is made; `outputs` are the layouts in which the graph's outputs
-    leave it. `recompute` are ranges [first, stop) of operators, by number, whose insides are computed
-    again in backward. `gatherings` says when weights, or their casts, by name, are gathered that are
+    leave it. `recompute` are ranges [first, stop) of operators, by number, whose insides are recomputed
+    in backward. `gatherings` says when weights, or their casts, by name, are gathered that are
     stored in shards; those that it leaves out are kept from forward to backward. `offload` are tensors
     that wait for backward in host memory, in the order in which it needs them, the last one first; no
-    part that is computed again takes or makes one. `reduce` is what gradients of cast weights are summed in.
+    part that is recomputed takes or makes one. `reduce` is what gradients of cast weights are summed in.
     """
 
     mesh: Mesh
@@ -34,7 +34,7 @@ class Program:
     outputs: Mapping[str, Layout]
     recompute: tuple[tuple[int, int], ...] = ()
     gatherings: Mapping[str, Gathering] = field(default_factory=dict)
-    offload: tuple[Moved, ...] = ()
+    offload: tuple[OffloadedTensor, ...] = ()
     reduce: Precision = Precision.FP32
 
     def gathering(self, name: str) -> Gathering:

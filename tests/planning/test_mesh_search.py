@@ -24,11 +24,11 @@ from autopar.cost.stages.intervals import intervals
 from autopar.errors import AutoparError, SolverError
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.planning.search import Found, search
+from autopar.planning.search import FoundPlan, search
 from autopar.schedules.fill_bubbles import order_of
 from autopar.schedules.in_flight import scheduled
 from autopar.schedules.simulate import simulate
-from autopar.solve.stages.cut_search import keep
+from autopar.solve.stages.cut_search import cut_at
 from autopar.solve.stages.step import Step
 from tests.proof.models import Script
 from tests.solve.brute_force import BruteForce, random_prices, small_space, unfolded
@@ -59,7 +59,7 @@ def wide() -> Graph:
     return s.graph(s.call(aten.sum.default, Ref(x)))
 
 
-def found_for(**asked: Any) -> Found:
+def found_for(**asked: Any) -> FoundPlan:
     return search(wide(), CLUSTER, Request(**PLAIN, **asked))
 
 
@@ -174,7 +174,7 @@ def fastest(problem: MeshProblem, programs: Sequence[Program]) -> float:
     for program in programs:
         table = intervals(PricedProgram(problem.prices, program), HOP, places=range(count + 1))
         for schedule in problem.schedules:
-            every += [keep(table, schedule, (0, start)).seconds for start in range(1, count)]
+            every += [cut_at(table, schedule, (0, start)).seconds for start in range(1, count)]
     return min(every)
 
 

@@ -1,4 +1,4 @@
-"""Which parts of a placed program are computed again in backward, so that it needs less memory.
+"""Which parts of a placed program are recomputed in backward, so that it needs less memory.
 
     F[i,j]   seconds that it takes to compute operators [i, j) again
     S[i,j]   bytes that they then keep no longer, less what has to be kept for them instead
@@ -59,13 +59,13 @@ class Fitted:
 
 
 def fit(priced: PricedProgram, cap: int) -> Fitted:
-    """The program with the parts computed again that make it fit `cap` bytes per device at least expense; if
+    """The program with the parts recomputed that make it fit `cap` bytes per device at least expense; if
     none do, with those that need least."""
     return _Fitting(priced).under(cap)
 
 
 def everything(priced: PricedProgram) -> PricedProgram:
-    """The program with all its parts computed again, cut where that needs least memory."""
+    """The program with all its parts recomputed, cut where that needs least memory."""
     table = _table(priced)
     candidates = [
         priced.remedied(recompute=parts)
@@ -76,7 +76,7 @@ def everything(priced: PricedProgram) -> PricedProgram:
 
 
 def sparing(priced: PricedProgram) -> tuple[float, int]:
-    """About how many seconds it takes to compute again whatever spares memory, and the bytes. Parts are of
+    """About how many seconds it takes to recompute whatever spares memory, and the bytes. Parts are of
     moderate size."""
     table = _table(priced)
     parts = _parts(table, float("inf"), MODERATE * float(table.spared[0, -1]))
@@ -161,9 +161,9 @@ class _Fitting:
 
         left = min(CHANGES, EFFORT // len(self.priced.graph.operators))
         while left > 0:
-            near = list(islice(_neighbours(found.program.recompute, table.places), left))
-            left -= max(1, len(near))
-            tried = [self.fitted(parts, _totals(table, parts)[0]) for parts in near]
+            neighbors = list(islice(_neighbors(found.program.recompute, table.places), left))
+            left -= max(1, len(neighbors))
+            tried = [self.fitted(parts, _totals(table, parts)[0]) for parts in neighbors]
             best = min(tried, key=worth, default=found)
             if worth(best) >= worth(found):
                 break
@@ -246,7 +246,7 @@ def _parts(table: Savings, price: float, limit: float) -> tuple[Segment, ...]:
     return tuple(reversed(parts))
 
 
-def _neighbours(parts: tuple[Segment, ...], places: Sequence[int]) -> Iterator[tuple[Segment, ...]]:
+def _neighbors(parts: tuple[Segment, ...], places: Sequence[int]) -> Iterator[tuple[Segment, ...]]:
     """The parts with one left out, moved at one end by one place, parted in two, or added."""
     number = {place: index for index, place in enumerate(places)}
     for index, (first, stop) in enumerate(parts):
