@@ -131,7 +131,7 @@ def _rates(text: str) -> tuple[tuple[torch.dtype, float], ...]:
         rates = parse_json(text)
     except ValueError:
         rates = None
-    names = rates.keys() if isinstance(rates, dict) else ("",)
+    names = rates.keys() if rates and isinstance(rates, dict) else ("",)
     dtypes = {name: dtype for name in names if isinstance(dtype := getattr(torch, name, None), torch.dtype)}
     if len(dtypes) < len(names):
         wanted = 'flop/s by dtype such as {"float32": 1e12}'

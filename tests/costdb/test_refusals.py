@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import InputError
+from costdb import rows
 from costdb.database import Database
-from tests.costdb.test_database import HERE, operator
+from tests.costdb.test_database import DEVICE, HERE, operator
 
 
 def refused(path: Path) -> InputError:
@@ -131,3 +132,9 @@ def test_a_cell_of_another_hand_is_named(table: str, column: str, cell: str, tmp
     connection.close()
     error = refused(path)
     assert "relu" in error.where and f"{column} = " in error.found
+
+
+@pytest.mark.parametrize("flops", ["{}", "[]", "null"])
+def test_a_device_without_rates_is_refused(flops: str) -> None:
+    with pytest.raises(InputError, match="flops = "):
+        rows.device({**rows.setting_row(HERE), **rows.device_row(DEVICE), "flops": flops})

@@ -111,9 +111,9 @@ def test_commands_of_a_page_end_well(page: str, folder: Path) -> None:
 
 
 def save_plans(folder: Path) -> None:
-    """The plans that a page compares and shows."""
-    for name, force in (("a", "batch"), ("b", "filter"), ("plan", "batch")):
-        words = f"autopar plan lm.py:lm --cluster local:2 --no-measure --force {force} --output {name}.json"
+    """The plans that a page compares and shows, and the one that it runs on four ranks."""
+    for name, force, count in (("a", "batch", 2), ("b", "filter", 2), ("plan", "batch", 4)):
+        words = f"autopar plan lm.py:lm --cluster local:{count} --no-measure --force {force} -o {name}.json"
         assert run(words.split(), folder) is None
 
 
