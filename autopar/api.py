@@ -253,7 +253,7 @@ def parallelize(
         describe=describe,
         device=compiler.device(),
         timeout=timeout,
-        by_steps=request.stages > 1 or request.micro_batches > 1,
+        by_steps=request.pipeline_ranks > 1 or request.micro_batches > 1,
         exact_random=exact_random,
         local_inputs=local_inputs,
         local_outputs=leaving is Outputs.LOCAL,

@@ -127,11 +127,11 @@ def decide(
     stageable(graph, request)
     budget = budget or Budget(request.measure_seconds)
     model = CostModel.of(cluster, database).corrected(budget)
-    whole, cluster = cluster, cluster.stage(request.stages)
+    whole, cluster = cluster, cluster.stage(request.pipeline_ranks)
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
     meshes = unlike(meshes, cluster, find_atoms(graph), request)
-    hop = model.hop(whole, request.stages)
+    hop = model.hop(whole, request.pipeline_ranks)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = after(request.time_limit) if deadline is None else deadline
 
