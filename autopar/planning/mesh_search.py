@@ -381,13 +381,13 @@ class MeshProblem:
         others = [*corners[:1], *corners[1:][1 - MIXED :]]
         if spared <= 0:
             return others, None
-        again = self.request.recompute is not Recompute.NONE
+        recomputes = self.request.recompute is not Recompute.NONE
         price = self.request.micro_batches * (solution.seconds - fastest.seconds) / spared
         return others, Scarcity(
             cap=float(self.cap or 0),
             free=fastest.bound,
             prices=[factor * price for factor in BOUNDED],
-            least=cache(ask(relaxed=True, again=again).least),
+            least=cache(ask(relaxed=True, recomputes=recomputes).least),
         )
 
     def stage(

@@ -25,7 +25,7 @@ from autopar.core.recompute import Recompute
 from autopar.cost.program.peak_memory import Peak
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import RuleError
-from autopar.solve.memory.offload import spare
+from autopar.solve.memory.offload import fit_by_offload
 from autopar.solve.memory.recompute import fit
 from autopar.solve.placement.decode import Choices, choices_of, decoded
 from autopar.solve.placement.problem import Problem
@@ -124,7 +124,7 @@ class _PlacementDescent:
     def fitted(self, plain: PricedProgram) -> PricedProgram:
         if self.offload is Offload.NONE:
             return fit(plain, self.cap).priced
-        return spare(plain, self.cap, recompute=self.recompute, offload=self.offload).priced
+        return fit_by_offload(plain, self.cap, recompute=self.recompute, offload=self.offload).priced
 
     def takes(self, other: Candidate) -> bool:
         mine, theirs = self.found.excess(self.cap), other.excess(self.cap)
@@ -178,7 +178,7 @@ def neighbors(problem: Problem, choices: Choices) -> Iterator[Choices]:
                 yield replace(choices, stored=_with(choices.stored, name, other))
     for name, way in choices.casts.items():
         if problem.regathered[name] is not None:
-            other_way = Gathering.KEEP if way is Gathering.AGAIN else Gathering.AGAIN
+            other_way = Gathering.KEEP if way is Gathering.REGATHER else Gathering.REGATHER
             yield replace(choices, casts=_with(choices.casts, name, other_way))
     for name, layout in choices.outputs.items():
         for place in problem.output_layouts[name]:

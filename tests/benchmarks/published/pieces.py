@@ -120,7 +120,7 @@ def _table(
     found = [Shared() for _ in places[1:]]
     for value in priced.values.of.values():
         if value.move is not None and not value.leads:
-            made = found[bisect_right(places, max(0, priced.values.source(value.name).home)) - 1]
+            made = found[bisect_right(places, max(0, priced.values.source(value.name).maker)) - 1]
             _share(made, problem.prices, value, is_weight=value.name in weights)
     return intervals(priced, Link(0.0, 1.0), places=places), found
 
