@@ -212,7 +212,7 @@ class MeshProblem:
             try:
                 row = dataclasses.replace(ask, multiplier=multiplier * (1.0 - late), late=late)
                 solution = self.solve(row, limits)
-            except (CutoffError, SolverError) as error:
+            except (InfeasibleError, SolverError) as error:
                 if not found:
                     raise
                 bound = max(bound, limits.cutoff) if isinstance(error, CutoffError) else bound
@@ -459,6 +459,7 @@ class MeshProblem:
             offload=self.offload if self.request.pipeline_ranks == 1 else Offload.NONE,
             cutoff=cutoff / self.request.micro_batches,
             work=limits.work,
+            brief=ask.multiplier is not None and ask.multiplier < 1.0,
         )
         if ask.multiplier is None:
             found = dataclasses.replace(found, bound=found.bound - self.most_hidden(found.bound))
