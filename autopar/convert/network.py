@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.convert.moves import Action, Effect, effect_of, exists
+from autopar.convert.moves import Effect, MoveAction, effect_of, exists
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Partial, Placement, Shard
 
@@ -141,7 +141,7 @@ class _Builder:
                     isinstance(change.target, Shard),
                     isinstance(change.source, Partial),
                     change.effect.name == "r_to_b",
-                    change.effect.forward is Action.ALL_GATHER,
+                    change.effect.forward is MoveAction.ALL_GATHER,
                 )
                 found.append((start, end, *seconds(change, start, end), axis, *flags))
         return self.network(own, found)

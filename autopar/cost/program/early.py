@@ -67,10 +67,10 @@ def early_exchanges(priced: PricedProgram) -> Iterator[Early]:
     if not (prices.early and prices.overlap):
         return
     weights = {item.name for item in priced.graph.inputs if item.kind is InputKind.PARAMETER}
-    again = {place for first, stop in priced.program.recompute for place in range(first, stop)}
+    recomputed = {place for first, stop in priced.program.recompute for place in range(first, stop)}
     behind = _behind_products(priced)
     for value in priced.values.of.values():
-        if value.move is None or value.leads or any(place in again for place in value.uses):
+        if value.move is None or value.leads or any(place in recomputed for place in value.uses):
             continue
         before, after = prices.move_parts(value.name, value.move)
         place = priced.place_of(value)
@@ -82,7 +82,7 @@ def early_exchanges(priced: PricedProgram) -> Iterator[Early]:
             if limit:
                 yield Early(Phase.BACKWARD, place, after, min(after, limit))
     for each in regathers(priced):
-        if each.place not in again:
+        if each.place not in recomputed:
             yield Early(Phase.BACKWARD, each.place, each.seconds, each.seconds)
 
 
