@@ -459,4 +459,4 @@ def timeline(plan: Plan) -> Timeline:
             remedy="plan again",
         )
     names = [layer.module or layer.name for layer in plan.layers]
-    return one_stage(plan.moments, pipeline.micro_batches, names=names, hidden=plan.parts.hidden)
+    return one_stage(plan.moments, pipeline.micro_batches, names=names)
