@@ -127,6 +127,7 @@ class Prices:
     _operators: dict[Any, Price] = field(default_factory=dict)
     _priced: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
     _places: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # fullest ranks, by identity
+    _parts: dict[Any, dict[object, int]] = field(default_factory=dict)
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
@@ -288,6 +289,18 @@ class Prices:
                 )
             self._calls[key] = found
         return self._calls[key]
+
+    def parts(self, operation: Operator, strategy: Strategy) -> Mapping[object, int]:
+        """Bytes of each tensor that the largest rank's program holds for the operator from the start: its
+        block of a sparse matrix, say. Operators may share them."""
+        if not rule_of(operation).reads_values:
+            return {}
+        key = operation.name, strategy
+        if key not in self._parts:
+            emitter, *_ = self._lower(operation, strategy)
+            held = emitter.memory.items()
+            self._parts[key] = {memory: emitter.meta[node].nbytes for node, memory in held}
+        return self._parts[key]
 
     def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
         """What the operator's rule writes for the rank that is priced, its operands and results."""
