@@ -43,7 +43,7 @@ __all__ = [
     "verify_operator",
 ]
 __version__ = VERSION
-_HOMES = {
+_MODULE_OF = {
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.cluster",
     "Link": "autopar.cluster",
@@ -66,8 +66,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """PEP 562: an exported name, or a module of the package."""
-    if name in _HOMES:
-        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    if name in _MODULE_OF:
+        value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
         return value
     if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         return import_module(f"{__name__}.{name}")

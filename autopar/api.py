@@ -24,7 +24,7 @@ from torch import nn
 import autopar.ops
 import autopar.runtime.collectives.placement_moves  # noqa: F401  (with the rules, what programs call)
 from autopar.cluster import ClusterSpec
-from autopar.comparing.measured import Job, run_rows
+from autopar.comparing.measured import ContestJob, run_rows
 from autopar.comparing.profile import Bar, Profile
 from autopar.comparing.profile import profile as measure_profile
 from autopar.comparing.strategies import Comparer
@@ -345,7 +345,9 @@ def compare(
     serial_model.check(made.model)
     with notebook_bar_of_workers(bar) as shown:
         if run:
-            return run_rows(Job(made.source, cluster, request, asked.optimizer, asked.costdb, shown), made)
+            return run_rows(
+                ContestJob(made.source, cluster, request, asked.optimizer, asked.costdb, shown), made
+            )
         with (
             Database.open(asked.costdb) as database,
             shown.shown() if shown else nullcontext(),

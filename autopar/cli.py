@@ -72,7 +72,7 @@ ShowProgress = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandOutput:
     """What a command prints: an object, or something for a person; and how it ends."""
 
     document: dict[str, Any]
@@ -85,7 +85,7 @@ class Answer:
 
 def taking(
     door: Door, *, without: str | None = None, shown: bool = True
-) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+) -> Callable[[Callable[..., CommandOutput]], Callable[..., CommandOutput]]:
     """A command with a flag for each option of `door` but one in the place of its `**options`.
 
     Values are checked before it runs. Unless defaults are `shown`, what isn't said is None.
@@ -93,9 +93,9 @@ def taking(
     names = [name for name in door.options if name != without]
     flags = [_flag(name, door.default(name) if shown else None) for name in names]
 
-    def add(command: Callable[..., Answer]) -> Callable[..., Answer]:
+    def add(command: Callable[..., CommandOutput]) -> Callable[..., CommandOutput]:
         @functools.wraps(command)
-        def checked(**words: Any) -> Answer:
+        def checked(**words: Any) -> CommandOutput:
             if words.pop("no_measure", False):
                 words["measure"] = False
             Options(door, **{name: words[name] for name in names if name in words}).read()
@@ -173,7 +173,7 @@ def plan(
     as_json: AsJson = False,
     progress: ShowProgress = False,
     **options: Any,
-) -> Answer:
+) -> CommandOutput:
     """Find the best placement of TARGET on a cluster, and print it.
 
     A cluster local:1-8, or FILE.toml:8-64, is a range: the best plan on more and more devices.
@@ -206,7 +206,7 @@ def plan(
         _refuse_for_range(output=output, trace=trace, frontier=frontier)
         with bar.shown():
             table = scale(specs, planned)
-        return Answer(table.as_dict(), render_scaling(table))
+        return CommandOutput(table.as_dict(), render_scaling(table))
     with bar.shown():
         found = planned(specs[0])
     if output:
@@ -235,15 +235,15 @@ def _refuse_for_range(**said: str | float | None) -> None:
         )
 
 
-def _shown(found: Plan) -> Answer:
+def _shown(found: Plan) -> CommandOutput:
     """A plan, with the picture of its stages if it has any."""
     from autopar import api
     from autopar.results.draw_timeline import timeline_text
     from autopar.results.render_plan import render
 
     if not found.pipeline.is_staged:
-        return Answer(found.as_dict(), render(found))
-    return Answer(found.as_dict(), Group(render(found), "", timeline_text(api.timeline(found))))
+        return CommandOutput(found.as_dict(), render(found))
+    return CommandOutput(found.as_dict(), Group(render(found), "", timeline_text(api.timeline(found))))
 
 
 PlanFile = Annotated[
@@ -259,7 +259,7 @@ def show(
     ] = False,
     trace: TraceFile = None,
     as_json: AsJson = False,
-) -> Answer:
+) -> CommandOutput:
     """Print a saved plan."""
     from autopar.results.plan import Plan
     from autopar.results.schema import schema_of
@@ -267,7 +267,7 @@ def show(
     if schema:
         if not as_json:
             print(json.dumps(schema_of(Plan), indent=1))  # by print, which breaks no long line
-        return Answer(schema_of(Plan), "")
+        return CommandOutput(schema_of(Plan), "")
     if plan is None:
         raise InputError(
             where="autopar show",
@@ -309,7 +309,7 @@ def report(
     as_json: AsJson = False,
     progress: ShowProgress = False,
     **options: Any,
-) -> Answer:
+) -> CommandOutput:
     """Write a plan as one page of HTML, which needs no network."""
     said = {name: value for name, value in options.items() if value is not None}
     if source.endswith(".json"):
@@ -338,7 +338,7 @@ def report(
             progress=bar,
             **said,
         )
-    return Answer(written.as_dict(), f"{output}: {show_bytes(written.nbytes)}")
+    return CommandOutput(written.as_dict(), f"{output}: {show_bytes(written.nbytes)}")
 
 
 def _refuse_beside(**said: Any) -> None:
@@ -359,7 +359,7 @@ def diff(
     before: Annotated[str, typer.Argument(metavar="A.json", help="A saved plan.")],
     after: Annotated[str, typer.Argument(metavar="B.json", help="Another one.")],
     as_json: AsJson = False,
-) -> Answer:
+) -> CommandOutput:
     """Print what differs between two saved plans."""
     from autopar.results.difference import difference
     from autopar.results.plan import Plan
@@ -369,7 +369,7 @@ def diff(
     found = difference(
         Plan.load(before), Plan.load(after), names=names if names[0] != names[1] else (before, after)
     )
-    return Answer(found.as_dict(), render_difference(found))
+    return CommandOutput(found.as_dict(), render_difference(found))
 
 
 @app.command()
@@ -398,7 +398,7 @@ def explain(
     as_json: AsJson = False,
     progress: ShowProgress = False,
     **options: Any,
-) -> Answer:
+) -> CommandOutput:
     """Explain the plan of TARGET: what each other way would cost, and what binds."""
     _check_seconds("--seconds", seconds)
     spec = ClusterSpec.parse(cluster)
@@ -413,7 +413,7 @@ def explain(
             made, spec, layer, what_if=what_if or (), seconds=seconds, progress=bar, **options
         )
     exit_code = 0 if found.plan else InfeasibleError.exit_code
-    return Answer(found.as_dict(), render_explanation(found), exit_code)
+    return CommandOutput(found.as_dict(), render_explanation(found), exit_code)
 
 
 @app.command()
@@ -430,7 +430,7 @@ def verify(
     ] = 6,
     as_json: AsJson = False,
     **options: Any,
-) -> Answer:
+) -> CommandOutput:
     """Prove that parallel training of TARGET equals serial training, in float64."""
     spec = ClusterSpec.parse(cluster)
     from autopar import api
@@ -439,7 +439,7 @@ def verify(
     report = api.verify(
         load_target(target), spec, steps=steps, processes=processes, changes=changes, **options
     )
-    return Answer(report.as_dict(), str(report), 0 if report.passed else 1)
+    return CommandOutput(report.as_dict(), str(report), 0 if report.passed else 1)
 
 
 @app.command()
@@ -458,7 +458,7 @@ def compare(
     as_json: AsJson = False,
     progress: ShowProgress = False,
     **options: Any,
-) -> Answer:
+) -> CommandOutput:
     """Put the pure strategies and the solver's plan for TARGET side by side."""
     spec = ClusterSpec.parse(cluster)
     from autopar import api
@@ -474,7 +474,7 @@ def compare(
         bar=ProgressBar(progress),
         **options,
     )
-    return Answer(found.as_dict(), render_comparison(found))
+    return CommandOutput(found.as_dict(), render_comparison(found))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -498,7 +498,7 @@ def run(
     ] = None,
     as_json: AsJson = False,
     **options: Any,
-) -> Answer:
+) -> CommandOutput:
     """Run SCRIPT on every device of a local cluster.
 
     The options of a plan reach parallelize() in SCRIPT wherever it doesn't
@@ -520,7 +520,7 @@ def run(
         said = [name for name, word in options.items() if word is not None]
         variables |= write_plan_to_run(plan, spec, said)
     start_script(script, spec.num_devices, arguments or (), timeout=timeout, variables=variables)
-    return Answer({"script": script, "processes": spec.num_devices, "exit_code": 0}, "")
+    return CommandOutput({"script": script, "processes": spec.num_devices, "exit_code": 0}, "")
 
 
 def _check_seconds(flag: str, seconds: float | None) -> None:
@@ -540,7 +540,7 @@ def profile(
     as_json: AsJson = False,
     progress: ShowProgress = False,
     **options: Any,
-) -> Answer:
+) -> CommandOutput:
     """Measure collectives, and the operators of TARGET, on this machine."""
     spec = ClusterSpec.parse(cluster)
     from autopar import api
@@ -549,7 +549,7 @@ def profile(
 
     made = load_target(target) if target else None
     found = api.profile(spec, made, bar=ProgressBar(progress), **options)
-    return Answer(found.as_dict(), str(found))
+    return CommandOutput(found.as_dict(), str(found))
 
 
 @app.command()
@@ -560,7 +560,7 @@ def doctor(
     ] = None,
     costdb: Annotated[str | None, typer.Option(metavar="FILE", help=OPTIONS["costdb"].help)] = None,
     as_json: AsJson = False,
-) -> Answer:
+) -> CommandOutput:
     """Examine the installation, and the machines and links of a cluster.
 
     For several nodes start it on all of them, by srun or torchrun -m autopar doctor.
@@ -571,8 +571,10 @@ def doctor(
 
     found = examine(spec, costdb=costdb)
     if found is None:  # another rank tells
-        return Answer({"rank": int(os.environ["RANK"])}, "")
-    return Answer(found.as_dict(), render_examination(found), 0 if found.passed else CheckError.exit_code)
+        return CommandOutput({"rank": int(os.environ["RANK"])}, "")
+    return CommandOutput(
+        found.as_dict(), render_examination(found), 0 if found.passed else CheckError.exit_code
+    )
 
 
 # -- streams and exit codes -----------------------------------------------------------------------------
@@ -610,24 +612,24 @@ def _print_json(words: Sequence[str]) -> int:
         except AutoparError as error:
             if isinstance(error, WorkerError) and error.traceback:
                 print(error.traceback, file=sys.stderr)
-            answer = Answer({"error": error.as_dict()}, "", error.exit_code)
+            answer = CommandOutput({"error": error.as_dict()}, "", error.exit_code)
         except KeyboardInterrupt:
             stopped = AutoparError(
                 where="autopar", found="an interrupt", wanted="the end of the work", remedy="start it again"
             )
-            answer = Answer({"error": stopped.as_dict() | {"kind": "Interrupted"}}, "", INTERRUPTED)
+            answer = CommandOutput({"error": stopped.as_dict() | {"kind": "Interrupted"}}, "", INTERRUPTED)
         except Exception as fault:  # our own: whoever reads the object must not wait for one in vain
             traceback.print_exc()
             document = AutoparError(
                 where="autopar", found=repr(fault), wanted="no fault of its own", remedy="report this"
             ).as_dict()
-            answer = Answer({"error": document | {"kind": type(fault).__name__}}, "", 1)
+            answer = CommandOutput({"error": document | {"kind": type(fault).__name__}}, "", 1)
         stdout.write(json.dumps(finite(answer.document), allow_nan=False) + "\n")
         stdout.flush()
     return answer.exit_code
 
 
-def _answer(words: Sequence[str]) -> Answer:
+def _answer(words: Sequence[str]) -> CommandOutput:
     """The answer of the command that `words` call; typer's own complaints become InputErrors."""
     try:
         result = app(list(words), standalone_mode=False)
@@ -644,7 +646,7 @@ def _answer(words: Sequence[str]) -> Answer:
         raise KeyboardInterrupt from cause
     if result == INTERRUPTED:
         raise KeyboardInterrupt
-    return result if isinstance(result, Answer) else Answer({}, "")
+    return result if isinstance(result, CommandOutput) else CommandOutput({}, "")
 
 
 def finite(tree: Any) -> Any:

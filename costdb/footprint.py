@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.core.costs import Footprint, Saved
+from autopar.core.costs import Footprint, SavedByCall
 from autopar.core.graph import Call, TensorSpec
 from autopar.core.operator_facts import facts_of
 from autopar.ops.recurrent import steps_of
@@ -54,7 +54,7 @@ def footprint(call: Call, kind: str = "cpu") -> Footprint:
     return _KNOWN[known]
 
 
-def saved(call: Call, kind: str = "cpu") -> Saved:
+def saved(call: Call, kind: str = "cpu") -> SavedByCall:
     """What `call` keeps for its backward on a device of `kind`."""
     return footprint(call, kind).saved
 
@@ -81,9 +81,9 @@ def observe(run: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Footpri
     return Footprint(tuple(map(_spec, results)), aliases, _saved(kept, by_storage, _positions(results)))
 
 
-def _saved(kept: list[torch.Tensor], operand: dict[int, int], result: dict[int, int]) -> Saved:
+def _saved(kept: list[torch.Tensor], operand: dict[int, int], result: dict[int, int]) -> SavedByCall:
     storages = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
-    return Saved(
+    return SavedByCall(
         operands=tuple(sorted(operand[storage] for storage in storages if storage in operand)),
         results=tuple(sorted(result[s] for s in storages if s in result and s not in operand)),
         extra_bytes=sum(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from autopar.core.costs import Collective, Saved, refuse_bad
+from autopar.core.costs import Collective, SavedByCall, refuse_bad
 from autopar.errors import InputError
 
 
@@ -26,7 +26,7 @@ class Measurement:
     key: str
     forward_seconds: float
     backward_seconds: float
-    saved: Saved
+    saved: SavedByCall
     saved_bytes: int
     scratch_bytes: int | None
     runs: int

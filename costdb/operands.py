@@ -16,7 +16,7 @@ Make = Callable[[TensorSpec], torch.Tensor]
 
 
 def specs(call: Call) -> tuple[TensorSpec, ...]:
-    """The specs of a call's operands, in argument order; `Saved.operands` counts them so."""
+    """The specs of a call's operands, in argument order; `SavedByCall.operands` counts them so."""
     return tuple(leaf for leaf in _leaves((call.args, call.kwargs)) if isinstance(leaf, TensorSpec))
 
 

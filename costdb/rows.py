@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.core.costs import Collective, DeviceModel, Saved
+from autopar.core.costs import Collective, DeviceModel, SavedByCall
 from autopar.core.user_text import parse_json
 from autopar.errors import SHOWN, InputError, cut_text, show_value
 from costdb.columns import COLUMNS, check_row
@@ -58,7 +58,7 @@ def operator(row: Row) -> Measurement:
         key=row["key"],
         forward_seconds=row["forward_seconds"],
         backward_seconds=row["backward_seconds"],
-        saved=Saved(operands, results, row["saved_extra_bytes"]),
+        saved=SavedByCall(operands, results, row["saved_extra_bytes"]),
         saved_bytes=row["saved_bytes"],
         scratch_bytes=row["scratch_bytes"],
         runs=row["runs"],

@@ -12,13 +12,13 @@ from autopar.compiler import Compiler
 from autopar.core.mesh import Mesh
 from autopar.errors import CheckError
 from autopar.planning.request import Request
-from autopar.planning.search import Found as Planned
+from autopar.planning.search import FoundPlan as Planned
 from tests.benchmarks import low_precision
 from tests.benchmarks.__main__ import measure
 from tests.benchmarks.cases import BENCHMARKS
 from tests.benchmarks.contest import Contestant, Timed, shared, too_slow
 from tests.benchmarks.hierarchical import Way, decide_all
-from tests.benchmarks.host_contest import Found, check_losses
+from tests.benchmarks.host_contest import HostFigures, check_losses
 from tests.benchmarks.hosts import evaluate, table
 from tests.benchmarks.joint import gpus
 from tests.benchmarks.joint_nets import vgg
@@ -53,7 +53,9 @@ def test_hosts_compare_the_own_plan_with_the_faster_data_parallel() -> None:
     seconds = {"auto": [1.0, 1.0, 2.0], "ddp": [9.0] * 3, "ddp, small buckets": [3.0, 2.0, 8.0]}
     names = (*seconds, "domain")
     timed = Timed(seconds, seconds, dict.fromkeys(names, 0.5), left_out={"domain": 20.0})
-    found = Found(timed, dict.fromkeys(names, "-"), dict.fromkeys(names, 0.0), refused={"channel": "none"})
+    found = HostFigures(
+        timed, dict.fromkeys(names, "-"), dict.fromkeys(names, 0.0), refused={"channel": "none"}
+    )
     outcome = evaluate("slow", found)
     assert (outcome.theirs, outcome.faster.median) == ("ddp, small buckets", 3.0)
     assert [row.name for row in outcome.rows] == ["auto", "ddp, small buckets", "ddp", "domain"]

@@ -22,10 +22,10 @@ for package in ("diffusers", "monai", "transformers"):
     pytest.importorskip(package)
 
 from tests.benchmarks.zoo import __main__ as zoo  # noqa: E402
-from tests.benchmarks.zoo.answers import Answer, told, words  # noqa: E402
+from tests.benchmarks.zoo.answers import RowAnswer, told, words  # noqa: E402
 from tests.benchmarks.zoo.rows import MODELS, rows  # noqa: E402
 
-KNOWN = Answer("resnet-50 8 h100", 256, 45.0, wall=90.0, cpu=30.0)
+KNOWN = RowAnswer("resnet-50 8 h100", 256, 45.0, wall=90.0, cpu=30.0)
 
 
 def test_the_zoo_has_eighty_rows_of_thirty_models() -> None:
@@ -79,9 +79,9 @@ def test_a_plan_is_told_in_words_and_the_table_says_what_it_comes_to(tmp_path: P
 
 
 def test_a_gap_leaves_out_what_was_passed_over_for_something_simpler() -> None:
-    simple = Answer("a", 1, 45.0, 1.0, 1.0, gap=0.1, less=0.08)
+    simple = RowAnswer("a", 1, 45.0, 1.0, 1.0, gap=0.1, less=0.08)
     assert simple.distance == pytest.approx(1 - 0.9 / 0.92)
-    assert Answer("a", 1, 45.0, 1.0, 1.0, gap=0.1).distance == pytest.approx(0.1)
+    assert RowAnswer("a", 1, 45.0, 1.0, 1.0, gap=0.1).distance == pytest.approx(0.1)
 
 
 def test_no_way_beats_the_bound_and_none_that_is_simpler_the_program() -> None:

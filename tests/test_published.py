@@ -25,8 +25,8 @@ from tests.benchmarks.published.runs import Run, Shape, Split, read
 from tests.benchmarks.published.score import memory, regret, score, spearman
 from tests.benchmarks.published.stack import (
     BOUNDS,
+    RankPieces,
     Stack,
-    Stage,
     Way,
     buckets,
     is_slow,
@@ -99,10 +99,10 @@ def test_weights_are_counted() -> None:
 def test_a_stage_ends_with_the_block_that_brings_it_above_its_share() -> None:
     """Four blocks of 1 and a head of 0.8: 4.8 in all, 2.4 each; the head is the last stage's."""
     assert SMALL.table_weights / SMALL.layer_weights == pytest.approx(0.8)
-    assert stages(SMALL, 2) == (Stage((1, 3, 0, 0)), Stage((0, 1, 1, 1)))
-    assert stages(SMALL, 1) == (Stage((1, 4, 1, 1)),)
+    assert stages(SMALL, 2) == (RankPieces((1, 3, 0, 0)), RankPieces((0, 1, 1, 1)))
+    assert stages(SMALL, 1) == (RankPieces((1, 4, 1, 1)),)
     assert sum(stage.counts[1] for stage in stages(SMALL, 5)) == 4
-    assert stages(SMALL, 6)[-2:] == (Stage((0, 0, 0, 0)), Stage((0, 0, 1, 1)))
+    assert stages(SMALL, 6)[-2:] == (RankPieces((0, 0, 0, 0)), RankPieces((0, 0, 1, 1)))
 
 
 def piece(**fields: object) -> Piece:
@@ -120,7 +120,7 @@ def test_a_pass_takes_the_longer_of_products_and_exchanges_or_what_the_host_take
     block = piece(
         products=5.0, products_back=1.0, moves=4.0, exchanges=(GATHER,), exchanges_back=(GATHER,) * 2
     )
-    stage, pieces = Stage((0, 2, 0, 0)), (piece(), block, piece(), piece())
+    stage, pieces = RankPieces((0, 2, 0, 0)), (piece(), block, piece(), piece())
 
     def seconds(tp: int, *, backward: bool, way: Way = WAY) -> float:
         return pass_seconds(stage, pieces, Split(1, tp, 1, 1, 1, 0), stack, way, backward=backward)
@@ -158,7 +158,7 @@ def test_sums_hide_behind_the_last_backward_without_zero_alone() -> None:
 
 def test_buckets_hold_tensors_until_they_are_full() -> None:
     shape = Shape(4096, 2, 32, 32, 14336, 1024, 32, tied=False)
-    stage = Stage((1, 2, 1, 1))
+    stage = RankPieces((1, 2, 1, 1))
     # The head, 8 MiB, with down, then gate and up, o, and q k v of each block; the embedding remains.
     assert buckets(stage, shape, 1) == 4 + 4 + 1
     assert buckets(stage, SMALL, 1) == 1

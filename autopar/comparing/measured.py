@@ -52,7 +52,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ContestJob:
     """What every rank is told."""
 
     source: str
@@ -63,7 +63,7 @@ class Job:
     bar: Bar | None
 
 
-def run_rows(job: Job, target: Target) -> Comparison:
+def run_rows(job: ContestJob, target: Target) -> Comparison:
     """Plan and run all rows; `target` is that of `job.source`.
 
     Raises InputError for a cluster that is not this machine, a model without values or a target without
@@ -94,7 +94,7 @@ def run_rows(job: Job, target: Target) -> Comparison:
     return found
 
 
-def run_rank(job: Job) -> Comparison | AutoparError:
+def run_rank(job: ContestJob) -> Comparison | AutoparError:
     """One rank's part; the same comparison, or error, on every rank."""
     worker.init(job.cluster.device_type, TIMEOUT.total_seconds())
     job.cluster.check_world(dist.get_world_size())
@@ -113,7 +113,7 @@ def run_rank(job: Job) -> Comparison | AutoparError:
     return replace(found, rows=tuple(replace(row, measured=taken.get(row.name)) for row in found.rows))
 
 
-def _plan(job: Job, target: Target, co_runners: CoRunners) -> Comparison:
+def _plan(job: ContestJob, target: Target, co_runners: CoRunners) -> Comparison:
     """On rank 0: the rows, measured beside each other."""
     with Database.open(job.costdb) as database:
         return Comparer(target, job.cluster, job.request, database, job.bar, co_runners).compare()
@@ -141,7 +141,7 @@ def _together(rows: Sequence[Row]) -> int:
 class Contest:
     """Rows of one target as running modules, on this rank."""
 
-    job: Job
+    job: ContestJob
     target: Target
 
     @property

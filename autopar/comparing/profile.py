@@ -89,7 +89,7 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ProfileJob:
     """What every rank is told; `source` is the target's, None for collectives only."""
 
     cluster: ClusterSpec
@@ -115,14 +115,14 @@ def profile(
     if target is not None:
         _graph(target, request, cluster)  # what cannot be traced is bad input, and no worker's failure
     points = measure_collectives.wanted(cluster, SIZES)
-    job = Job(cluster, points, str(database.path), target.source if target else None, request, bar)
+    job = ProfileJob(cluster, points, str(database.path), target.source if target else None, request, bar)
     found = run_function(profile_rank, cluster.num_devices, job)[0]
     if isinstance(found, AutoparError):
         raise found
     return found
 
 
-def profile_rank(job: Job) -> Profile | AutoparError:
+def profile_rank(job: ProfileJob) -> Profile | AutoparError:
     """One rank's part; the same profile, or error, on every rank."""
     worker.init(job.cluster.device_type)
     setting = setting_of(job.cluster)
@@ -139,7 +139,7 @@ def profile_rank(job: Job) -> Profile | AutoparError:
 
 
 def _store(
-    job: Job, setting: Setting, collectives: list[CollectiveMeasurement], co_runners: CoRunners
+    job: ProfileJob, setting: Setting, collectives: list[CollectiveMeasurement], co_runners: CoRunners
 ) -> Profile:
     """On rank 0: write the collectives, measure operators beside each other, and plan."""
     with Database.open(job.database) as database:

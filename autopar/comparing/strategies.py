@@ -32,7 +32,7 @@ from autopar.cost.machine.model import setting_of
 from autopar.cost.machine.threads import using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
 from autopar.planning.request import Request
-from autopar.planning.search import Found, search
+from autopar.planning.search import FoundPlan, search
 from autopar.results.comparison import Comparison, Row
 from autopar.solve.placement.space import Kinds, is_heavy
 from autopar.trace.export import Traced
@@ -58,7 +58,7 @@ TIMES = (1, 2, 4)  # micro-batches for each stage, about
 class Candidate:
     """What a strategy comes to: a plan, with why it can't be used if it can't, or that alone."""
 
-    found: Found | None
+    found: FoundPlan | None
     reason: str | None = None
     error: AutoparError | None = None
 
@@ -174,7 +174,7 @@ class Comparer:
         least = f"needs {show_bytes(failure.least)}" if failure.least else "needs more memory"
         return Candidate(found, f"{least}, the cap is {show_bytes(self.cap)}", failure)
 
-    def search(self, request: Request, cluster: ClusterSpec) -> Found:
+    def search(self, request: Request, cluster: ClusterSpec) -> FoundPlan:
         return search(
             self.traced(request).graph,
             cluster,
@@ -186,7 +186,7 @@ class Comparer:
 
     # -- limits -----------------------------------------------------------------------------------
 
-    def limits(self, serial: Found) -> dict[str, int | None]:
+    def limits(self, serial: FoundPlan) -> dict[str, int | None]:
         """On how many devices each strategy can split all that it splits."""
         graph = self.traced(self.request).graph
         heavy = [item for item in graph.operators if is_heavy(item, serial.prices)]

@@ -31,7 +31,7 @@ from autopar.core.move import Move
 from autopar.core.placement import B, Broadcast, Layout, Partial, Placement, R, Replicate, Shard
 
 
-class Action(Enum):
+class MoveAction(Enum):
     """What ranks do to a tensor; the first four talk to each other."""
 
     ALL_REDUCE = "all-reduce"
@@ -47,11 +47,11 @@ class Effect:
     """A row of the table; `name` is the registered operator."""
 
     name: str
-    forward: Action
-    backward: Action
+    forward: MoveAction
+    backward: MoveAction
 
 
-_A = Action
+_A = MoveAction
 _TABLE: dict[tuple[type, type], Effect] = {
     (Partial, Replicate): Effect("p_to_r", _A.ALL_REDUCE, _A.NOTHING),
     (Replicate, Broadcast): Effect("r_to_b", _A.NOTHING, _A.ALL_REDUCE),
@@ -84,7 +84,7 @@ def effect_of(source: Placement, target: Placement) -> Effect:
 
 def gathers(move: Move) -> bool:
     """Whether `move` is an all-gather."""
-    return effect(move).forward is Action.ALL_GATHER
+    return effect(move).forward is MoveAction.ALL_GATHER
 
 
 def sums_gradients(move: Move) -> bool:

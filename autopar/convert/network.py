@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.convert.moves import Action, Effect, effect_of, exists
+from autopar.convert.moves import Effect, MoveAction, effect_of, exists
 from autopar.core.move import Move
 from autopar.core.placement import Layout, Partial, Placement, Shard
 
@@ -213,7 +213,7 @@ class _Builder:
             of(lambda change: isinstance(change.target, Shard)),
             of(lambda change: isinstance(change.source, Partial)),
             of(lambda change: change.effect.name == "r_to_b"),
-            of(lambda change: change.effect.forward is Action.ALL_GATHER),
+            of(lambda change: change.effect.forward is MoveAction.ALL_GATHER),
         )
 
     def stride(self, axis: int) -> int:

@@ -93,7 +93,7 @@ class CollectiveCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedByCall:
     """What one call keeps for its backward, each storage named once.
 
     `operands` and `results` are positions; `extra_bytes` are the call's own tensors (masks,
@@ -115,7 +115,7 @@ class Footprint:
 
     results: tuple[TensorSpec | None, ...]
     aliases: tuple[int | None, ...]
-    saved: Saved
+    saved: SavedByCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from enum import Enum
 
 from autopar.core.placement import Layout
 
-Moved = tuple[str, Layout]  # a tensor of the graph in the layout in which it is moved
+OffloadedTensor = tuple[str, Layout]  # a tensor of the graph in the layout in which it is offloaded
 
 
 class Offload(Enum):

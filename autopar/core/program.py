@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
-from autopar.core.offload import Moved
+from autopar.core.offload import OffloadedTensor
 from autopar.core.placement import Layout
 from autopar.core.precision import Precision
 from autopar.core.strategy import Strategy
@@ -34,7 +34,7 @@ class Program:
     outputs: Mapping[str, Layout]
     recompute: tuple[tuple[int, int], ...] = ()
     gatherings: Mapping[str, Gathering] = field(default_factory=dict)
-    offload: tuple[Moved, ...] = ()
+    offload: tuple[OffloadedTensor, ...] = ()
     reduce: Precision = Precision.FP32
 
     def gathering(self, name: str) -> Gathering:

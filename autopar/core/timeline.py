@@ -135,7 +135,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBytes:
     """Bytes that a rank holds from `seconds` on, until the next such entry."""
 
     seconds: float
@@ -143,7 +143,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class RankPeak:
     """The most that a rank holds, and when first."""
 
     rank: int
@@ -157,7 +157,7 @@ class Timeline:
 
     schedule: Schedule
     events: tuple[Event, ...]
-    held: tuple[tuple[Held, ...], ...]
+    held: tuple[tuple[HeldBytes, ...], ...]
 
     @property
     def seconds(self) -> float:
@@ -188,11 +188,11 @@ class Timeline:
         """The share of the step in which the rank computes nothing."""
         return 1 - self.busy_seconds(rank) / self.seconds if self.seconds else 0.0
 
-    def peak_of(self, rank: int) -> Peak:
+    def peak_of(self, rank: int) -> RankPeak:
         most = max(self.held[rank], key=lambda held: held.nbytes)
-        return Peak(rank, most.seconds, most.nbytes)
+        return RankPeak(rank, most.seconds, most.nbytes)
 
     @property
-    def peak(self) -> Peak:
+    def peak(self) -> RankPeak:
         """The highest of all ranks' peaks; the first rank's among equals."""
         return max(map(self.peak_of, range(self.schedule.ranks)), key=lambda peak: peak.nbytes)

@@ -37,10 +37,10 @@ class Rectangles:
         for before, user in pairwise((-1, *users)):
             self.add(before, user, amount)
 
-    def add_first(self, home: int, user: int, amount: float) -> None:
-        """`amount` in every stage that has both operators, `home` and then `user`."""
+    def add_first(self, maker: int, user: int, amount: float) -> None:
+        """`amount` in every stage that has both operators, `maker` and then `user`."""
         if amount:
-            self.corners.append((-1, home, user, amount))
+            self.corners.append((-1, maker, user, amount))
 
     def total(self) -> Table:
         """The table; stages that end where they begin, or before, are 0."""

@@ -28,10 +28,12 @@ SHARES = (0.85, 0.7, 0.55, 0.4, 0.25)  # of what the fastest plan needs
 def frontier(asked: Asked, plan: Plan, *, seconds: float = SECONDS) -> Frontier:
     """The frontier around a plan of what was asked; it is solved for about so many seconds."""
     problem = problem_of(asked, plan)
-    return _Search(Alternatives(problem, asked.cluster, until=time.monotonic() + seconds), plan).found()
+    return _FrontierSearch(
+        Alternatives(problem, asked.cluster, until=time.monotonic() + seconds), plan
+    ).found()
 
 
-class _Search:
+class _FrontierSearch:
     def __init__(self, alternatives: Alternatives, plan: Plan) -> None:
         self.alternatives, self.plan = alternatives, plan
 

@@ -93,12 +93,19 @@ class Recurrent(Rule):
             return torch.randn(number, 5, 3)
 
         x = torch.randn(5, 2, 4)
-        once = (True, 1, 0.0, True, False, True)  # biases, layers, dropout, train, bidirectional, batch_first
-        yield Sample(aten.lstm.input, (x, [states(1), states(1)], weights(1, 1, 4), *once))
+        single = (
+            True,
+            1,
+            0.0,
+            True,
+            False,
+            True,
+        )  # biases, layers, dropout, train, bidirectional, batch_first
+        yield Sample(aten.lstm.input, (x, [states(1), states(1)], weights(1, 1, 4), *single))
         both = (True, 2, 0.0, True, True, False)
         yield Sample(aten.lstm.input, (x.transpose(0, 1), [states(4), states(4)], weights(2, 2, 4), *both))
-        yield Sample(aten.gru.input, (x, states(1), weights(1, 1, 3), *once))
-        yield Sample(aten.rnn_tanh.input, (x, states(1), weights(1, 1, 1), *once))
+        yield Sample(aten.gru.input, (x, states(1), weights(1, 1, 3), *single))
+        yield Sample(aten.rnn_tanh.input, (x, states(1), weights(1, 1, 1), *single))
         drops = (True, 2, 0.5, True, False, True)
         yield Sample(aten.gru.input, (x, states(2), weights(2, 1, 3), *drops))
 
@@ -139,14 +146,14 @@ def _flops(call: SizedCall) -> Flops:
     x, state = given[:2]
     rows, samples = x.numel // x.shape[-1], state.numel // state.shape[0] // state.shape[-1]
     matrices = [spec for spec in given[2:] if len(spec.shape) == 2]
-    directions, learns = 2 if call.call.args[7] else 1, any(spec.requires_grad for spec in given)
+    directions, requires_grad = 2 if call.call.args[7] else 1, any(spec.requires_grad for spec in given)
     forward = backward = 0
     for number, weight in enumerate(matrices):
         learned = rows * weight.requires_grad
         if number % 2:  # the first step's state may have no gradient
-            learned += (rows if state.requires_grad else rows - samples) * learns
+            learned += (rows if state.requires_grad else rows - samples) * requires_grad
         else:
-            learned += rows * (x.requires_grad if number < 2 * directions else learns)
+            learned += rows * (x.requires_grad if number < 2 * directions else requires_grad)
         forward += 2 * rows * weight.numel
         backward += 2 * learned * weight.numel
     return Flops(forward, backward)

@@ -45,7 +45,7 @@ from autopar.solve.placement.search import CutoffError, Solution, check_cutoff
 from autopar.solve.placement.space import Kinds, Space, build_space, is_heavy, kind_by_axis
 from autopar.solve.placement.symmetry import choose_named
 from autopar.solve.stages.cut_search import MOST_PLACES
-from autopar.solve.stages.joint_bound import MOST_OPERATORS, Exchange
+from autopar.solve.stages.joint_bound import MOST_OPERATORS, ExchangeTables
 from autopar.solve.stages.local_search import improved_step, is_worthwhile
 from autopar.solve.stages.rank_bounds import Scarcity
 from autopar.solve.stages.refine import Refinement
@@ -57,7 +57,7 @@ PRICE_STEPS = 4  # of the bisection between them
 KNOWN_STEPS = 2  # the same, where a plan that fits is known
 BOUNDED = (0.5, 0.8, 1.0, 1.2, 1.6)  # times what a byte has cost: prices for a bound
 SAME = 1e-9  # of seconds: less is rounding
-NEAR = 0.03  # of the bound: so near to it a plan that recomputes is left as it is
+CLOSE = 0.03  # of the bound: so close to it a plan that recomputes is left as it is
 MULTIPLIERS = 5  # tried of what hides: 1, 0, and between
 MIXED = 3  # placements, beside a step's own, that its operators may follow
 FAR = 1.5  # times the cap: what takes more is not brought below it by a few changes
@@ -153,7 +153,9 @@ class MeshProblem:
         places = self.places or choose_places(crossing_bytes(fastest.priced), MOST_PLACES)
         table = intervals(fastest.priced, self.hop, places=places)
         space = self.spaces[force]
-        return Exchange(self.graph, self.prices, space, self.folding, fastest, table).bound(self.schedules)
+        return ExchangeTables(self.graph, self.prices, space, self.folding, fastest, table).bound(
+            self.schedules
+        )
 
     def fastest(self, ask: Ask, limits: Limits) -> Step:
         """The best step; with stages under a cap, of several placements for which memory has a price."""
@@ -226,7 +228,7 @@ class MeshProblem:
             raise
         except InfeasibleError:
             return min(self.leaner(fastest, ask, limits), key=lambda step: step.seconds)
-        is_far = found.gap > max(NEAR, self.request.gap)
+        is_far = found.gap > max(CLOSE, self.request.gap)
         if is_far and self.request.recompute is Recompute.AUTO and found.solution.program.recompute:
             others = self.leaner(fastest, ask, limits, known=found)
             return min([found, *others], key=lambda step: step.seconds)
@@ -280,7 +282,7 @@ class MeshProblem:
         low, high = map(math.log, PRICES)
         found: dict[float, Step] = {}
         failed: list[Program] = []
-        beaten: list[Program] = []
+        ruled_out: list[Program] = []
         for _ in range(KNOWN_STEPS if known else PRICE_STEPS):
             middle = (low + high) / 2
             try:
@@ -297,7 +299,7 @@ class MeshProblem:
             elif not self.has_room(placed, cap):
                 low = middle
             elif best is not None and (
-                placed.program in beaten or self.even_seconds(placed.seconds) >= found[best].seconds
+                placed.program in ruled_out or self.even_seconds(placed.seconds) >= found[best].seconds
             ):
                 low, high = (low, middle) if best < middle else (middle, high)
             else:
@@ -305,7 +307,7 @@ class MeshProblem:
                     limit = math.inf if best is None else found[best].seconds
                     found[middle] = step = self.stage(placed, cap, limits, fastest.bound, limit=limit)
                 except CutoffError:
-                    beaten.append(placed.program)
+                    ruled_out.append(placed.program)
                     low, high = (low, middle) if best is not None and best < middle else (middle, high)
                     continue
                 except InfeasibleError:
@@ -365,13 +367,13 @@ class MeshProblem:
         others = [*corners[:1], *corners[1:][1 - MIXED :]]
         if spared <= 0:
             return others, None
-        again = self.request.recompute is not Recompute.NONE
+        recomputes = self.request.recompute is not Recompute.NONE
         price = self.request.micro_batches * (solution.seconds - fastest.seconds) / spared
         return others, Scarcity(
             cap=float(self.cap or 0),
             free=fastest.bound,
             prices=[factor * price for factor in BOUNDED],
-            least=cache(ask(relaxed=True, again=again).least),
+            least=cache(ask(relaxed=True, recomputes=recomputes).least),
         )
 
     def stage(

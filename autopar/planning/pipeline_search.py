@@ -44,7 +44,7 @@ from autopar.planning.search import Decision, decide
 from autopar.sharding.strategies import dims_of
 from autopar.solve.deadline import after, is_over, left
 from autopar.solve.highs import SECOND
-from autopar.solve.memory.offload import hiding
+from autopar.solve.memory.offload import overlapped
 from autopar.solve.memory.recompute import sparing
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
@@ -221,7 +221,7 @@ class _Screen:
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
-        self.near()
+        self.about_sample()
         found = [choice for each in self.climb(ranks) for choice in self.rated(each)]
         if not found:
             raise InputError(
@@ -237,9 +237,9 @@ class _Screen:
 
     def sample(self, ranks: int) -> _Sample:
         """What is screened for stages on as many devices as `ranks` pipeline ranks leave to each."""
-        return self.near(self.cluster.stage(ranks).num_devices)
+        return self.about_sample(self.cluster.stage(ranks).num_devices)
 
-    def near(self, samples: int = 1) -> _Sample:
+    def about_sample(self, samples: int = 1) -> _Sample:
         """One of about SAMPLE micro-batches of `samples` or more, if there are such.
 
         Counts for which the model can't be traced, and larger ones, are left out: a batch norm wants more
@@ -389,14 +389,14 @@ class _Screen:
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
-        priced, again, spared, hidden = solution.priced, 0.0, 0, 0
+        priced, recompute, spared, hidden = solution.priced, 0.0, 0, 0
         prices = priced.operator_prices
         largest = solution.peak.saved * sample.count / ranks  # of the fewest micro-batches
         scarce = solution.peak.state / ranks + largest > self.cap
         if scarce and self.request.recompute is Recompute.AUTO:
-            again, spared = sparing(priced)
+            recompute, spared = sparing(priced)
         if scarce and ranks == 1 and problem.offload is Offload.AUTO:
-            hidden = max(0, solution.peak.saved - hiding(priced).peak.saved)
+            hidden = max(0, solution.peak.saved - overlapped(priced).peak.saved)
         launches = 2 * sum(price.launches for price in prices)
         seconds, samples = [price.seconds for price in prices], self.batch // sample.count
         cost = priced.cost
@@ -416,7 +416,7 @@ class _Screen:
             hop=self.model.hop(self.cluster, ranks),
             state_bytes=solution.peak.state,
             saved_bytes=solution.peak.saved,
-            again=again,
+            recompute_seconds=recompute,
             lean_bytes=max(0, solution.peak.saved - spared),
             hidden_bytes=hidden,
         )

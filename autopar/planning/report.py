@@ -18,7 +18,7 @@ from autopar.core.program import Program
 from autopar.core.strategy import Option
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.moments import moments
-from autopar.cost.program.offload import moved, wait_seconds
+from autopar.cost.program.offload import offloaded, wait_seconds
 from autopar.cost.program.values import Values
 from autopar.planning.apart import error_of, interpolated_share, measured_share
 from autopar.planning.edge_cuts import edge_notes
@@ -48,14 +48,14 @@ def report(
     kinds = Kinds(graph, prices.dims)
     weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
     paid: set[tuple[str, object]] = set()
-    again = [0.0] * len(graph.operators)
+    regathering = [0.0] * len(graph.operators)
     for each in regathers(priced):
-        again[each.place] += each.seconds
+        regathering[each.place] += each.seconds
     layers = []
     for place, item in enumerate(graph.operators):
         strategy: tuple[Option, ...] = program.strategies[item.name]
         price = prices.operator(item, strategy)
-        moves = again[place]
+        moves = regathering[place]
         for name in dict.fromkeys(item.operands):
             for move in program.moves.get(name, ()):
                 if (name, move) not in paid:
@@ -122,7 +122,7 @@ def report(
         stages=_stages(graph, step),
         stage_costs=step.cut.stages if step.cut else (),
         bubble=_bubble(step, request),
-        offloaded=tuple(Offloaded(*item.moved, item.nbytes) for item in moved(priced)),
+        offloaded=tuple(Offloaded(*item.tensor, item.nbytes) for item in offloaded(priced)),
         offload_seconds=0.0 if step.cut else request.micro_batches * sum(wait_seconds(priced)),
         graph=fingerprint_of(graph),
         devices=cluster.devices,

@@ -2,7 +2,7 @@
 
 For every mesh that fits the links: cut the dims, price the strategies, solve, and with pipeline stages
 cut the answer into them (mesh_search.py). The graph is that of one micro-batch. There is a
-plan by estimates at once; on a machine that can measure, the calls that the winner and its rivals use are
+plan by estimates at once; on a machine that can measure, the calls that the winner and its runners-up use are
 measured, what decides between them first, and the program is solved again, until the winner uses nothing that
 is not measured, the rounds are over, or the budget is.
 """
@@ -41,11 +41,11 @@ from autopar.units import show_seconds
 from costdb.database import Database
 
 MEASURING_ROUNDS = 6
-RIVALS = 2  # pure strategies whose operators are measured beside the winner's
+RUNNERS_UP = 2  # pure strategies whose operators are measured beside the winner's
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPlan:
     """A plan with what rewriting needs beside it."""
 
     plan: Plan
@@ -86,7 +86,7 @@ def search(
     progress: Progress | None = None,
     co_runners: CoRunners | None = None,
     budget: Budget | None = None,
-) -> Found:
+) -> FoundPlan:
     """The best plan over all meshes of `cluster`, with its report; see `decide`."""
     return finish(
         decide(
@@ -146,7 +146,7 @@ def decide(
         if progress:
             progress(0, 0, f"found a step of {show_seconds(best.step.seconds)}")
         budget.limit(left(deadline))
-        known, wanted = model, _wanted(best, deadline, rivals=number == 0)
+        known, wanted = model, _wanted(best, deadline, runners_up=number == 0)
         model = model.measure(wanted, database, progress, co_runners, budget)
         if model is known:
             break
@@ -154,7 +154,7 @@ def decide(
     return Decision(best.problem, best.step, whole, request, deadline, best.others)
 
 
-def finish(decision: Decision) -> Found:
+def finish(decision: Decision) -> FoundPlan:
     """The report of a decision, its cut refined, beside the pure strategies; one of these that is faster
     replaces it."""
     problem, request = decision.problem, decision.request
@@ -171,7 +171,7 @@ def finish(decision: Decision) -> Found:
     plan = report(step, decision.cluster, rows, problem.cap, request)
     serial = one_device(problem, decision.cluster, decision.deadline) if asked else None
     plan = dataclasses.replace(beside(plan, decision), serial=serial)
-    return Found(plan, problem.dims, problem.prices, step.solution, step)
+    return FoundPlan(plan, problem.dims, problem.prices, step.solution, step)
 
 
 def beside(plan: Plan, decision: Decision) -> Plan:
@@ -326,15 +326,15 @@ def _worst(failures: Sequence[InfeasibleError | SolverError]) -> InfeasibleError
     return min(infeasible, key=lambda error: error.would_do)
 
 
-def _wanted(best: _Best, deadline: float | None, *, rivals: bool) -> list[Call]:
-    """The calls to be measured for the best step, those that decide first. With `rivals`, or if it has none
-    left, also those of the pure strategies that come closest, unless a strategy is forced."""
+def _wanted(best: _Best, deadline: float | None, *, runners_up: bool) -> list[Call]:
+    """The calls to be measured for the best step, those that decide first. With `runners_up`, or if it has
+    none left, also those of the pure strategies that come closest, unless a strategy is forced."""
     problem = best.problem
     own = Candidate.of(best.step.solution.priced)
-    if problem.request.force or not (rivals or not problem.model.missing(own.calls.values())):
+    if problem.request.force or not (runners_up or not problem.model.missing(own.calls.values())):
         return most_valuable([own], problem.model)
     steps = [step for _, step in strategies_beside(problem, Limits(deadline)) if step]
-    nearest = sorted(steps, key=lambda each: each.seconds)[:RIVALS]
+    nearest = sorted(steps, key=lambda each: each.seconds)[:RUNNERS_UP]
     others = [Candidate.of(each.solution.priced) for each in nearest]
     return most_valuable([own, *others], problem.model)
 

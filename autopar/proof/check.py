@@ -43,7 +43,7 @@ from autopar.proof.precision import (
     raise_tensor,
     written_constants,
 )
-from autopar.proof.processes import Disagreement, Job, trace_lengths, train_on_processes
+from autopar.proof.processes import Disagreement, TrainingJob, trace_lengths, train_on_processes
 from autopar.proof.verify import (
     TOLERANCE,
     Record,
@@ -448,10 +448,10 @@ def _job(
     cluster: ClusterSpec,
     request: Request,
     steps: int,
-) -> Job:
+) -> TrainingJob:
     model, tensors = target.model, flatten_arguments(target.args, target.kwargs).tensors
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return Job(
+    return TrainingJob(
         source=target.source,
         plan=plan,
         cluster=cluster,

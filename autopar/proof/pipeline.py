@@ -34,7 +34,7 @@ Values = list[tuple[Tensor, ...]]  # of each rank
 
 
 @dataclass(slots=True)
-class _Stage:
+class _SimulatedStage:
     """A stage as the program of one rank says. Holds the programs of all ranks of its mesh with the parts
     that are computed again, and their own copies of its inputs."""
 
@@ -120,9 +120,9 @@ def _cuts(graph: Graph, program: Program, pipeline: Pipeline, dims: Dims) -> lis
 
 def _stage(
     stage: StageProgram, programs: Sequence[fx.GraphModule], full: Tensors, program: Program, dims: Dims
-) -> _Stage:
+) -> _SimulatedStage:
     layouts = {name: program.inputs[name] for name in stage.inputs if name in full}
-    return _Stage(stage, programs, distribute(full, layouts, dims))
+    return _SimulatedStage(stage, programs, distribute(full, layouts, dims))
 
 
 def _users(graph: Graph, paths: Sequence[str], micro: MicroBatch) -> Tensors:
@@ -131,7 +131,7 @@ def _users(graph: Graph, paths: Sequence[str], micro: MicroBatch) -> Tensors:
 
 
 def _micro_batch(
-    stages: Sequence[_Stage],
+    stages: Sequence[_SimulatedStage],
     users: Tensors,
     program: Program,
     dims: Dims,
@@ -194,7 +194,7 @@ def _check_replicas(losses: Sequence[Tensor]) -> None:
             )
 
 
-def _write_buffers(stage: _Stage, results: Sequence[tuple[Tensor, ...]]) -> None:
+def _write_buffers(stage: _SimulatedStage, results: Sequence[tuple[Tensor, ...]]) -> None:
     """New values of the buffers that the program returns, for the next micro-batch."""
     for place, name in enumerate(stage.any.writes):
         offset = len(stage.any.sent) + len(stage.any.outputs) + place
@@ -202,7 +202,7 @@ def _write_buffers(stage: _Stage, results: Sequence[tuple[Tensor, ...]]) -> None
             state[name] = values[offset].detach()
 
 
-def _gradient(name: str, stages: Sequence[_Stage], program: Program, dims: Dims) -> Tensor:
+def _gradient(name: str, stages: Sequence[_SimulatedStage], program: Program, dims: Dims) -> Tensor:
     """The sum over the copies; zeros if no stage uses it."""
     spec = dims.graph.specs[name]
     total = torch.zeros(spec.shape, dtype=spec.dtype)
@@ -214,7 +214,7 @@ def _gradient(name: str, stages: Sequence[_Stage], program: Program, dims: Dims)
 
 
 def _read_buffers(
-    stages: Sequence[_Stage], graph: Graph, program: Program, dims: Dims, full: Tensors
+    stages: Sequence[_SimulatedStage], graph: Graph, program: Program, dims: Dims, full: Tensors
 ) -> None:
     written = {buffer for buffer, _ in graph.writes} | {item.name for item in graph.inputs if item.mutated}
     for stage in stages:

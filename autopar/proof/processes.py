@@ -50,7 +50,7 @@ Disagreement = dict[str, tuple[float, str]]  # kind -> the largest error, and wh
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """What every rank is told: the target, the plan and the graph that it is for, first values."""
 
     source: str
@@ -68,7 +68,7 @@ class Job:
         return self.plan.pipeline.is_staged or self.plan.pipeline.micro_batches > 1
 
 
-def train_on_processes(job: Job) -> tuple[Record, Disagreement]:
+def train_on_processes(job: TrainingJob) -> tuple[Record, Disagreement]:
     """Rank 0's record, and how far the other ranks are from it; raises WorkerError."""
     results = run_function(train_rank, job.cluster.num_devices, job)
     record, _ = results[0]
@@ -80,7 +80,7 @@ def train_on_processes(job: Job) -> tuple[Record, Disagreement]:
     return record, worst
 
 
-def train_rank(job: Job) -> tuple[Record | None, Disagreement]:
+def train_rank(job: TrainingJob) -> tuple[Record | None, Disagreement]:
     """One rank's part of the training."""
     worker.init(job.cluster.device_type)
     job.cluster.check_world(dist.get_world_size())
@@ -135,7 +135,7 @@ def trace_lengths(
     return parts.traced(count), parts.traced(count, -1) if parts.size % count else None
 
 
-def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
+def _raised(target: Target, job: TrainingJob) -> tuple[Traced, Traced | None]:
     """The target's graphs in float64, traced as the parent did: from the model as it is."""
     if job.by_steps:
         count, asked = job.plan.pipeline.micro_batches, job.request
@@ -154,7 +154,7 @@ def _raised(target: Target, job: Job) -> tuple[Traced, Traced | None]:
     return _raise(traced), _raise(shorter) if shorter else None
 
 
-def _whole(target: Target, args: Any, kwargs: Any, job: Job) -> Traced:
+def _whole(target: Target, args: Any, kwargs: Any, job: TrainingJob) -> Traced:
     return trace(
         target.model,
         args,
@@ -170,7 +170,7 @@ def _raise(traced: Traced) -> Traced:
     return replace(traced, graph=raise_graph(traced.graph)[0])
 
 
-def train(parallel: ParallelModule, traced: Traced, job: Job) -> Record:
+def train(parallel: ParallelModule, traced: Traced, job: TrainingJob) -> Record:
     """SGD on the parallel model; every rank gets the whole record."""
     record = Record()
     args, kwargs = traced.arguments.rebuild(tuple(raise_tensor(tensor) for tensor in job.tensors))

@@ -55,15 +55,15 @@ class Deferred:
 
 
 def defer(
-    graph: fx.Graph, parameters: Collection[str], once: Collection[str] = ()
+    graph: fx.Graph, parameters: Collection[str], gathered_once: Collection[str] = ()
 ) -> tuple[fx.Graph, dict[str, Deferred]]:
     """A copy of `graph` without what leads from `parameters` once a step. `r_to_b` chains of these
-    placeholders are left out, and gathers of those that are gathered `once`.
+    placeholders are left out, and gathers of those that are `gathered_once`.
 
     Also returns what is to be done for each of those parameters instead.
     """
     chains = {
-        node: list(_chain(node, gathered=str(node.target) in once))
+        node: list(_chain(node, gathered=str(node.target) in gathered_once))
         for node in graph.nodes
         if node.op == "placeholder" and node.target in parameters
     }

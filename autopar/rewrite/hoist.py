@@ -42,12 +42,12 @@ def hoist(
     `nbytes` are those of a node's result; `steps` says for which operator each node was written, `segments`
     which operators are computed again.
     """
-    again = operators_of(segments)
+    recomputed = operators_of(segments)
     may = {
         node
         for node in graph.nodes
         if converts_activation(node, _MOVES)
-        and steps.get(node.name, -1) not in again
+        and steps.get(node.name, -1) not in recomputed
         and nbytes(node) <= room
     }
     behind = _places(list(graph.nodes), may)

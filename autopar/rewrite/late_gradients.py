@@ -42,11 +42,11 @@ def make_late(
     `nbytes` are those of what an operator makes, by its number, on the rank that has most; `steps` says for
     which operator each node was written, `segments` which operators are computed again.
     """
-    again = operators_of(segments)
+    recomputed = operators_of(segments)
     found = {
         node: products
         for node in graph.nodes
-        if converts_activation(node, _MOVES) and steps.get(node.name, -1) not in again
+        if converts_activation(node, _MOVES) and steps.get(node.name, -1) not in recomputed
         if (products := _products(node, nbytes, room=room, steps=steps))
     }
     late = {product for products in found.values() for product in products}

@@ -49,10 +49,10 @@ def overlap(
     `weights` are the full tensors, by the name of their placeholder; `steps` says for which operator each
     node was written, `segments` which operators are computed again.
     """
-    again = operators_of(segments)
+    recomputed = operators_of(segments)
 
     def stays(node: fx.Node) -> bool:
-        return any(steps.get(each.name, -1) in again for each in (node, *node.all_input_nodes))
+        return any(steps.get(each.name, -1) in recomputed for each in (node, *node.all_input_nodes))
 
     gathers = [node for node in graph.nodes if _leads(node, weights) and not stays(node)]
     groups = [group for group in _grouped(graph, gathers) if _bytes(group, weights) <= room]

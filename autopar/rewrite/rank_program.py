@@ -25,7 +25,7 @@ from autopar.errors import CheckError
 from autopar.rewrite.emit import GraphEmitter
 from autopar.runtime.collectives.placement_moves import DTYPES, SUMMED
 from autopar.runtime.saved.offload import offload
-from autopar.runtime.saved.regather import AGAIN
+from autopar.runtime.saved.regather import REGATHER
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Site, rule_of
 
@@ -90,7 +90,7 @@ class _Writer:
         self.parents: dict[tuple[str, Layout], Move] = {
             (name, move.target): move for name, moves in program.moves.items() for move in moves
         }
-        self.moved = {
+        self.offloaded = {
             (name, self.canonical(name, layout)): number
             for number, (name, layout) in enumerate(program.offload)
         }
@@ -163,11 +163,11 @@ class _Writer:
         self.keep((name, self.canonical(name, layout)), value)
 
     def keep(self, key: tuple[str, Layout], value: fx.Node) -> fx.Node:
-        """Remember a tensor in a layout, from now on by way of `offload` if the plan moves it."""
-        if key in self.moved:
-            moved = self.emitter.graph.call_function(offload, (value, self.moved[key]))
-            self.emitter.meta[moved] = self.emitter.meta[value]
-            value = moved
+        """Remember a tensor in a layout, from now on by way of `offload` if the plan offloads it."""
+        if key in self.offloaded:
+            node = self.emitter.graph.call_function(offload, (value, self.offloaded[key]))
+            self.emitter.meta[node] = self.emitter.meta[value]
+            value = node
         self.values[key] = value
         return value
 
@@ -187,8 +187,8 @@ class _Writer:
 
     def convert(self, name: str, move: Move) -> fx.Node:
         source = self.value(name, move.source)
-        again = gathers(move) and self.program.gathering(name) is Gathering.AGAIN
-        operator = effect(move).name + self.summing(name, move) + AGAIN * again
+        regather = gathers(move) and self.program.gathering(name) is Gathering.REGATHER
+        operator = effect(move).name + self.summing(name, move) + REGATHER * regather
         target = getattr(torch.ops.autopar, operator).default
         key = self.dims.mesh.key((move.axis,))
         args: list[object] = [source, key]

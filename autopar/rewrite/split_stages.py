@@ -62,7 +62,7 @@ class _Splitter:
         self.written = {item.name for item in graph.inputs if item.mutated}
         self.written |= {buffer for buffer, _ in graph.writes}
         self.made_from: dict[fx.Node, frozenset[InputKind]] = {}  # of nodes that every stage can make
-        self.home: dict[fx.Node, int] = {}  # of all other nodes
+        self.stage_for: dict[fx.Node, int] = {}  # of all other nodes
         for node in self.nodes:
             self.classify(node)
         results: list[fx.Node] = list(self.nodes[-1].args[0])
@@ -78,11 +78,11 @@ class _Splitter:
     def check_writes(self) -> None:
         """Raise InputError for a buffer that is read in one stage and written in another."""
         for buffer, (_, stage) in self.writes.items():
-            for node, home in self.home.items():
-                if home != stage and any(str(item.target) == buffer for item in node.all_input_nodes):
+            for node, other in self.stage_for.items():
+                if other != stage and any(str(item.target) == buffer for item in node.all_input_nodes):
                     raise InputError(
                         where=f"buffer {buffer}",
-                        found=f"stage {home} reads it for {node.name}, stage {stage} writes it",
+                        found=f"stage {other} reads it for {node.name}, stage {stage} writes it",
                         wanted="one stage for both: a micro-batch reads what the one before it wrote",
                         remedy="cut the model elsewhere, or plan without stages",
                     )
@@ -94,7 +94,7 @@ class _Splitter:
             if self.is_free(node):
                 self.made_from[node] = self.sources(node)
             else:
-                self.home[node] = self.stage_of(node)
+                self.stage_for[node] = self.stage_of(node)
 
     def sources(self, node: fx.Node) -> frozenset[InputKind]:
         return frozenset().union(*(self.made_from[item] for item in node.all_input_nodes))
@@ -126,18 +126,18 @@ class _Splitter:
         """For each value that is not free, the last stage that uses it."""
         final = len(self.starts) - 1
         last: dict[fx.Node, int] = {}
-        for node, stage in self.home.items():
+        for node, stage in self.stage_for.items():
             for item in node.all_input_nodes:
-                if item in self.home:
+                if item in self.stage_for:
                     last[item] = max(last.get(item, stage), stage)
         for item in self.outputs:
-            if item in self.home:
+            if item in self.stage_for:
                 last[item] = final
         return last
 
     def crossing(self, cut: int) -> list[fx.Node]:
         """The values that stage `cut` sends to the next one, in the order in which they are made."""
-        return [node for node, stage in self.home.items() if stage <= cut < self.last.get(node, stage)]
+        return [node for node, stage in self.stage_for.items() if stage <= cut < self.last.get(node, stage)]
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -174,8 +174,8 @@ class _Splitter:
 
     def body(self, index: int, results: Sequence[fx.Node]) -> set[fx.Node]:
         """The stage's own nodes, draws of earlier stages, and what they need that every stage can make."""
-        body = {node for node, stage in self.home.items() if stage == index}
-        body |= {node for node, stage in self.home.items() if stage < index and _is_serial_draw(node)}
+        body = {node for node, stage in self.stage_for.items() if stage == index}
+        body |= {node for node, stage in self.stage_for.items() if stage < index and _is_serial_draw(node)}
         waiting = [item for node in body for item in node.all_input_nodes]
         waiting += results
         while waiting:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.core.schedule import Action, ActionKind, Schedule, ScheduleKind
-from autopar.core.timeline import Beside, Event, EventKind, Held, Moment, Phase, Timeline
+from autopar.core.timeline import Beside, Event, EventKind, HeldBytes, Moment, Phase, Timeline
 
 KINDS: Mapping[Phase, EventKind] = {
     Phase.FORWARD: ActionKind.FORWARD,
@@ -28,7 +28,7 @@ def one_stage(
 ) -> Timeline:
     """The timeline of a step on a device that holds all of the model; `names` are those of its operators, and
     so many seconds of sums are `hidden` behind the last backward pass."""
-    events, held = list[Event](), list[Held]()
+    events, held = list[Event](), list[HeldBytes]()
     now = 0.0
     for number, moment in _in_order(moments, micro_batches):
         early = min(hidden, now) if moment.phase is Phase.SUMS else 0.0
@@ -36,7 +36,7 @@ def one_stage(
         if early or moment.seconds:
             label = "" if moment.layer is None else f"{names[moment.layer]} {moment.phase.value}"
             events.append(Event(0, 0, number, KINDS[moment.phase], now - early, stop, label=label))
-        held.append(Held(now, moment.nbytes))
+        held.append(HeldBytes(now, moment.nbytes))
         now = stop
     events.sort(key=lambda event: (event.start, event.stop))
     order = tuple(
@@ -45,7 +45,7 @@ def one_stage(
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
     )
     schedule = Schedule(ScheduleKind.ONE_F_ONE_B, 1, 1, micro_batches, (order,))
-    return Timeline(schedule, tuple(events), (tuple(held) or (Held(0.0, 0),),))
+    return Timeline(schedule, tuple(events), (tuple(held) or (HeldBytes(0.0, 0),),))
 
 
 def _in_order(moments: Sequence[Moment], micro_batches: int) -> Iterator[tuple[int | None, Moment]]:

@@ -44,7 +44,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, ScheduleKind, Slot
-from autopar.core.timeline import Beside, Event, Held, StageCost, Timeline
+from autopar.core.timeline import Beside, Event, HeldBytes, StageCost, Timeline
 from autopar.errors import CheckError, InputError
 from autopar.schedules.deliveries import leaves, needed_by, proved, sent_by
 
@@ -238,11 +238,11 @@ def _ending(rank: int, actions: Sequence[Event], costs: Sequence[StageCost]) -> 
 
 def _held(
     schedule: Schedule, rank: int, actions: Sequence[Event], costs: Sequence[StageCost]
-) -> Iterator[Held]:
+) -> Iterator[HeldBytes]:
     """The rank's bytes after every change."""
     own = [cost for stage, cost in enumerate(costs) if schedule.rank_of(stage) == rank]
     now = sum(cost.state - cost.gradients + cost.lasting for cost in own)
-    yield Held(0.0, now)
+    yield HeldBytes(0.0, now)
     begun: set[int] = set()  # stages that have made gradients
     arrived = proved(schedule, rank)
     mine = [event for event in actions if event.rank == rank]
@@ -258,7 +258,7 @@ def _held(
             now += cost.kept
         halved, early = event.kind is INPUT_GRADIENT, event.stage not in begun
         working = (cost.working, cost.early, cost.halving, cost.halving_early)[2 * halved + early]
-        yield Held(event.start, now + working)
+        yield HeldBytes(event.start, now + working)
         match event.kind:
             case ActionKind.BACKWARD:
                 now -= cost.kept
@@ -272,5 +272,5 @@ def _held(
             begun.add(event.stage)
             now += cost.gradients
         if cost.summing and event is lasts[event.stage]:
-            yield Held(event.stop, now + cost.summing)
-        yield Held(event.stop, now)
+            yield HeldBytes(event.stop, now + cost.summing)
+        yield HeldBytes(event.stop, now)

@@ -1,4 +1,4 @@
-"""The one place that talks to solvers: a LinearProgram in, an Answer out, by HiGHS.
+"""The one place that talks to solvers: a LinearProgram in, a SolverAnswer out, by HiGHS.
 
 Relaxations, which are solved first and nearly always suffice, are handed to HiGHS as arrays; integer
 programs are written in PuLP. Status and bound are read from HiGHS itself: PuLP says "Optimal" for an
@@ -21,7 +21,7 @@ import pulp
 from numpy.typing import NDArray
 
 from autopar.errors import SolverError
-from autopar.solve.linear_program import DIGITS, Answer, LinearProgram
+from autopar.solve.linear_program import DIGITS, LinearProgram, SolverAnswer
 
 NAME_DIGITS = 9  # of a variable's number: PuLP hands variables over sorted by name
 LARGEST = 1e3  # cost: HiGHS takes less than 1e-7 for nothing, and so may a plan of microseconds be
@@ -91,7 +91,7 @@ def solve(
     gap: float = 1e-6,
     time_limit: float | None = None,
     work: float = math.inf,
-) -> Answer:
+) -> SolverAnswer:
     """Minimise `program`; `relaxed` drops the integrality.
 
     Of answers of equal cost it is one whose ties cost least, if that is found in time, and if costs that are
@@ -128,7 +128,9 @@ def _check(program: LinearProgram) -> None:
         )
 
 
-def _believed(program: LinearProgram, *, whole: bool, gap: float, deadline: float, work: float) -> Answer:
+def _believed(
+    program: LinearProgram, *, whole: bool, gap: float, deadline: float, work: float
+) -> SolverAnswer:
     """The first answer that can be believed of several ways of solving.
 
     A program is unbounded only if what pays has no end, and infeasible only if it is so without presolve,
@@ -137,7 +139,7 @@ def _believed(program: LinearProgram, *, whole: bool, gap: float, deadline: floa
     scale = LARGEST / max((abs(cost) for cost in program.costs if cost), default=LARGEST)
     scaled = replace(program, costs=[scale * cost for cost in program.costs])
 
-    def ask(options: Options, work: float) -> tuple[highspy.Highs, Answer | None, float]:
+    def ask(options: Options, work: float) -> tuple[highspy.Highs, SolverAnswer | None, float]:
         seconds = max(LEAST_SECONDS, deadline - time.monotonic())
         rows = max(1, len(scaled.lows))
         looks = Looks(max(LEAST_LOOKS, work / rows))
@@ -187,7 +189,7 @@ class Relaxation:
         return least, tuple(self.model.getSolution().col_value)
 
 
-def _rescaled(answer: Answer, unit: float) -> Answer:
+def _rescaled(answer: SolverAnswer, unit: float) -> SolverAnswer:
     reduced = tuple(unit * each for each in answer.reduced)
     return replace(answer, cost=unit * answer.cost, bound=unit * answer.bound, reduced=reduced)
 
@@ -267,29 +269,29 @@ def _written(program: LinearProgram) -> pulp.LpProblem:
     return problem
 
 
-def _read(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> Answer | None:
+def _read(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> SolverAnswer | None:
     """The answer; None for a failure, and for a verdict that bounds do not allow."""
     status, info = model.getModelStatus(), model.getInfo()
     kinds = highspy.HighsModelStatus
     if status == kinds.kInfeasible:
-        return Answer(None, math.inf, math.inf, "infeasible")
+        return SolverAnswer(None, math.inf, math.inf, "infeasible")
     if status == kinds.kUnboundedOrInfeasible and not program.can_fall_for_ever():
-        return Answer(None, math.inf, math.inf, "infeasible")
+        return SolverAnswer(None, math.inf, math.inf, "infeasible")
     limits = (kinds.kTimeLimit, kinds.kInterrupt, kinds.kSolutionLimit, kinds.kIterationLimit)
     if status not in (kinds.kOptimal, *limits):
         return None
     bound = info.mip_dual_bound if whole else info.objective_function_value
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if not found:
-        return Answer(None, math.inf, bound if whole else -math.inf, "time_limit")
+        return SolverAnswer(None, math.inf, bound if whole else -math.inf, "time_limit")
     values = tuple(model.getSolution().col_value)
     assert len(values) == len(program.costs), "HiGHS has the program's variables"
     cost = program.cost_of(values)
     if status != kinds.kOptimal:
-        return Answer(values, cost, bound if whole else -math.inf, "time_limit")
+        return SolverAnswer(values, cost, bound if whole else -math.inf, "time_limit")
     proven = not whole or cost - bound <= 1e-6 * max(abs(cost), 1e-12)
     reduced = () if whole else tuple(model.getSolution().col_dual)
-    return Answer(values, cost, bound, "optimal" if proven else "gap_limit", reduced)
+    return SolverAnswer(values, cost, bound, "optimal" if proven else "gap_limit", reduced)
 
 
 def _failed(model: highspy.Highs, status: highspy.HighsModelStatus) -> SolverError:

@@ -136,7 +136,7 @@ class LinearProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SolverAnswer:
     """What the solver said: values of the incumbent (None if there is none), its cost, a proven
     lower bound, and why it stopped; of a relaxation also the variables' reduced costs, by which its
     bound rises where they are 1 instead of 0. `work` is what the solver did for it; see highs.py."""

@@ -181,35 +181,35 @@ def trace(
     known, arguments = Known(model), flatten_arguments(args, kwargs or {})
     _check_loss(model, loss_fn, known)
     autocast = autocast or Autocast.now("cpu")
-    once = partial(_trace, model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
+    trace_as = partial(_trace, model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
     said = said_structure(static, model, arguments) | sparse_structure(model, arguments)
-    traced = _with_structure(once, model, arguments, said)
+    traced = _with_structure(trace_as, model, arguments, said)
     if known.met_in(traced.graph):
-        traced = once(structure=traced.structure, evaluates=traced.evaluates, by_name=True)
+        traced = trace_as(structure=traced.structure, evaluates=traced.evaluates, by_name=True)
         if (met := known.met_in(traced.graph)) is not None:
             raise stale(*met)
     return traced
 
 
 def _with_structure(
-    once: Callable[..., Traced], model: nn.Module, arguments: Arguments, said: Structure
+    trace_as: Callable[..., Traced], model: nn.Module, arguments: Arguments, said: Structure
 ) -> Traced:
     """Trace with what is said to be structure and what is seen to be: edge lists."""
     try:
-        traced = once(structure=said, evaluates=bool(said))
+        traced = trace_as(structure=said, evaluates=bool(said))
     except ValuesAskedError as error:
         seen = may_be_edges(arguments, model)
         try:
-            traced = once(structure=said | seen, evaluates=True)
+            traced = trace_as(structure=said | seen, evaluates=True)
         except TraceError:
             _name_way_out(error, model, arguments)
             raise error from error.__cause__
         if not seen <= traced.asked | said:
-            traced = once(structure=said | traced.asked, evaluates=True)
+            traced = trace_as(structure=said | traced.asked, evaluates=True)
     more = edge_lists(traced.graph, arguments)
     has_sparse = any(spec.layout is not torch.strided for spec in traced.graph.specs.values())
     if not more <= traced.structure or (has_sparse and not traced.evaluates):
-        traced = once(structure=traced.structure | more, evaluates=True)
+        traced = trace_as(structure=traced.structure | more, evaluates=True)
     refuse_sparse_operators(traced.graph)
     return traced
 

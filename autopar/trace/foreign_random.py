@@ -200,7 +200,7 @@ def _find_line(run: Callable[[], object], generators: Sequence[_Generator]) -> t
     Calls of Python's generators are seen themselves. Those of NumPy's are not: it is seen after a line that
     they have moved, and other threads must wait meanwhile.
     """
-    search = _Search([generator for generator in generators if generator.lock])
+    search = _DrawSearch([generator for generator in generators if generator.lock])
     before = sys.gettrace(), sys.getprofile()
     with _unusual_torch_seed(), ExitStack() as locks:
         for generator in search.generators:
@@ -218,7 +218,7 @@ def _find_line(run: Callable[[], object], generators: Sequence[_Generator]) -> t
     return search.line, search.culprit
 
 
-class _Search:
+class _DrawSearch:
     """What Python calls at each line of a model, and at each call of a function that isn't Python's own."""
 
     def __init__(self, generators: Sequence[_Generator]) -> None:

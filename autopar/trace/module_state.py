@@ -30,7 +30,7 @@ _OWN = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StateEntry:
     """The `value` that a module holds as forward begins, under a `name` in one of its dictionaries."""
 
     place: dict[str, Any]
@@ -51,13 +51,13 @@ class Held:
         return len(now) != len(self.content) or any(map(operator.is_not, now, self.content))
 
 
-State = Mapping[str, Held]  # by path
+State = Mapping[str, StateEntry]  # by path
 
 
 def buffers_of(model: nn.Module) -> State:
     """All buffers, also those that are None."""
     return {
-        _path(path, name): Held(module._buffers, name, value)
+        _path(path, name): StateEntry(module._buffers, name, value)
         for path, module in model.named_modules()
         for name, value in module._buffers.items()
     }
@@ -66,7 +66,7 @@ def buffers_of(model: nn.Module) -> State:
 def attributes_of(model: nn.Module) -> State:
     """What is neither a parameter, a buffer, a module nor a hook."""
     return {
-        _path(path, name): Held(vars(module), name, value, _content(value))
+        _path(path, name): StateEntry(vars(module), name, value, _content(value))
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if name not in _OWN

@@ -79,10 +79,10 @@ class RowPlacer:
 
     def can(self) -> bool:
         placed = self.placed
-        learns = self.specs[placed.source].dtype.is_floating_point
+        requires_grad = self.specs[placed.source].dtype.is_floating_point
         if placed.includes and placed.into is not None and placed.reduce in ("amax", "amin", "prod"):
-            learns = learns and placed.reduce == "prod" and not self.is_zero(placed.into)
-        return learns and (placed.reduce != "copy" or int(self.count.max()) <= 1)
+            requires_grad = requires_grad and placed.reduce == "prod" and not self.is_zero(placed.into)
+        return requires_grad and (placed.reduce != "copy" or int(self.count.max()) <= 1)
 
     def by_rows(self) -> list[Operator] | None:
         """The operator as it is, with an index for each row in the place of one for each element."""
@@ -176,7 +176,7 @@ class RowPlacer:
         if self.placed.into is not None and self.is_zero(self.placed.into):
             return self.placed.into
         made = {"dtype": self.specs[self.placed.source].dtype, "device": torch.device("cpu")}
-        return self.emit(aten.zeros.default, [*self.shape()], learns=False, **made)
+        return self.emit(aten.zeros.default, [*self.shape()], requires_grad=False, **made)
 
     def mask(self, rows: Tensor, name: str) -> str:
         """A constant of flags, one for each row."""
@@ -193,13 +193,13 @@ class RowPlacer:
         dtype = self.specs[self.placed.source].dtype
         return self.constant(self.spread(rows.double()), f"{self.item.name}_{name}", dtype)
 
-    def emit(self, target: Any, *args: Any, learns: bool = True, **kwargs: Any) -> str:
+    def emit(self, target: Any, *args: Any, requires_grad: bool = True, **kwargs: Any) -> str:
         """Write an operator that makes a tensor of the result's shape, and give its name."""
         result = self.item.results[0]
         assert result is not None
         spec = self.specs[result]
         name = f"{result}_{target._schema.name.partition('::')[2]}_{len(self.written)}"
-        self.specs[name] = spec if learns else replace(spec, requires_grad=False)
+        self.specs[name] = spec if requires_grad else replace(spec, requires_grad=False)
         made = replace(
             self.item, name=name, target=target, args=args, kwargs=kwargs, results=(name,), order=()
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec
-from autopar.comparing.measured import TIMEOUT, Contest, Job
+from autopar.comparing.measured import TIMEOUT, Contest, ContestJob
 from autopar.compiler import Compiler
 from autopar.cost.machine.measuring import CoRunners
 from autopar.errors import InfeasibleError
@@ -41,7 +41,7 @@ def run_rank(source: str, cluster: ClusterSpec, costdb: str, count: int) -> list
     measure_links(cluster, costdb, TIMEOUT)
     target = load_target(source)
     fastest = plan_under(None, target, cluster, costdb)
-    contest = Contest(Job(source, cluster, Request(), OPTIMIZER, costdb, None), target)
+    contest = Contest(ContestJob(source, cluster, Request(), OPTIMIZER, costdb, None), target)
     most, least = fastest.peak_bytes, least_bytes(target, cluster, costdb)
     found = []
     for step in range(count + 1):

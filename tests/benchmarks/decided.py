@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.cluster import ClusterSpec
-from autopar.comparing.measured import TIMEOUT, Contest, Job
+from autopar.comparing.measured import TIMEOUT, Contest, ContestJob
 from autopar.compiler import Compiler
 from autopar.core.costs import OptimizerState
 from autopar.cost.machine.measuring import CoRunners
@@ -46,7 +46,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DecidedSteps:
     """The plans, the times of their steps by the ways' names, and the largest relative error of losses
     against the serial ones."""
 
@@ -55,7 +55,7 @@ class Found:
     errors: dict[str, float]
 
 
-def run_rank(trial: Trial, costdb: str) -> Found:
+def run_rank(trial: Trial, costdb: str) -> DecidedSteps:
     """One rank's part: plan each way, check the losses of its first steps, then time more of them."""
     share_cores(int(os.environ["RANK"]), trial.cluster.num_devices)
     worker.init("cpu", TIMEOUT.total_seconds())
@@ -63,8 +63,8 @@ def run_rank(trial: Trial, costdb: str) -> Found:
     target = load_target(trial.source)
     plans = agree(partial(find_plans, target, trial, costdb), trial.cluster)
     if not trial.rounds:
-        return Found(plans, None, {})
-    contest = Contest(Job(trial.source, trial.cluster, trial.request, OPTIMIZER, costdb, None), target)
+        return DecidedSteps(plans, None, {})
+    contest = Contest(ContestJob(trial.source, trial.cluster, trial.request, OPTIMIZER, costdb, None), target)
     serial = _serial_losses(target)
     contestants, errors = {}, {}
     for way, plan in plans.items():
@@ -73,7 +73,7 @@ def run_rank(trial: Trial, costdb: str) -> Found:
         step = _step(contest, plan)
         errors[way.value] = check_losses(way.value, [float(step()) for _ in range(STEPS)], serial)
         contestants[way.value] = Contestant(step, predicted=plan.step_seconds)
-    return Found(plans, compete(contestants, rounds=trial.rounds, keep=tuple(contestants)), errors)
+    return DecidedSteps(plans, compete(contestants, rounds=trial.rounds, keep=tuple(contestants)), errors)
 
 
 def find_plans(

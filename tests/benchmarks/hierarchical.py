@@ -26,7 +26,7 @@ from autopar.errors import InfeasibleError
 from autopar.planning.ask import Limits
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.planning.search import MEASURING_ROUNDS, Decision, Found, decide, finish
+from autopar.planning.search import MEASURING_ROUNDS, Decision, FoundPlan, decide, finish
 from costdb.database import Database
 
 
@@ -38,7 +38,7 @@ class Way(Enum):
     BY_LAYERS = "by layers"
 
 
-Outcome = Found | InfeasibleError
+Outcome = FoundPlan | InfeasibleError
 
 
 def decide_all(
@@ -61,7 +61,9 @@ def decide_all(
         for way, starts in cuts(joint.problem).items():
             found[way] = decide_after(joint, starts)
         model = joint.problem.model
-        calls = [call for each in found.values() if isinstance(each, Found) for call in _calls(graph, each)]
+        calls = [
+            call for each in found.values() if isinstance(each, FoundPlan) for call in _calls(graph, each)
+        ]
         if not request.measure or model.measure(calls, database, co_runners=co_runners) is model:
             break
     return found
@@ -107,7 +109,7 @@ def decide_after(joint: Decision, starts: tuple[int, ...]) -> Outcome:
         return error
 
 
-def _calls(graph: Graph, found: Found) -> Iterator[Call]:
+def _calls(graph: Graph, found: FoundPlan) -> Iterator[Call]:
     strategies = found.plan.program.strategies
     for item in graph.operators:
         yield from found.prices.operator(item, strategies[item.name]).calls

@@ -73,7 +73,7 @@ PLANNED: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HostFigures:
     """One network's figures; `plans` says what was planned, `errors` are relative ones of losses."""
 
     timed: Timed
@@ -82,7 +82,7 @@ class Found:
     refused: dict[str, str]
 
 
-def contest(network: str, names: tuple[str, ...], rounds: int, costdb: str) -> Found:
+def contest(network: str, names: tuple[str, ...], rounds: int, costdb: str) -> HostFigures:
     """The contenders called so on this rank; the same on every rank."""
     torch.set_num_threads(1)
     worker.init()
@@ -103,7 +103,7 @@ def contest(network: str, names: tuple[str, ...], rounds: int, costdb: str) -> F
         plans[name] = _shape(plan) if plan else "-"
     say(f"{network} links: {rounds} rounds")
     timed = compete(steps, rounds=rounds, keep=(OURS, *DATA_PARALLEL))
-    return Found(timed, plans, errors, refused)
+    return HostFigures(timed, plans, errors, refused)
 
 
 def _cluster(network: Network) -> ClusterSpec:

@@ -25,7 +25,16 @@ from rich.table import Table
 
 from autopar.errors import AutoparError
 from tests.benchmarks.allocators import ALLOCATORS, environment
-from tests.benchmarks.host_contest import DATA_PARALLEL, HOSTS, NETWORKS, OURS, PLANNED, STEPS, Found, contest
+from tests.benchmarks.host_contest import (
+    DATA_PARALLEL,
+    HOSTS,
+    NETWORKS,
+    OURS,
+    PLANNED,
+    STEPS,
+    HostFigures,
+    contest,
+)
 from tests.benchmarks.namespaces import hosts, run_on_hosts
 from tests.benchmarks.statistics import Ratio, ratio
 
@@ -58,7 +67,7 @@ class Outcome:
     rounds: int
 
 
-def evaluate(network: str, found: Found) -> Outcome:
+def evaluate(network: str, found: HostFigures) -> Outcome:
     timed = found.timed
     medians = {name: median(seconds) for name, seconds in timed.seconds.items()}
     theirs = min(DATA_PARALLEL, key=lambda name: medians[name])

@@ -39,7 +39,7 @@ from autopar.runtime.launch.launch import run_function
 from autopar.trace.target import load_target
 from autopar.units import show_bytes, show_seconds
 from tests.benchmarks.allocators import ALLOCATORS, environment
-from tests.benchmarks.decided import STATE, Found, Trial, find_plans, run_rank
+from tests.benchmarks.decided import STATE, DecidedSteps, Trial, find_plans, run_rank
 from tests.benchmarks.hierarchical import Way
 from tests.benchmarks.statistics import Ratio, ratio
 
@@ -109,7 +109,7 @@ class Row:
     refusal: str = ""
 
 
-def evaluate(subject: str, found: Found) -> Iterator[Row]:
+def evaluate(subject: str, found: DecidedSteps) -> Iterator[Row]:
     """The rows of one subject, the joint way first."""
     for way, plan in found.plans.items():
         if not isinstance(plan, Plan):
@@ -143,7 +143,7 @@ def run(subject: Subject, rounds: int, costdb: str) -> list[Row]:
     trial = subject.trial(rounds)
     if subject in PAPER:
         return list(
-            evaluate(subject.name, Found(find_plans(load_target(trial.source), trial, None), None, {}))
+            evaluate(subject.name, DecidedSteps(find_plans(load_target(trial.source), trial, None), None, {}))
         )
     with environment(ALLOCATORS["tuned"]):
         return list(

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cluster import ClusterSpec
-from autopar.comparing.measured import Contest, Job
+from autopar.comparing.measured import Contest, ContestJob
 from autopar.comparing.measured_peak import peak_bytes
 from autopar.compiler import Compiler
 from autopar.core.graph import Graph, GraphInput, InputKind
@@ -128,7 +128,7 @@ class Measured:
 def measure(case: Case, plan: Plan) -> Measured:
     """On a worker."""
     target = load_target(case.source)
-    contest = Contest(Job(case.source, case.cluster, case.request, case.optimizer, None, None), target)
+    contest = Contest(ContestJob(case.source, case.cluster, case.request, case.optimizer, None, None), target)
     trainer = contest.trainer(Row(case.name, plan, None))
     before = _status("VmRSS")
     for _ in range(WARM_UPS):

@@ -23,14 +23,14 @@ from rich.table import Table
 from tests.benchmarks import host_contest
 from tests.benchmarks.allocators import ALLOCATORS, environment
 from tests.benchmarks.namespaces import hosts, run_on_hosts
-from tests.benchmarks.sharded_contest import PARTS, RATIOS, Found, contest
+from tests.benchmarks.sharded_contest import PARTS, RATIOS, PartFigures, contest
 from tests.benchmarks.statistics import ratio
 
 RATE = "1gbit"
 ROUNDS = 10
 
 
-def table(part: str, found: Found) -> Table:
+def table(part: str, found: PartFigures) -> Table:
     shape, timed = PARTS[part], found.timed
     about = f"{shape.blocks} blocks of width {shape.hidden}, {shape.count} x {shape.sequence} characters"
     cap = f", at most {found.cap / 1e6:.1f} MB" if found.cap else ""

@@ -86,7 +86,7 @@ class Entrant:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PartFigures:
     """One part's figures; peaks are the fullest rank's bytes, `exchanged` predicted parts of a step."""
 
     timed: Timed
@@ -95,7 +95,7 @@ class Found:
     exchanged: dict[str, float]
 
 
-def contest(part: str, rounds: int, costdb: str) -> Found:
+def contest(part: str, rounds: int, costdb: str) -> PartFigures:
     """The contenders of a part on this rank; the same on every rank."""
     torch.set_num_threads(1)
     worker.init()
@@ -131,7 +131,7 @@ def contest(part: str, rounds: int, costdb: str) -> Found:
         for name, each in entrants.items()
     }
     host_contest.say(f"{part}: {rounds} rounds")
-    return Found(
+    return PartFigures(
         timed=compete(contestants, rounds=rounds, keep=tuple(contestants)),
         peaks=peaks,
         cap=cap,

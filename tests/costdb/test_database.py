@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.core.costs import Collective, DeviceModel, Saved
+from autopar.core.costs import Collective, DeviceModel, SavedByCall
 from autopar.errors import InputError
 from costdb.database import SCHEMA_VERSION, Database
 from costdb.device_file import export, load
@@ -32,7 +32,7 @@ def operator(key: str = "relu", forward_seconds: float = 1.0) -> Measurement:
         key=key,
         forward_seconds=forward_seconds,
         backward_seconds=2.0,
-        saved=Saved((0, 2), (1,), 12),
+        saved=SavedByCall((0, 2), (1,), 12),
         saved_bytes=100,
         scratch_bytes=None,
         runs=5,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.core.costs import Saved
+from autopar.core.costs import SavedByCall
 from autopar.core.graph import Call, TensorSpec
 from autopar.errors import CostMissingError
 from costdb.footprint import footprint, observe, saved, saved_bytes
@@ -33,34 +33,40 @@ QKV = x(2, 3, 16, 8), x(2, 3, 16, 8), x(2, 3, 16, 8)
 LABELS = x(4, dtype=torch.int64)
 
 CASES = {
-    "linear": (call(ATEN.linear.default, x(4, 8), x(6, 8), x(6)), Saved((0, 1))),
-    "linear, frozen weight": (call(ATEN.linear.default, x(4, 8), buffer(6, 8)), Saved((1,))),
-    "linear, no-grad input": (call(ATEN.linear.default, buffer(4, 8), x(6, 8)), Saved((0,))),
-    "add": (call(ATEN.add.Tensor, x(4, 8), x(4, 8)), Saved()),
-    "mul": (call(ATEN.mul.Tensor, x(4, 8), x(4, 8)), Saved((0, 1))),
-    "relu": (call(ATEN.relu.default, x(4, 8)), Saved((), (0,))),
-    "gelu": (call(ATEN.gelu.default, x(4, 8)), Saved((0,))),
-    "softmax": (call(ATEN.softmax.int, x(4, 8), -1), Saved((), (0,))),
-    "view": (call(ATEN.view.default, x(4, 8), [8, 4]), Saved()),
-    "conv2d": (call(ATEN.conv2d.default, x(2, 3, 8, 8), x(4, 3, 3, 3), x(4)), Saved((0, 1))),
+    "linear": (call(ATEN.linear.default, x(4, 8), x(6, 8), x(6)), SavedByCall((0, 1))),
+    "linear, frozen weight": (call(ATEN.linear.default, x(4, 8), buffer(6, 8)), SavedByCall((1,))),
+    "linear, no-grad input": (call(ATEN.linear.default, buffer(4, 8), x(6, 8)), SavedByCall((0,))),
+    "add": (call(ATEN.add.Tensor, x(4, 8), x(4, 8)), SavedByCall()),
+    "mul": (call(ATEN.mul.Tensor, x(4, 8), x(4, 8)), SavedByCall((0, 1))),
+    "relu": (call(ATEN.relu.default, x(4, 8)), SavedByCall((), (0,))),
+    "gelu": (call(ATEN.gelu.default, x(4, 8)), SavedByCall((0,))),
+    "softmax": (call(ATEN.softmax.int, x(4, 8), -1), SavedByCall((), (0,))),
+    "view": (call(ATEN.view.default, x(4, 8), [8, 4]), SavedByCall()),
+    "conv2d": (call(ATEN.conv2d.default, x(2, 3, 8, 8), x(4, 3, 3, 3), x(4)), SavedByCall((0, 1))),
     # two vectors of 3 channels: the batch's mean and inverse deviation
     "batch_norm": (
         call(
             ATEN.batch_norm.default, x(2, 3, 8, 8), x(3), x(3), buffer(3), buffer(3), True, 0.1, 1e-5, False
         ),
-        Saved((0, 1, 3, 4), (), 2 * 3 * 4),
+        SavedByCall((0, 1, 3, 4), (), 2 * 3 * 4),
     ),
     # mean and inverse deviation of each of the 4 rows
-    "layer_norm": (call(ATEN.layer_norm.default, x(4, 8), [8], x(8), x(8)), Saved((0, 1, 2), (), 2 * 4 * 4)),
+    "layer_norm": (
+        call(ATEN.layer_norm.default, x(4, 8), [8], x(8), x(8)),
+        SavedByCall((0, 1, 2), (), 2 * 4 * 4),
+    ),
     # on CPUs the mask is scaled noise in x's dtype
-    "dropout": (call(ATEN.dropout.default, x(4, 8), 0.5, True), Saved((), (), 4 * 8 * 4)),
-    "dropout in eval": (call(ATEN.dropout.default, x(4, 8), 0.5, False), Saved()),
+    "dropout": (call(ATEN.dropout.default, x(4, 8), 0.5, True), SavedByCall((), (), 4 * 8 * 4)),
+    "dropout in eval": (call(ATEN.dropout.default, x(4, 8), 0.5, False), SavedByCall()),
     # the log of the sum of exponentials, one for each of 2 x 3 x 16 queries
-    "attention": (call(ATEN.scaled_dot_product_attention.default, *QKV), Saved((0, 1, 2), (0,), 96 * 4)),
+    "attention": (
+        call(ATEN.scaled_dot_product_attention.default, *QKV),
+        SavedByCall((0, 1, 2), (0,), 96 * 4),
+    ),
     # log-probabilities and the total weight
     "cross_entropy": (call(ATEN.cross_entropy_loss.default, x(4, 8), LABELS), None),
-    "max_pool2d": (call(ATEN.max_pool2d.default, x(2, 3, 8, 8), [2, 2]), Saved((0,), (), 96 * 8)),
-    "embedding": (call(ATEN.embedding.default, x(10, 8), LABELS), Saved((1,))),
+    "max_pool2d": (call(ATEN.max_pool2d.default, x(2, 3, 8, 8), [2, 2]), SavedByCall((0,), (), 96 * 8)),
+    "embedding": (call(ATEN.embedding.default, x(10, 8), LABELS), SavedByCall((1,))),
 }
 
 
@@ -79,13 +85,13 @@ def test_tensors_without_data_say_what_real_ones_do(name: str) -> None:
 
 def test_gpus_keep_a_mask_of_one_byte_an_element() -> None:
     dropout, _ = CASES["dropout"]
-    assert saved(dropout, "cuda") == Saved((), (), 4 * 8)
+    assert saved(dropout, "cuda") == SavedByCall((), (), 4 * 8)
 
 
 def test_gpus_keep_no_scores_of_attention_with_dropout() -> None:
     with_dropout = call(ATEN.scaled_dot_product_attention.default, *QKV, None, 0.1)
     assert saved(with_dropout, "cpu").extra_bytes > 2 * 3 * 16 * 16 * 4
-    assert saved(with_dropout, "cuda") == Saved((0, 1, 2), (0,), 96 * 4)
+    assert saved(with_dropout, "cuda") == SavedByCall((0, 1, 2), (0,), 96 * 4)
 
 
 def test_a_view_shares_its_operands_storage() -> None:
@@ -96,9 +102,9 @@ def test_a_view_shares_its_operands_storage() -> None:
 def test_a_saved_view_is_named_once_and_as_the_operand() -> None:
     x0 = torch.ones(4, requires_grad=True)
     found = observe(lambda: (x0 * x0, x0.view(2, 2)), (x0,))
-    assert found.saved == Saved((0,))
+    assert found.saved == SavedByCall((0,))
     found = observe(lambda: (y := x0.exp(), y.view(2, 2)), (x0,))
-    assert found.saved == Saved((), (0,)), "two results share the saved storage"
+    assert found.saved == SavedByCall((), (0,)), "two results share the saved storage"
 
 
 def test_every_result_is_described() -> None:

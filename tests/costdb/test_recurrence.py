@@ -18,8 +18,8 @@ SAMPLES, WIDTH, UNITS, LAYERS = 5, 3, 4, 2
 GATES = {ATEN.lstm.input: 4, ATEN.gru.input: 3, ATEN.rnn_tanh.input: 1}
 
 
-def layer(target: Any, steps: int, *, both: bool, batch_first: bool, learns: bool) -> Call:
-    """Two recurrent layers over so many steps, whose input `learns`, as that of a first layer does not."""
+def layer(target: Any, steps: int, *, both: bool, batch_first: bool, requires_grad: bool) -> Call:
+    """Two recurrent layers over so many steps, whose input may not learn, as that of a first layer."""
     ways, rows = 2 if both else 1, GATES[target] * UNITS
     x = (SAMPLES, steps, WIDTH) if batch_first else (steps, SAMPLES, WIDTH)
     state = TensorSpec((LAYERS * ways, SAMPLES, UNITS), torch.float32)
@@ -31,11 +31,11 @@ def layer(target: Any, steps: int, *, both: bool, batch_first: bool, learns: boo
     ]
     states = [state, state] if target is ATEN.lstm.input else state
     options = True, LAYERS, 0.0, True, both, batch_first
-    return Call(target, (TensorSpec(x, torch.float32, learns), states, weights, *options), {})
+    return Call(target, (TensorSpec(x, torch.float32, requires_grad), states, weights, *options), {})
 
 
 @pytest.mark.parametrize(
-    ("target", "both", "batch_first", "learns"),
+    ("target", "both", "batch_first", "requires_grad"),
     [
         (ATEN.lstm.input, False, True, True),
         (ATEN.gru.input, True, False, False),
@@ -44,10 +44,10 @@ def layer(target: Any, steps: int, *, both: bool, batch_first: bool, learns: boo
     ids=str,
 )
 def test_few_steps_say_what_many_keep_and_make(
-    target: Any, both: bool, batch_first: bool, learns: bool, monkeypatch: pytest.MonkeyPatch
+    target: Any, both: bool, batch_first: bool, requires_grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recurrent, "MANY", max(recurrence.MADE))
-    call = layer(target, 32, both=both, batch_first=batch_first, learns=learns)
+    call = layer(target, 32, both=both, batch_first=batch_first, requires_grad=requires_grad)
     assert recurrent.steps_of(call) == 32
     assert footprint.footprint(call) == footprint._observe_without_data(call, "cpu")
     found, true = slopes.passes(call), slopes._observe(call, "cpu")
@@ -67,7 +67,7 @@ def test_many_steps_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, made = footprint._observe_without_data, slopes._observe
     monkeypatch.setattr(footprint, "_observe_without_data", lambda call, kind: spy(call, kept))
     monkeypatch.setattr(slopes, "_observe", lambda call, kind: spy(call, made))
-    call = layer(ATEN.lstm.input, 1000, both=False, batch_first=True, learns=True)
+    call = layer(ATEN.lstm.input, 1000, both=False, batch_first=True, requires_grad=True)
     result = footprint.footprint(call).results[0]
     assert result is not None and result.shape == (SAMPLES, 1000, UNITS)
     assert slopes.passes(call).slopes[0] == Slope(call.args[0].nbytes)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
 from autopar.cli import app
-from autopar.convert.moves import Action, effect_of
+from autopar.convert.moves import MoveAction, effect_of
 from autopar.core.placement import B, P, Placement, R, Shard
 from autopar.planning.options import OPTIONS, PARALLELIZE, PLAN, Options
 from autopar.results.render_step import LEAST, MOST
@@ -251,14 +251,14 @@ def test_the_architecture_lists_every_room() -> None:
 
 
 ACTIONS = {
-    "all-reduce": Action.ALL_REDUCE,
-    "all-gather": Action.ALL_GATHER,
-    "reduce-scatter": Action.REDUCE_SCATTER,
-    "all-to-all": Action.ALL_TO_ALL,
-    "slice": Action.COPY,
-    "zero-pad": Action.COPY,
-    "keep on one rank": Action.COPY,
-    "–": Action.NOTHING,
+    "all-reduce": MoveAction.ALL_REDUCE,
+    "all-gather": MoveAction.ALL_GATHER,
+    "reduce-scatter": MoveAction.REDUCE_SCATTER,
+    "all-to-all": MoveAction.ALL_TO_ALL,
+    "slice": MoveAction.COPY,
+    "zero-pad": MoveAction.COPY,
+    "keep on one rank": MoveAction.COPY,
+    "–": MoveAction.NOTHING,
 }
 PLACEMENTS: dict[str, Placement] = {"P": P, "R": R, "B": B, "S": Shard(0), "S(i)": Shard(0), "S(j)": Shard(1)}
 

@@ -16,7 +16,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import AutoparError
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.planning.search import Found, search
+from autopar.planning.search import FoundPlan, search
 from tests.planning.test_mesh_search import CLOSE, CLUSTER, PLAIN, replace_device, wide
 
 SHARDS = {"force": Parallelism.BATCH, "shard_state": ShardState.WEIGHTS}
@@ -25,7 +25,7 @@ SPLIT = {"force": Parallelism.MODEL}
 
 def found_for(
     *, overlap: bool = True, device: str = "h100", mesh: tuple[int, ...] = (4,), **asked: Any
-) -> Found:
+) -> FoundPlan:
     request = Request(**PLAIN, mesh=Mesh(mesh), overlap=overlap, **asked)
     return search(wide(), replace_device(CLUSTER, device), request)
 

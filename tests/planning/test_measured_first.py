@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.core.costs import DeviceModel, Saved
+from autopar.core.costs import DeviceModel, SavedByCall
 from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
@@ -20,7 +20,7 @@ def relu(length: int) -> Call:
 
 
 def took(call: Call) -> Measurement:
-    return Measurement(call.key(), 1.0, 0.0, Saved(), 0, None, 5, 0.0)
+    return Measurement(call.key(), 1.0, 0.0, SavedByCall(), 0, None, 5, 0.0)
 
 
 def candidate(*calls: Call) -> Candidate:

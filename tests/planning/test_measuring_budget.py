@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import ClusterSpec
-from autopar.core.costs import DeviceModel, Saved
+from autopar.core.costs import DeviceModel, SavedByCall
 from autopar.core.graph import Call
 from autopar.cost.machine import measuring
 from autopar.cost.machine.compute import estimate
@@ -43,7 +43,7 @@ def costdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             cost = estimate(call, TOY)
             clock.now += measuring.seconds_to_measure(call, cost.forward_seconds + cost.backward_seconds)
             seconds = 2 * cost.forward_seconds, 2 * cost.backward_seconds
-            found.append(Measurement(call.key(), *seconds, Saved(), 0, None, 5, 0.0))
+            found.append(Measurement(call.key(), *seconds, SavedByCall(), 0, None, 5, 0.0))
         return found
 
     monkeypatch.setattr(measuring, "measure_together", timed)

@@ -24,7 +24,7 @@ from autopar.cost.stages.intervals import intervals
 from autopar.errors import AutoparError, SolverError
 from autopar.planning.mesh_search import MeshProblem
 from autopar.planning.request import Request
-from autopar.planning.search import Found, search
+from autopar.planning.search import FoundPlan, search
 from autopar.schedules.fill_bubbles import order_of
 from autopar.schedules.in_flight import scheduled
 from autopar.schedules.simulate import simulate
@@ -59,7 +59,7 @@ def wide() -> Graph:
     return s.graph(s.call(aten.sum.default, Ref(x)))
 
 
-def found_for(**asked: Any) -> Found:
+def found_for(**asked: Any) -> FoundPlan:
     return search(wide(), CLUSTER, Request(**PLAIN, **asked))
 
 

@@ -113,7 +113,7 @@ def deep(layers: int = 4, **options: object) -> Plan:
 
 
 def regathered(plan: Plan) -> int:
-    return sum(way is Gathering.AGAIN for way in plan.program.gatherings.values())
+    return sum(way is Gathering.REGATHER for way in plan.program.gatherings.values())
 
 
 def test_full_copies_of_cast_weights_need_not_stay() -> None:

@@ -433,7 +433,7 @@ def test_of_what_ranks_say_the_worst_of_each_kind_is_told(monkeypatch: pytest.Mo
     ]
     monkeypatch.setattr(processes, "run_function", lambda *_: said)
     job = SimpleNamespace(cluster=ClusterSpec.local(3))
-    found, worst = processes.train_on_processes(cast(processes.Job, job))
+    found, worst = processes.train_on_processes(cast(processes.TrainingJob, job))
     assert found is record
     assert worst == {"gradient": (0.5, "gradient v on rank 1"), "buffer": (1e-3, "buffer mean on rank 2")}
 

@@ -22,7 +22,7 @@ from autopar.planning.search import search
 from autopar.proof import check as check_module
 from autopar.proof import verify as verify_module
 from autopar.proof.check import Report, check
-from autopar.proof.processes import Job, train_on_processes, train_rank
+from autopar.proof.processes import TrainingJob, train_on_processes, train_rank
 from autopar.results.plan import Plan
 from autopar.rewrite import build as build_module
 from autopar.rewrite.overlap import overlap
@@ -69,7 +69,7 @@ def test_gathers_that_start_early_on_simulated_ranks() -> None:
     assert _started(lambda: proved(False, overlap=True, **SHARDS))
 
 
-def _train(job: Job) -> list[str]:
+def _train(job: TrainingJob) -> list[str]:
     return _started(lambda: train_rank(job))
 
 
@@ -77,9 +77,9 @@ def _train(job: Job) -> list[str]:
 def test_gathers_that_start_early_on_processes(
     pools: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs: list[Job] = []
+    jobs: list[TrainingJob] = []
 
-    def run_noted(job: Job) -> Any:
+    def run_noted(job: TrainingJob) -> Any:
         jobs.append(job)
         return train_on_processes(job)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.core.mesh import Mesh
 from autopar.sharding.needed_rows import NEEDED
 from tests.proof.graph_programs import MESHES, MIXES, Mix, draw_model
-from tests.proof.plans import TOLERANCE, dims_of, draw_moved, draw_program, limit_of, magnified, prove
+from tests.proof.plans import TOLERANCE, dims_of, draw_offloaded, draw_program, limit_of, magnified, prove
 
 
 def prove_random_graph_programs(count: int, *, repeat: bool) -> int:
@@ -36,7 +36,7 @@ def prove_random_graph_programs(count: int, *, repeat: bool) -> int:
         model = draw_model(random, mix)
         dims = dims_of(model, mesh)
         program = draw_program(random, model.graph, dims)
-        program = replace(program, offload=draw_moved(random, model.graph, program))
+        program = replace(program, offload=draw_offloaded(random, model.graph, program))
         error, where = prove(model, program, dims)
         limit = limit_of(error, lambda: magnified(model, dims))
         chosen = {name: [str(each) for each in item] for name, item in program.strategies.items()}

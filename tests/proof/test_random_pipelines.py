@@ -21,7 +21,7 @@ from tests.proof.pipelines import (
     magnified,
     prove_pipeline,
 )
-from tests.proof.plans import TOLERANCE, dims_of, draw_moved, draw_program, limit_of
+from tests.proof.plans import TOLERANCE, dims_of, draw_offloaded, draw_program, limit_of
 
 EXCUSED = 0.01  # of all examples, at most
 MESHES = [Mesh(shape) for shape in ((1,), (2,), (2,), (3,), (2, 2), (1, 2))]
@@ -48,7 +48,7 @@ def prove_random_pipelines(count: int, *, repeat: bool) -> Histogram:
         model = draw_trained(random)
         dims = dims_of(model, mesh)
         program = draw_program(random, model.graph, dims, whole_outputs=True)
-        program = replace(program, offload=draw_moved(random, model.graph, program))
+        program = replace(program, offload=draw_offloaded(random, model.graph, program))
         pipeline = draw_pipeline(random, model)
         batch = draw_batch(random, model, pipeline.micro_batches)
         error, where = prove_pipeline(model, program, dims, pipeline, batch)

@@ -17,7 +17,7 @@ from tests.proof.plans import (
     TOLERANCE,
     Histogram,
     dims_of,
-    draw_moved,
+    draw_offloaded,
     draw_program,
     limit_of,
     magnified,
@@ -45,7 +45,7 @@ def prove_random_programs(count: int, *, repeat: bool) -> Histogram:
         model = draw_model(random)
         dims = dims_of(model, mesh)
         program = draw_program(random, model.graph, dims)
-        program = replace(program, offload=draw_moved(random, model.graph, program))
+        program = replace(program, offload=draw_offloaded(random, model.graph, program))
         error, where = prove(model, program, dims)
         limit = limit_of(error, lambda: magnified(model, dims))
         text = f"{where}: {error:.3g} on {mesh}, above {limit:.3g}\n{model}\n"

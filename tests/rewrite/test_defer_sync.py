@@ -53,7 +53,7 @@ def test_weights_that_are_gathered_once_leave_their_gathers() -> None:
     b = graph.call_function(r_to_b, (graph.call_function(s_to_r, (second, "a@2x2", *rest)), "a@2x2"))
     c = graph.call_function(s_to_b, (kept, "a@2x2", *rest))
     graph.output(tuple(graph.call_function(relu, (item,)) for item in (a, b, c)))
-    after, found = defer(graph, ["first", "second", "kept"], once=["first", "second"])
+    after, found = defer(graph, ["first", "second", "kept"], gathered_once=["first", "second"])
     gather = Gather("s_to_b", ("a@2x2", *rest))
     assert found == {"first": Deferred("b@2x2", (gather,)), "second": Deferred(None, (gather,))}
     assert [str(node.args[0]) for node in after.nodes if node.target is s_to_b] == ["kept"]

@@ -87,8 +87,8 @@ class ForcedCompiler(compiler.Compiler):
         if self.offload:
             prices = Prices(graph, dims, self.cluster.stage(request.stages), ROUGH)
             items = movable(PricedProgram(prices, program))[:-1]
-            own = (item for item in items if bisect(starts, item.home) == bisect(starts, item.needed - 1))
-            program = replace(program, offload=tuple(item.moved for item in own))
+            own = (item for item in items if bisect(starts, item.maker) == bisect(starts, item.needed - 1))
+            program = replace(program, offload=tuple(item.tensor for item in own))
         pipeline = replace(self.pipeline, starts=starts)
         if request.stages == 1:
             pipeline = Pipeline(micro_batches=request.micro_batches)

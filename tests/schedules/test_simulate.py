@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.core.schedule import Action, ActionKind, Overlap, Schedule, ScheduleKind
-from autopar.core.timeline import Beside, Event, Peak, StageCost, Timeline
+from autopar.core.timeline import Beside, Event, RankPeak, StageCost, Timeline
 from autopar.errors import CheckError, InputError
 from autopar.schedules.orders import build_schedule
 from autopar.schedules.simulate import Receives, simulate
@@ -243,13 +243,13 @@ def test_memory_is_followed_moment_by_moment() -> None:
         *((3, 141), (4, 118)),  # 0W0
         *((4, 138), (6, 115), (6, 110)),  # 0B1
     ]
-    assert timeline.peak == timeline.peak_of(0) == Peak(rank=0, seconds=2, nbytes=150)
+    assert timeline.peak == timeline.peak_of(0) == RankPeak(rank=0, seconds=2, nbytes=150)
 
 
 def test_the_peak_names_its_rank() -> None:
     schedule = build(K.ONE_F_ONE_B, 3, 1, 6)
     costs = [StageCost(*EQUAL, state=state, kept=10) for state in (0, 15, 0)]
-    assert simulate(schedule, costs).peak == Peak(rank=1, seconds=2, nbytes=35)
+    assert simulate(schedule, costs).peak == RankPeak(rank=1, seconds=2, nbytes=35)
 
 
 # -- what torch posts and waits for --------------------------------------------------------------------------

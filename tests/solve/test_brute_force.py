@@ -19,11 +19,11 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import InfeasibleError, SolverError
 from autopar.rewrite.rank_program import rewrite
 from autopar.sharding.strategies import options_of
-from autopar.solve.linear_program import Answer
+from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.placement import search
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.problem import Problem
-from autopar.solve.placement.search import Solution, _Search, choose, least
+from autopar.solve.placement.search import Solution, _PlacementSearch, choose, least
 from autopar.solve.placement.space import Space, build_space
 from tests.proof.models import Script
 from tests.solve.brute_force import (
@@ -132,13 +132,13 @@ def test_where_branching_takes_too_long_the_plan_fits_all_the_same(
 ) -> None:
     """Rounded relaxations are plans like others: replayed, within the cap, their gap true."""
     rounded: list[float] = []
-    patient = _Search.branch
+    patient = _PlacementSearch.branch
 
-    def hasty(search: _Search, problem: Problem) -> Answer:
+    def hasty(search: _PlacementSearch, problem: Problem) -> SolverAnswer:
         if problem.cap is None:
             return patient(search, problem)
         rounded.append(problem.cap)
-        return Answer(None, math.inf, -math.inf, "time_limit")
+        return SolverAnswer(None, math.inf, -math.inf, "time_limit")
 
     graph = branches()
     prices, folding = random_prices(graph, Mesh((2, 2)), Random(4)), unfolded(graph)
@@ -147,7 +147,7 @@ def test_where_branching_takes_too_long_the_plan_fits_all_the_same(
     assert leanest is not None
     cap = int(leanest.peak.nbytes + share * (fastest.peak.nbytes - leanest.peak.nbytes))
     best = choose(graph, prices, space, folding, cap=cap, gap=1e-9)
-    monkeypatch.setattr(_Search, "branch", hasty)
+    monkeypatch.setattr(_PlacementSearch, "branch", hasty)
     found = choose(graph, prices, space, folding, cap=cap, gap=1e-9)
     assert rounded
     assert best.status == "optimal"
@@ -257,9 +257,9 @@ def test_a_shared_conversion_is_paid_once_and_written_once() -> None:
 
 
 LEVELS = {
-    "auto": (Gathering.KEEP, Gathering.AGAIN, Gathering.ONCE),
+    "auto": (Gathering.KEEP, Gathering.REGATHER, Gathering.ONCE),
     "kept": (Gathering.KEEP,),
-    "again": (Gathering.AGAIN,),
+    "again": (Gathering.REGATHER,),
     "once": (Gathering.ONCE,),
     "never": (),
 }

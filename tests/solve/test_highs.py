@@ -15,7 +15,7 @@ import pytest
 from autopar.errors import SolverError
 from autopar.solve import highs
 from autopar.solve.highs import solve
-from autopar.solve.linear_program import Answer, LinearProgram
+from autopar.solve.linear_program import LinearProgram, SolverAnswer
 
 ROOT = Path(__file__).parents[2]
 COUNT = 25  # more than have one digit
@@ -126,7 +126,7 @@ def test_costs_that_come_to_less_than_the_gap_are_not_solved_for_again(
     """A row that bounds the cost would make a relaxation fractional that was whole."""
     believed, asked = highs._believed, list[LinearProgram]()
 
-    def counted(program: LinearProgram, **options: Any) -> Answer:
+    def counted(program: LinearProgram, **options: Any) -> SolverAnswer:
         asked.append(program)
         return believed(program, **options)
 
@@ -150,11 +150,11 @@ def test_a_false_verdict_is_not_believed(monkeypatch: pytest.MonkeyPatch, verdic
     """Whatever presolve may say of it, costs of 0 or more are not unbounded, and what has a plan has one."""
     read, asked = highs._read, list[bool]()
 
-    def misread(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> Answer | None:
+    def misread(model: highspy.Highs, program: LinearProgram, *, whole: bool) -> SolverAnswer | None:
         asked.append(model.getOptionValue("presolve")[1] == "off")
         if asked[-1]:
             return read(model, program, whole=whole)
-        return Answer(None, math.inf, math.inf, "infeasible") if verdict == "infeasible" else None
+        return SolverAnswer(None, math.inf, math.inf, "infeasible") if verdict == "infeasible" else None
 
     monkeypatch.setattr(highs, "_read", misread)
     for relaxed in (True, False):

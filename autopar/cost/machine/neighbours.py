@@ -23,7 +23,7 @@ from autopar.cost.machine.compute import estimate
 from autopar.errors import CostMissingError
 from costdb.measurement import Measurement
 
-NEAR = 2.0  # doublings, at most
+NEAR = 2.0  # doublings, at most: what follows from farther calls is as uncertain as an estimate
 NEAREST = 4  # of which so many count
 SIZES = re.compile(r"\[([\d,]*)\]")  # of a tensor in the key of a call
 
@@ -40,6 +40,7 @@ class Neighbours:
     near: float = NEAR  # doublings
     _families: dict[str, list[tuple[Sizes, Measurement]]] | None = None
     _ratios: dict[str, Ratio | None] = field(default_factory=dict)
+    _doublings: dict[str, float] = field(default_factory=dict)  # to the nearest that counts
     _known: dict[str, Ratio | None] = field(default_factory=dict)
 
     def ratio(self, call: Call) -> Ratio | None:
@@ -48,6 +49,10 @@ class Neighbours:
         if key not in self._ratios:
             self._ratios[key] = self._interpolated(call, key)
         return self._ratios[key]
+
+    def is_near(self, call: Call) -> bool:
+        """Whether a neighbour is measured within `NEAR` doublings of a call."""
+        return self.ratio(call) is not None and self._doublings[call.key()] <= NEAR
 
     def _interpolated(self, call: Call, key: str) -> Ratio | None:
         family, sizes = family_of(key)
@@ -58,6 +63,7 @@ class Neighbours:
                 weighted.append((1 / distance**2, found))
         if not weighted:
             return None
+        self._doublings[key] = max(weight for weight, _ in weighted) ** -0.5
         total = sum(weight for weight, _ in weighted)
         forward, backward = (
             math.exp(sum(weight * math.log(pair[way]) for weight, pair in weighted) / total) for way in (0, 1)

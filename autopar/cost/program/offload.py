@@ -23,7 +23,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from autopar.core.costs import LinkLike
-from autopar.core.offload import Moved
+from autopar.core.offload import OffloadedTensor
 from autopar.runtime.saved.offload import AHEAD
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Movable:
     """Memory of `nbytes` that backward reads, and no part that is computed again takes or makes: `root` on
-    the tape, known as `moved` after `call`, for the operator at `home`. It is `made` when so many operators
+    the tape, known as `tensor` after `call`, for the operator `maker`. It is `made` when so many operators
     have run, and `needed` when backward has so many still before it, by the call `read`."""
 
-    moved: Moved
+    tensor: OffloadedTensor
     root: int
     call: int
     nbytes: int
-    home: int
+    maker: int
     made: int
     needed: int
     read: int
@@ -62,23 +62,23 @@ class Clock:
 
 
 def movable(priced: PricedProgram) -> list[Movable]:
-    """All that may be moved, in the order of Program.offload, which makes no difference itself."""
+    """All that may be offloaded, in the order of Program.offload, which makes no difference itself."""
     tape = priced.tape
-    again = {place for first, stop in priced.program.recompute for place in range(first, stop)}
+    recomputed = {place for first, stop in priced.program.recompute for place in range(first, stop)}
     read: dict[int, int] = {}
     barred = set(tape.gathered)
     for number, call in enumerate(tape.calls):
-        read |= dict.fromkeys(call.memory.keeps, number)
-        if call.place in again:
+        read |= dict.fromkeys(call.memory.saves, number)
+        if call.place in recomputed:
             values = (*call.memory.takes, *(item.value for item in call.memory.gives))
             barred.update(tape.root[value] for value in values)
     found = [
         Movable(
-            moved=(made.name, made.layout),
+            tensor=(made.name, made.layout),
             root=root,
             call=made.call,
             nbytes=tape.nbytes[root],
-            home=tape.calls[made.call].place,
+            maker=tape.calls[made.call].place,
             made=made.operators,
             needed=tape.calls[read[root]].place + 1,
             read=read[root],
@@ -89,11 +89,11 @@ def movable(priced: PricedProgram) -> list[Movable]:
     return sorted(found, key=lambda item: (item.read, item.call))
 
 
-def moved(priced: PricedProgram) -> list[Movable]:
+def offloaded(priced: PricedProgram) -> list[Movable]:
     """What the program moves, in its own order, without what its parts that are computed again have."""
     if not priced.program.offload:
         return []
-    known = {item.moved: item for item in movable(priced)}
+    known = {item.tensor: item for item in movable(priced)}
     return [known[each] for each in priced.program.offload if each in known]
 
 
@@ -106,7 +106,7 @@ def clock(priced: PricedProgram) -> Clock:
 
 def wait_seconds(priced: PricedProgram) -> tuple[float, float]:
     """Seconds by which forward and backward of a micro-batch are late for what the program moves."""
-    items = moved(priced)
+    items = offloaded(priced)
     link = priced.prices.cluster.host
     if not items or link is None:
         return 0.0, 0.0
@@ -136,8 +136,8 @@ def backward_wait(items: Sequence[Movable], times: Clock, link: LinkLike) -> flo
     return late
 
 
-def hides_until(items: Sequence[Movable], times: Clock, link: LinkLike) -> list[int]:
-    """Of each of `items` the operator up to which a stage must reach, about, to hide its copies. Neither
+def overlapped_until(items: Sequence[Movable], times: Clock, link: LinkLike) -> list[int]:
+    """Of each of `items` the operator up to which a stage must reach, about, to overlap its copies. Neither
     forward nor backward waits for any of them; none that there is if they never do.
 
     In forward it must have left; in backward it may be the first that is fetched."""

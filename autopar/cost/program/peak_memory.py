@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from autopar.core.graph import InputKind
 from autopar.cost.program.heap import GradientSums, Heap
-from autopar.cost.program.offload import clock, hides_until, moved
+from autopar.cost.program.offload import clock, offloaded, overlapped_until
 from autopar.cost.program.storages import Footing, Life, SavedStorage
 from autopar.cost.program.tape import Tape, TapeCall, Weight
 from autopar.runtime.saved.offload import AHEAD
@@ -44,7 +44,7 @@ class Peak:
     nbytes: int
     state: int
     saved: int
-    by_operator: dict[str, int]  # bytes that each operator keeps for backward
+    by_operator: dict[str, int]  # bytes that each operator saves for backward
 
 
 def peak_memory(priced: PricedProgram) -> Peak:
@@ -59,48 +59,52 @@ def footing(priced: PricedProgram, *, starts: Sequence[int] | None = None) -> Fo
     replay.run()
     link = priced.prices.cluster.host
     if starts is None and link is not None:
-        until = hides_until(replay.moved, clock(priced), link)
+        until = overlapped_until(replay.offloads, clock(priced), link)
     else:
-        until = [item.needed - 1 for item in replay.moved]
-    return replay.footing({item.root: place for item, place in zip(replay.moved, until, strict=True)})
+        until = [item.needed - 1 for item in replay.offloads]
+    return replay.footing({item.root: place for item, place in zip(replay.offloads, until, strict=True)})
 
 
 def lives(priced: PricedProgram) -> tuple[Life, ...]:
     """All memory of the largest rank that comes and goes in a step, as if nothing were computed again."""
     tape = priced.tape
-    home = dict.fromkeys((tape.root[value] for value in tape.users), (-1, True))
+    makers = dict.fromkeys((tape.root[value] for value in tape.users), (-1, True))
     uses: dict[int, list[int]] = {}
     keepers: dict[int, list[int]] = {}
     own, last = [], len(priced.graph.operators) - 1
     for call in tape.calls:
         memory, place = call.memory, min(call.place, last)  # outputs leave at the last
-        home |= {item.value: (place, not memory.repeats) for item in memory.gives if item.alias is None}
+        makers |= {item.value: (place, not memory.repeats) for item in memory.gives if item.alias is None}
         for value in memory.takes:
             uses.setdefault(tape.root[value], []).append(place)
-        for root in memory.keeps:
+        for root in memory.saves:
             keepers.setdefault(root, []).append(place)
         if memory.own:
             own.append(Life(memory.own, place, not memory.repeats, (), (place,)))
     found = (
         Life(
             nbytes=tape.nbytes[root],
-            home=place,
+            maker=place,
             held=held,
             uses=tuple(dict.fromkeys(uses.get(root, ()))),
             keepers=tuple(dict.fromkeys(keepers.get(root, ()))),
         )
-        for root, (place, held) in home.items()
+        for root, (place, held) in makers.items()
         if tape.nbytes[root] and root not in tape.gathered
     )
     return (*found, *own)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Part:
-    """Calls [first, stop) of the tape that are computed again in backward."""
+    """Calls [first, stop) of the tape that are computed again in backward: the storages that they take from
+    outside, those that they make, and of these the ones that stay for later calls."""
 
     first: int
     stop: int
+    taken: tuple[int, ...]
+    given: frozenset[int]
+    leaving: tuple[int, ...]
 
     @property
     def calls(self) -> range:
@@ -108,11 +112,11 @@ class Part:
 
 
 class Replay:
-    """One step. Keys of storages are roots; ("again", root) of those that are computed again, ("back", root)
+    """One step. Keys of storages are roots; ("recomputed", root) of those that are recomputed, ("back", root)
     of those that were fetched from the host, ("own", call) of scratch, ("gradient", number) of gradients.
 
-    For stages `staged` leaves out what is there all step, sums of gradients among it. What is moved has left
-    when the stage that begins at one of `starts` has run, and is fetched when its backward begins.
+    For stages `staged` leaves out what is there all step, sums of gradients among it. What is offloaded has
+    left when the stage that begins at one of `starts` has run, and is fetched when its backward begins.
     """
 
     def __init__(self, priced: PricedProgram, *, staged: bool = False, starts: Sequence[int] = (0,)) -> None:
@@ -126,20 +130,22 @@ class Replay:
                 self.firsts.setdefault(value, number)
         self.parts = self.find_parts() if self.prices.training else []
         self.starts = starts
-        self.moved = offloaded = moved(priced) if self.prices.training else []
-        read = [item.needed - 1 for item in offloaded]
+        self.offloads = items = offloaded(priced) if self.prices.training else []
+        read = [item.needed - 1 for item in items]
         self.firsts_of = [
             *(bisect_left(read, start) for start in starts),
-            len(offloaded),
+            len(items),
         ]  # in the order, by stage
-        self.order = [item.root for item in offloaded]
+        self.order = [item.root for item in items]
         self.offloaded = {root: number for number, root in enumerate(self.order)}
         self.marks: dict[int, list[int]] = {}  # what begins to leave after each call
-        for item in sorted(offloaded, key=lambda item: item.call):
+        for item in sorted(items, key=lambda item: item.call):
             self.marks.setdefault(item.call, []).append(item.root)
         self.departing: list[int] = []
         self.readers: Counter[int] = Counter()  # of each that is offloaded, calls whose backward is to come
-        self.moved_from: dict[int, list[int]] = {}  # of each that is offloaded, who would keep it, by place
+        self.offloaded_from: dict[
+            int, list[int]
+        ] = {}  # of each that is offloaded, who would keep it, by place
         self.back: set[int] = set()  # those that were fetched
         self.begun: set[int] = set()  # stages that have begun to fetch
         self.heap = self.new_heap()
@@ -167,12 +173,27 @@ class Replay:
         return Heap()
 
     def find_parts(self) -> list[Part]:
-        found = []
-        for first, stop in self.program.recompute:
-            inside = [number for number, call in enumerate(self.calls) if first <= call.place < stop]
-            if inside:
-                found.append(Part(inside[0], inside[-1] + 1))
-        return found
+        """The parts that are computed again; calls are in the order of their operators."""
+        places = [call.place for call in self.calls]
+        last = {self.tape.root[value]: n for n, call in enumerate(self.calls) for value in call.memory.takes}
+        last |= dict.fromkeys((self.tape.root[value] for value in self.tape.outputs), len(self.calls))
+        ends = (
+            (bisect_left(places, first), bisect_left(places, stop)) for first, stop in self.program.recompute
+        )
+        return [self.part(first, stop, last) for first, stop in ends if first < stop]
+
+    def part(self, first: int, stop: int, last: Mapping[int, int]) -> Part:
+        """Calls [first, stop) as a part; `last` is the number of the last call that takes each storage."""
+        calls = [call.memory for call in self.calls[first:stop]]
+        given = frozenset(item.value for call in calls for item in call.gives if item.alias is None)
+        used = dict.fromkeys(self.tape.root[value] for call in calls for value in call.takes)
+        return Part(
+            first,
+            stop,
+            taken=tuple(root for root in used if root not in given),
+            given=given,
+            leaving=tuple(root for root in given if last.get(root, -1) >= stop),
+        )
 
     def run(self) -> Peak:
         state = [item for item in self.graph.inputs if item.kind is not InputKind.USER]
@@ -227,7 +248,7 @@ class Replay:
                     for_weights=(),
                     until=until[root],
                 )
-                for root, places in self.moved_from.items()
+                for root, places in self.offloaded_from.items()
             ),
             own=tuple(self.own[:last]),
             own_for_weights=tuple(self.own_for_weights[:last]),
@@ -268,9 +289,9 @@ class Replay:
                     self.held_back.add(key)
                     self.held[self.calls[number].place] += self.heap.sizes[key]
 
-    # -- what is kept -----------------------------------------------------------------------------
+    # -- what is saved ----------------------------------------------------------------------------
 
-    def keep(self, root: int, place: int, *, for_weight: bool = False) -> None:
+    def hold_saved(self, root: int, place: int, *, for_weight: bool = False) -> None:
         self.heap.hold(root, self.tape.nbytes[root])
         self.keepers.setdefault(root, []).append(place)
         if for_weight:
@@ -299,7 +320,7 @@ class Replay:
         self.saved_bytes -= self.calls[number].memory.own
 
     def key(self, root: int) -> Hashable:
-        return ("again", root) if root in self.copies else root
+        return ("recomputed", root) if root in self.copies else root
 
     def note(self, place: int, scratch: int = 0) -> None:
         """The working bytes of this moment, with `scratch` that is gone in the next."""
@@ -340,12 +361,12 @@ class Replay:
     def save(self, number: int) -> None:
         """Keep for backward what a call saves, but for what waits in the host's memory."""
         place = self.calls[number].place
-        for root in self.calls[number].memory.keeps - self.tape.gathered:
+        for root in self.calls[number].memory.saves - self.tape.gathered:
             if root in self.offloaded:
                 self.readers[root] += 1
-                self.moved_from.setdefault(root, []).append(place)
+                self.offloaded_from.setdefault(root, []).append(place)
             else:
-                self.keep(root, place, for_weight=self.has_weight(number))
+                self.hold_saved(root, place, for_weight=self.has_weight(number))
         self.keep_own(number)
 
     def leave_before(self, number: int) -> None:
@@ -366,36 +387,19 @@ class Replay:
 
     def first_time(self, part: Part, left: Counter[int]) -> None:
         """A part in forward: what it takes is kept, and what it will not make again."""
-        for root in self.taken(part):
-            self.keep(root, self.calls[part.first].place)
+        for root in part.taken:
+            self.hold_saved(root, self.calls[part.first].place)
         for number in part.calls:
             call = self.calls[number]
             self.call(number)
             if not call.memory.repeats:
                 for item in call.memory.gives:
-                    self.keep(item.value, call.place)
+                    self.hold_saved(item.value, call.place)
                 self.keep_own(number)
             self.finish(number, left)
 
     def uses(self, calls: Iterable[TapeCall]) -> Counter[int]:
         return Counter(self.tape.root[value] for call in calls for value in call.memory.takes)
-
-    def taken(self, part: Part) -> list[int]:
-        """Storages that a part takes from outside."""
-        inside = self.given(part)
-        found = (self.tape.root[value] for number in part.calls for value in self.calls[number].memory.takes)
-        return [root for root in dict.fromkeys(found) if root not in inside]
-
-    def leaving(self, part: Part) -> set[int]:
-        """Storages that a part makes for later calls."""
-        later = self.uses(self.calls[part.stop :])
-        outputs = {self.tape.root[value] for value in self.tape.outputs}
-        return {root for root in self.given(part) if later[root] or root in outputs}
-
-    def given(self, part: Part) -> set[int]:
-        """Storages that a part makes."""
-        gives = (item for number in part.calls for item in self.calls[number].memory.gives)
-        return {item.value for item in gives if item.alias is None}
 
     def call(self, number: int) -> None:
         """Begin a call."""
@@ -450,7 +454,7 @@ class Replay:
             if self.prices.groups is None:
                 self.deliver(arrived)
             if part is not None and number == part.first:
-                for root in self.taken(part):
+                for root in part.taken:
                     self.release(root)
                 self.copies, part = set(), None
         self.deliver(arrived)
@@ -471,15 +475,15 @@ class Replay:
         """A part is computed again, up to the last tensor that its backward reads."""
         calls = [self.calls[number] for number in part.calls]
         kept = {item.value for call in calls if not call.memory.repeats for item in call.memory.gives}
-        self.copies = self.given(part) - kept
+        self.copies = set(part.given - kept)
         left = self.uses(calls)
-        for root in self.leaving(part):
+        for root in part.leaving:
             left[root] += 1  # stays until the part has run
         until = max(
             (
                 number
                 for number in part.calls
-                if self.calls[number].memory.keeps or self.calls[number].memory.own
+                if self.calls[number].memory.saves or self.calls[number].memory.own
             ),
             default=part.first - 1,
         )
@@ -488,12 +492,12 @@ class Replay:
             if memory.repeats:
                 self.call(number)
                 self.heap.hold(("own", number), memory.own)
-            for root in memory.keeps:
+            for root in memory.saves:
                 self.heap.hold(self.key(root), self.tape.nbytes[root])
             if self.has_weight(number):
                 self.stay_for_weights(number)
             self.finish(number, left)
-        for root in self.given(part):
+        for root in part.given:
             self.forget(root)
         for root in kept:
             self.release(root)
@@ -501,7 +505,7 @@ class Replay:
     def stay_for_weights(self, number: int) -> None:
         """What a call of a part keeps stays between the halves of a split backward as that of others does."""
         memory, place = self.calls[number].memory, self.calls[number].place
-        for root in memory.keeps - self.tape.gathered:
+        for root in memory.saves - self.tape.gathered:
             self.for_weights.setdefault(root, []).append(place)
         if memory.repeats:
             self.own_for_weights[place] += memory.own
@@ -515,7 +519,7 @@ class Replay:
         self.hold_back(number, incoming.values())
         if part is None and incoming:
             self.read(number)
-        gathered = call.memory.keeps & self.tape.gathered if part is None and incoming else frozenset()
+        gathered = call.memory.saves & self.tape.gathered if part is None and incoming else frozenset()
         for root in gathered:
             self.heap.hold(("gathered", root), self.tape.nbytes[root])
         made = []
@@ -529,11 +533,11 @@ class Replay:
         for root in gathered:
             self.heap.drop(("gathered", root))
         if part is None:
-            for root in call.memory.keeps - self.tape.gathered:
+            for root in call.memory.saves - self.tape.gathered:
                 (self.forget_back if root in self.offloaded else self.release)(root)
             self.release_own(number)
         else:
-            self.forget_again(number)
+            self.forget_recomputed(number)
         for key in incoming.values():
             self.heap.drop(key)
         for value, key in made:
@@ -544,10 +548,10 @@ class Replay:
         """Fetch what a call reads from the host, and begin to fetch what its stage reads after it."""
         memory, stage = self.calls[number].memory, self.stage_of(number)
         first, stop = self.firsts_of[stage : stage + 2]
-        if stage not in self.begun and (memory.own or memory.keeps - self.tape.gathered):
+        if stage not in self.begun and (memory.own or memory.saves - self.tape.gathered):
             self.begun.add(stage)
             self.fetch(max(first, stop - AHEAD), stop)
-        for root in sorted(memory.keeps & self.offloaded.keys(), key=lambda root: -self.offloaded[root]):
+        for root in sorted(memory.saves & self.offloaded.keys(), key=lambda root: -self.offloaded[root]):
             self.fetch(max(first, self.offloaded[root] - AHEAD), self.offloaded[root] + 1)
 
     def fetch(self, first: int, stop: int) -> None:
@@ -561,10 +565,10 @@ class Replay:
         if not self.readers[root] and root in self.back:
             self.heap.drop(("back", root))
 
-    def forget_again(self, number: int) -> None:
+    def forget_recomputed(self, number: int) -> None:
         """Of a call that ran again."""
         memory = self.calls[number].memory
-        for root in memory.keeps:
+        for root in memory.saves:
             self.heap.drop(self.key(root))
         if memory.repeats:
             self.heap.drop(("own", number))

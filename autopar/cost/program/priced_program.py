@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.core.graph import Graph
-from autopar.core.offload import Moved
+from autopar.core.offload import OffloadedTensor
 from autopar.core.program import Program
 from autopar.core.recompute import Segment
 from autopar.cost.operators.prices import Price, Prices
@@ -72,13 +72,16 @@ class PricedProgram:
 
     @property
     def plain(self) -> PricedProgram:
-        """The program without remedies: nothing is computed again, nothing moved."""
+        """The program without remedies: nothing is computed again, nothing offloaded."""
         return self.remedied(recompute=(), offload=())
 
     def remedied(
-        self, *, recompute: tuple[Segment, ...] | None = None, offload: tuple[Moved, ...] | None = None
+        self,
+        *,
+        recompute: tuple[Segment, ...] | None = None,
+        offload: tuple[OffloadedTensor, ...] | None = None,
     ) -> PricedProgram:
-        """The program with other recomputed parts, or other tensors moved to the host, where given."""
+        """The program with other recomputed parts, or other tensors offloaded, where given."""
         own = self.program.recompute, self.program.offload
         wanted = own[0] if recompute is None else recompute, own[1] if offload is None else offload
         if wanted == own:

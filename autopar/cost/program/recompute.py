@@ -53,7 +53,7 @@ def repeats(priced: PricedProgram) -> list[tuple[int, int, float]]:
         if price.saved.results or price.saved.extra_bytes:
             until = place
         if until is not None:
-            found.append((place, until, price.again))
+            found.append((place, until, price.recompute))
         if price.saved.operands:
             until = place
     return found[::-1]
@@ -67,7 +67,7 @@ def repeated(priced: PricedProgram) -> list[tuple[int, int, float]]:
     return [item for item in repeats(priced) if item[1] < ends.get(item[0], 0)]
 
 
-def again_seconds(priced: PricedProgram) -> float:
+def recompute_seconds(priced: PricedProgram) -> float:
     """Seconds of a micro-batch that the program's recomputed parts take in backward."""
     return sum(seconds for _, _, seconds in repeated(priced))
 
@@ -81,11 +81,11 @@ def savings(priced: PricedProgram, places: Sequence[int]) -> Savings:
     for place, until, cost in repeats(priced):
         seconds.add_first(place, until, cost)
     for life in lives(priced):
-        nbytes, before = float(life.nbytes), life.home
-        if life.held and life.home >= 0 and not life.keepers:
-            taken.add_first(life.home, life.home, nbytes)
+        nbytes, before = float(life.nbytes), life.maker
+        if life.held and life.maker >= 0 and not life.keepers:
+            taken.add_first(life.maker, life.maker, nbytes)
         if life.keepers and not life.held:
-            spared.add_first(life.home, life.keepers[-1], nbytes)
+            spared.add_first(life.maker, life.keepers[-1], nbytes)
         for user in () if life.keepers else life.uses:
             taken.add(before, user, nbytes)
             before = max(before, user)
@@ -99,5 +99,5 @@ def shares(priced: PricedProgram) -> Shares:
     spared = np.zeros(len(chosen))
     for life in lives(priced):
         if life.keepers and not life.held:
-            spared[life.home] += life.nbytes
-    return Shares(np.asarray([price.again for price in chosen]), spared)
+            spared[life.maker] += life.nbytes
+    return Shares(np.asarray([price.recompute for price in chosen]), spared)

@@ -13,7 +13,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.early import early_seconds
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import wait_seconds
-from autopar.cost.program.recompute import again_seconds
+from autopar.cost.program.recompute import recompute_seconds
 from autopar.cost.program.values import Value
 from autopar.errors import CheckError
 
@@ -81,7 +81,7 @@ def step_cost(priced: PricedProgram) -> StepCost:
         else:
             before, after = move_seconds(prices, value, name_is_weight=value.name in parameters)
             forward, backward = forward + before, backward + after
-    backward += again_seconds(priced)
+    backward += recompute_seconds(priced)
     waits = wait_seconds(priced)
     forward, backward = forward + waits[0], backward + waits[1]
     credited = prices.credit or prices.compute_credit or prices.late_credit

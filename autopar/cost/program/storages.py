@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """Memory that backward reads: `home` is the place of the operator where it first occurs, `keepers`
+    """Memory that backward reads: `maker` is the operator where it first occurs, `keepers`
     those of the operators that keep it, none if it is made again, `for_weights` of those that keep it between
-    the halves of a split backward too. A stage that has its home and reaches to the operator `until` keeps it
-    on the host."""
+    the halves of a split backward too. A stage that has its `maker` and reaches to the operator `until` keeps
+    it on the host."""
 
     name: str  # a tensor that lies in it
     nbytes: int
-    home: int
+    maker: int
     keepers: tuple[int, ...]
     for_weights: tuple[int, ...]
     until: int | None = None
@@ -37,12 +37,12 @@ class Footing:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Memory that is not at rest: it is made at `home`, -1 if users pass it; `uses` are the places of the
+    """Memory that is not at rest: `maker` makes it, -1 if users pass it; `uses` are the places of the
     operators that read it, `keepers` of those whose backward does. What ranks exchanged is `held` when an
     operator is computed again."""
 
     nbytes: int
-    home: int
+    maker: int
     held: bool
     uses: tuple[int, ...]
     keepers: tuple[int, ...]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autopar.convert.moves import Action, canonical, effect, gathers, sums_gradients
+from autopar.convert.moves import MoveAction, canonical, effect, gathers, sums_gradients
 from autopar.core.gathering import Gathering
 from autopar.core.graph import GraphInput, InputKind, Operator
 from autopar.core.move import Move
@@ -221,7 +221,7 @@ class _Recorder:
             call,
             takes=takes,
             gives=tuple(gives),
-            keeps=frozenset(self.root[numbers[value]] for value in call.keeps),
+            saves=frozenset(self.root[numbers[value]] for value in call.saves),
             gradients=tuple(
                 Gradient(
                     numbers[item.value], item.nbytes, None if item.alias is None else numbers[item.alias]
@@ -242,22 +242,24 @@ class _Recorder:
     def convert(self, name: str, move: Move, place: int) -> int:
         source = self.converted(name, move.source, place)
         what, deferred = effect(move), (name, move) in self.deferred
-        passes = what.forward is Action.NOTHING or deferred  # a copy that is gathered once lies there
-        again = gathers(move) and self.program.gathering(name) is Gathering.AGAIN
+        passes = what.forward is MoveAction.NOTHING or deferred  # a copy that is gathered once lies there
+        regather = gathers(move) and self.program.gathering(name) is Gathering.REGATHER
         nbytes = 0 if passes else self.prices.local_bytes(name, move.target)
         value = self.new(name, nbytes, source if passes else None)
         gradients: tuple[Gradient, ...] = ()
         scratch = 0
         if self.prices.training and self.graph.specs[name].requires_grad:
-            returns = deferred or what.backward is Action.NOTHING
+            returns = deferred or what.backward is MoveAction.NOTHING
             back = 0 if returns else self.prices.local_bytes(name, move.source)
             gradients = (Gradient(source, back, value if returns else None),)
             scratch = 0 if returns else self.summed_bytes(name, move) - back
-        if again:
+        if regather:
             self.gathered.add(value)
         given = Given(value, nbytes, source if passes else None)
-        keeps = frozenset({self.root[source]} - self.given - self.gathered if again else ())  # weights stay
-        memory = CallMemory((source,), (given,), keeps, 0, gradients, repeats=passes or again)
+        saves = frozenset(
+            {self.root[source]} - self.given - self.gathered if regather else ()
+        )  # weights stay
+        memory = CallMemory((source,), (given,), saves, 0, gradients, repeats=passes or regather)
         self.add(place, replace(memory, backward_scratch=max(0, scratch)))
         self.note(value, (name, self.tidy(name, move.target)), place)
         return value

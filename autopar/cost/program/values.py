@@ -5,7 +5,7 @@
     h       R                         '--------'          converted at its first use, by 2
 
 A value is *free* if every pipeline stage can make it for itself: what depends on weights alone, and what
-has no gradient and depends on the user's inputs alone (masks, positions). All others have one home.
+has no gradient and depends on the user's inputs alone (masks, positions). All others are made in one place.
 `rewrite/split_stages.py` cuts programs by the same rules, but that it hands on what comes from written
 buffers.
 """
@@ -30,14 +30,14 @@ Key = tuple[str, Layout]
 class Value:
     """A tensor in one layout; places are numbers of operators, outputs of the graph leave at the last.
 
-    `home` is where it is made, -1 for an input; `uses` are the places of operators and conversions that
-    take it, in order; `carriers` those of operators with a home that need it, through free values too.
+    `maker` is the operator that makes it, -1 for an input; `uses` are the places of operators and conversions
+    that take it, in order; `carriers` operators with a `maker` that need it, through free values too.
     `move` made it from another layout, `leads` if that is done once a step (rewrite/defer_sync.py).
     """
 
     name: str
     layout: Layout
-    home: int
+    maker: int
     uses: tuple[int, ...]
     carriers: tuple[int, ...]
     move: Move | None
@@ -47,7 +47,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """All values; `carriers` are, for each operator, the places of those with a home that need its
+    """All values; `carriers` are, for each operator, the places of those with a `maker` that need its
     results; `free` the tensors that every stage can make."""
 
     of: Mapping[Key, Value]
@@ -107,7 +107,7 @@ class _Finder:
 
     def settle(self, name: str) -> Value:
         """Find the values of a tensor whose users are settled already."""
-        source, home = self.sources[name]
+        source, maker = self.sources[name]
         children: dict[Layout, list[Move]] = {}
         for move in self.program.moves.get(name, ()):
             children.setdefault(move.source, []).append(move)
@@ -119,12 +119,12 @@ class _Finder:
         def visit(layout: Layout, move: Move | None) -> Value:
             onward = children.get(layout, [])
             below = [visit(each.target, each) for each in onward]
-            uses = sorted({*direct.get(layout, ()), *(value.home for value in below)})
+            uses = sorted({*direct.get(layout, ()), *(value.maker for value in below)})
             users = [self.needed_by(place) for place in direct.get(layout, ())]
             found = Value(
                 name=name,
                 layout=layout,
-                home=home if move is None else min(uses, default=self.final),
+                maker=maker if move is None else min(uses, default=self.final),
                 uses=tuple(uses),
                 carriers=_union([*users, *(value.carriers for value in below)]),
                 move=move,

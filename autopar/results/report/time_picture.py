@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopar.core.schedule import ActionKind
-from autopar.core.timeline import Beside, Event, EventKind, Held, Phase, Timeline
+from autopar.core.timeline import Beside, Event, EventKind, HeldBytes, Phase, Timeline
 from autopar.results.plan import Plan, Stage
 from autopar.results.report.figures import WHOLE, Bar, Cell, Picture, Piece, Table, named, nbytes, seconds
 from autopar.units import show_bytes, show_seconds
@@ -189,7 +189,7 @@ def _fullest(plan: Plan) -> Table:
     return Table(("operator", "phase", "seconds", "memory at most"), tuple(rows), rest)
 
 
-def _curve(held: tuple[Held, ...], length: float, most: int) -> tuple[tuple[float, float], ...]:
+def _curve(held: tuple[HeldBytes, ...], length: float, most: int) -> tuple[tuple[float, float], ...]:
     """The outline of what is held: the most in each of POINTS slices of the step."""
     tops = [0.0] * POINTS
     for entry, after in zip(held, [*(each.seconds for each in held[1:]), length], strict=True):

@@ -7,9 +7,9 @@ scheduler lets that thread run, for milliseconds now and then. Here the ranks' o
         \      /              the same order and of the same size, so only the tensors' bytes travel
          rank 2
 
-What the kernel's buffers hold leaves in `start`, the rest in `Exchange.wait`, which receives meanwhile: two
-ranks that send to each other can't block each other. One exchange at a time is under way in a group, and
-between its `start` and its `wait` no rank may wait for another in any other way.
+What the kernel's buffers hold leaves in `start`, the rest in `SocketTransfer.wait`, which receives
+meanwhile: two ranks that send to each other can't block each other. One exchange at a time is under way in a
+group, and between its `start` and its `wait` no rank may wait for another in any other way.
 
 The sockets have names in Linux's abstract namespace, which belongs to the network namespace: ranks that only
 a network joins don't reach each other by them and keep to the process group, as do all on other systems.
@@ -67,16 +67,18 @@ class Wires:
     def name(self, place: int) -> str:
         return str(self.ranks.get(place, f"rank {place} of a group"))
 
-    def start(self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]) -> Exchange:
+    def start(
+        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]
+    ) -> SocketTransfer:
         """Begin to send contiguous tensors of main memory and to receive into such; none is empty."""
-        exchange = Exchange(self, _by_peer(sends), _by_peer(receives))
+        exchange = SocketTransfer(self, _by_peer(sends), _by_peer(receives))
         for peer in exchange.leaving:
             exchange.send(peer)
         return exchange
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class SocketTransfer:
     """Bytes under way, by peer."""
 
     wires: Wires

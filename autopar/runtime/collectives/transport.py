@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from autopar.runtime.collectives import groups
-from autopar.runtime.collectives.local_sockets import Exchange
+from autopar.runtime.collectives.local_sockets import SocketTransfer
 
 # torch 2.13 renamed these two and warns at the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,7 +52,7 @@ _REDUCED: dict[Any, Callable[[Tensor], Tensor]] = {
 class Transfer:
     """Tensors under way; what is sent must not change, and no slot be read, before `wait` returns."""
 
-    works: Sequence[dist.Work | Exchange]
+    works: Sequence[dist.Work | SocketTransfer]
     landing: list[tuple[Tensor, Tensor]]  # each slot with the buffer that is received into
     sent: list[Tensor]  # kept until they have left
 
@@ -81,7 +81,7 @@ def start(
 
 def _begin(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: ProcessGroup
-) -> Sequence[dist.Work | Exchange]:
+) -> Sequence[dist.Work | SocketTransfer]:
     """Send and receive contiguous tensors, none of them empty."""
     wires = groups.wires(group)
     if wires is not None and all(tensor.is_cpu for _, tensor in (*sends, *receives)):

@@ -28,7 +28,7 @@ from autopar.core.operator_facts import is_random
 from autopar.errors import AutoparError, InputError, cut_text
 from autopar.runtime.compiled.compiler import check_program
 from autopar.runtime.saved.recompute import Recomputed, stays
-from autopar.runtime.saved.regather import is_again
+from autopar.runtime.saved.regather import is_regather
 
 _MASK = torch.ops.autopar.shard_mask.default
 _SERIAL_MASK = torch.ops.autopar.dropout_mask.default
@@ -112,7 +112,7 @@ def _marked(program: fx.GraphModule, numbers: Iterator[int], *, inside: bool) ->
             copy.target, copy.args = torch.ops.autopar.mask_of.default, (seed, *copy.args)
         elif copy.target is _SERIAL_MASK:
             copy.target, copy.args = torch.ops.autopar.serial_mask.default, (next(numbers), *copy.args)
-        elif is_again(copy.target) and not inside:
+        elif is_regather(copy.target) and not inside:
             copy.target = _regathering(copy.target)
     return fx.GraphModule(root, graph, class_name=program.__class__.__name__)
 
@@ -165,4 +165,4 @@ def _part(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Within a part that is computed again. What is drawn stays: seeds are small."""
     if is_random(target) or stays(target):
         return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.MUST_RECOMPUTE if is_again(target) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_RECOMPUTE if is_regather(target) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -24,7 +24,7 @@ from autopar.core.graph import TensorSpec, may_learn
 from autopar.errors import InputError
 from autopar.runtime.collectives.random import Stream
 from autopar.runtime.execute.executable import StagedExecutable
-from autopar.runtime.execute.stage import Stage
+from autopar.runtime.execute.stage import StageModule
 from autopar.runtime.execute.staged_program import pipeline_group
 from autopar.trace.micro_batches import MicroBatch
 
@@ -45,7 +45,7 @@ class Relay:
         self.executable = made
         self._device, self._stream = device, stream
         self._stages = {
-            each.stage: Stage(each, find, mesh=mesh, device=device, exact_random=stream is None)
+            each.stage: StageModule(each, find, mesh=mesh, device=device, exact_random=stream is None)
             for each in made.stages
         }
         self.group = pipeline_group(made, timeout)

@@ -62,7 +62,7 @@ class _Program:
         return _Program(executable, run, constants, users, draws(executable.module))
 
 
-class Stage(nn.Module):
+class StageModule(nn.Module):
     """`find(target)()` is the outer parameter or buffer of that name; `shorter` runs micro-batches that are
     a sample shorter than the first. `between` the halves of a backward that is split little is kept; it is
     None where the schedule doesn't split it, or the stage's doesn't split cleanly."""

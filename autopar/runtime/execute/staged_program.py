@@ -27,7 +27,7 @@ from autopar.runtime.collectives import groups
 from autopar.runtime.collectives.random import Stream
 from autopar.runtime.compiled.compiler import check_pipeline
 from autopar.runtime.execute.executable import StagedExecutable
-from autopar.runtime.execute.stage import Stage
+from autopar.runtime.execute.stage import StageModule
 from autopar.runtime.parameters.parameters import add_gradient, local
 from autopar.trace.micro_batches import MicroBatch
 
@@ -57,7 +57,7 @@ class StagedProgram:
         self.executable = made
         self._find, self._device, self._stream = find, device, stream
         self._stages = [
-            Stage(
+            StageModule(
                 each,
                 find,
                 mesh=mesh,

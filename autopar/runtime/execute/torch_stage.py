@@ -17,7 +17,7 @@ from autopar.core.graph import TensorSpec
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
 from autopar.runtime.execute.executable import StagedExecutable
-from autopar.runtime.execute.stage import Stage
+from autopar.runtime.execute.stage import StageModule
 from autopar.schedules.deliveries import Message, proved
 from autopar.schedules.fill_bubbles import order_of
 
@@ -36,7 +36,7 @@ MULTIPLE: dict[ScheduleKind, Any] = {
 
 def schedule_of(
     made: StagedExecutable,
-    stages: Sequence[Stage],
+    stages: Sequence[StageModule],
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     group: dist.ProcessGroup,
     device: torch.device,
@@ -105,7 +105,11 @@ class Sends:
 
 
 def _torch_stage(
-    stage: Stage, whole: StagedExecutable, group: dist.ProcessGroup, device: torch.device, sends: Sends | None
+    stage: StageModule,
+    whole: StagedExecutable,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    sends: Sends | None,
 ) -> _TorchStage:
     made = stage.executable
     last = made.stage == whole.pipeline.num_stages - 1
@@ -143,7 +147,7 @@ class _TorchStage(PipelineStage):
     In `eval` torch asks for the gradient of a neighbour on the same rank too, and finds none.
     """
 
-    submod: Stage
+    submod: StageModule
 
     def __init__(self, *args: Any, sends: Sends | None, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -138,8 +138,8 @@ def _set_model(
 ) -> Any:
     if not info.handle_model and not info.broadcast_from_rank0:
         return theirs(model, state, info)
-    once = collective if info.broadcast_from_rank0 else naming.together
-    with once("set_model_state_dict"):
+    scope = collective if info.broadcast_from_rank0 else naming.together
+    with scope("set_model_state_dict"):
         if info.broadcast_from_rank0:
             state = _from_rank_0(state, naming.device)
         # Full tensors are cut as they are loaded. Ranks that pass nothing are said not to handle the model.
@@ -226,8 +226,8 @@ def _set_optimizers(
 ) -> None:
     if not info.handle_optim:
         return
-    once = collective if info.broadcast_from_rank0 else naming.together
-    with once("set_optimizer_state_dict"):
+    scope = collective if info.broadcast_from_rank0 else naming.together
+    with scope("set_optimizer_state_dict"):
         if info.broadcast_from_rank0:
             state = _from_rank_0(state, naming.device)
         for optimizer in optimizers:

@@ -34,7 +34,7 @@ from autopar.runtime.module.loss_scaling import share_infinities
 from autopar.runtime.module.named_states import speak_by_names
 from autopar.runtime.module.optimizer_states import speak_serial_order
 from autopar.runtime.module.optimizers import refuse_together, step_fast, take_over
-from autopar.runtime.module.rank_states import Held, State
+from autopar.runtime.module.rank_states import RankStates, State
 from autopar.runtime.module.stored import SerialOrder, Stored, chunk_of, out_of_order
 from autopar.runtime.module.user_tree import UserTree
 from autopar.runtime.module.whole_steps import step_whole
@@ -69,7 +69,7 @@ class PlacedTensors:
         self._holders: Mapping[str, tuple[int, ...]] = {}  # pipeline ranks of each tensor, with stages
         self._stages_of_uses: Mapping[str, tuple[int, ...]] = {}  # with stages
         self.pipeline = Pipeline()
-        self._held: Held | None = None  # with stages
+        self._held: RankStates | None = None  # with stages
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
 
     @property
@@ -96,7 +96,7 @@ class PlacedTensors:
         if isinstance(made, StagedExecutable):
             self._holders = dict.fromkeys(self._parts, (0,)) | dict(made.holders)
             self._stages_of_uses, self.pipeline = made.stages_of_uses, made.pipeline
-            self._held, self.nothing = Held(self._device), (nothing(mesh),)
+            self._held, self.nothing = RankStates(self._device), (nothing(mesh),)
             self.tree.nothing = self.nothing
             refuse_torch_clipping(mesh)
             share_infinities(mesh)
@@ -204,7 +204,7 @@ class PlacedTensors:
         twin = copy.copy(self)
         twin.tree = tree
         if self._held is not None:
-            twin._held = Held(self._device)
+            twin._held = RankStates(self._device)
         if self._mesh is not None:
             take_plain_tensors(twin, self._mesh[1], self._obstacle())
             twin._look_at_steps(self._mesh[1])

@@ -18,7 +18,7 @@ from autopar.runtime.collectives import transport
 State = tuple[torch.dtype, bool]  # dtype, and whether it learns
 
 
-class Held:
+class RankStates:
     """The states of all parameters and buffers, by their names, as they were at the last `update`."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,14 +1,14 @@
 """What of a placed program waits for backward in the host's memory, so that it needs less on the device.
 
-    hides      copies that forward and backward never wait for: of such a set every subset is one, too
+    overlapped copies that forward and backward never wait for: of such a set every subset is one, too
     all        every copy that is more than its latency
 
-Under a cap no more is taken of what hides than it takes to fit; the larger ones come first. If all of it
-doesn't do, parts are computed again (recompute.py), with what hides of the rest moved, or without: whichever
-fits and is faster. A tensor that a part takes or makes stays on the device. The exact replay of the step
-(cost/program/peak_memory.py) says what fits.
+Under a cap no more is taken of the overlapped ones than it takes to fit; the larger come first. If all of
+them don't do, parts are recomputed (recompute.py), with what is overlapped of the rest offloaded, or without:
+whichever fits and is faster. A tensor that a part takes or makes stays on the device. The exact replay of the
+step (cost/program/peak_memory.py) says what fits.
 
-A pipeline stage moves what it makes and reads itself, and what hides in its own forward and backward.
+A pipeline stage offloads what it makes and reads itself, and what its own forward and backward overlap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from autopar.core.offload import Moved, Offload
+from autopar.core.offload import Offload, OffloadedTensor
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import Schedule
 from autopar.cost.operators.prices import Prices
@@ -29,44 +29,43 @@ from autopar.cost.program.offload import (
     copy_seconds,
     forward_wait,
     movable,
-    moved,
+    offloaded,
     wait_seconds,
 )
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.cost.program.recompute import again_seconds
+from autopar.cost.program.recompute import recompute_seconds
 from autopar.schedules.in_flight import flight
 from autopar.solve.memory.recompute import Fitted, fit
 
 MOST_TRIED = 500  # tensors, the largest: the time that it takes to choose grows with the square
 
 
-def spare(priced: PricedProgram, cap: int, *, recompute: Recompute, offload: Offload) -> Fitted:
+def fit_by_offload(priced: PricedProgram, cap: int, *, recompute: Recompute, offload: Offload) -> Fitted:
     """Recomputes parts and moves tensors so that the program fits `cap` bytes per device at least expense.
     Only what is free to be chosen is chosen; where nothing fits, what needs least."""
     plain = fitted(priced)
     if plain.peak.nbytes <= cap:
         return plain
-    found = [plain]
-    if recompute is Recompute.AUTO:
-        found.append(fitted(fit(priced, cap).priced))
-    if offload is Offload.AUTO and (hiding_all := hiding(priced)).program.offload:
-        hidden = fitted(hiding_all)
+    found, starts = [plain], [priced]
+    if offload is Offload.AUTO and (all_overlapped := overlapped(priced)).program.offload:
+        hidden = fitted(all_overlapped)
         if hidden.peak.nbytes <= cap:
             return fewest(hidden, cap)
         found.append(hidden)
-        if recompute is Recompute.AUTO:
-            found.append(fitted(fit(hiding_all, cap).priced))
+        starts.append(all_overlapped)
+    if recompute is Recompute.AUTO:
+        found += [fitted(fit(each, cap).priced) for each in starts]
     return min(found, key=lambda each: (max(0, each.peak.nbytes - cap), each.seconds, each.peak.nbytes))
 
 
 def fitted(priced: PricedProgram) -> Fitted:
     """The program, moving only what its parts that are computed again leave, and what that takes."""
-    priced = _moving(priced, moved(priced))
-    return Fitted(priced, again_seconds(priced) + sum(wait_seconds(priced)))
+    priced = _moving(priced, offloaded(priced))
+    return Fitted(priced, recompute_seconds(priced) + sum(wait_seconds(priced)))
 
 
-def everywhere(priced: PricedProgram) -> PricedProgram:
-    """The program with everything moved that is worth a copy and finds room on the host."""
+def offload_everything(priced: PricedProgram) -> PricedProgram:
+    """The program with everything offloaded that is worth a copy and finds room on the host."""
     room, chosen = _Room(priced.prices), []
     for item in _worthwhile(priced):
         if room.takes(item):
@@ -74,39 +73,41 @@ def everywhere(priced: PricedProgram) -> PricedProgram:
     return _moving(priced, chosen)
 
 
-def hiding(priced: PricedProgram) -> PricedProgram:
-    """The program with as much moved as neither forward nor backward waits for, and the host has room for."""
+def overlapped(priced: PricedProgram) -> PricedProgram:
+    """Offloads as much as neither forward nor backward waits for, and the host has room for."""
     items, times = _worthwhile(priced), clock(priced)
     return _moving(priced, _hidden(items, times, _Room(priced.prices)))
 
 
-def hiding_of_stages(priced: PricedProgram) -> PricedProgram:
-    """The program with as much moved as hides if it runs as a whole, of what one stage makes: how much of it
-    a stage moves depends on the stage."""
+def overlapped_of_stages(priced: PricedProgram) -> PricedProgram:
+    """Offloads as much as is overlapped if the program runs as a whole, of what one stage makes: how much of
+    it a stage offloads depends on the stage."""
     free = priced.values.free
-    items = [item for item in _worthwhile(priced) if item.moved[0] not in free]
+    items = [item for item in _worthwhile(priced) if item.tensor[0] not in free]
     return _moving(priced, _hidden(items, clock(priced), _Room(priced.prices, copies=0)))
 
 
 def moving_in_stages(
     priced: PricedProgram,
-    offloadable: Sequence[Container[Moved]],
+    offloadable: Sequence[Container[OffloadedTensor]],
     *,
     starts: Sequence[int],
     schedule: Schedule,
     most: int | None = None,
 ) -> PricedProgram:
-    """Moves as much to the host as hides in each stage of the program cut at `starts`. Of what an operator
-    makes only what is `offloadable` is moved, as far as the host has room for all micro-batches in flight;
+    """Offloads as much as is overlapped in each stage of the program cut at `starts`. Of what an operator
+    makes only what is `offloadable` is taken, as far as the host has room for all micro-batches in flight;
     or the `most` largest of that."""
     places = range(len(priced.graph.operators))
     items = [
-        item for item in _worthwhile(priced) if item.home in places and item.moved in offloadable[item.home]
+        item
+        for item in _worthwhile(priced)
+        if item.maker in places and item.tensor in offloadable[item.maker]
     ]
     times, chosen = clock(priced), list[Movable]()
     rooms = [_Room(priced.prices) for _ in range(schedule.ranks)]
     for stage, (start, stop) in enumerate(pairwise((*starts, len(priced.graph.operators)))):
-        own = [item for item in items if start <= item.home and item.needed <= stop]
+        own = [item for item in items if start <= item.maker and item.needed <= stop]
         room = replace(rooms[schedule.rank_of(stage)], copies=flight(schedule, stage))
         chosen += _hidden(own, times.within(start, stop), room)
         rooms[schedule.rank_of(stage)] = room
@@ -114,8 +115,8 @@ def moving_in_stages(
 
 
 def fewest(found: Fitted, cap: int) -> Fitted:
-    """The same with as few tensors moved, the largest, as still fit."""
-    items = sorted(moved(found.priced), key=lambda item: -item.nbytes)
+    """The same with as few tensors offloaded, the largest, as still fit."""
+    items = sorted(offloaded(found.priced), key=lambda item: -item.nbytes)
     low, high = 0, len(items)
     while high - low > 1:
         middle = (low + high) // 2
@@ -141,7 +142,7 @@ def _hidden(items: Sequence[Movable], times: Clock, room: _Room) -> list[Movable
 
 
 def _worthwhile(priced: PricedProgram) -> list[Movable]:
-    """What may be moved and takes longer to copy than a copy of nothing, twice; the largest first."""
+    """What may be offloaded and takes longer to copy than a copy of nothing, twice; the largest first."""
     link = priced.prices.cluster.host
     if link is None:
         return []
@@ -151,7 +152,7 @@ def _worthwhile(priced: PricedProgram) -> list[Movable]:
 
 def _moving(priced: PricedProgram, items: Sequence[Movable]) -> PricedProgram:
     """The program that moves these, in the order in which they can be needed."""
-    return priced.remedied(offload=tuple(item.moved for item in sorted(items, key=_order)))
+    return priced.remedied(offload=tuple(item.tensor for item in sorted(items, key=_order)))
 
 
 def _order(item: Movable) -> tuple[int, int]:

@@ -161,9 +161,9 @@ class _Fitting:
 
         left = min(CHANGES, EFFORT // len(self.priced.graph.operators))
         while left > 0:
-            near = list(islice(_neighbours(found.program.recompute, table.places), left))
-            left -= max(1, len(near))
-            tried = [self.fitted(parts, _totals(table, parts)[0]) for parts in near]
+            neighbors = list(islice(_neighbors(found.program.recompute, table.places), left))
+            left -= max(1, len(neighbors))
+            tried = [self.fitted(parts, _totals(table, parts)[0]) for parts in neighbors]
             best = min(tried, key=worth, default=found)
             if worth(best) >= worth(found):
                 break
@@ -246,7 +246,7 @@ def _parts(table: Savings, price: float, limit: float) -> tuple[Segment, ...]:
     return tuple(reversed(parts))
 
 
-def _neighbours(parts: tuple[Segment, ...], places: Sequence[int]) -> Iterator[tuple[Segment, ...]]:
+def _neighbors(parts: tuple[Segment, ...], places: Sequence[int]) -> Iterator[tuple[Segment, ...]]:
     """The parts with one left out, moved at one end by one place, parted in two, or added."""
     number = {place: index for index, place in enumerate(places)}
     for index, (first, stop) in enumerate(parts):

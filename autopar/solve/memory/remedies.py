@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from autopar.core.offload import Offload
 from autopar.core.recompute import Recompute
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.solve.memory.offload import everywhere, spare
+from autopar.solve.memory.offload import fit_by_offload, offload_everything
 from autopar.solve.memory.recompute import everything
 from autopar.units import show_bytes
 
@@ -22,7 +22,9 @@ def remedies(priced: PricedProgram, recompute: Recompute, offload: Offload) -> I
         if lean < least:
             yield f"allow to recompute (--recompute auto), which would need {show_bytes(lean)}"
     if prices.cluster.host is not None and offload is not Offload.ALL:
-        lean = spare(everywhere(plain), 0, recompute=recompute, offload=Offload.ALL).peak.nbytes
+        lean = fit_by_offload(
+            offload_everything(plain), 0, recompute=recompute, offload=Offload.ALL
+        ).peak.nbytes
         if lean < least:
             yield f"offload all that is worth it (--offload all), which would need {show_bytes(lean)}"
     if prices.cluster.host is None and prices.cluster.device_type != "cpu":

@@ -19,7 +19,7 @@ from autopar.core.program import Program
 from autopar.core.strategy import Strategy
 from autopar.cost.program.values import can_lead, leading
 from autopar.errors import RuleError
-from autopar.solve.linear_program import Answer
+from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.placement.gather_phases import completes, gathers_in_disguise
 from autopar.solve.placement.problem import Problem, Stored
 from autopar.solve.placement.tensor_classes import TensorClass
@@ -39,7 +39,7 @@ class Choices:
     casts: Mapping[str, Gathering]
 
 
-def is_whole(problem: Problem, answer: Answer) -> bool:
+def is_whole(problem: Problem, answer: SolverAnswer) -> bool:
     """Whether the solver's values are choices, and no mixtures of such."""
     if answer.values is None:
         return False
@@ -47,7 +47,7 @@ def is_whole(problem: Problem, answer: Answer) -> bool:
     return all(min(value, abs(1 - value)) < INTEGRAL for value in whole)
 
 
-def read(problem: Problem, answer: Answer) -> Program:
+def read(problem: Problem, answer: SolverAnswer) -> Program:
     """The plan that the solver's values spell."""
     assert answer.values is not None
     values = answer.values
@@ -63,7 +63,7 @@ def read(problem: Problem, answer: Answer) -> Program:
         for name, choices in problem.output_layouts.items()
     }
     casts = {
-        name: Gathering.AGAIN if choice is None or values[choice] > 0.5 else Gathering.KEEP
+        name: Gathering.REGATHER if choice is None or values[choice] > 0.5 else Gathering.KEEP
         for name, choice in problem.regathered.items()
     }
     return decoded(problem, Choices(strategies, stored, outputs, casts), values)
@@ -81,7 +81,7 @@ def choices_of(problem: Problem, program: Program) -> Choices:
         stored,
         {name: program.outputs[name] for name in problem.output_layouts},
         {
-            name: Gathering.AGAIN if choice is None else program.gathering(name)
+            name: Gathering.REGATHER if choice is None else program.gathering(name)
             for name, choice in problem.regathered.items()
         },
     )
@@ -185,12 +185,12 @@ def _moves_of(
     def seconds(moves: tuple[Move, ...]) -> float:
         first = leading(source, needs, moves, gathering) if parameter else ()
         repeated = sum(problem.move_seconds(tensor.name, move, leads=move in first) for move in moves)
-        return repeated + _again_seconds(problem, tensor.name, moves, strategies, gathering)
+        return repeated + _regather_seconds(problem, tensor.name, moves, strategies, gathering)
 
     return min(candidates, key=seconds)
 
 
-def _again_seconds(
+def _regather_seconds(
     problem: Problem,
     name: str,
     moves: Sequence[Move],
@@ -198,7 +198,7 @@ def _again_seconds(
     gathering: Gathering,
 ) -> float:
     """Seconds for which backward gathers a weight again, were it converted by `moves`."""
-    if gathering is not Gathering.AGAIN:
+    if gathering is not Gathering.REGATHER:
         return 0.0
     before = {move.target: move for move in moves}
     total = 0.0

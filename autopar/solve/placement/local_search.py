@@ -25,7 +25,7 @@ from autopar.core.recompute import Recompute
 from autopar.cost.program.peak_memory import Peak
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import RuleError
-from autopar.solve.memory.offload import spare
+from autopar.solve.memory.offload import fit_by_offload
 from autopar.solve.memory.recompute import fit
 from autopar.solve.placement.decode import Choices, choices_of, decoded
 from autopar.solve.placement.problem import Problem
@@ -64,11 +64,12 @@ def search_locally(
     *,
     offload: Offload = Offload.NONE,
     deadline: float | None = None,
+    effort: int = EFFORT,
 ) -> Candidate:
     """The best plan that changes lead to from any of `starts`, the most promising first, with effort left:
     one that fits `cap`, or needs less, and is faster. After `deadline`, by the monotonic clock, no other is
-    tried."""
-    descent, ends = _Descent(problem, cap, recompute, offload, starts[0], deadline), []
+    tried, nor when as many operators have been replayed as `effort` says."""
+    descent, ends = _PlacementDescent(problem, cap, recompute, offload, starts[0], deadline, effort), []
     for place, start in enumerate(starts):
         if not descent.over() and all(start.program != each.program for each in starts[:place]):
             descent.found = start
@@ -77,14 +78,14 @@ def search_locally(
 
 
 @dataclass(slots=True)
-class _Descent:
+class _PlacementDescent:
     problem: Problem
     cap: int
     recompute: Recompute
     offload: Offload
     found: Candidate
     deadline: float | None
-    left: int = EFFORT
+    left: int
 
     def over(self) -> bool:
         return self.left <= 0 or self.late()
@@ -93,11 +94,11 @@ class _Descent:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def best(self) -> Candidate:
-        while not self.over() and (self.changed() or self.fitted_anew() or self.changed(twice=True)):
+        while not self.over() and (self.steps_down() or self.fitted_anew() or self.steps_down(twice=True)):
             pass
         return self.found
 
-    def changed(self, *, twice: bool = False) -> bool:
+    def steps_down(self, *, twice: bool = False) -> bool:
         """Whether a change was better, or two at once if there are few. The same parts are computed again,
         or none: then it is taken."""
         better = False
@@ -123,7 +124,7 @@ class _Descent:
     def fitted(self, plain: PricedProgram) -> PricedProgram:
         if self.offload is Offload.NONE:
             return fit(plain, self.cap).priced
-        return spare(plain, self.cap, recompute=self.recompute, offload=self.offload).priced
+        return fit_by_offload(plain, self.cap, recompute=self.recompute, offload=self.offload).priced
 
     def takes(self, other: Candidate) -> bool:
         mine, theirs = self.found.excess(self.cap), other.excess(self.cap)
@@ -141,7 +142,7 @@ class _Descent:
             few = len(tried) ** 2 * len(self.found.program.strategies) < self.left
             tried = [each for one in tried for each in neighbors(self.problem, one)] if few else []
         for choices in tried:
-            if self.late():
+            if self.over():
                 break
             for program in self.decoded(choices):
                 self.left -= len(program.strategies)
@@ -177,7 +178,7 @@ def neighbors(problem: Problem, choices: Choices) -> Iterator[Choices]:
                 yield replace(choices, stored=_with(choices.stored, name, other))
     for name, way in choices.casts.items():
         if problem.regathered[name] is not None:
-            other_way = Gathering.KEEP if way is Gathering.AGAIN else Gathering.AGAIN
+            other_way = Gathering.KEEP if way is Gathering.REGATHER else Gathering.REGATHER
             yield replace(choices, casts=_with(choices.casts, name, other_way))
     for name, layout in choices.outputs.items():
         for place in problem.output_layouts[name]:

@@ -22,7 +22,7 @@ from autopar.core.graph import Graph
 from autopar.core.program import Program
 from autopar.cost.operators.prices import Prices
 from autopar.solve.highs import Relaxation
-from autopar.solve.linear_program import Answer, Terms
+from autopar.solve.linear_program import SolverAnswer, Terms
 from autopar.solve.placement.decode import is_whole, read
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import MemoryPrice
@@ -34,21 +34,21 @@ ANY = MemoryPrice(
     1e-15, 1e-15
 )  # with which the program is written: so small that no digit of a second is lost
 CORNERS = 8  # that are looked for
-DEAR = 30.0  # price of all bytes of the fastest, in its own seconds: no placement that takes less is sought
+HIGHEST_PRICE = 30.0  # of all bytes of the fastest, in its own seconds: nothing that takes less is sought
 APART = 1e-4  # of the seconds: nearer corners are one
 
 
 @dataclass(slots=True)
 class Priced:
     """The placement program whose bytes may have any price; with `relaxed` for a bound on all placements, in
-    which with `again` operators may be computed again where that is cheaper."""
+    which with `recomputes` operators may be recomputed where that is cheaper."""
 
     graph: Graph
     prices: Prices
     space: Space
     folding: Folding
     relaxed: bool = False
-    again: bool = False
+    recomputes: bool = False
     problem: Problem = field(init=False)
     relaxation: Relaxation = field(init=False)
     seconds: NDArray[np.float64] = field(init=False)  # of each variable, and its bytes
@@ -66,7 +66,7 @@ class Priced:
             relaxed=self.relaxed,
             alike=alike,
             memory_price=ANY,
-            again=self.again,
+            recomputes=self.recomputes,
             copies_last=True,
         )
         count = len(problem.lp.costs)
@@ -88,7 +88,7 @@ class Priced:
         """Placements at the frontier of seconds and bytes with `flight` micro-batches on their way. They
         come from the fastest on, as far as they take less than `most` seconds."""
         first = self.corner(0.0, flight)
-        last = self.corner(DEAR * first.seconds / max(1.0, first.nbytes), flight)
+        last = self.corner(HIGHEST_PRICE * first.seconds / max(1.0, first.nbytes), flight)
         found, waiting = [first, last], [(first, last)]
         while waiting and len(found) < CORNERS:
             left, right = waiting.pop()
@@ -110,14 +110,14 @@ class Priced:
         cost, values = self.solve(MemoryPrice(state=price, saved=price * flight))
         each = np.asarray(values)
         nbytes = float(each @ self.lasting + flight * (each @ self.saved))
-        return _Corner(float(each @ self.seconds), nbytes, Answer(values, cost, cost, "optimal"))
+        return _Corner(float(each @ self.seconds), nbytes, SolverAnswer(values, cost, cost, "optimal"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Corner:
     seconds: float
     nbytes: float
-    answer: Answer
+    answer: SolverAnswer
 
 
 def _summed(terms: Terms, count: int) -> NDArray[np.float64]:

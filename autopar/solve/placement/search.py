@@ -20,8 +20,8 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.errors import CheckError, InfeasibleError, OverCapError, SolverError
 from autopar.solve.deadline import is_over
 from autopar.solve.highs import SECOND, solve
-from autopar.solve.linear_program import Answer
-from autopar.solve.memory.offload import everywhere, spare
+from autopar.solve.linear_program import SolverAnswer
+from autopar.solve.memory.offload import fit_by_offload, offload_everything
 from autopar.solve.memory.recompute import everything, fit
 from autopar.solve.memory.remedies import remedies
 from autopar.solve.placement.decode import is_whole, read
@@ -39,7 +39,7 @@ PRICED_BRANCHING = 6 * SECOND  # of it for one price of memory
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
 LEAN_WORK = 30 * SECOND  # in all, for the least memory that would do
-UNSOLVED = Answer(None, math.inf, -math.inf, "time_limit")
+UNSOLVED = SolverAnswer(None, math.inf, -math.inf, "time_limit")
 
 
 class CutoffError(InfeasibleError):
@@ -90,20 +90,22 @@ def choose(
 
     Raises InfeasibleError if no plan that meets the cap is found, CutoffError if none takes less than
     `cutoff` seconds by the relaxation, SolverError if the time limit passed without an incumbent. The linear
-    memory rows leave out short-lived tensors and know parts that are computed again but roughly, so answers
+    memory rows leave out short-lived tensors and know parts that are recomputed but roughly, so answers
     are completed and replayed exactly: those of the rows, tightened until one fits, and those in which memory
     has a price. Where branching takes too long, or more than `work`, the relaxation is rounded: what is found
     is replayed all the same. Only the first bound, under the cap itself, holds for all plans.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    search = _Search(graph, prices, space, folding, cap, gap, deadline, recompute, offload, work=work)
+    search = _PlacementSearch(
+        graph, prices, space, folding, cap, gap, deadline, recompute, offload, work=work
+    )
     if cap is None:
-        return search.once(memory_price=memory_price, bounded=bounded, cutoff=cutoff)
+        return search.solved(memory_price=memory_price, bounded=bounded, cutoff=cutoff)
     return search.under_cap(cap, bounded=bounded, cutoff=cutoff)
 
 
 @dataclass(slots=True)
-class _Search:
+class _PlacementSearch:
     graph: Graph
     prices: Prices
     space: Space
@@ -118,23 +120,23 @@ class _Search:
     work: float = math.inf  # for a relaxation, and for branching, at most
 
     def under_cap(self, cap: int, *, bounded: bool, cutoff: float) -> Solution:
-        first = self.once(rows=cap, bounded=bounded, cutoff=cutoff)
+        first = self.solved(rows=cap, bounded=bounded, cutoff=cutoff)
         found = self.tightened(first, cap)
         if not found or bounded and found[0].seconds > first.bound * (1 + self.gap):
             with contextlib.suppress(SolverError):
                 found += self.priced(cap)
             with contextlib.suppress(SolverError):
-                found += self.kept(cap)
+                found += self.without_regather(cap)
         best = min(found, key=lambda each: each.seconds) if found else self.least()
         if best is not None and (not found or best.seconds > first.bound * (1 + self.gap)):
-            best = self.nearby([best, first, *found], cap)
+            best = self.best_neighbor([best, first, *found], cap)
         if best is None or best.peak.nbytes > cap:
             self.note(best)
             raise self.infeasible(cap)
         best = replace(best, status=first.status)
         return _judged(best, first.bound, self.gap) if bounded else best
 
-    def nearby(self, known: Sequence[Solution], cap: int) -> Solution:
+    def best_neighbor(self, known: Sequence[Solution], cap: int) -> Solution:
         """The best that changes of single choices lead to from these."""
         if self.recompute is Recompute.ALL or self.offload is Offload.ALL:
             return known[0]
@@ -157,7 +159,7 @@ class _Search:
                 return [solution]
             rows -= max(solution.peak.nbytes - cap, cap // 200)
             try:
-                solution = self.once(rows=rows, bounded=False)
+                solution = self.solved(rows=rows, bounded=False)
             except (InfeasibleError, SolverError):
                 break
         return [solution] if solution.peak.nbytes <= cap else []
@@ -165,28 +167,28 @@ class _Search:
     def priced(self, cap: int) -> list[Solution]:
         """Placements that fit, of those that are cheapest where memory has a price: the price is bisected
         to where they just do."""
-        fastest = self.once(bounded=False)
+        fastest = self.solved(bounded=False)
         unit = fastest.seconds / max(1, fastest.peak.nbytes)
         low, high = map(math.log, MEMORY_PRICES)
         found = []
         for _ in range(PRICE_STEPS):
             middle = (low + high) / 2
             price = math.exp(middle) * unit
-            solution = self.once(memory_price=MemoryPrice(price, price), bounded=False)
+            solution = self.solved(memory_price=MemoryPrice(price, price), bounded=False)
             if solution.peak.nbytes <= cap:
                 found.append(solution)
-            # Without recomputed parts it is the placement that tells whether memory was dear enough.
+            # Without recomputed parts it is the placement that tells whether memory was priced high enough.
             plain = solution.peak.nbytes <= cap and not solution.program.recompute
             low, high = (low, middle) if plain else (middle, high)
         return found
 
-    def kept(self, cap: int) -> list[Solution]:
-        """Those that fit and gather no weight again: rows don't see what doing so holds for a moment."""
-        other = replace(self, space=self.space.without_again())
+    def without_regather(self, cap: int) -> list[Solution]:
+        """Those that fit and regather no weight: rows don't see what doing so holds for a moment."""
+        other = replace(self, space=self.space.without_regather())
         if other.space is self.space:
             return []
         try:
-            return other.tightened(other.once(rows=cap, bounded=False), cap)
+            return other.tightened(other.solved(rows=cap, bounded=False), cap)
         except InfeasibleError:
             return []
 
@@ -194,13 +196,13 @@ class _Search:
         return None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
 
     def least(self) -> Solution | None:
-        """See `least`; the leanest of those with weights that are gathered again and without, with parts
-        that are made again in the rows and without, and of all that were found on the way, as far as time
+        """See `least`; the leanest of those with weights that are regathered and without, with parts
+        that are recomputed in the rows and without, and of all that were found on the way, as far as time
         goes."""
-        spaces = dict.fromkeys((self.space.gatherings, self.space.without_again().gatherings))
+        spaces = dict.fromkeys((self.space.gatherings, self.space.without_regather().gatherings))
         rows = dict.fromkeys((self.recompute is not Recompute.NONE, False))
         work = LEAN_WORK
-        for gatherings, again in itertools.product(spaces, rows):
+        for gatherings, recomputes in itertools.product(spaces, rows):
             with contextlib.suppress(SolverError):
                 found, spent = least(
                     self.graph,
@@ -210,7 +212,7 @@ class _Search:
                     cap=self.cap,
                     recompute=self.recompute,
                     offload=self.offload,
-                    again=again,
+                    recomputes=recomputes,
                     time_limit=self.left(),
                     work=work,
                 )
@@ -236,7 +238,7 @@ class _Search:
             cap=rows,
             relaxed=relaxed,
             memory_price=memory_price,
-            again=self.recompute is not Recompute.NONE,
+            recomputes=self.recompute is not Recompute.NONE,
             offloads=self.offload is not Offload.NONE,
         )
 
@@ -255,7 +257,7 @@ class _Search:
 
         return OverCapError(tell, known=found.peak.nbytes if found else math.inf)
 
-    def once(
+    def solved(
         self,
         *,
         rows: int | None = None,
@@ -309,7 +311,7 @@ class _Search:
         except SolverError:
             return -math.inf
 
-    def branch(self, problem: Problem) -> Answer:
+    def branch(self, problem: Problem) -> SolverAnswer:
         """The answer in whole strategies; where memory is scarce, which may take for ever, only what is found
         before the search has branched for long enough."""
         if problem.cap is None and problem.memory_price == FREE:
@@ -326,11 +328,11 @@ class _Search:
         self.branching = max(0.0, self.branching - answer.work)
         return answer
 
-    def check(self, problem: Problem, answer: Answer, priced: PricedProgram) -> None:
+    def check(self, problem: Problem, answer: SolverAnswer, priced: PricedProgram) -> None:
         """Raises CheckError if what the solver promised is not what the program costs."""
         assert answer.values is not None
         seconds = priced.seconds
-        promised = answer.cost - problem.memory_cost(answer.values) - problem.again_cost(answer.values)
+        promised = answer.cost - problem.memory_cost(answer.values) - problem.recompute_cost(answer.values)
         if seconds > promised * (1 + 1e-6):
             promised += _optimism(problem, priced)
         if seconds > promised * (1 + 1e-6) + 1e-12:
@@ -349,14 +351,14 @@ def completed(
     recompute: Recompute,
     offload: Offload = Offload.NONE,
 ) -> Solution:
-    """The program with what is computed again and moved to the host, if anything, and its cost; without a
+    """The program with what is recomputed and offloaded, if anything, and its cost; without a
     bound."""
     if recompute is Recompute.ALL:
         priced = everything(priced)
     if offload is Offload.ALL:
-        priced = everywhere(priced)
+        priced = offload_everything(priced)
     if cap is not None and offload is not Offload.NONE:
-        priced = spare(priced, cap, recompute=recompute, offload=offload).priced
+        priced = fit_by_offload(priced, cap, recompute=recompute, offload=offload).priced
     elif cap is not None and recompute is Recompute.AUTO:
         priced = fit(priced, cap).priced
     return Solution(priced, priced.seconds, -math.inf, "gap_limit", priced.peak)
@@ -406,14 +408,14 @@ def least(
     cap: int | None = None,
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
-    again: bool = False,
+    recomputes: bool = False,
     time_limit: float | None = None,
     work: float = LEAN_WORK,
 ) -> tuple[Solution | None, float]:
     """The plan in `space` that needs least memory by its linear rows, of several a fast one, and the work
-    that it took; None if it is not found in time and by so much work. Parts are computed again, and tensors
-    moved, so that it fits `cap`, if it can; with `again` the rows take it that parts are."""
-    problem = Problem(graph, prices, space, folding, cap=math.inf, again=again)
+    that it took; None if it is not found in time and by so much work. Parts are recomputed, and tensors
+    offloaded, so that it fits `cap`, if it can; with `recomputes` the rows take it that parts are."""
+    problem = Problem(graph, prices, space, folding, cap=math.inf, recomputes=recomputes)
     problem.lp.ties = problem.lp.costs
     problem.lp.costs = [0.0] * len(problem.lp.ties)
     for nbytes, variable in problem.memory:

@@ -24,7 +24,7 @@ from autopar.core.strategy import Strategy
 from autopar.cost.operators.prices import Prices
 from autopar.errors import InfeasibleError, SolverError
 from autopar.solve.highs import SECOND, solve
-from autopar.solve.linear_program import Answer
+from autopar.solve.linear_program import SolverAnswer
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
 from autopar.solve.placement.problem import Problem
@@ -93,7 +93,7 @@ def choose_named(
         folding,
         cap=cap,
         alike=alike,
-        again=recompute is not Recompute.NONE,
+        recomputes=recompute is not Recompute.NONE,
         offloads=offload is not Offload.NONE,
     )
     problem = nameless(memory_price=memory_price)
@@ -141,7 +141,7 @@ def forget(space: Space, alike: Alike) -> Space:
     return replace(space, strategies=strategies, inputs=inputs, outputs=outputs)
 
 
-def named(space: Space, problem: Problem, answer: Answer, alike: Alike) -> Space:
+def named(space: Space, problem: Problem, answer: SolverAnswer, alike: Alike) -> Space:
     """All namings, within `space`, of what the relaxed `answer` chose."""
     assert answer.values is not None
     values = answer.values

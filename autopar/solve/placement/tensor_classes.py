@@ -80,14 +80,14 @@ class Wiring:
         operation, index = self.makers[name]
         if operation.name not in repetition:
             return name
-        home = repetition[operation.name]
+        own = repetition[operation.name]
         steps = (
             tuple(
                 sorted(
                     (
                         class_of[use.name],
                         pos,
-                        repetition[use.name] - home if use.name in repetition else use.name,
+                        repetition[use.name] - own if use.name in repetition else use.name,
                     )
                     for use, pos in self.uses[name]
                 )

@@ -284,13 +284,13 @@ class CutProblem:
         for stage, (own, forward) in enumerate(zip(self.tables, forwards, strict=True)):
             begun = ahead[stage][:, None] + count * self.busy[stage]
             bounds = [begun + own.sync + own.update]
-            home = behind[stage][:, None] if behind is not None else 0.0
-            bounds.append(begun + home)
+            rest = behind[stage][:, None] if behind is not None else 0.0
+            bounds.append(begun + rest)
             if self.schedule.stages_per_rank == 1:
                 waiting, away = forwards_before(self.schedule, stage) - 1, after[stage + 1][None, :]
-                bounds.append(begun - waiting * forward + away + home)
+                bounds.append(begun - waiting * forward + away + rest)
                 bounds.append(
-                    ahead[stage][:, None] + self.twice_away(stage, forward, backs[stage], away) + home
+                    ahead[stage][:, None] + self.twice_away(stage, forward, backs[stage], away) + rest
                 )
             found.append(np.maximum.reduce(bounds) + self.allowed[stage])
         return found

@@ -72,14 +72,14 @@ def cut(table: Intervals, schedule: Schedule, *, cap: int | None = None) -> Cut:
     Raises InputError for more stages than places, InfeasibleError, with the least that would do, if no cut
     was found that meets the cap.
     """
-    return _Search(CutProblem([table], schedule, cap)).solve()
+    return _CutSearch(CutProblem([table], schedule, cap)).solve()
 
 
-Found: TypeAlias = tuple[Cut, Schedule]
+ScheduledCut: TypeAlias = tuple[Cut, Schedule]
 Worth: TypeAlias = Callable[[Paths, float], NDArray[np.float64]]  # of cuts; any from a limit on may be inf
 
 
-def best(found: Sequence[Found]) -> Found:
+def best(found: Sequence[ScheduledCut]) -> ScheduledCut:
     """The fastest, with a bound for all of them."""
     fastest, schedule = min(found, key=lambda each: each[0].seconds)
     return replace(fastest, bound=min(each.bound for each, _ in found)), schedule
@@ -91,8 +91,8 @@ def cuts(
     *,
     cap: int | None = None,
     known: Sequence[int] | None = None,
-    free: Sequence[Found] = (),
-) -> list[Found]:
+    free: Sequence[ScheduledCut] = (),
+) -> list[ScheduledCut]:
     """The best cut under each of the schedules but for those that can't beat another, by their lower bounds.
 
     `tables` are the levels between which stages choose; ranks part their memory by the first. The search also
@@ -111,7 +111,7 @@ def cuts(
         if found and problem.bound >= fastest:
             break
         try:
-            found.append((_Search(problem, known).solve(cutoff=fastest), problem.schedule))
+            found.append((_CutSearch(problem, known).solve(cutoff=fastest), problem.schedule))
         except InfeasibleError as error:
             failures.append(error)
     if not found:
@@ -119,7 +119,7 @@ def cuts(
     return found
 
 
-def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
+def recomputing_bound(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
     """A lower bound on the seconds of all cuts under `cap`, whatever is computed again.
 
     `table` is the one without that. To keep D bytes less for each micro-batch, beside those that hide on the
@@ -142,7 +142,7 @@ def closer_bound(
     return found
 
 
-def keep(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
+def cut_at(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
     """The cut that is given, whose `starts` are places of the table, as it is; stages may be empty."""
     problem = CutProblem([table], schedule, None)
     path = np.searchsorted(table.places, [*starts, table.places[-1]])
@@ -165,7 +165,7 @@ def _cut(problem: CutProblem, path: Path, seconds: float, bound: float) -> Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _CutSearch:
     """For the best cut of a problem; it may begin where a `known` one starts its stages."""
 
     problem: CutProblem

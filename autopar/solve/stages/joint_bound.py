@@ -56,7 +56,7 @@ WHOLE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)  # one stage for each ran
 
 
 @dataclass(slots=True)
-class Exchange:
+class ExchangeTables:
     """The tables above for the fastest placement, `solution`, and its stages, `table`."""
 
     graph: Graph
@@ -163,10 +163,10 @@ class Exchange:
             source = self.values.source(name)
             if name in self.given:
                 users = np.asarray(source.carriers)
-                home = users.min(initial=last)
+                maker = users.min(initial=last)
             else:
-                users, home = np.asarray(uses), source.home
-            crosses = (places > home) & (places <= users.max(initial=-1))
+                users, maker = np.asarray(uses), source.maker
+            crosses = (places > maker) & (places <= users.max(initial=-1))
             if crosses.any() and (name in self.given or name not in self.values.free):
                 ahead = len(users) - np.searchsorted(np.sort(users), places)
                 found += np.where(crosses, (ahead + len(self.own[name])) * self.dearest(name), 0.0)

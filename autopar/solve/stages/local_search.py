@@ -1,4 +1,4 @@
-"""Placements near one that is known, each cut into stages: the fastest as a whole may not be the fastest cut.
+"""Neighbors of a known placement, each cut into stages: the fastest as a whole may not be the fastest cut.
 
     placement A    40 seconds    |------ 24 ------|--- 16 ---|      a step goes by the slower stage
     placement B    41 seconds    |----- 21 -----|---- 20 ----|      faster
@@ -49,15 +49,15 @@ def improved_step(
     """The best step that changes lead to from a placement, of which `known` is the step if it has one; None
     if there is none. `cut` gives a placement's step or raises InfeasibleError. After `deadline`, by the
     monotonic clock, nothing is cut any more."""
-    descent = _Descent(problem, cut, choices_of(problem, start), known, deadline)
-    while descent.changed() or descent.changed(twice=True):
+    descent = _StagedDescent(problem, cut, choices_of(problem, start), known, deadline)
+    while descent.steps_down() or descent.steps_down(twice=True):
         pass
     best = descent.best
     return replace(best, bound=min(best.seconds, known.bound)) if best and known else best
 
 
 @dataclass(slots=True)
-class _Descent:
+class _StagedDescent:
     problem: Problem
     cut: Callable[[Program], Step]
     choices: Choices
@@ -71,7 +71,7 @@ class _Descent:
         operators = sum(map(len, self.problem.members.values()))
         self.left, self.tried = cuts_left(operators), {_key(self.choices)}
 
-    def changed(self, *, twice: bool = False) -> bool:
+    def steps_down(self, *, twice: bool = False) -> bool:
         """Whether a change, or two at once if there are few, was better: then it is taken."""
         better = False
         untried = list(neighbors(self.problem, self.choices))

@@ -73,7 +73,7 @@ class Scarcity:
     prices: Sequence[float]
     least: Callable[[MemoryPrice], float]
 
-    def dearer(self, price: float, micro_batches: int, counts: Sequence[int]) -> dict[int, float]:
+    def surcharge(self, price: float, micro_batches: int, counts: Sequence[int]) -> dict[int, float]:
         """By how many micro-batches are kept how many times as much as without a price a stage takes."""
         each, most = price / micro_batches, max(counts)
         knots = np.unique(np.round(np.geomspace(max(1, min(counts)), max(1, most), KNOTS)))
@@ -155,12 +155,12 @@ def _ranks(problem: CutProblem, scarcity: Scarcity | None) -> list[list[_Rank]]:
     """Of each rank what holds without a price, and for each price."""
     schedule, update = problem.schedule, problem.table.update
     pairs = [stages_of(schedule, rank) for rank in range(schedule.ranks)]
-    kept = [_kept(schedule, rank) for rank in range(schedule.ranks)]
+    saved = [_saved_counts(schedule, rank) for rank in range(schedule.ranks)]
     found: list[list[_Rank]] = [[] for _ in pairs]
-    for room, dearer in _priced(problem, scarcity):
-        for rank, (one, two), counts in zip(found, pairs, kept, strict=True):
+    for room, surcharge in _priced(problem, scarcity):
+        for rank, (one, two), counts in zip(found, pairs, saved, strict=True):
             first, second = (
-                dearer[count] * (schedule.micro_batches * problem.busy[stage] + update)
+                surcharge[count] * (schedule.micro_batches * problem.busy[stage] + update)
                 for stage, count in zip((one, two), counts, strict=True)
             )
             rank.append(_Rank(np.triu(first + problem.ahead[one][:, None], 1), -_growing(second), room))
@@ -171,26 +171,26 @@ def _alone(problem: CutProblem, scarcity: Scarcity) -> float:
     """The bound where ranks have one stage each."""
     schedule, table = problem.schedule, problem.table
     bounds = [np.full_like(table.forward, -np.inf) for _ in range(schedule.stages)]
-    for room, dearer in _priced(problem, scarcity):
+    for room, surcharge in _priced(problem, scarcity):
         for stage, bound in enumerate(bounds):
-            (count,) = _kept(schedule, schedule.rank_of(stage))
+            (count,) = _saved_counts(schedule, schedule.rank_of(stage))
             work = schedule.micro_batches * problem.busy[stage] + table.sync + table.update
-            np.maximum(bound, problem.ahead[stage][:, None] + dearer[count] * work - room, out=bound)
+            np.maximum(bound, problem.ahead[stage][:, None] + surcharge[count] * work - room, out=bound)
     return float(bottleneck([each + free for each, free in zip(bounds, problem.allowed, strict=True)])[0][0])
 
 
 def _priced(problem: CutProblem, scarcity: Scarcity | None) -> Iterator[tuple[float, dict[int, float]]]:
     """For no price and for each one: what all bytes of the cap are worth, and how much dearer stages are."""
     schedule = problem.schedule
-    counts = sorted({count for rank in range(schedule.ranks) for count in _kept(schedule, rank)})
+    counts = sorted({count for rank in range(schedule.ranks) for count in _saved_counts(schedule, rank)})
     yield 0.0, dict.fromkeys(counts, 1.0)
     for price in scarcity.prices if scarcity else ():
         assert scarcity is not None
-        yield price * scarcity.cap, scarcity.dearer(price, schedule.micro_batches, counts)
+        yield price * scarcity.cap, scarcity.surcharge(price, schedule.micro_batches, counts)
 
 
-def _kept(schedule: Schedule, rank: int) -> Counts:
-    """How many micro-batches each stage of a rank keeps when they are most in all."""
+def _saved_counts(schedule: Schedule, rank: int) -> Counts:
+    """How many micro-batches each stage of a rank saves when they are most in all."""
     stages = schedule.stages_per_rank
     return max((each[:stages] for each in flights(schedule)[rank].all()), key=sum)
 

@@ -1,6 +1,6 @@
 """The last touches to a step with stages, each for as long as it makes the step faster.
 
-    moved     stages begin at any operator around where they begin now
+    shifted   stages begin at any operator around where they begin now
     filled    ranks that wait make gradients of weights meanwhile (fill_bubbles.py)
     mixed     operators follow faster placements as far as there is memory (mixture.py)
 
@@ -27,12 +27,12 @@ from autopar.cost.stages.intervals import Intervals, choose_places, crossing_byt
 from autopar.errors import InfeasibleError
 from autopar.schedules.fill_bubbles import filled
 from autopar.solve.deadline import is_over
-from autopar.solve.stages.cut_search import MOST_PLACES, Cut, closer_bound, cuts, keep
+from autopar.solve.stages.cut_search import MOST_PLACES, Cut, closer_bound, cut_at, cuts
 from autopar.solve.stages.mixture import Mixture
 from autopar.solve.stages.rank_bounds import Scarcity
 from autopar.solve.stages.step import Parting, Step, levels, share_of, staged, step_of
 
-MOST_NEAR = 360  # places around those of a cut
+MOST_NEIGHBORS = 360  # places around those of a cut
 RECUTS = 2
 SETTLED = 0.3  # of all operators: if more can't follow other placements, new conversions join them
 WORTHWHILE = 2e-3  # of a step's seconds
@@ -73,7 +73,7 @@ class Refinement:
         """The step with all that makes it faster, and its bound."""
         places = choose_places(crossing_bytes(step.solution.priced), MOST_PLACES)
         self.sought = [_Sought(step.bound, places, self.schedules)]
-        step = self.filled(self.moved(step))
+        step = self.filled(self.shifted(step))
         if not is_over(self.deadline) and (mixed := self.mixed(step)):
             step = self.filled(mixed)
         return self.bounded(step)
@@ -104,7 +104,7 @@ class Refinement:
         most = closer_bound(table, split, most=most, scarcity=scarcity)
         return closer_bound(table, whole, most=most)
 
-    def moved(self, step: Step) -> Step:
+    def shifted(self, step: Step) -> Step:
         """The step with its stages cut at any operator around where they are cut now. Only if they were
         sought at some of many places."""
         assert step.cut is not None and step.schedule is not None
@@ -117,7 +117,7 @@ class Refinement:
             starts = step.cut.starts
             places = _around(starts, operators)
             try:
-                near = staged(
+                shifted = staged(
                     solution,
                     schedules=[step.schedule],
                     hop=self.hop,
@@ -130,14 +130,14 @@ class Refinement:
                 )
             except InfeasibleError:  # by what tables and replays differ
                 break
-            assert near.cut is not None
+            assert shifted.cut is not None
             unfilled = self.plain(step.schedule)
-            known = near.bound if unfilled is step.schedule else 0.0
+            known = shifted.bound if unfilled is step.schedule else 0.0
             self.sought.append(_Sought(known, places, [unfilled]))
-            gain = 1 - near.seconds / step.seconds
-            step = replace(near, filling=step.filling) if gain > 0 else step
+            gain = 1 - shifted.seconds / step.seconds
+            step = replace(shifted, filling=step.filling) if gain > 0 else step
             assert step.cut is not None
-            if gain < WORTHWHILE or not _at_edge(near.cut.starts, starts, places):
+            if gain < WORTHWHILE or not _at_edge(shifted.cut.starts, starts, places):
                 break
         return step
 
@@ -151,7 +151,7 @@ class Refinement:
             before, step = step, self.refilled(step)
             if step is before or is_over(self.deadline):
                 break
-            step = self.moved(step) if self.moves(step) else step
+            step = self.shifted(step) if self.moves(step) else step
         return step
 
     def moves(self, step: Step) -> bool:
@@ -166,7 +166,7 @@ class Refinement:
             return step
         places = _around(step.cut.starts, len(self.graph.operators))
         table = intervals(step.solution.priced, self.hop, places=places)
-        found = keep(table, schedule, step.cut.starts)
+        found = cut_at(table, schedule, step.cut.starts)
         fits = self.cap is None or max(found.rank_bytes) <= self.cap
         if not fits or found.seconds >= step.seconds:
             return step
@@ -192,14 +192,14 @@ class Refinement:
         if len(mixture.settled) > SETTLED * len(graph.operators):
             mixture = Mixture([plain.program, *self.others], prices, joins=True)
         apart = inseparable(graph)
-        near = _around(step.cut.starts, len(graph.operators))
-        places = mixture.seams([place for place in near if place not in apart])
+        around = _around(step.cut.starts, len(graph.operators))
+        places = mixture.seams([place for place in around if place not in apart])
         if len(places) <= schedule.stages:
             return None
-        again = Recompute.AUTO if step.solution.program.recompute else Recompute.NONE
+        allowed = Recompute.AUTO if step.solution.program.recompute else Recompute.NONE
         lean = levels(
             plain,
-            recompute=again if self.recompute is Recompute.AUTO else Recompute.NONE,
+            recompute=allowed if self.recompute is Recompute.AUTO else Recompute.NONE,
             offloads=bool(step.solution.program.offload),
         )
         programs = [*lean, *(PricedProgram(prices, each) for each in self.others)]
@@ -241,6 +241,6 @@ def _at_edge(starts: Sequence[int], before: Sequence[int], places: Sequence[int]
 def _around(starts: Sequence[int], operators: int) -> tuple[int, ...]:
     """As many places as may be, next to those where stages start."""
     inner = starts[1:]
-    reach = max(1, (MOST_NEAR // max(1, len(inner)) - 1) // 2)
-    near = {start + by for start in inner for by in range(-reach, reach + 1)}
-    return (0, *sorted(place for place in near if 0 < place < operators), operators)
+    reach = max(1, (MOST_NEIGHBORS // max(1, len(inner)) - 1) // 2)
+    around = {start + by for start in inner for by in range(-reach, reach + 1)}
+    return (0, *sorted(place for place in around if 0 < place < operators), operators)

@@ -24,11 +24,19 @@ from autopar.cost.program.recompute import shares
 from autopar.cost.program.step import StepCost
 from autopar.cost.stages.intervals import Intervals, choose_places, crossing_bytes, intervals
 from autopar.errors import InfeasibleError
-from autopar.solve.memory.offload import hiding_of_stages, moving_in_stages
+from autopar.solve.memory.offload import moving_in_stages, overlapped_of_stages
 from autopar.solve.memory.recompute import ladder
 from autopar.solve.placement.search import Solution, check_cutoff
 from autopar.solve.stages.cut_costs import Mix
-from autopar.solve.stages.cut_search import MOST_PLACES, Cut, Found, best, bound_again, cuts, keep
+from autopar.solve.stages.cut_search import (
+    MOST_PLACES,
+    Cut,
+    ScheduledCut,
+    best,
+    cut_at,
+    cuts,
+    recomputing_bound,
+)
 from autopar.solve.stages.mixture import Mixture, is_placed_alike
 from autopar.units import show_bytes
 
@@ -121,7 +129,7 @@ def staged(
     table = intervals(priced, hop, places=places)
     if starts is not None:
         schedule = schedules[0]
-        found = keep(table, schedule, starts)
+        found = cut_at(table, schedule, starts)
         free = found.seconds
         priced, found = _parted([priced], hop, schedule, None, found)
     else:
@@ -159,7 +167,7 @@ class _Lean:
     hop: LinkLike
     cap: int
     table: Intervals
-    free: Sequence[Found]
+    free: Sequence[ScheduledCut]
     known: Sequence[int] | None
     recompute: Recompute
     offload: Offload
@@ -212,7 +220,7 @@ class _Lean:
 
     def bound(self, schedules: Sequence[Schedule], *, offload_rate: float = 0.0) -> float:
         spared = replace(shares(self.priced), offload_rate=offload_rate)
-        return bound_again(self.table, spared, schedules, cap=self.cap)
+        return recomputing_bound(self.table, spared, schedules, cap=self.cap)
 
     def cut(self, way: _Way) -> tuple[PricedProgram, Cut, Schedule]:
         """The best cut of a way as it runs; its bound is none if stages choose among levels. Where the replay
@@ -242,7 +250,7 @@ class _Lean:
                     priced, exact, schedule = programs[0], cut, other
         return priced, replace(exact, bound=0.0), schedule
 
-    def cuts(self, tables: Sequence[Intervals], way: _Way, cap: int) -> list[Found]:
+    def cuts(self, tables: Sequence[Intervals], way: _Way, cap: int) -> list[ScheduledCut]:
         return cuts(tables, way.schedules, cap=cap, known=self.known, free=self.free)
 
 
@@ -252,7 +260,7 @@ def levels(priced: PricedProgram, *, recompute: Recompute, offloads: bool) -> li
     found = ladder(priced, RUNGS) if recompute is Recompute.AUTO else [priced]
     if not offloads:
         return found
-    lean = [hiding_of_stages(each) for each in found]
+    lean = [overlapped_of_stages(each) for each in found]
     return [found[0], *(each for each in lean if each.program.recompute or each.program.offload)]
 
 
@@ -415,7 +423,7 @@ class Parting:
             )
         places = sorted({*self.inner, *cut.starts, operators})
         table = intervals(priced, self.hop, places=places, starts=cut.starts)
-        return priced, keep(table, self.schedule, cut.starts)
+        return priced, cut_at(table, self.schedule, cut.starts)
 
 
 def _inside(parts: Sequence[Segment], start: int, stop: int) -> list[Segment]:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.compiler import Compiler
-from autopar.convert.moves import Action, effect, gathers
+from autopar.convert.moves import MoveAction, effect, gathers
 from autopar.core.costs import Collective, OptimizerState
 from autopar.core.graph import Graph, InputKind
 from autopar.core.mesh import Mesh
@@ -34,9 +34,9 @@ from tests.benchmarks.published.runs import Shape
 INSTANT = 1e3  # times a device's bandwidth, so that products alone take time
 ONCE = OptimizerState(0.0)  # so that state is a weight and a gradient
 COLLECTIVES = {
-    Action.ALL_REDUCE: Collective.ALL_REDUCE,
-    Action.ALL_GATHER: Collective.ALL_GATHER,
-    Action.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
+    MoveAction.ALL_REDUCE: Collective.ALL_REDUCE,
+    MoveAction.ALL_GATHER: Collective.ALL_GATHER,
+    MoveAction.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
 }
 Exchanges: TypeAlias = tuple[tuple[Collective, int], ...]  # with bytes of the full tensor
 
@@ -120,7 +120,7 @@ def _table(
     found = [Shared() for _ in places[1:]]
     for value in priced.values.of.values():
         if value.move is not None and not value.leads:
-            made = found[bisect_right(places, max(0, priced.values.source(value.name).home)) - 1]
+            made = found[bisect_right(places, max(0, priced.values.source(value.name).maker)) - 1]
             _share(made, problem.prices, value, is_weight=value.name in weights)
     return intervals(priced, Link(0.0, 1.0), places=places), found
 

@@ -89,7 +89,7 @@ class Predictor:
         wait = constants.broken_hop if run.nodes > 1 and not run.mended else 0.0
         crosses = split.devices > stack.PER_NODE
         bandwidth = stack.CARD if crosses else way.near.bandwidth
-        known: dict[stack.Stage, StageCost] = {}
+        known: dict[stack.RankPieces, StageCost] = {}
         found: list[StageCost] = []
         for place, stage in enumerate(stack.stages(run.shape, split.pp)):
             if stage not in known:
@@ -101,7 +101,9 @@ class Predictor:
         return found
 
 
-def _cost(stage: stack.Stage, pieces: Pieces, run: Run, constants: stack.Stack, way: stack.Way) -> StageCost:
+def _cost(
+    stage: stack.RankPieces, pieces: Pieces, run: Run, constants: stack.Stack, way: stack.Way
+) -> StageCost:
     """What a stage costs, but for its messages."""
     split, weights = run.split, stage.total(pieces, "weights")
     if run.shape.tied and stage.counts[stack.EMBED] and stage.counts[stack.HEAD]:

@@ -83,7 +83,7 @@ HOST_FORWARD = 1 / 3  # of the host's seconds: backward launches twice as many p
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RankPieces:
     """How many of each piece a pipeline rank has."""
 
     counts: tuple[int, int, int, int]
@@ -102,7 +102,7 @@ class Stage:
 
 
 @cache
-def stages(shape: Shape, count: int) -> tuple[Stage, ...]:
+def stages(shape: Shape, count: int) -> tuple[RankPieces, ...]:
     """Cuts by multiply-adds: a stage ends with the block that brings the sum above its share."""
     total, done, stage = shape.layers * shape.layer_weights + shape.table_weights, 0, 0
     found = [[0, 0, 0, 0] for _ in range(count)]
@@ -112,7 +112,7 @@ def stages(shape: Shape, count: int) -> tuple[Stage, ...]:
         found[stage][BLOCK] += 1
         if stage < count - 1 and done * count > total * (stage + 1):
             stage += 1
-    return tuple(Stage((embed, block, head, loss)) for embed, block, head, loss in found)
+    return tuple(RankPieces((embed, block, head, loss)) for embed, block, head, loss in found)
 
 
 def is_slow(run: Run, *, by_links: bool) -> bool:
@@ -155,7 +155,7 @@ def exchange_seconds(exchanges: Exchanges, tp: int, near: Link, ring: Link) -> f
 
 
 def pass_seconds(
-    stage: Stage, pieces: Pieces, split: Split, stack: Stack, way: Way, *, backward: bool
+    stage: RankPieces, pieces: Pieces, split: Split, stack: Stack, way: Way, *, backward: bool
 ) -> float:
     """Seconds of a stage for one micro-batch, forward or backward."""
     end = "_back" if backward else ""
@@ -172,7 +172,7 @@ def pass_seconds(
     return max(busy, host)
 
 
-def buckets(stage: Stage, shape: Shape, tp: int) -> int:
+def buckets(stage: RankPieces, shape: Shape, tp: int) -> int:
     """How many buckets of gradients a stage's tensors make, the last of them first."""
     kept = shape.hidden * shape.kv_heads // shape.heads
     mlp = shape.hidden * shape.inner
@@ -205,13 +205,13 @@ def sum_seconds(weights: float, count: int, split: Split, stack: Stack, way: Way
     return max(each, count * each - stack.overlap * behind) + count * further
 
 
-def kept_bytes(stage: Stage, pieces: Pieces, shape: Shape, split: Split) -> tuple[int, int]:
+def kept_bytes(stage: RankPieces, pieces: Pieces, shape: Shape, split: Split) -> tuple[int, int]:
     """Bytes that a stage keeps of one micro-batch, and those with which it works."""
     embed, block, head, loss = stage.counts
     logits = loss * split.samples * shape.sequence * shape.vocabulary / split.tp * LOGIT
-    without = Stage((embed, block, head, 0))
+    without = RankPieces((embed, block, head, 0))
     kept = without.total(pieces, "kept") - without.total(pieces, "gathered") + logits
-    inside = Stage((embed, block, 0, 0))
+    inside = RankPieces((embed, block, 0, 0))
     working = max(inside.most(pieces, "working"), logits)
     return int(kept), int(working + stage.most(pieces, "gathered"))
 

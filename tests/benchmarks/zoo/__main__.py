@@ -29,7 +29,7 @@ from typing import Annotated
 
 import typer
 
-from tests.benchmarks.zoo.answers import TIMES, Answer, answer
+from tests.benchmarks.zoo.answers import TIMES, RowAnswer, answer
 from tests.benchmarks.zoo.rows import Row, rows
 
 ROOT = Path(__file__).parents[3]
@@ -49,12 +49,12 @@ HEAD = (
 )
 
 
-def plan_apart(row: Row, folder: Path) -> Answer:
+def plan_apart(row: Row, folder: Path) -> RowAnswer:
     """Plan a row in a process of its own, or read what it came to; ended at `TIMES` its limit."""
     path = folder / row.file
     if not path.exists():
         _run(row, path)
-    return Answer(**json.loads(path.read_text()))
+    return RowAnswer(**json.loads(path.read_text()))
 
 
 def _run(row: Row, path: Path) -> None:
@@ -71,17 +71,17 @@ def _run(row: Row, path: Path) -> None:
         word = (done.stderr.strip().splitlines() or ["no word"])[-1]
         failure = f"no plan in {limit} processor seconds" if ended else word
         wall, cpu = time.monotonic() - begun, float(limit) if ended else 0.0
-        write(Answer(row.name, row.batch, row.machines.seconds, wall, cpu, failure=failure), path)
+        write(RowAnswer(row.name, row.batch, row.machines.seconds, wall, cpu, failure=failure), path)
 
 
-def write(found: Answer, path: Path) -> None:
+def write(found: RowAnswer, path: Path) -> None:
     """Write it whole or not at all."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(asdict(found)))
     part.replace(path)
 
 
-def as_line(found: Answer) -> list[str]:
+def as_line(found: RowAnswer) -> list[str]:
     return [
         found.name,
         str(found.batch),
@@ -97,14 +97,14 @@ def as_line(found: Answer) -> list[str]:
     ]
 
 
-def write_table(answers: Sequence[Answer], path: Path = TABLE) -> None:
+def write_table(answers: Sequence[RowAnswer], path: Path = TABLE) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(HEAD)
         writer.writerows(map(as_line, answers))
 
 
-def summary(answers: Sequence[Answer]) -> str:
+def summary(answers: Sequence[RowAnswer]) -> str:
     """The counts that the table comes to."""
     loose = [each for each in answers if each.gap is not None and not each.binds]
     tight = [each for each in answers if each.gap is not None and each.binds]

@@ -18,7 +18,7 @@ NARROW = 0.9  # of the cap: a plan that takes more may have been made slower by 
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RowAnswer:
     """What a row came to. `wall` and `cpu` are seconds of planning, tracing included; `step` of a step.
 
     `less` is what the best more complicated plan promises to spare, which the simpler one stands for: the
@@ -50,7 +50,7 @@ class Answer:
         return self.cpu > self.limit
 
 
-def answer(row: Row) -> Answer:
+def answer(row: Row) -> RowAnswer:
     """Plan the row, with all options' defaults but for measuring."""
     wall, cpu = time.perf_counter(), time.process_time()
     model, inputs, loss_fn = row.model.make(row.batch)
@@ -61,10 +61,10 @@ def answer(row: Row) -> Answer:
         found = error
         str(error)  # what seeks the least memory that would do
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return told(Answer(row.name, row.batch, row.machines.seconds, wall, cpu), found)
+    return told(RowAnswer(row.name, row.batch, row.machines.seconds, wall, cpu), found)
 
 
-def told(known: Answer, found: Plan | AutoparError) -> Answer:
+def told(known: RowAnswer, found: Plan | AutoparError) -> RowAnswer:
     """The answer with what was found."""
     if isinstance(found, InfeasibleError) and found.least is not None:
         return replace(known, plan="infeasible", peak_bytes=found.least, binds=True)
@@ -113,6 +113,6 @@ def words(plan: Plan) -> str:
 def binds(plan: Plan) -> bool:
     """Whether memory may have made the plan slower: it holds less than it could, or is nearly full."""
     program = plan.program
-    again = any(way is Gathering.AGAIN for way in program.gatherings.values())
+    regathers = any(way is Gathering.REGATHER for way in program.gatherings.values())
     full = plan.memory_cap is not None and plan.peak_bytes > NARROW * plan.memory_cap
-    return bool(program.recompute or program.offload or again or full)
+    return bool(program.recompute or program.offload or regathers or full)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.core.costs import DeviceModel, OperatorCost, Saved
+from autopar.core.costs import DeviceModel, OperatorCost, SavedByCall
 from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine.compute import cost, estimate
 from autopar.errors import CostMissingError, InputError
@@ -78,7 +78,7 @@ def test_nothing_trained_has_no_backward() -> None:
 
 def test_a_measurement_goes_before_the_estimate() -> None:
     subject = call(ATEN.relu.default, x(10))
-    measured = Measurement(subject.key(), 5.0, 7.0, Saved(), 0, None, runs=3, spread=0.0)
+    measured = Measurement(subject.key(), 5.0, 7.0, SavedByCall(), 0, None, runs=3, spread=0.0)
     assert cost(subject, TOY, {subject.key(): measured}) == OperatorCost(5.0, 7.0, measured=True)
     assert cost(subject, TOY, {}) == estimate(subject, TOY)
 

@@ -42,26 +42,28 @@ def counted(subject: Call) -> Flops:
     return Flops(forward, counter.get_total_flops() - forward)
 
 
-def recurrent(target: Any, gates: int, *, layers: int = 1, both: bool = False, learns: bool = True) -> Call:
+def recurrent(
+    target: Any, gates: int, *, layers: int = 1, both: bool = False, requires_grad: bool = True
+) -> Call:
     """Five samples of two steps; an LSTM has two states."""
     ways = 2 if both else 1
     sizes = [4, *[3 * ways] * (layers - 1)]
     shapes = [(gates * 3, *tail) for size in sizes for _ in range(ways) for tail in ((size,), (3,), (), ())]
-    state = x(layers * ways, 5, 3, requires_grad=not learns)
+    state = x(layers * ways, 5, 3, requires_grad=not requires_grad)
     states = [state, state] if target is ATEN.lstm.input else state
     weights = [x(*shape) for shape in shapes]
     return call(
-        target, x(2, 5, 4, requires_grad=learns), states, weights, True, layers, 0.0, True, both, False
+        target, x(2, 5, 4, requires_grad=requires_grad), states, weights, True, layers, 0.0, True, both, False
     )
 
 
 CASES = {
     "lstm": recurrent(ATEN.lstm.input, 4),
     "lstm, two layers, both ways": recurrent(ATEN.lstm.input, 4, layers=2, both=True),
-    "lstm, input not trained, state is": recurrent(ATEN.lstm.input, 4, learns=False),
+    "lstm, input not trained, state is": recurrent(ATEN.lstm.input, 4, requires_grad=False),
     "gru": recurrent(ATEN.gru.input, 3, layers=2),
     "rnn, tanh": recurrent(ATEN.rnn_tanh.input, 1, both=True),
-    "rnn, relu": recurrent(ATEN.rnn_relu.input, 1, learns=False),
+    "rnn, relu": recurrent(ATEN.rnn_relu.input, 1, requires_grad=False),
     "linear": call(ATEN.linear.default, x(2, 5, 3), x(7, 3), x(7)),
     "linear, frozen weight": call(ATEN.linear.default, x(5, 3), x(7, 3, requires_grad=False)),
     "linear, first layer": call(ATEN.linear.default, x(5, 3, requires_grad=False), x(7, 3), x(7)),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from autopar.core.costs import Saved
+from autopar.core.costs import SavedByCall
 from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine import measuring
 from autopar.cost.machine.measuring import PART, YARDSTICKS, Budget, Measuring
@@ -33,7 +33,7 @@ def portions(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         found.append([call.key() for call in own])
         clock.now += SECONDS * len(own)
         runs = [call for call in calls if "[13]" not in call.key()]
-        return [Measurement(call.key(), 2.0, 3.0, Saved(), 0, None, 5, 0.0) for call in runs]
+        return [Measurement(call.key(), 2.0, 3.0, SavedByCall(), 0, None, 5, 0.0) for call in runs]
 
     monkeypatch.setattr(measuring, "measure_together", timed)
     monkeypatch.setattr(measuring, "time", clock)
@@ -107,7 +107,9 @@ def test_slow_memory_takes_nothing_off_products(monkeypatch: pytest.MonkeyPatch)
     def timed(calls: Sequence[Call], device: str, *, budget: float) -> list[Measurement]:
         paces = [1.0 if call.target is torch.ops.aten.mm.default else slow for call in calls]
         pairs = zip(calls, paces, strict=True)
-        return [Measurement(call.key(), 2 * pace, pace, Saved(), 0, None, 5, 0.0) for call, pace in pairs]
+        return [
+            Measurement(call.key(), 2 * pace, pace, SavedByCall(), 0, None, 5, 0.0) for call, pace in pairs
+        ]
 
     monkeypatch.setattr(measuring, "measure_together", timed)
     first, _ = Measuring([(relu(1), 0.1)], "cpu", 1, {}, Budget(), lambda _: None).run()

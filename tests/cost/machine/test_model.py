@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar.cluster import ClusterSpec, DescribedDevice, Link
-from autopar.core.costs import Collective, DeviceModel, Saved
+from autopar.core.costs import Collective, DeviceModel, SavedByCall
 from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine import measuring
 from autopar.cost.machine.model import CostModel, busy_setting, network_of, setting_of
@@ -110,7 +110,7 @@ def test_what_is_measured_while_the_machine_is_slow_counts_as_on_other_days(
     pace = 1.0
 
     def measured(calls: Sequence[Call], device: str, *, budget: float) -> list[Measurement]:
-        return [Measurement(call.key(), 2 * pace, 3 * pace, Saved(), 0, None, 5, 0.0) for call in calls]
+        return [Measurement(call.key(), 2 * pace, 3 * pace, SavedByCall(), 0, None, 5, 0.0) for call in calls]
 
     def relu(length: int) -> Call:
         return Call(torch.ops.aten.relu.default, (TensorSpec((length,), torch.float32),), {})
@@ -137,9 +137,10 @@ def test_a_known_gpu_costs_what_its_file_says() -> None:
     assert filed.of_file and not plain.measured and not plain.of_file
     key, measured = next((key, each) for key, each in filed.measured.items() if each.forward_seconds > 1e-4)
     assert measured.forward_seconds == device_file.operators_of("h100")[key].forward_seconds
-    call = linear(1000, 768)  # of a size that isn't in it
+    call = linear(512, 768)  # of a size that isn't in it, two doublings away
     found, guess = filed.cost(call), plain.cost(call)
     assert call.key() not in filed.measured and found.interpolated and not found.measured
+    assert not filed.cost(linear(1024, 1024)).interpolated  # three: as uncertain as an estimate
     assert (
         0.3 < found.forward_seconds / guess.forward_seconds < 0.9
     )  # products are faster than data sheets say
@@ -158,7 +159,7 @@ def test_a_gpu_without_a_file_and_one_described_by_hand_have_estimates_alone() -
 
 def test_a_gpu_operator_takes_its_launch_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call(torch.ops.aten.relu.default, (TensorSpec((8,), torch.float32),), {})
-    quick = Measurement(call.key(), 1e-6, 0.0, Saved(), 0, None, 5, 0.0)
+    quick = Measurement(call.key(), 1e-6, 0.0, SavedByCall(), 0, None, 5, 0.0)
     model = replace(
         CostModel.of(ClusterSpec(devices_per_node=1, device="a100"), None), measured={call.key(): quick}
     )

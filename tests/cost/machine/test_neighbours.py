@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.core.costs import DeviceModel, Saved
+from autopar.core.costs import DeviceModel, SavedByCall
 from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine.compute import estimate
 from autopar.cost.machine.neighbours import Neighbours, distance, family_of, resized
@@ -27,7 +27,7 @@ def took(call: Call, forward: float, backward: float) -> Measurement:
     """A measurement of so many times the estimate."""
     guess = estimate(call, TOY)
     seconds = forward * guess.forward_seconds, backward * guess.backward_seconds
-    return Measurement(call.key(), *seconds, Saved(), 0, None, 5, 0.0)
+    return Measurement(call.key(), *seconds, SavedByCall(), 0, None, 5, 0.0)
 
 
 def neighbours(*found: Measurement) -> Neighbours:
@@ -45,6 +45,15 @@ def test_the_nearer_counts_by_the_square_of_its_distance() -> None:
     known = neighbours(took(product(32), 2.0, 1.0), took(product(256), 4.0, 1.0))
     forward, _ = known.ratio(product(64)) or (0.0, 0.0)
     assert forward == pytest.approx(2 ** (4 / 5 + 2 / 5))  # one doubling and two: 4 to 1
+
+
+def test_what_follows_from_far_away_is_as_uncertain_as_an_estimate() -> None:
+    call = product(64)
+    wide = {each.key: each for each in (took(product(512), 2.0, 1.0), took(product(4096), 2.0, 1.0))}
+    known = Neighbours(wide, TOY, 6.0)
+    assert known.ratio(call) == pytest.approx((2.0, 1.0)) and not known.is_near(call)
+    near = Neighbours({**wide, product(16).key(): took(product(16), 2.0, 1.0)}, TOY, 6.0)
+    assert near.is_near(call) and not near.is_near(product(64, 8))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.costs import DeviceModel, Saved
+from autopar.core.costs import DeviceModel, SavedByCall
 from autopar.core.graph import Call, Graph, InputKind, Operator, Ref
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
@@ -209,7 +209,7 @@ def test_a_groups_call_computes_what_its_members_do(ranks: int) -> None:
 def test_what_a_group_took_is_what_its_members_take_together() -> None:
     graph, members = activated()
     call = group_call(priced(graph, model=here()), members)
-    took = Measurement(call.key(), 1000.0, 2000.0, Saved(), 0, None, 1, 0.0)
+    took = Measurement(call.key(), 1000.0, 2000.0, SavedByCall(), 0, None, 1, 0.0)
     prices = priced(graph, model=here({call.key(): took}))
     assert sum(seconds(prices, members)) == pytest.approx(3000.0 - sum(CALL_LAUNCHES))
     assert all(not prices.operator(item, whole(prices, item)).missing_seconds for item in members)
@@ -250,11 +250,11 @@ def test_what_stays_inside_has_no_memory_and_no_gradient() -> None:
     first, last = (prices.calls(item, whole(prices, item)).calls[0] for item in (members[0], members[2]))
     assert [item.nbytes for item in first.gives] == [0] and [item.nbytes for item in first.gradients] == [X]
     assert [item.nbytes for item in last.gives] == [X] and [item.nbytes for item in last.gradients] == [0]
-    assert first.keeps == {0} and not last.keeps
+    assert first.saves == {0} and not last.saves
     needed = prices.calls(members[0], whole(prices, members[0]), needed=(0,)).calls[0]
     moved = prices.calls(members[2], whole(prices, members[2]), moved=(0,)).calls[0]
     assert [item.nbytes for item in needed.gives] == [X] and [item.nbytes for item in moved.gradients] == [X]
-    assert moved.keeps == {0}
+    assert moved.saves == {0}
 
 
 def test_a_fused_loss_keeps_no_probabilities() -> None:
@@ -267,4 +267,4 @@ def test_a_fused_loss_keeps_no_probabilities() -> None:
         prices = priced(graph, compiled=compiled)
         call = prices.calls(loss, whole(prices, loss)).calls[0]
         assert (call.own >= 8 * 40 * 60) is not compiled and (call.backward_scratch > 0) is not compiled
-        assert (0 in call.keeps) is compiled
+        assert (0 in call.saves) is compiled

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.core.costs import Collective, DeviceModel, OptimizerState, Saved
+from autopar.core.costs import Collective, DeviceModel, OptimizerState, SavedByCall
 from autopar.core.graph import Graph, GraphInput, InputKind, Operator, Ref, TensorSpec
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
@@ -302,7 +302,7 @@ def test_a_halo_is_that_of_the_slowest_rank_in_both_passes() -> None:
     assert found.forward == OWN[0] + 2 * STRIP[0] + each_way
     assert found.seconds == found.compute + found.communication + found.tie
     assert found.backward == pytest.approx(found.seconds - found.forward)
-    assert found.again == 0  # what ranks exchanged is kept
+    assert found.recompute == 0  # what ranks exchanged is kept
 
 
 def test_rows_for_a_window_are_laid_beside_its_own_before() -> None:
@@ -361,7 +361,7 @@ def test_statistics_of_split_rows_are_summed(
     found = price(s, made, named, ranks=(3,))
     total = (1 + 2 * 32) + 2 * 2 + 2 * 2 / 3 * 32
     assert found.communication == pytest.approx((ahead + back) * total)
-    assert found.forward - found.again == pytest.approx(ahead * total)  # sums are kept, the rest is not
+    assert found.forward - found.recompute == pytest.approx(ahead * total)  # sums are kept, the rest is not
 
 
 def test_a_mask_costs_what_filling_its_memory_does() -> None:
@@ -371,7 +371,7 @@ def test_a_mask_costs_what_filling_its_memory_does() -> None:
     found = price(s, made, "d0")
     draw, product = 1 + 16 * 18, 1 + 3 * 144
     assert found.compute == draw + 2 * product
-    assert found.forward == found.again == draw + product
+    assert found.forward == found.recompute == draw + product
     assert found.missing_seconds == found.compute  # nobody has measured it
 
 
@@ -407,7 +407,7 @@ def test_without_training_there_is_no_backward_and_nothing_is_kept() -> None:
 def test_what_is_measured_is_not_missing() -> None:
     prices, operation, strategy = convolved()
     own = prices.operator(operation, strategy).calls[0]
-    known = Measurement(own.key(), 5.0, 7.0, Saved(), 0, None, runs=3, spread=0.0)
+    known = Measurement(own.key(), 5.0, 7.0, SavedByCall(), 0, None, runs=3, spread=0.0)
     prices, operation, strategy = convolved()
     prices = anew(prices, model=replace(prices.model, measured={own.key(): known}))
     found = prices.operator(operation, strategy)

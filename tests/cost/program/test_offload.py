@@ -13,7 +13,7 @@ from autopar.cost.program.offload import (
     backward_wait,
     copy_seconds,
     forward_wait,
-    hides_until,
+    overlapped_until,
 )
 from autopar.runtime.saved.offload import AHEAD
 
@@ -23,7 +23,7 @@ TIMES = Clock(forward=(0, 1, 2, 3, 4, 20), backward=(24, 22, 20, 18, 16, 0))
 
 def item(nbytes: int, *, made: int, needed: int) -> Movable:
     return Movable(
-        ("x", ()), root=made, call=made, nbytes=nbytes, home=made, made=made, needed=needed, read=needed
+        ("x", ()), root=made, call=made, nbytes=nbytes, maker=made, made=made, needed=needed, read=needed
     )
 
 
@@ -91,10 +91,10 @@ def test_a_stage_has_a_clock_of_its_own() -> None:
     ],
 )
 def test_copies_hide_in_a_stage_that_goes_on_long_enough(nbytes: int, until: int) -> None:
-    (found,) = hides_until([item(nbytes, made=1, needed=2)], TIMES, SLOW)
+    (found,) = overlapped_until([item(nbytes, made=1, needed=2)], TIMES, SLOW)
     assert found == until
 
 
 def test_copies_leave_one_after_the_other() -> None:
     items = [replace(item(1, made=1, needed=needed), root=needed) for needed in (2, 1, 0)]
-    assert hides_until(items, TIMES, SLOW) == [2, 2, 3]  # gone at 2, 3 and 4
+    assert overlapped_until(items, TIMES, SLOW) == [2, 2, 3]  # gone at 2, 3 and 4

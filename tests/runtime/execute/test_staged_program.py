@@ -32,7 +32,7 @@ from autopar.core.timeline import StageCost
 from autopar.errors import InputError, WorkerError
 from autopar.proof.precision import raise_model
 from autopar.rewrite.render import describe
-from autopar.runtime.execute.stage import Stage
+from autopar.runtime.execute.stage import StageModule
 from autopar.runtime.execute.staged_program import StagedProgram
 from autopar.runtime.execute.torch_stage import Sends
 from autopar.runtime.launch import worker
@@ -718,11 +718,11 @@ def _rest_waits(case: str) -> None:
     program = ours._autopar._program(flatten_arguments(batch(), {}), step=True)
     assert isinstance(program, StagedProgram)
 
-    def failing(self: Stage) -> Any:
+    def failing(self: StageModule) -> Any:
         raise ValueError("no time to wait")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stage, "take", failing)
+        patch.setattr(StageModule, "take", failing)
         with pytest.raises(ValueError, match="no time to wait"):
             step(ours, *batch(), seed=1)
     for stage in program._stages:
@@ -864,14 +864,14 @@ def _raises() -> None:
     """One rank's stage fails at its third micro-batch, while the other waits for its gradients."""
     worker.init("cpu")
     _, ours = prepared("1f1b")
-    forward = Stage.forward
+    forward = StageModule.forward
 
-    def failing(self: Stage, *received: Tensor, micro_batch: Tensor) -> Any:
+    def failing(self: StageModule, *received: Tensor, micro_batch: Tensor) -> Any:
         if self.executable.stage == 1 and int(micro_batch) == 2:
             raise ValueError("one sample too many")
         return forward(self, *received, micro_batch=micro_batch)
 
-    Stage.forward = failing  # type: ignore[method-assign]  # in a process of its own
+    StageModule.forward = failing  # type: ignore[method-assign]  # in a process of its own
     ours.train_step(*batch())
 
 
@@ -885,16 +885,16 @@ def _raises_between_buckets() -> None:
     """A rank fails in its last backward when the first of its sums has begun, which its peer joins."""
     worker.init("cpu")
     if dist.get_rank() == 3:
-        receive = Stage._receive
+        receive = StageModule._receive
         seen: list[int] = []
 
-        def failing(self: Stage, index: int, gradient: Tensor) -> None:
+        def failing(self: StageModule, index: int, gradient: Tensor) -> None:
             if seen:
                 raise ValueError("one bucket too many")
             seen.append(index)
             receive(self, index, gradient)
 
-        Stage._receive = failing  # type: ignore[method-assign]  # in a process of its own
+        StageModule._receive = failing  # type: ignore[method-assign]  # in a process of its own
     _, ours = prepared("gpipe x batch", bucket_bytes=1)
     ours.train_step(*batch())
 

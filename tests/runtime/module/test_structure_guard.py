@@ -27,7 +27,7 @@ Pools = Callable[[int], Pool]
 EXACT = 1e-12
 
 
-class Held(nn.Module):
+class BufferedEdges(nn.Module):
     """A layer whose edges are a buffer."""
 
     edge_index: Tensor
@@ -74,7 +74,7 @@ def held() -> tuple[float, float, int]:
     """Gaps in training mode, then without gradients after a write to the buffer; and the programs."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
-    model = Held()
+    model = BufferedEdges()
     serial, x = copy.deepcopy(model), torch.randn(VERTICES, FEATURES)
     parallel = autopar.parallelize(model, autopar.ClusterSpec.local(2), (x,), measure=False)
     loss, wanted = parallel(x), serial(x)

@@ -214,7 +214,7 @@ def test_what_is_fetched_for_another_is_found(monkeypatch: Patch) -> None:
     "plan, gathering",
     [
         ("one batch", None),
-        ("one batch", Gathering.AGAIN),
+        ("one batch", Gathering.REGATHER),
         ("micro-batches", None),
         ("two axes", Gathering.ONCE),
     ],
@@ -242,10 +242,10 @@ class Deep(nn.Module):
         return (torch.cat([x] * self.copies, 1).sum(1) if self.copies else x).square().mean()
 
 
-def peaks(layers: int, *, away: bool, copies: int = 0) -> tuple[float, float]:
+def peaks(layers: int, *, offloaded: bool, copies: int = 0) -> tuple[float, float]:
     """The most that a step holds on this rank, as predicted and as measured, in activations."""
     torch.manual_seed(0)
-    compiler = forced_compiler(Mesh((2,)), ["batch"], offload=away)
+    compiler = forced_compiler(Mesh((2,)), ["batch"], offload=offloaded)
     ours = ParallelModule(Deep(layers, copies).double(), compiler, describe=describe, device=CPU)
     x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
     ours.prepare(x)
@@ -271,7 +271,7 @@ def peaks(layers: int, *, away: bool, copies: int = 0) -> tuple[float, float]:
     return predicted.nbytes / ACTIVATION, peak_bytes(step, alive(), CPU) / ACTIVATION
 
 
-@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize(
     ("layers", "copies"),
     [
@@ -280,17 +280,19 @@ def peaks(layers: int, *, away: bool, copies: int = 0) -> tuple[float, float]:
         (10, 8),  # when forward ends, and what is still leaving is there
     ],
 )
-def test_the_predicted_peak_is_the_measured_one(away: bool, layers: int, copies: int, pools: Pools) -> None:
-    for predicted, measured in pools(2).run(partial(peaks, away=away, copies=copies), layers):
+def test_the_predicted_peak_is_the_measured_one(
+    offloaded: bool, layers: int, copies: int, pools: Pools
+) -> None:
+    for predicted, measured in pools(2).run(partial(peaks, offloaded=offloaded, copies=copies), layers):
         assert predicted == pytest.approx(measured, abs=0.1)
 
 
-def staged_peaks(kind: ScheduleKind, *, away: bool) -> tuple[float, float]:
+def staged_peaks(kind: ScheduleKind, *, offloaded: bool) -> tuple[float, float]:
     """The most that a step of two stages holds on this rank, as predicted and as measured, in activations."""
     torch.manual_seed(0)
     starts = (0, 10, 20, 30) if kind is ScheduleKind.INTERLEAVED else (0, 20)
     pipeline = Pipeline(2, 4, kind, starts)
-    compiler = forced_compiler(Mesh((1,)), ["batch"], pipeline=pipeline, offload=away)
+    compiler = forced_compiler(Mesh((1,)), ["batch"], pipeline=pipeline, offload=offloaded)
     ours = ParallelModule(Deep(20, 0).double(), compiler, describe=describe, device=CPU, by_steps=True)
     x = torch.randn(2 * ROWS, WIDTH, dtype=torch.float64)
     ours.prepare(x)
@@ -319,16 +321,18 @@ def staged_peaks(kind: ScheduleKind, *, away: bool) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("kind", [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.INTERLEAVED])
-def test_stages_hold_less_while_what_they_keep_is_away(kind: ScheduleKind, pools: Pools) -> None:
-    kept, moved = (pools(2).run(partial(staged_peaks, away=away), kind) for away in (False, True))
-    for (expected, measured), (less_expected, less) in zip(kept, moved, strict=True):
+def test_stages_hold_less_while_what_they_save_is_offloaded(kind: ScheduleKind, pools: Pools) -> None:
+    kept, less_kept = (
+        pools(2).run(partial(staged_peaks, offloaded=offloaded), kind) for offloaded in (False, True)
+    )
+    for (expected, measured), (less_expected, less) in zip(kept, less_kept, strict=True):
         assert expected == pytest.approx(measured, rel=0.1)
         assert less_expected == pytest.approx(less, rel=0.1)
         assert less < 0.75 * measured
 
 
 def test_a_deeper_net_needs_no_more_memory_on_the_device(pools: Pools) -> None:
-    for away, growth in ((False, 4), (True, 0)):
-        few, many = (pools(2).run(partial(peaks, away=away), layers) for layers in (6, 10))
+    for offloaded, growth in ((False, 4), (True, 0)):
+        few, many = (pools(2).run(partial(peaks, offloaded=offloaded), layers) for layers in (6, 10))
         for (_, before), (_, after) in zip(few, many, strict=True):
             assert after - before == pytest.approx(growth, abs=0.3)

@@ -27,7 +27,13 @@ from autopar.schedules.in_flight import scheduled
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.memory import offload
-from autopar.solve.memory.offload import everywhere, fitted, hiding, moving_in_stages, spare
+from autopar.solve.memory.offload import (
+    fit_by_offload,
+    fitted,
+    moving_in_stages,
+    offload_everything,
+    overlapped,
+)
 from autopar.solve.memory.recompute import fit
 from autopar.solve.placement.search import choose
 from autopar.solve.placement.space import build_space
@@ -82,7 +88,7 @@ def placed(graph: Graph, cluster: ClusterSpec) -> tuple[Prices, Program]:
 
 
 def subsets(graph: Graph, prices: Prices, program: Program) -> Iterator[Program]:
-    items = [item.moved for item in movable(PricedProgram(prices, program))]
+    items = [item.tensor for item in movable(PricedProgram(prices, program))]
     for count in range(len(items) + 1):
         for some in combinations(items, count):
             yield replace(program, offload=some)
@@ -108,7 +114,9 @@ def test_what_hides_and_fits_is_found(make: Callable[[], Graph]) -> None:
             if sum(wait_seconds(PricedProgram(prices, each))) == 0.0
         ]
         for cap in sorted(set(hidden)):
-            found = spare(PricedProgram(prices, program), cap, recompute=Recompute.NONE, offload=Offload.AUTO)
+            found = fit_by_offload(
+                PricedProgram(prices, program), cap, recompute=Recompute.NONE, offload=Offload.AUTO
+            )
             assert found.peak == PricedProgram(prices, found.program).peak
             assert sum(wait_seconds(PricedProgram(prices, found.program))) == found.seconds == 0.0
             assert found.peak.nbytes <= cap
@@ -128,7 +136,9 @@ def test_with_parts_it_is_no_slower_than_parts_alone_and_apart_from_them(make: C
         for part in range(9):
             cap = least + (peak - least) * part // 8
             alone = fit(PricedProgram(prices, program), cap)
-            found = spare(PricedProgram(prices, program), cap, recompute=Recompute.AUTO, offload=Offload.AUTO)
+            found = fit_by_offload(
+                PricedProgram(prices, program), cap, recompute=Recompute.AUTO, offload=Offload.AUTO
+            )
             assert found.peak.nbytes <= cap and found.seconds <= alone.seconds * (1 + CLOSE)
             assert found.peak == PricedProgram(prices, found.program).peak
             assert is_apart(graph, found.program)
@@ -147,23 +157,23 @@ def is_apart(graph: Graph, program: Program) -> bool:
 def test_what_parts_take_or_make_stays() -> None:
     graph = deep()
     prices, program = placed(graph, gpus(1e30))
-    away = everywhere(PricedProgram(prices, program)).program
+    offloaded = offload_everything(PricedProgram(prices, program)).program
     for first, stop in ((1, 2), (2, 4), (3, 7)):
-        found = fitted(PricedProgram(prices, replace(away, recompute=((first, stop),)))).program
-        assert found.offload and len(found.offload) < len(away.offload) and is_apart(graph, found)
+        found = fitted(PricedProgram(prices, replace(offloaded, recompute=((first, stop),)))).program
+        assert found.offload and len(found.offload) < len(offloaded.offload) and is_apart(graph, found)
 
 
 def test_what_hides_in_one_direction_alone_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = deep()
     prices, program = placed(graph, gpus(1e9))
     times = clock(PricedProgram(prices, program))
-    assert hiding(PricedProgram(prices, program)).program.offload
+    assert overlapped(PricedProgram(prices, program)).program.offload
     for shorter in (
         replace(times, forward=tuple(0.0 for _ in times.forward)),
         replace(times, backward=tuple(0.0 for _ in times.backward)),
     ):
         monkeypatch.setattr(offload, "clock", lambda *_, found=shorter: found)
-        assert not hiding(PricedProgram(prices, program)).program.offload
+        assert not overlapped(PricedProgram(prices, program)).program.offload
 
 
 def test_with_one_stage_all_that_operators_make_may_be_moved_the_first_one_too() -> None:
@@ -172,12 +182,14 @@ def test_with_one_stage_all_that_operators_make_may_be_moved_the_first_one_too()
     x = s.linear(s.call(aten.tanh.default, Ref(s.linear(x, 8))), 8)
     graph = s.graph(s.call(aten.sum.default, Ref(s.call(aten.tanh.default, Ref(x)))))
     prices, program = placed(graph, gpus(1e30))
-    made = {item.moved for item in movable(PricedProgram(prices, program)) if item.home >= 0}
+    made = {item.tensor for item in movable(PricedProgram(prices, program)) if item.maker >= 0}
     first = graph.operators[0].results[0]
     assert first in {name for name, _ in made}
     schedule = scheduled(ScheduleKind.GPIPE, 1, 1, 2)
-    away = [made] * len(graph.operators)
-    found = moving_in_stages(PricedProgram(prices, program), away, starts=(0,), schedule=schedule).program
+    offloaded = [made] * len(graph.operators)
+    found = moving_in_stages(
+        PricedProgram(prices, program), offloaded, starts=(0,), schedule=schedule
+    ).program
     assert set(found.offload) == made
     kept = [set() if place == 0 else made for place in range(len(graph.operators))]
     rest = moving_in_stages(PricedProgram(prices, program), kept, starts=(0,), schedule=schedule).program
@@ -189,7 +201,7 @@ def test_what_both_passes_wait_for_counts() -> None:
     prices, program = placed(graph, gpus(1.0))
     unit = bandwidths(graph, prices, program)[0]  # behind which nothing hides
     prices = prices_of(graph, gpus(unit))
-    program = everywhere(PricedProgram(prices, program)).program
+    program = offload_everything(PricedProgram(prices, program)).program
     forward, backward = wait_seconds(PricedProgram(prices, program))
     assert min(forward, backward) > 0
     assert fitted(PricedProgram(prices, program)).seconds == pytest.approx(forward + backward)
@@ -198,18 +210,18 @@ def test_what_both_passes_wait_for_counts() -> None:
 def test_all_is_all_and_what_does_not_hide_is_paid() -> None:
     graph = blocks(2)
     prices, program = placed(graph, gpus(1.0))
-    away = everywhere(PricedProgram(prices, program)).program
-    assert {*away.offload} == {item.moved for item in movable(PricedProgram(prices, program))}
+    offloaded = offload_everything(PricedProgram(prices, program)).program
+    assert {*offloaded.offload} == {item.tensor for item in movable(PricedProgram(prices, program))}
     nbytes = sum(item.nbytes for item in movable(PricedProgram(prices, program)))
-    plain, late = PricedProgram(prices, program).cost, PricedProgram(prices, away).cost
+    plain, late = PricedProgram(prices, program).cost, PricedProgram(prices, offloaded).cost
     # At a byte a second nothing hides but what runs meanwhile.
     assert nbytes - plain.forward <= late.forward - plain.forward <= nbytes
     assert nbytes - plain.backward <= late.backward - plain.backward <= nbytes
     fast = prices_of(graph, gpus(1e30))
-    assert PricedProgram(fast, away).cost.micro_batch == pytest.approx(
+    assert PricedProgram(fast, offloaded).cost.micro_batch == pytest.approx(
         PricedProgram(fast, program).cost.micro_batch
     )
-    assert PricedProgram(fast, away).peak.saved < PricedProgram(fast, program).peak.saved
+    assert PricedProgram(fast, offloaded).peak.saved < PricedProgram(fast, program).peak.saved
 
 
 def test_the_hosts_memory_is_shared_and_not_exceeded() -> None:
@@ -219,13 +231,15 @@ def test_the_hosts_memory_is_shared_and_not_exceeded() -> None:
     assert all(size & (size - 1) == 0 for size in sizes)  # else pinned memory takes more
     for count in range(len(sizes)):
         room = sum(sorted(sizes)[-count:]) if count else 0
-        away = everywhere(
+        offloaded = offload_everything(
             PricedProgram(prices_of(graph, gpus(1.0, host_memory=2 * room + 1)), program)
         ).program
-        moved = [
-            item.nbytes for item in movable(PricedProgram(prices, program)) if item.moved in away.offload
+        sizes = [
+            item.nbytes
+            for item in movable(PricedProgram(prices, program))
+            if item.tensor in offloaded.offload
         ]
-        assert sum(moved) == room
+        assert sum(sizes) == room
 
 
 def test_a_copy_that_is_mostly_latency_is_not_made() -> None:
@@ -234,7 +248,10 @@ def test_a_copy_that_is_mostly_latency_is_not_made() -> None:
     largest = max(item.nbytes for item in movable(PricedProgram(prices, program)))
     for latency, some in ((largest, True), (largest + 1, False)):
         cluster = replace(gpus(1.0), host=Link(latency, 1.0))
-        assert bool(everywhere(PricedProgram(prices_of(graph, cluster), program)).program.offload) is some
+        assert (
+            bool(offload_everything(PricedProgram(prices_of(graph, cluster), program)).program.offload)
+            is some
+        )
 
 
 @pytest.mark.parametrize("seed", [0])
@@ -283,13 +300,14 @@ def test_the_bound_does_not_count_what_may_be_moved() -> None:
     graph = deep(12)
     cluster = gpus(1e30, count=1)
     prices, program = placed(graph, cluster)
-    fastest, away = (
-        PricedProgram(prices, each).peak for each in (program, hiding(PricedProgram(prices, program)).program)
+    fastest, offloaded = (
+        PricedProgram(prices, each).peak
+        for each in (program, overlapped(PricedProgram(prices, program)).program)
     )
-    assert fastest.saved > away.nbytes
+    assert fastest.saved > offloaded.nbytes
     folding = unfolded(graph)
     space = build_space(graph, prices, folding)
-    found = choose(graph, prices, space, folding, cap=away.nbytes, offload=Offload.AUTO)
+    found = choose(graph, prices, space, folding, cap=offloaded.nbytes, offload=Offload.AUTO)
     assert found.gap < CLOSE and found.seconds == pytest.approx(PricedProgram(prices, program).seconds)
 
 

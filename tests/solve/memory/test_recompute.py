@@ -21,7 +21,7 @@ from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.cost.program.recompute import again_seconds, shares
+from autopar.cost.program.recompute import recompute_seconds, shares
 from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
 from autopar.planning.mesh_search import MeshProblem
@@ -30,7 +30,7 @@ from autopar.schedules.in_flight import scheduled
 from autopar.solve.memory.recompute import _Fitting, _table, everything, fit, ladder
 from autopar.solve.placement.search import Solution, choose
 from autopar.solve.placement.space import build_space
-from autopar.solve.stages.cut_search import best, bound_again, cuts, keep, least_bytes
+from autopar.solve.stages.cut_search import best, cuts, keep, least_bytes, recomputing_bound
 from autopar.solve.stages.step import staged, step_weight
 from tests.proof.models import Script
 from tests.solve.brute_force import (
@@ -87,7 +87,7 @@ def test_the_parts_are_about_the_cheapest_that_fit(make: Callable[[], Graph], se
     prices, program = placed(graph, Mesh((2,)), seed)
     every = [replace(program, recompute=parts) for parts in partings(len(graph.operators))]
     known = [
-        (again_seconds(PricedProgram(prices, each)), PricedProgram(prices, each).peak.nbytes)
+        (recompute_seconds(PricedProgram(prices, each)), PricedProgram(prices, each).peak.nbytes)
         for each in every
     ]
     step = PricedProgram(prices, program).cost.weighted(1.0)
@@ -96,13 +96,13 @@ def test_the_parts_are_about_the_cheapest_that_fit(make: Callable[[], Graph], se
         best = min(seconds for seconds, nbytes in known if nbytes <= cap)
         found = fit(PricedProgram(prices, program), cap)
         assert found.peak.nbytes <= cap
-        assert found.seconds == pytest.approx(again_seconds(PricedProgram(prices, found.program)))
+        assert found.seconds == pytest.approx(recompute_seconds(PricedProgram(prices, found.program)))
         assert found.seconds <= best + WITHIN * step
     assert fit(PricedProgram(prices, program), 0).peak.nbytes == pytest.approx(peaks[0], rel=WITHIN)
 
 
-@pytest.mark.parametrize("dear", range(4))
-def test_of_equal_parts_the_dearest_are_given_up(dear: int) -> None:
+@pytest.mark.parametrize("costliest", range(4))
+def test_of_equal_parts_the_dearest_are_given_up(costliest: int) -> None:
     """Four equal runs of three operators, apart, are computed again, one in ten times the seconds; memory
     has room for what one, two or three of them spare."""
     s = Script()
@@ -116,10 +116,10 @@ def test_of_equal_parts_the_dearest_are_given_up(dear: int) -> None:
     seconds, spared = np.zeros_like(table.seconds), np.zeros_like(table.spared)
     for block, (first, stop) in enumerate(parts):
         place = table.places.index(first), table.places.index(stop)
-        seconds[place], spared[place] = 10.0 if block == dear else 1.0 + block / 10, 1000.0
+        seconds[place], spared[place] = 10.0 if block == costliest else 1.0 + block / 10, 1000.0
     table = replace(table, seconds=seconds, spared=spared, taken=np.zeros_like(table.taken))
     fitting = _Fitting(PricedProgram(prices, program))
-    every, others = fitting.fitted(parts, 0.0), [part for part in parts if part != parts[dear]]
+    every, others = fitting.fitted(parts, 0.0), [part for part in parts if part != parts[costliest]]
     for left in range(1, 4):
         (cap,) = {fitting.fitted(some, 0.0).peak.nbytes for some in combinations(parts, left)}
         found = fitting.without_idle(every, table, cap)
@@ -140,7 +140,7 @@ def test_placement_and_parts_together_are_about_the_best_and_the_gap_is_true(
         for parts in partings(len(graph.operators)):
             each = replace(program, recompute=parts)
             nbytes = PricedProgram(prices, each).peak.nbytes
-            again = again_seconds(PricedProgram(prices, each))
+            again = recompute_seconds(PricedProgram(prices, each))
             known.append((bound + again, PricedProgram(prices, each).seconds, nbytes))
     peaks = sorted({nbytes for *_, nbytes in known})
     slower = []
@@ -269,4 +269,4 @@ def test_no_cut_that_computes_again_beats_its_bound(kind: ScheduleKind) -> None:
         cap = int(least + part * (most - least))
         found, _ = best(cuts(tables, [schedule], cap=cap))
         assert max(found.rank_bytes) <= cap
-        assert bound_again(tables[0], worth, [schedule], cap=cap) <= found.seconds * (1 + CLOSE)
+        assert recomputing_bound(tables[0], worth, [schedule], cap=cap) <= found.seconds * (1 + CLOSE)

@@ -53,3 +53,20 @@ def test_nothing_is_tried_after_the_deadline(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(local_search.time, "monotonic", lambda: next(ticks))
     search_locally(problem, [start], cap, Recompute.NONE, deadline=5)
     assert 0 < len(tried) <= 5 < many
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.AUTO])
+def test_no_more_plans_are_made_than_the_effort_allows(
+    monkeypatch: pytest.MonkeyPatch, recompute: Recompute
+) -> None:
+    """Of a deep model all changes together would fill the memory of the machine that plans."""
+    problem, start, cap = scarce(scores())
+    made = []
+    decoded = local_search.decoded
+    monkeypatch.setattr(
+        local_search, "decoded", lambda *given, **how: made.append(given) or decoded(*given, **how)
+    )
+    search_locally(problem, [start], cap, recompute, effort=3 * len(problem.graph.operators))
+    few = len(made)
+    search_locally(problem, [start], cap, recompute)
+    assert 0 < few <= 8 < len(made)

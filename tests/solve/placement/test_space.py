@@ -40,11 +40,11 @@ def test_of_strategies_with_equal_placements_the_cheapest_stays_and_others_are_n
     assert undominated(product, offered, prices) == list(offered) and not asked
     left = undominated(compare, strategies_of(compare, prices.dims), prices)
     assert set(asked) == {GATHERED, UNSUMMED}  # nothing learns there: B is R
-    rivals = {
+    candidates = {
         strategy[0].factor: price(prices, compare, strategy).seconds
         for strategy in strategies_of(compare, prices.dims)
         if strategy[0].factor in asked
     }
-    assert [option.factor for (option,) in left if option.factor in rivals] == [
-        min(rivals, key=rivals.__getitem__)
+    assert [option.factor for (option,) in left if option.factor in candidates] == [
+        min(candidates, key=candidates.__getitem__)
     ]

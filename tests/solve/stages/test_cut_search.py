@@ -37,7 +37,7 @@ from autopar.schedules.simulate import simulate
 from autopar.sharding.atoms import Dims
 from autopar.sharding.strategies import find_atoms
 from autopar.solve.stages.cut_costs import CutProblem
-from autopar.solve.stages.cut_search import _Search, best, cut, cuts
+from autopar.solve.stages.cut_search import _CutSearch, best, cut, cuts
 from tests.proof.models import Script
 from tests.proof.plans import draw_program
 from tests.solve.brute_force import GRAPHS, blocks, random_prices
@@ -262,7 +262,7 @@ def test_the_bound_holds_where_the_search_is_given_up() -> None:
     for kind, seed in product(ScheduleKind, range(4)):
         schedule, table = schedule_of(kind, 2, 4), random_table(Random(seed), 9)
         best = min(seconds for seconds, _, _ in all_cuts(table, schedule))
-        found = _Search(CutProblem([table], schedule, None)).solve(cutoff=best / 10)
+        found = _CutSearch(CutProblem([table], schedule, None)).solve(cutoff=best / 10)
         assert found.bound <= best * (1 + CLOSE) <= found.seconds * (1 + 2 * CLOSE)
         slower += found.seconds > best * (1 + CLOSE)
     assert slower

@@ -16,7 +16,7 @@ from autopar.cost.stages.intervals import intervals
 from autopar.schedules.in_flight import scheduled
 from autopar.solve.placement.search import choose
 from autopar.solve.stages.cut_search import cut
-from autopar.solve.stages.joint_bound import Exchange
+from autopar.solve.stages.joint_bound import ExchangeTables
 from autopar.solve.stages.step import step_weight
 from tests.solve.brute_force import (
     BruteForce,
@@ -58,7 +58,7 @@ def test_no_placement_and_cut_takes_less(make: Callable[[], Graph], seed: int) -
     fastest = choose(graph, prices, space, unfolded(graph), gap=1e-9)
     places = range(len(graph.operators) + 1)
     table = intervals(PricedProgram(prices, fastest.program), HOP, places=places)
-    exchange = Exchange(graph, prices, space, unfolded(graph), fastest, table)
+    exchange = ExchangeTables(graph, prices, space, unfolded(graph), fastest, table)
     programs = [program for _, program in BruteForce(graph, prices, space).programs()]
     tables = [intervals(PricedProgram(prices, program), HOP, places=places) for program in programs]
     for kind in KINDS:
@@ -81,5 +81,7 @@ def test_it_is_near_where_many_blocks_are_alike(kind: ScheduleKind) -> None:
     space = small_space(graph, prices, Random(0), most=1, layouts=1)
     fastest = choose(graph, prices, space, unfolded(graph), gap=1e-9)
     table = intervals(PricedProgram(prices, fastest.program), HOP, places=range(len(graph.operators) + 1))
-    bound = Exchange(graph, prices, space, unfolded(graph), fastest, table).bound([two_stages(kind, count)])
+    bound = ExchangeTables(graph, prices, space, unfolded(graph), fastest, table).bound(
+        [two_stages(kind, count)]
+    )
     assert bound >= 0.95 * cut(table, two_stages(kind, count)).seconds
