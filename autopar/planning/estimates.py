@@ -74,7 +74,7 @@ class Screened:
         return min(found, key=lambda each: (each.nbytes > cap, each.seconds))
 
     def under(self, kind: ScheduleKind | None, micro_batches: int, cap: float) -> Choice:
-        """With as much computed again as it takes to meet the cap beside what hides: in proportion."""
+        """With as much recomputed as it takes to meet the cap beside what hides: in proportion."""
         seconds = self.seconds(kind, micro_batches)
         nbytes = self.nbytes(kind, micro_batches, self.saved_bytes)
         if kind is None:

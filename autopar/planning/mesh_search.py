@@ -247,7 +247,7 @@ class MeshProblem:
             placed = dataclasses.replace(fastest, priced=priced, seconds=priced.seconds, peak=priced.peak)
             return self.stage(placed, ask.cap, limits, fastest.bound)
 
-        scarce_cap = None if ask.cap is None else math.inf  # under which weights may be gathered again
+        scarce_cap = None if ask.cap is None else math.inf  # under which weights may be regathered
         problem = Problem(self.graph, self.prices, space, self.folding, cap=scarce_cap)
         return improved_step(problem, solution.program, found, step_of, deadline=limits.deadline)
 

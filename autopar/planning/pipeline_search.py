@@ -388,7 +388,7 @@ class _Screen:
         return problem.solve(ask, Limits(self.deadline))
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
-        """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
+        """What a placement costs, and what it costs and keeps if all is recomputed where memory asks."""
         priced, recompute, spared, hidden = solution.priced, 0.0, 0, 0
         prices = priced.operator_prices
         largest = solution.peak.saved * sample.count / ranks  # of the fewest micro-batches

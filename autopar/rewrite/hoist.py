@@ -40,7 +40,7 @@ def hoist(
     """A copy of `graph` whose exchanges of activations start early, where one takes at most `room` bytes.
 
     `nbytes` are those of a node's result; `steps` says for which operator each node was written, `segments`
-    which operators are computed again.
+    which operators are recomputed.
     """
     recomputed = operators_of(segments)
     may = {

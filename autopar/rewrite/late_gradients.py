@@ -40,7 +40,7 @@ def make_late(
     """A copy of `graph` whose products make gradients of weights late, where these take at most `room` bytes.
 
     `nbytes` are those of what an operator makes, by its number, on the rank that has most; `steps` says for
-    which operator each node was written, `segments` which operators are computed again.
+    which operator each node was written, `segments` which operators are recomputed.
     """
     recomputed = operators_of(segments)
     found = {

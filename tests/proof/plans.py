@@ -37,7 +37,7 @@ from tests.proof.models import ROUNDING, Model, serial
 
 MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
 RATES = (0.01, 0.1, 1.0, 3.0)  # of moves, drawn for each kind and axis
-GATHERINGS = (*Gathering, *[Gathering.REGATHER] * 3)  # drawn so often, as few weights can be gathered again
+GATHERINGS = (*Gathering, *[Gathering.REGATHER] * 3)  # drawn so often, as few weights can be regathered
 COSTLY = (0.01, 1.0, 6.0, 6.0)  # of P -> B, so that P -> R -> B is met as well
 TRIES = 8  # illegal draws of a strategy, after which the operator is gathered
 FLOOR = 1e-3  # of the largest magnitude of the kind: true gradients can be 0

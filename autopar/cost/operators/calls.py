@@ -48,7 +48,7 @@ class Gradient:
 @dataclass(frozen=True, slots=True)
 class CallMemory:
     """One call. Until its backward are saved the storages of the values `saves` and `own` bytes that
-    nobody else sees. `repeats` is whether it runs again inside a part that is computed again. The
+    nobody else sees. `repeats` is whether it runs again inside a part that is recomputed. The
     scratch is what it needs in passing beside what it gives and saves, forward and backward."""
 
     takes: tuple[int, ...]

@@ -21,7 +21,7 @@ from costdb.footprint import footprint
 class SavedTensors:
     """What an operator saves for its backward pass: operands and results by position, and bytes of
     its own. `aliases` holds for each result the operand whose memory it shares, or None; the results
-    `held` stay in memory when the operator is computed again in backward: ranks exchanged them."""
+    `held` stay in memory when the operator is recomputed in backward: ranks exchanged them."""
 
     operands: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()

@@ -6,7 +6,7 @@
                 |- weights 1 -| |-- operator 0 --|  a sum of what products read behind theta of their weights'
                                                     gradients
 
-Inside of what is computed again nothing starts early. Memory is taken to do.
+Inside of what is recomputed nothing starts early. Memory is taken to do.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """Memory of `nbytes` that backward reads, and no part that is computed again takes or makes: `root` on
+    """Memory of `nbytes` that backward reads, and no part that is recomputed takes or makes: `root` on
     the tape, known as `tensor` after `call`, for the operator `maker`. It is `made` when so many operators
     have run, and `needed` when backward has so many still before it, by the call `read`."""
 
@@ -90,7 +90,7 @@ def movable(priced: PricedProgram) -> list[Movable]:
 
 
 def offloaded(priced: PricedProgram) -> list[Movable]:
-    """What the program moves, in its own order, without what its parts that are computed again have."""
+    """What the program moves, in its own order, without what its parts that are recomputed have."""
     if not priced.program.offload:
         return []
     known = {item.tensor: item for item in movable(priced)}

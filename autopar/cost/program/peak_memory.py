@@ -5,7 +5,7 @@
                 again, and of what is offloaded, nothing
     working     what calls take and give, and gradients, while somebody still needs them
 
-    forward     | x ====================== |            a part that is computed again keeps what it takes
+    forward     | x ====================== |            a part that is recomputed keeps what it takes
                 |    a ===   b ===   c === |            and what ranks exchanged, and in backward all else
     backward    |       a' = b' = c' = | then gradients  from its first moment
 
@@ -48,7 +48,7 @@ class Peak:
 
 
 def peak_memory(priced: PricedProgram) -> Peak:
-    """Replay one step of the largest rank, with the parts of the program that are computed again."""
+    """Replay one step of the largest rank, with the parts of the program that are recomputed."""
     return Replay(priced).run()
 
 
@@ -66,7 +66,7 @@ def footing(priced: PricedProgram, *, starts: Sequence[int] | None = None) -> Fo
 
 
 def lives(priced: PricedProgram) -> tuple[Life, ...]:
-    """All memory of the largest rank that comes and goes in a step, as if nothing were computed again."""
+    """All memory of the largest rank that comes and goes in a step, as if nothing were recomputed."""
     tape = priced.tape
     makers = dict.fromkeys((tape.root[value] for value in tape.users), (-1, True))
     uses: dict[int, list[int]] = {}
@@ -97,7 +97,7 @@ def lives(priced: PricedProgram) -> tuple[Life, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Calls [first, stop) of the tape that are computed again in backward: the storages that they take from
+    """Calls [first, stop) of the tape that are recomputed in backward: the storages that they take from
     outside, those that they make, and of these the ones that stay for later calls."""
 
     first: int
@@ -173,7 +173,7 @@ class Replay:
         return Heap()
 
     def find_parts(self) -> list[Part]:
-        """The parts that are computed again; calls are in the order of their operators."""
+        """The parts that are recomputed; calls are in the order of their operators."""
         places = [call.place for call in self.calls]
         last = {self.tape.root[value]: n for n, call in enumerate(self.calls) for value in call.memory.takes}
         last |= dict.fromkeys((self.tape.root[value] for value in self.tape.outputs), len(self.calls))
@@ -472,7 +472,7 @@ class Replay:
         return self.firsts.get(weight.value, -1)
 
     def second_time(self, part: Part) -> None:
-        """A part is computed again, up to the last tensor that its backward reads."""
+        """A part is recomputed, up to the last tensor that its backward reads."""
         calls = [self.calls[number] for number in part.calls]
         kept = {item.value for call in calls if not call.memory.repeats for item in call.memory.gives}
         self.copies = set(part.given - kept)

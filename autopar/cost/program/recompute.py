@@ -1,6 +1,6 @@
-"""Operators that are computed again in backward: what that costs, and what need not be kept then.
+"""Operators that are recomputed in backward: what that costs, and what need not be kept then.
 
-    operators     0  1 [2  3  4  5  6] 7           [2, 7) is computed again
+    operators     0  1 [2  3  4  5  6] 7           [2, 7) is recomputed
     keep             x     x     x                 3 keeps its operand, 5 its result
 
 Backward begins with what the part was given, and runs it once more up to the last operator that has
@@ -73,7 +73,7 @@ def recompute_seconds(priced: PricedProgram) -> float:
 
 
 def savings(priced: PricedProgram, places: Sequence[int]) -> Savings:
-    """Tables of what every part from place to place would cost and spare if it alone were computed again.
+    """Tables of what every part from place to place would cost and spare if it alone were recomputed.
 
     `places` begin with 0 and end with the number of operators; `program.recompute` does not count.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds on one rank for the whole graph: `forward` and `backward` of one micro-batch, the latter
-    with all that is computed again, both with what they wait for copies to and from the host, and once a step
+    with all that is recomputed, both with what they wait for copies to and from the host, and once a step
     the sums of gradients that wait for the last one, with the gathers of weights that are gathered once, and
     the optimizer's `update`. Of `sync` so many seconds are `hidden` behind the last backward pass, and of
     each micro-batch's exchanges so many `beside` what it computes."""

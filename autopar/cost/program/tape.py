@@ -86,7 +86,7 @@ class Tape:
     outputs: tuple[int, ...]
     losses: tuple[int, ...]  # the outputs that backward begins with: the loss, or all if there is none
     weights: tuple[Weight, ...]
-    gathered: frozenset[int]  # roots that backward gathers again
+    gathered: frozenset[int]  # roots that backward regathers
     copies: int  # bytes of what is gathered once a step, and of its gradients
     made: Mapping[int, Made]  # by root, without what operators alone know
 
@@ -165,8 +165,7 @@ class _Recorder:
         )
 
     def apart(self, item: Operator, strategy: Strategy) -> dict[str, tuple[int, ...]]:
-        """Of an operator the operands that come from moves, and the results that go into them, where moves
-        part fused groups."""
+        """Return which operands come from moves, and which results go there, if moves part groups."""
         if self.prices.groups is None:
             return {}
         taken = [tuple(option.operands[index] for option in strategy) for index in range(len(item.operands))]

@@ -104,7 +104,7 @@ def _since(graph: Graph, values: Values) -> list[int]:
 
 
 def beside(saved: Table, working: Row, behind: Table) -> Table:
-    """The most that a stage [p, q] needs beyond what it keeps while the operators at [j, j + 1] run.
+    """The most that a stage [p, q] needs beyond what it saved while operators [j, j + 1] run.
 
     For j in [p, q): what those up to there keep, `working` [j], and what is there of those `behind`."""
     most = np.zeros_like(saved)

@@ -4,7 +4,7 @@
     compiled    both are marks on operators, which tell the compiler what to keep and what to make anew
 
     kept          results of collectives, and what they took if backward needs it; seeds of masks
-    made anew     gathered weights that the plan gathers again; all else of a part that is computed again
+    made anew     gathered weights that the plan regathers; all else of a part that is recomputed
     free          the compiler may compute anew what is cheaper so: it keeps at most what is needed
 
 Collectives keep the program's order (turns.py). Random numbers are those of the eager program.
@@ -118,7 +118,7 @@ def _marked(program: fx.GraphModule, numbers: Iterator[int], *, inside: bool) ->
 
 
 class Again(nn.Module):
-    """A part that is computed again in backward; `mutated` are the places of buffers that it writes to."""
+    """A part that is recomputed in backward; `mutated` are the places of buffers that it writes to."""
 
     def __init__(self, body: fx.GraphModule, *, mutated: Sequence[int]) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def _anew(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def _part(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Within a part that is computed again. What is drawn stays: seeds are small."""
+    """Within a part that is recomputed. What is drawn stays: seeds are small."""
     if is_random(target) or stays(target):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.MUST_RECOMPUTE if is_regather(target) else CheckpointPolicy.PREFER_RECOMPUTE

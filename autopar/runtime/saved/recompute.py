@@ -1,10 +1,10 @@
-"""A part of a program that is computed again in backward instead of being saved.
+"""A part of a program that is recomputed in backward instead of being saved.
 
     forward     x -> [ conv  exchange  batch_norm  relu ] -> y       keeps x, y, and what ranks exchanged
     backward    x -> [ conv    saved   batch_norm  relu ]            then the gradients
 
 Collectives and halos are never repeated: their results are saved between forward and backward,
-and random masks are drawn alike. Only weights that are to be gathered again in backward are so here.
+and random masks are drawn alike. Only weights that are to be regathered in backward are so here.
 Running statistics are written once: both times the part writes to copies of them, and only the first
 one's are taken over.
 
@@ -85,7 +85,7 @@ class _Made(Exception):
 
 
 class _Once:
-    """A call of `body` that is computed again once, by the first that wants what it saved."""
+    """A call of `body` that is recomputed once, by the first that wants what it saved."""
 
     def __init__(
         self, body: Body, arguments: Sequence[Tensor], between: Between, *, to_the_end: bool
@@ -143,7 +143,7 @@ class _Once:
 
 
 class _WeakBox(Box[Tensor | Anew]):
-    """A box that can be referred to weakly; empty until its part is computed again."""
+    """A box that can be referred to weakly; empty until its part is recomputed."""
 
     __slots__ = ("__weakref__",)
 
@@ -156,7 +156,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def stays(target: Any) -> bool:
-    """Whether what `target` gives is saved when the part that calls it is computed again."""
+    """Whether what `target` gives is saved when the part that calls it is recomputed."""
     ours = getattr(target, "namespace", "") == "autopar"
     return ours and not is_random(target) and not is_regather(target)
 

@@ -1,4 +1,4 @@
-"""Gathered weights that don't stay: freed after their use in forward, gathered again in backward.
+"""Gathered weights that don't stay: freed after their use in forward, regathered in backward.
 
     forward     shard --> all-gather --> full --> linear         full dies with its last use in forward
                   '-- how it was gathered <-- pack --'           what autograd keeps in its place

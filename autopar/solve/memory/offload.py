@@ -59,7 +59,7 @@ def fit_by_offload(priced: PricedProgram, cap: int, *, recompute: Recompute, off
 
 
 def fitted(priced: PricedProgram) -> Fitted:
-    """The program, moving only what its parts that are computed again leave, and what that takes."""
+    """The program, moving only what its parts that are recomputed leave, and what that takes."""
     priced = _moving(priced, offloaded(priced))
     return Fitted(priced, recompute_seconds(priced) + sum(wait_seconds(priced)))
 

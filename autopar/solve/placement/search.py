@@ -196,9 +196,10 @@ class _PlacementSearch:
         return None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
 
     def least(self) -> Solution | None:
-        """See `least`; the leanest of those with weights that are regathered and without, with parts
-        that are recomputed in the rows and without, and of all that were found on the way, as far as time
-        goes."""
+        """Return the leanest solution that is found while time lasts.
+
+        Sought by `least` with regathered weights and without, with recomputed parts in the rows and
+        without; all that were found on the way count."""
         spaces = dict.fromkeys((self.space.gatherings, self.space.without_regather().gatherings))
         rows = dict.fromkeys((self.recompute is not Recompute.NONE, False))
         work = LEAN_WORK
@@ -412,9 +413,11 @@ def least(
     time_limit: float | None = None,
     work: float = LEAN_WORK,
 ) -> tuple[Solution | None, float]:
-    """The plan in `space` that needs least memory by its linear rows, of several a fast one, and the work
-    that it took; None if it is not found in time and by so much work. Parts are recomputed, and tensors
-    offloaded, so that it fits `cap`, if it can; with `recomputes` the rows take it that parts are."""
+    """Find the plan in `space` that needs least memory by its linear rows, of several a fast one.
+
+    With the work that it took; None if it is not found in time and by so much work. Parts are recomputed,
+    and tensors offloaded, so that it fits `cap`, if it can; with `recomputes` the rows take
+    it that parts are."""
     problem = Problem(graph, prices, space, folding, cap=math.inf, recomputes=recomputes)
     problem.lp.ties = problem.lp.costs
     problem.lp.costs = [0.0] * len(problem.lp.ties)

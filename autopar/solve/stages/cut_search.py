@@ -120,7 +120,7 @@ def cuts(
 
 
 def recomputing_bound(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
-    """A lower bound on the seconds of all cuts under `cap`, whatever is computed again.
+    """A lower bound on the seconds of all cuts under `cap`, whatever is recomputed.
 
     `table` is the one without that. To keep D bytes less for each micro-batch, beside those that hide on the
     way to the host, a stage takes at least the seconds of the operators that spare most for theirs, and a

@@ -2,7 +2,7 @@
 
 One group of ranks does M micro-batches one after the other and then what is done once: M t + E. With
 stages the cut is sought for this one placement (stages.py). Where memory asks for it, stages choose among
-levels: parts are computed again, and under schedules that don't split backward what hides is moved to the
+levels: parts are recomputed, and under schedules that don't split backward what hides is moved to the
 host besides.
 """
 
@@ -113,7 +113,7 @@ def staged(
     of stages among them are where it is sought first.
 
     `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
-    was found with memory to spare. Where parts may be computed again so that it fits, or tensors moved,
+    was found with memory to spare. Where parts may be recomputed so that it fits, or tensors moved,
     stages choose for themselves. Raises InputError or InfeasibleError as `cut` does, CutoffError if even
     without a cap neither this placement nor another takes less than `cutoff` seconds, nor this one than
     `limit`: as it is cut here without a cap, or by its bound under the cap.
@@ -255,7 +255,7 @@ class _Lean:
 
 
 def levels(priced: PricedProgram, *, recompute: Recompute, offloads: bool) -> list[PricedProgram]:
-    """The placement as it is, and others that need less memory: parts are computed again, if they may be, and
+    """The placement as it is, and others that need less memory: parts are recomputed, if they may be, and
     what hides is moved, if it `offloads`."""
     found = ladder(priced, RUNGS) if recompute is Recompute.AUTO else [priced]
     if not offloads:
@@ -313,11 +313,11 @@ def share_of(solution: Solution, relaxed: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where in each stage of a cut its leaner level ends and the richer one begins: of what is computed again
+    """Where in each stage of a cut its leaner level ends and the richer one begins: of what is recomputed
     and moved, or of placements, between which a stage turns at `seams`.
 
     The tables say about where; how far that can be moved is found by replaying all stages at once. Parts that
-    are computed again and reach over a cut are cut there, too, which the tables don't know.
+    are recomputed and reach over a cut are cut there, too, which the tables don't know.
     """
 
     programs: Sequence[PricedProgram]

@@ -86,7 +86,7 @@ def residual() -> Graph:
 def test_a_chain_is_launched_once_reads_what_comes_and_writes_what_leaves() -> None:
     graph, members = activated()
     assert by_group(graph) == [["gelu", "neg", "sin"], ["sum"]]
-    # Backward reads the last one's gradient and what came, from which all is computed again, and writes.
+    # Backward reads the last one's gradient and what came, from which all is recomputed, and writes.
     assert seconds(priced(graph), members) == (1 + 2 * X, 1 + 3 * X)
     forward, backward = seconds(priced(graph, compiled=False), members)
     assert forward == 3 * (1 + 2 * X) and backward > 3 * (1 + 2 * X)

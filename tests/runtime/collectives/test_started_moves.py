@@ -56,7 +56,7 @@ def _train(gathering: Gathering, *, wired: bool, by_steps: bool = False) -> dict
 @pytest.mark.parametrize("wired", [True, False], ids=["streams", "process group"])
 @pytest.mark.parametrize("gathering", [Gathering.KEEP, Gathering.REGATHER], ids=lambda item: item.value)
 def test_training_equals_serial_training(gathering: Gathering, wired: bool, pools: Pools) -> None:
-    """Of the weights that are gathered again two are read in backward, for the gradients of what they took;
+    """Of the weights that are regathered two are read in backward, for the gradients of what they took;
     one starts ahead when the other is waited for, from the second step on."""
     for found in pools(2).run(_train_keyed, gathering, wired):
         assert found["gathers"] >= 5 * STEPS and found["scatters"] >= 5 * STEPS

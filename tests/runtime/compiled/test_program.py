@@ -1,4 +1,4 @@
-"""Compiled programs train as the serial model does, whatever their plans compute again or gather again."""
+"""Compiled programs train as the serial model does, whatever their plans recompute or gather again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed again is about the cheapest that fits, and what is said of it is true."""
+"""What is recomputed is about the cheapest that fits, and what is said of it is true."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from autopar.schedules.in_flight import scheduled
 from autopar.solve.memory.recompute import _Fitting, _table, everything, fit, ladder
 from autopar.solve.placement.search import Solution, choose
 from autopar.solve.placement.space import build_space
-from autopar.solve.stages.cut_search import best, cuts, keep, least_bytes, recomputing_bound
+from autopar.solve.stages.cut_search import best, cut_at, cuts, least_bytes, recomputing_bound
 from autopar.solve.stages.step import staged, step_weight
 from tests.proof.models import Script
 from tests.solve.brute_force import (
@@ -103,7 +103,7 @@ def test_the_parts_are_about_the_cheapest_that_fit(make: Callable[[], Graph], se
 
 @pytest.mark.parametrize("costliest", range(4))
 def test_of_equal_parts_the_dearest_are_given_up(costliest: int) -> None:
-    """Four equal runs of three operators, apart, are computed again, one in ten times the seconds; memory
+    """Four equal runs of three operators, apart, are recomputed, one in ten times the seconds; memory
     has room for what one, two or three of them spare."""
     s = Script()
     x = s.linear(s.user(64, 8), 8)
@@ -194,7 +194,7 @@ def compare(problem: MeshProblem, programs: Sequence[Program], ways: Sequence[tu
         for parts in ways:
             each = replace(program, recompute=parts)
             table = intervals(PricedProgram(problem.prices, each), HOP, places=range(count + 1))
-            cuts = (keep(table, problem.schedules[0], (0, start)) for start in range(1, count))
+            cuts = (cut_at(table, problem.schedules[0], (0, start)) for start in range(1, count))
             steps += [(cut.seconds, max(cut.rank_bytes)) for cut in cuts]
     peaks = sorted({nbytes for _, nbytes in steps})
     slower = []
@@ -231,7 +231,7 @@ def test_placement_cut_and_parts_together_are_about_the_best_and_the_gap_is_true
     [(0, False), *(pytest.param(seed, True, marks=LATER) for seed in range(4))],
 )
 def test_with_every_way_of_storing_weights_they_are_too(kind: ScheduleKind, seed: int, apart: bool) -> None:
-    """Placement, cut, parts and sharded weights together; all operators are computed again, or none, or any
+    """Placement, cut, parts and sharded weights together; all operators are recomputed, or none, or any
     parts `apart`."""
     graph, random = chain(), Random(seed)
     problem = two_stages(graph, kind, random)

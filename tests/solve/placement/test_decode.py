@@ -20,7 +20,7 @@ from tests.solve.brute_force import chain, random_prices, small_space, unfolded
 from tests.solve.gatherings import EveryGathering
 
 CLOSE = 1e-9
-WITHIN = 1.1  # of the cheapest, where a path doesn't know what is gathered again in backward
+WITHIN = 1.1  # of the cheapest, where a path doesn't know what is regathered in backward
 Tree = tuple[Move, ...]
 
 
@@ -28,7 +28,7 @@ def weights(
     seed: int, once: float
 ) -> Iterator[tuple[Gathering, float, dict[Tree, tuple[float, float, float]]]]:
     """For each weight of a chain, however it is stored and taken, and for each way of gathering it: seconds
-    of the conversions that are chosen; and of every tree, those of what backward gathers again by the plain
+    of the conversions that are chosen; and of every tree, those of what backward regathers by the plain
     sum over its uses, and as they are counted."""
     graph, random = chain(), Random(seed)
     prices = random_prices(graph, Mesh((2,)), random)
