@@ -83,7 +83,7 @@ class MeshProblem:
         ]
         self.dims = dims_of(self.graph, self.mesh)
         self.groups = find_groups(self.graph) if request.compile else None
-        self.prices = self.priced_with()
+        self.prices = self.plain_prices()
         self.folding = fold(self.graph, self.dims, self.request.pins, self.roles)
 
     dims: Dims = dataclasses.field(init=False)
@@ -101,18 +101,8 @@ class MeshProblem:
         """What operators are to fused groups, where programs are compiled."""
         return self.groups.members if self.groups else None
 
-    def priced_with(
-        self,
-        *,
-        shown: float = 1.0,
-        credit: float = 0.0,
-        compute_credit: float = 0.0,
-        late_credit: float = 0.0,
-        late_shown: float = 1.0,
-    ) -> Prices:
-        """Return prices with `shown` as the part of gradient sums and of early starts that counts.
-
-        The credits are for what overlaps these."""
+    def plain_prices(self) -> Prices:
+        """The prices, without multipliers."""
         return Prices(
             self.graph,
             self.dims,
@@ -123,12 +113,7 @@ class MeshProblem:
             step_weight=step_weight(self.request.pipeline_ranks, self.request.micro_batches),
             micro_batches=self.request.micro_batches,
             accumulates=self.request.training and self.request.micro_batches > 1,
-            shown=shown,
-            credit=credit,
             early=self.request.overlap and self.request.training and self.request.pipeline_ranks == 1,
-            compute_credit=compute_credit,
-            late_credit=late_credit,
-            late_shown=late_shown,
             reduce=self.request.reduce_dtype,
             groups=self.groups,
         )
@@ -138,8 +123,8 @@ class MeshProblem:
         than its step."""
         theta = self.prices.overlap
         if not self.prices.early:
-            return self.priced_with(shown=multiplier, credit=multiplier * theta * self.prices.step_weight)
-        return self.priced_with(
+            return self.prices.under(shown=multiplier, credit=multiplier * theta * self.prices.step_weight)
+        return self.prices.under(
             shown=multiplier,
             compute_credit=multiplier * theta,
             late_credit=late * theta,
