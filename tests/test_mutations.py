@@ -66,7 +66,7 @@ def holds(
     again: bool = False,
 ) -> bool:
     """Whether the proof of the forced program passes: equal numbers, and no law broken on the way; `again`
-    if all of it is computed again in backward."""
+    if all of it is recomputed in backward."""
     try:
         dims = dims_of(model, mesh)
         program = force_factors(model.graph, dims, factors, stored)
@@ -267,7 +267,7 @@ def reverse_major_and_minor(patch: Patch) -> None:
 
 
 def write_statistics_twice(patch: Patch) -> None:
-    """When a part is computed again it writes to the running statistics once more."""
+    """When a part is recomputed it writes to the running statistics once more."""
     init = Recomputed.__init__
 
     def forgetful(self: Recomputed, body: nn.Module, **more: Any) -> None:

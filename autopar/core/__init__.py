@@ -14,7 +14,7 @@ strategy      one way to run an operator
 force         what a user forces
 program       how inputs lie, how operators run, what is converted
 gathering     when weights in shards are gathered
-recompute     what is computed again in backward
+recompute     what is recomputed in backward
 outputs       how outputs leave a program
 precision     the dtypes of mixed precision
 offload       what waits for backward in the host's memory

@@ -4,9 +4,9 @@
 |-----------|-------------------------|-----------------|---------------------------------------|----------|
 | ONCE      | once a step             | once a step     | full copy, sum of full gradients      | ZeRO-1   |
 | KEEP      | in every micro-batch    | in its backward | full copy, from forward to backward   | ZeRO-2   |
-| AGAIN     | in forward and backward | in its backward | nothing                               | FSDP     |
+| REGATHER  | in forward and backward | in its backward | nothing                               | FSDP     |
 
-Where a weight is cast before it is gathered, its cast has a way: KEEP, or AGAIN from the cast shard.
+Where a weight is cast before it is gathered, its cast has a way: KEEP, or REGATHER from the cast shard.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Gathering(Enum):
 
     ONCE = "once"
     KEEP = "keep"
-    AGAIN = "again"
+    REGATHER = "again"
 
 
 class ShardState(Enum):
@@ -42,9 +42,9 @@ class ShardState(Enum):
             case ShardState.GRADIENTS:
                 return (Gathering.KEEP,)
             case ShardState.WEIGHTS:
-                return (Gathering.AGAIN,)
+                return (Gathering.REGATHER,)
             case ShardState.AUTO:
-                return (Gathering.KEEP, Gathering.AGAIN, Gathering.ONCE)
+                return (Gathering.KEEP, Gathering.REGATHER, Gathering.ONCE)
 
     @property
     def is_forced(self) -> bool:

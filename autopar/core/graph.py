@@ -92,8 +92,8 @@ class Operator:
     """One call of an ATen overload; `results` holds None for results that nobody can use.
 
     `order` is the memory order of operand 0's dims where a random operator draws in it, empty if
-    that is the dims' own order. `checkpoint` is the number of the region that the model itself computes
-    again in backward, 0 outside of them. `operands` are the tensors of all uses, in the order of the
+    that is the dims' own order. `checkpoint` is the number of the region that the model itself recomputes
+    in backward, 0 outside of them. `operands` are the tensors of all uses, in the order of the
     arguments; a tensor used twice appears twice.
     """
 
@@ -170,7 +170,7 @@ class Graph:
 
     @property
     def checkpoints(self) -> tuple[tuple[int, int], ...]:
-        """The regions that the model itself computes again in backward: operators [first, stop)."""
+        """The regions that the model itself recomputes in backward: operators [first, stop)."""
         runs = itertools.groupby(enumerate(self.operators), key=lambda each: each[1].checkpoint)
         regions = [[index for index, _ in run] for number, run in runs if number]
         return tuple((region[0], region[-1] + 1) for region in regions)

@@ -20,11 +20,11 @@ class Program:
 
     A strategy is a tuple of one-axis options, the major axis first. `moves` of a tensor form a tree
     rooted in the layout in which it is made; `outputs` are the layouts in which the graph's outputs
-    leave it. `recompute` are ranges [first, stop) of operators, by number, whose insides are computed
-    again in backward. `gatherings` says when weights, or their casts, by name, are gathered that are
+    leave it. `recompute` are ranges [first, stop) of operators, by number, whose insides are recomputed
+    in backward. `gatherings` says when weights, or their casts, by name, are gathered that are
     stored in shards; those that it leaves out are kept from forward to backward. `offload` are tensors
     that wait for backward in host memory, in the order in which it needs them, the last one first; no
-    part that is computed again takes or makes one. `reduce` is what gradients of cast weights are summed in.
+    part that is recomputed takes or makes one. `reduce` is what gradients of cast weights are summed in.
     """
 
     mesh: Mesh

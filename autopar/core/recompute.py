@@ -1,4 +1,4 @@
-"""How much of the forward pass may be computed again in backward."""
+"""How much of the forward pass may be recomputed in backward."""
 
 from __future__ import annotations
 

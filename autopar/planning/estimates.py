@@ -46,9 +46,9 @@ class Screened:
     seconds of the slowest stage of the most even cut, `weights` those that gradients of weights alone take,
     `fixed` those that don't shrink with the samples. `shards` says for which part of the seconds the
     `samples` are shared by how many devices; only where placements are free can uneven ones be split
-    otherwise. Of `hop_bytes` are the values that cross a good cut. If everything is computed again in
-    backward, that takes `again` seconds and `lean_bytes` are kept. Without stages `hidden_bytes` of what is
-    kept hide on their way to the host and back."""
+    otherwise. Of `hop_bytes` are the values that cross a good cut. If everything is recomputed, that
+    takes `recompute_seconds` and `lean_bytes` are saved. Without stages copies of `hidden_bytes` of what is
+    saved are overlapped, to the host and back."""
 
     ranks: int
     mesh: Mesh
@@ -64,7 +64,7 @@ class Screened:
     hop: LinkLike
     state_bytes: int
     saved_bytes: int
-    again: float
+    recompute_seconds: float
     lean_bytes: int
     hidden_bytes: int = 0
 
@@ -74,7 +74,7 @@ class Screened:
         return min(found, key=lambda each: (each.nbytes > cap, each.seconds))
 
     def under(self, kind: ScheduleKind | None, micro_batches: int, cap: float) -> Choice:
-        """With as much computed again as it takes to meet the cap beside what hides: in proportion."""
+        """With as much recomputed as it takes to meet the cap beside what hides: in proportion."""
         seconds = self.seconds(kind, micro_batches)
         nbytes = self.nbytes(kind, micro_batches, self.saved_bytes)
         if kind is None:
@@ -82,8 +82,8 @@ class Screened:
         spared = nbytes - self.nbytes(kind, micro_batches, self.lean_bytes)
         if nbytes > cap and spared > 0:
             share = min(1.0, (nbytes - cap) / spared)
-            again = micro_batches * self.scaled(self.again, micro_batches) / self.ranks
-            seconds, nbytes = seconds + share * again, nbytes - share * spared
+            extra = micro_batches * self.scaled(self.recompute_seconds, micro_batches) / self.ranks
+            seconds, nbytes = seconds + share * extra, nbytes - share * spared
         return Choice(self.ranks, self.mesh, micro_batches, seconds, nbytes)
 
     def seconds(self, kind: ScheduleKind | None, micro_batches: int) -> float:

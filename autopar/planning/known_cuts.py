@@ -22,7 +22,7 @@ class KnownCut:
     asked: object
     outcome: Step | InfeasibleError
 
-    def again(self, cutoff: float, limit: float) -> Step:
+    def repeated(self, cutoff: float, limit: float) -> Step:
         """The same step or error; CutoffError where `staged` would raise it."""
         if isinstance(self.outcome, InfeasibleError):
             raise self.outcome
@@ -44,7 +44,7 @@ class KnownCuts:
         called for what is known. A CutoffError says too little to be kept."""
         for each in self.known:
             if each.asked == asked and each.program == program:
-                return each.again(cutoff, limit)
+                return each.repeated(cutoff, limit)
         try:
             step = cut()
         except CutoffError:

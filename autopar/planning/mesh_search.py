@@ -110,8 +110,9 @@ class MeshProblem:
         late_credit: float = 0.0,
         late_shown: float = 1.0,
     ) -> Prices:
-        """The prices, of sums of gradients and of what starts early the part that is `shown`, and those
-        credits for what they hide behind."""
+        """Return prices with `shown` as the part of gradient sums and of early starts that counts.
+
+        The credits are for what overlaps these."""
         return Prices(
             self.graph,
             self.dims,
@@ -261,7 +262,7 @@ class MeshProblem:
             placed = dataclasses.replace(fastest, priced=priced, seconds=priced.seconds, peak=priced.peak)
             return self.stage(placed, ask.cap, limits, fastest.bound)
 
-        scarce_cap = None if ask.cap is None else math.inf  # under which weights may be gathered again
+        scarce_cap = None if ask.cap is None else math.inf  # under which weights may be regathered
         problem = Problem(self.graph, self.prices, space, self.folding, cap=scarce_cap)
         return improved_step(problem, solution.program, found, step_of, deadline=limits.deadline)
 
@@ -381,13 +382,13 @@ class MeshProblem:
         others = [*corners[:1], *corners[1:][1 - MIXED :]]
         if spared <= 0:
             return others, None
-        again = self.request.recompute is not Recompute.NONE
+        recomputes = self.request.recompute is not Recompute.NONE
         price = self.request.micro_batches * (solution.seconds - fastest.seconds) / spared
         return others, Scarcity(
             cap=float(self.cap or 0),
             free=fastest.bound,
             prices=[factor * price for factor in BOUNDED],
-            least=cache(ask(relaxed=True, again=again).least),
+            least=cache(ask(relaxed=True, recomputes=recomputes).least),
         )
 
     def stage(

@@ -64,7 +64,7 @@ def _as_made(optimizer: Optimizer, group: Mapping[str, Any]) -> Factory:
 
 
 def _measure(make: Factory, name: str) -> OptimizerState:
-    first, second = (_kept(make, name, shape) for shape in SHAPES)
+    first, second = (_state_of(make, name, shape) for shape in SHAPES)
     if first != second:
         raise wrong_optimizer(
             f"{name}, which keeps {first.ratio:g} times as much as a weight of {SHAPES[0]}, {second.ratio:g} "
@@ -74,7 +74,7 @@ def _measure(make: Factory, name: str) -> OptimizerState:
     return first
 
 
-def _kept(make: Factory, name: str, shape: tuple[int, ...]) -> OptimizerState:
+def _state_of(make: Factory, name: str, shape: tuple[int, ...]) -> OptimizerState:
     """What is kept after a step on a weight of this shape."""
     weight = torch.nn.Parameter(torch.ones(shape))
     weight.grad = torch.ones(shape)

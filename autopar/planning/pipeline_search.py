@@ -388,13 +388,13 @@ class _Screen:
         return problem.solve(ask, Limits(self.deadline))
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
-        """What a placement costs, and what it costs and keeps if all is computed again where memory asks."""
-        priced, again, spared, hidden = solution.priced, 0.0, 0, 0
+        """What a placement costs, and what it costs and keeps if all is recomputed where memory asks."""
+        priced, recompute, spared, hidden = solution.priced, 0.0, 0, 0
         prices = priced.operator_prices
         largest = solution.peak.saved * sample.count / ranks  # of the fewest micro-batches
         scarce = solution.peak.state / ranks + largest > self.cap
         if scarce and self.request.recompute is Recompute.AUTO:
-            again, spared = sparing(priced)
+            recompute, spared = sparing(priced)
         if scarce and ranks == 1 and problem.offload is Offload.AUTO:
             hidden = max(0, solution.peak.saved - overlapped(priced).peak.saved)
         launches = 2 * sum(price.launches for price in prices)
@@ -416,7 +416,7 @@ class _Screen:
             hop=self.model.hop(self.cluster, ranks),
             state_bytes=solution.peak.state,
             saved_bytes=solution.peak.saved,
-            again=again,
+            recompute_seconds=recompute,
             lean_bytes=max(0, solution.peak.saved - spared),
             hidden_bytes=hidden,
         )

@@ -48,14 +48,14 @@ def report(
     kinds = Kinds(graph, prices.dims)
     weights = {item.name for item in graph.inputs if item.kind is InputKind.PARAMETER}
     paid: set[tuple[str, object]] = set()
-    again = [0.0] * len(graph.operators)
+    regathering = [0.0] * len(graph.operators)
     for each in regathers(priced):
-        again[each.place] += each.seconds
+        regathering[each.place] += each.seconds
     layers = []
     for place, item in enumerate(graph.operators):
         strategy: tuple[Option, ...] = program.strategies[item.name]
         price = prices.operator(item, strategy)
-        moves = again[place]
+        moves = regathering[place]
         for name in dict.fromkeys(item.operands):
             for move in program.moves.get(name, ()):
                 if (name, move) not in paid:

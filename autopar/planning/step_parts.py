@@ -19,7 +19,7 @@ from dataclasses import replace
 from autopar.core.pipeline import Pipeline
 from autopar.core.timeline import Beside, Event, Timeline
 from autopar.cost.program.offload import wait_seconds
-from autopar.cost.program.recompute import again_seconds
+from autopar.cost.program.recompute import recompute_seconds
 from autopar.results.step_parts import StepParts
 from autopar.schedules.fill_bubbles import order_of
 from autopar.schedules.simulate import simulate
@@ -33,7 +33,7 @@ def step_parts(step: Step, pipeline: Pipeline) -> StepParts:
     priced = step.solution.priced
     repeated = StepParts(
         compute=sum(price.compute for price in priced.operator_prices),
-        recompute=again_seconds(priced),
+        recompute=recompute_seconds(priced),
         ties=sum(price.tie for price in priced.operator_prices),
     )
     if step.cut is None:

@@ -144,8 +144,9 @@ def compare_low_precision(
     batch: Sequence[MicroBatch] | None = None,
     ranks: int = 2,
 ) -> LowPrecision | None:
-    """Compare eager training under `autocast` with the graph of the whole batch, and with the `losses` of a
-    plan on so many ranks, whose steps take `batch` part by part.
+    """Compare eager training under `autocast` with the graph of the whole batch, and with `losses`.
+
+    These are a plan's, on so many ranks, whose steps take `batch` part by part.
 
     None where nothing is cast, or the device isn't there.
     """

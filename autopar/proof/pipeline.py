@@ -36,7 +36,7 @@ Values = list[tuple[Tensor, ...]]  # of each rank
 @dataclass(slots=True)
 class _SimulatedStage:
     """A stage as the program of one rank says. Holds the programs of all ranks of its mesh with the parts
-    that are computed again, and their own copies of its inputs."""
+    that are recomputed, and their own copies of its inputs."""
 
     any: StageProgram
     programs: Sequence[fx.GraphModule]

@@ -162,7 +162,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiplies rows of `a` (T, k), up to each of `offs` (G), by their own matrix of `b` (G, k, n). So do
+    """Multiplies rows of `a` (T, k), up to each of `offs` (G), by a matrix of `b` (G, k, n). So do
     mixtures of experts. In float64, which torch's doesn't know; rows after the last are zeros."""
     if a.dim() != 2 or b.dim() != 3 or offs is None or bias is not None:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)

@@ -2,7 +2,7 @@
 
 Node by node, every rank's call is evaluated; at a collective the ranks of each group meet, and the
 collective's independent meaning (simulated.py) acts on the list of their tensors. Autograd through
-it gives every gradient: no process group, no hand-written backward. A part that is computed again in
+it gives every gradient: no process group, no hand-written backward. A part that is recomputed in
 backward is so on all ranks together; what is offloaded waits in storages that stand for the host's.
 
 The sum over ranks of the gradients of a Replicate tensor is its gradient, so a Replicate result is
@@ -116,7 +116,7 @@ def _recompute(
     environments: Sequence[dict[fx.Node, Any]],
     meaning: Meaning,
 ) -> None:
-    """Run the module that every rank calls, a part that is computed again, as one for all ranks."""
+    """Run the module that every rank calls, a part that is recomputed, as one for all ranks."""
     parts = [_part(program, node) for program, node in zip(programs, nodes, strict=True)]
     tensors = [
         fx.node.map_arg(node.args, environment.__getitem__)

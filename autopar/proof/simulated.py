@@ -19,7 +19,7 @@ from torch import Tensor
 from autopar.errors import CheckError, RuleError
 from autopar.runtime.collectives.placement_moves import SUMMED
 from autopar.runtime.collectives.started_moves import HALVED, START, WAIT
-from autopar.runtime.saved.regather import AGAIN
+from autopar.runtime.saved.regather import REGATHER
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Arguments = Mapping[str, Any]  # by the names of the schema
@@ -49,7 +49,7 @@ TRANSPOSED = {
     "p_to_r": "r_to_b",
     "r_to_b": "p_to_r",
     "s_to_r": "r_to_s",
-    "s_to_r_again": "r_to_s",
+    "s_to_r_regather": "r_to_s",
     "r_to_s": "s_to_r",
     "r_to_p": "b_to_r",
     "b_to_r": "r_to_p",
@@ -253,8 +253,8 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "b_to_p": _first_only,
     "s_to_r": _gather,
     "s_to_b": _gather,
-    "s_to_r_again": _gather,
-    "s_to_b_again": _gather,
+    "s_to_r_regather": _gather,
+    "s_to_b_regather": _gather,
     "start_p_to_r": _sum_everywhere,
     "start_p_to_b": _sum_everywhere,
     "start_r_to_b": _unchanged,
@@ -275,7 +275,7 @@ MEANINGS: dict[str, Callable[[Sequence[Arguments]], list[Tensor]]] = {
     "convolution": _convolution,
     "batch_norm": _batch_norm,
     **{"r_to_b" + ending: _unchanged for ending in SUMMED.values()},
-    **{"s_to_b" + ending + again: _gather for ending in SUMMED.values() for again in ("", AGAIN)},
+    **{"s_to_b" + ending + suffix: _gather for ending in SUMMED.values() for suffix in ("", REGATHER)},
     **{START + name: _gather for name in HALVED},  # of a move in two halves the first does all
     **{WAIT + name: _waited for name in HALVED},
 }

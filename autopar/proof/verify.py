@@ -2,7 +2,7 @@
 
 Outputs, loss, all gradients, and afterwards parameters and buffers. The serial side is the user's
 module itself, never the exported graph, so tracing is proved as well; only what it checkpoints is not
-computed again in backward, which would write running statistics twice. The error of a kind is
+recomputed in backward, which would write running statistics twice. The error of a kind is
 
     max |a - b| / max(max |b|, 1e-3 x the largest magnitude among tensors of that kind)
 

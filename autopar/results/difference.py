@@ -130,7 +130,7 @@ _WHAT = (
 def _set(plan: Plan) -> tuple[str, ...]:
     pipeline, program = plan.pipeline, plan.program
     begins = ", ".join(stage.first for stage in plan.stages)
-    again = sum(stop - start for start, stop in program.recompute)
+    recomputed = sum(stop - start for start, stop in program.recompute)
     gathered = sorted(f"{name} ({when.value})" for name, when in program.gatherings.items())
     return (
         plan.cluster,
@@ -140,7 +140,7 @@ def _set(plan: Plan) -> tuple[str, ...]:
         begins or "the whole is one stage",
         str(pipeline.micro_batches),
         pipeline.schedule.value if pipeline.is_staged else "none",
-        str(again),
+        str(recomputed),
         str(len(plan.offloaded)),
         ", ".join(gathered) or "none gathered in a way of their own",
         f"{plan.measured_share:.0%} of operator time",

@@ -33,7 +33,7 @@ MARKS: dict[EventKind, tuple[str, str]] = {
     ActionKind.WEIGHT_GRADIENT: ("+", "weight gradients"),
     Beside.SYNC: ("s", "waits for gradient sums"),
     Beside.UPDATE: ("u", "update"),
-    Beside.RECOMPUTE: ("r", "computes again"),
+    Beside.RECOMPUTE: ("r", "recomputes"),
     Beside.COPIES: ("c", "waits for copies"),
 }
 WAITING = (Beside.SYNC, Beside.COPIES)

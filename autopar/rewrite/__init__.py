@@ -6,7 +6,7 @@ emit                    writes it call by call, and knows every local shape
 overlap                 gathers of weights, started early
 hoist                   exchanges of activations, started early
 late_gradients          gradients of weights, beside sums of their input's gradients
-recompute               parts that are computed again in backward, as modules
+recompute               parts that are recomputed in backward, as modules
 defer_sync              gradient sums and gathers, once a step
 split_stages            the programs of pipeline stages
 unequal_micro_batches   a plan for micro-batches that are a sample shorter

@@ -40,14 +40,14 @@ def hoist(
     """A copy of `graph` whose exchanges of activations start early, where one takes at most `room` bytes.
 
     `nbytes` are those of a node's result; `steps` says for which operator each node was written, `segments`
-    which operators are computed again.
+    which operators are recomputed.
     """
-    again = operators_of(segments)
+    recomputed = operators_of(segments)
     may = {
         node
         for node in graph.nodes
         if converts_activation(node, _MOVES)
-        and steps.get(node.name, -1) not in again
+        and steps.get(node.name, -1) not in recomputed
         and nbytes(node) <= room
     }
     behind = _places(list(graph.nodes), may)

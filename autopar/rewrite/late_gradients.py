@@ -40,13 +40,13 @@ def make_late(
     """A copy of `graph` whose products make gradients of weights late, where these take at most `room` bytes.
 
     `nbytes` are those of what an operator makes, by its number, on the rank that has most; `steps` says for
-    which operator each node was written, `segments` which operators are computed again.
+    which operator each node was written, `segments` which operators are recomputed.
     """
-    again = operators_of(segments)
+    recomputed = operators_of(segments)
     found = {
         node: products
         for node in graph.nodes
-        if converts_activation(node, _MOVES) and steps.get(node.name, -1) not in again
+        if converts_activation(node, _MOVES) and steps.get(node.name, -1) not in recomputed
         if (products := _products(node, nbytes, room=room, steps=steps))
     }
     late = {product for products in found.values() for product in products}

@@ -9,7 +9,7 @@ gradients lie alike (`autopar.runtime.collectives.started_moves`): there a group
 Weights that are gathered in fewer bits are cast before their gathers start: casts of shards count as well.
 
 A group that takes more than the memory that is left stays where it is. So do gathers inside of what is
-computed again, which runs twice.
+recomputed, which runs twice.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ def overlap(
     steps: Mapping[str, int],
     segments: Sequence[Segment],
 ) -> fx.Graph:
-    """A copy of `graph` whose gathers of placeholders and their casts start early, as far as they fit into
-    `room` bytes.
+    """Start gathers of placeholders and their casts early in a copy of `graph`.
+
+    As far as they fit into `room` bytes.
 
     `weights` are the full tensors, by the name of their placeholder; `steps` says for which operator each
-    node was written, `segments` which operators are computed again.
+    node was written, `segments` which operators are recomputed.
     """
-    again = operators_of(segments)
+    recomputed = operators_of(segments)
 
     def stays(node: fx.Node) -> bool:
-        return any(steps.get(each.name, -1) in again for each in (node, *node.all_input_nodes))
+        return any(steps.get(each.name, -1) in recomputed for each in (node, *node.all_input_nodes))
 
     gathers = [node for node in graph.nodes if _leads(node, weights) and not stays(node)]
     groups = [group for group in _grouped(graph, gathers) if _bytes(group, weights) <= room]
@@ -102,7 +103,7 @@ def converts_activation(node: fx.Node, moves: Collection[Any]) -> bool:
 
 
 def operators_of(segments: Sequence[Segment]) -> set[int]:
-    """The numbers of the operators that are computed again."""
+    """The numbers of the operators that are recomputed."""
     return {place for first, stop in segments for place in range(first, stop)}
 
 

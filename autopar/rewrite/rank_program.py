@@ -25,7 +25,7 @@ from autopar.errors import CheckError
 from autopar.rewrite.emit import GraphEmitter
 from autopar.runtime.collectives.placement_moves import DTYPES, SUMMED
 from autopar.runtime.saved.offload import offload
-from autopar.runtime.saved.regather import AGAIN
+from autopar.runtime.saved.regather import REGATHER
 from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import Site, rule_of
 
@@ -187,8 +187,8 @@ class _Writer:
 
     def convert(self, name: str, move: Move) -> fx.Node:
         source = self.value(name, move.source)
-        again = gathers(move) and self.program.gathering(name) is Gathering.AGAIN
-        operator = effect(move).name + self.summing(name, move) + AGAIN * again
+        regather = gathers(move) and self.program.gathering(name) is Gathering.REGATHER
+        operator = effect(move).name + self.summing(name, move) + REGATHER * regather
         target = getattr(torch.ops.autopar, operator).default
         key = self.dims.mesh.key((move.axis,))
         args: list[object] = [source, key]

@@ -1,10 +1,10 @@
-"""Puts parts of a rank's program into modules of their own, whose insides are computed again in backward.
+"""Puts parts of a rank's program into modules of their own, whose insides are recomputed in backward.
 
     operators   0  1 [2  3  4] 5             segments = ((2, 5),)
     x -> conv -> bn -> recompute_0 -> linear
 
-What a segment takes and gives stays in memory between forward and backward; what lies between is made
-again when backward comes there (`autopar.runtime.recompute`).
+What a segment takes and gives stays in memory between forward and backward; what lies between is
+recomputed when backward comes there (`autopar.runtime.recompute`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.runtime.saved.recompute import Recomputed
 def recomputing(
     body: fx.Graph, whole: RankProgram, graph: Graph, program: Program, *, name: str
 ) -> fx.GraphModule:
-    """A rank's program, or what is left of it in `body`, with the parts that `program` computes again."""
+    """A rank's program, or what is left of it in `body`, with the parts that `program` recomputes."""
     mutated = [item.name for item in graph.inputs if item.mutated]
     mutated += [buffer for buffer, _ in graph.writes]
     return wrap(body, whole.steps, program.recompute, mutated=mutated, name=name)
@@ -89,7 +89,7 @@ def _write(
     inner.lint()
     body = fx.GraphModule(nn.Module(), inner, class_name=name)
     buffers = [place for place, item in enumerate(taken) if item.op == "placeholder" and item.name in mutated]
-    # Where one saves a tensor before it fills it, torch would stop to compute again too early.
+    # Where one saves a tensor before it fills it, torch would stop to recompute too early.
     to_the_end = any(facts_of(node.target).saves_unfilled for node in nodes)
     root.add_module(name, Recomputed(body, mutated=buffers, to_the_end=to_the_end))
     call = outer.call_module(name, tuple(made[item] for item in taken))

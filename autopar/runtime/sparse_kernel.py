@@ -100,7 +100,7 @@ def _rows(call: SizedCall) -> int:
     return values.numel * x.shape[1] * x.dtype.itemsize
 
 
-declare(SPMM, flops=_flops, reads_again=_rows)
+declare(SPMM, flops=_flops, rereads=_rows)
 
 
 def example(specs: tuple[Any, ...], device: torch.device) -> list[Tensor]:

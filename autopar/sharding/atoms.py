@@ -261,8 +261,9 @@ class Dims:
             self._cuts.clear()
 
     def _follow_tables(self) -> None:
-        """Let the rows that a table puts in order be cut where those are to which they belong, unless some
-        part would have several times its share on this mesh; parts may be empty."""
+        """Cut the rows that a table puts in order where those are cut to which they belong.
+
+        Not if some part would have several times its share on this mesh; parts may be empty."""
         waiting = sorted(
             self.atoms.tables, key=lambda each: len(each.starts)
         )  # graphs, their vertices, edges

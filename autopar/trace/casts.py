@@ -75,7 +75,7 @@ class Casts:
         return args, {**kwargs, **cast.keywords}, _as_dtypes(values, cast.results)
 
     def cast(self, node: fx.Node, name: str, dtype: torch.dtype) -> str:
-        """The tensor in this dtype; equal casts are one, but for regions that are computed again."""
+        """The tensor in this dtype; equal casts are one, but for regions that are recomputed."""
         spec = self._graph.specs[name]
         if spec.dtype == dtype:
             return name

@@ -25,8 +25,9 @@ def devices_of(model: nn.Module, arguments: Arguments) -> list[torch.device]:
 
 
 def beside(tensor: Tensor, devices: Sequence[torch.device]) -> Tensor:
-    """The tensor, or one like it, without values, on the first of the `devices` if it is on none of them: a
-    trace reads no values."""
+    """Return a tensor that is on one of the `devices`, where need be one without values on the first.
+
+    A trace reads no values."""
     if tensor.device in devices:
         return tensor
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=devices[0])

@@ -86,6 +86,7 @@ class InPlaceWrites:
         later = any(user is not node and user not in self._graph.env for key in stale for user in key.users)
         kept = chain[-1] != root and (root in self._graph.inputs or root in self._graph.writes.values())
         if kept or later:
+            self._refuse_parameter(node, root)
             raise refused(
                 node,
                 f"an in-place write to {written} through a view",
@@ -141,6 +142,7 @@ class InPlaceWrites:
         """What a buffer holds after the step; raises TraceError for another input."""
         owner = next((buffer for buffer, value in self._graph.writes.items() if value == written), written)
         if owner in self._graph.inputs:
+            self._refuse_parameter(node, owner)
             if self._graph.inputs[owner].kind is not InputKind.BUFFER:
                 raise refused(
                     node,
@@ -149,6 +151,18 @@ class InPlaceWrites:
                     "write to a copy, as by x = x.clone() before",
                 )
             self._graph.writes[owner] = name
+
+    def _refuse_parameter(self, node: fx.Node, owner: str) -> None:
+        """Raise TraceError for a write to a parameter, in whatever way forward came to its memory."""
+        given = self._graph.inputs.get(owner)
+        if given is not None and given.kind is InputKind.PARAMETER:
+            raise refused(
+                node,
+                f"an in-place write to parameter {given.target}",
+                "parameters that forward only reads",
+                "update it outside of forward, as by parallel.module.weight.lerp_(...) under torch.no_grad() "
+                "before the call, or keep it by register_buffer",
+            )
 
     def _views(self, value: Any, root: str, written: Sequence[str]) -> bool:
         return (

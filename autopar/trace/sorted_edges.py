@@ -67,7 +67,7 @@ class _Sorting:
         return votes
 
     def find_order(self, tied: str) -> Tensor | None:
-        """The order in which most of what is placed is sorted, once that of what it is placed in is known."""
+        """The order that sorts most of what is placed, once that of its target is known."""
         if tied in self.orders or tied not in self.votes:
             return self.orders.get(tied)
         self.orders[tied] = None  # while it is sought

@@ -182,7 +182,9 @@ class _Rewriting(TorchFunctionMode):
 def _refuse(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if function == _DATA.__set__:
         raise ForwardError(
-            "tensor.data = ...", "writes that can be traced", "write tensor.copy_(...) under torch.no_grad()"
+            "tensor.data = ...",
+            "writes that can be traced",
+            "write buffer.copy_(...) under torch.no_grad(), and to parameters outside of forward",
         )
     if isinstance(kwargs.get("generator"), torch.Generator):
         raise ForwardError(

@@ -5,7 +5,7 @@
     program     cut and placement together, as `autopar.plan` decides
     LP bound    what the relaxation proves that no plan can beat
 
-Two stages of four H100s on paper, four micro-batches, 1F1B. Conversions, cuts and what is computed again
+Two stages of four H100s on paper, four micro-batches, 1F1B. Conversions, cuts and what is recomputed
 under a cap are the best for each, so that the ways differ in what they are named for alone.
 
 python -m tests.benchmarks ablation

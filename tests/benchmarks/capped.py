@@ -30,7 +30,7 @@ class Tightened:
     predicted_seconds: float | None = None
     measured_seconds: float | None = None
     gap: float | None = None
-    recomputed: int = 0  # operators that are computed again
+    recomputed: int = 0  # operators that are recomputed
     gathered: int = 0  # weights that lie in shards and are gathered
     least: int | None = None
 

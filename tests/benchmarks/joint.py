@@ -100,7 +100,7 @@ class Row:
     stage_seconds: tuple[float, ...] = ()  # of one micro-batch
     predicted: float | None = None
     nbytes: int | None = None
-    recomputed: int = 0  # operators that are computed again
+    recomputed: int = 0  # operators that are recomputed
     measured_share: float = 0.0
     measured: float | None = None
     slower: Ratio | None = None

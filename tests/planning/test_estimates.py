@@ -31,7 +31,7 @@ EVEN = Screened(
     hop=CLUSTER.intra,
     state_bytes=100,
     saved_bytes=40,
-    again=1.0,
+    recompute_seconds=1.0,
     lean_bytes=0,
 )
 

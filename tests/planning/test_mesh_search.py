@@ -28,7 +28,7 @@ from autopar.planning.search import FoundPlan, search
 from autopar.schedules.fill_bubbles import order_of
 from autopar.schedules.in_flight import scheduled
 from autopar.schedules.simulate import simulate
-from autopar.solve.stages.cut_search import keep
+from autopar.solve.stages.cut_search import cut_at
 from autopar.solve.stages.step import Step
 from tests.proof.models import Script
 from tests.solve.brute_force import BruteForce, random_prices, small_space, unfolded
@@ -174,7 +174,7 @@ def fastest(problem: MeshProblem, programs: Sequence[Program]) -> float:
     for program in programs:
         table = intervals(PricedProgram(problem.prices, program), HOP, places=range(count + 1))
         for schedule in problem.schedules:
-            every += [keep(table, schedule, (0, start)).seconds for start in range(1, count)]
+            every += [cut_at(table, schedule, (0, start)).seconds for start in range(1, count)]
     return min(every)
 
 

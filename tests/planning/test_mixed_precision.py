@@ -113,7 +113,7 @@ def deep(layers: int = 4, **options: object) -> Plan:
 
 
 def regathered(plan: Plan) -> int:
-    return sum(way is Gathering.AGAIN for way in plan.program.gatherings.values())
+    return sum(way is Gathering.REGATHER for way in plan.program.gatherings.values())
 
 
 def test_full_copies_of_cast_weights_need_not_stay() -> None:
@@ -167,7 +167,7 @@ def test_without_casts_the_plan_says_that_sums_stay_as_they_are() -> None:
 
 @pytest.mark.long
 def test_a_model_may_fit_in_low_precision_alone() -> None:
-    """Whatever is sharded and computed again: beside weights in float32 there are activations in bfloat16."""
+    """Whatever is sharded and recomputed: beside weights in float32 there are activations in bfloat16."""
     eight = replace(GPUS, devices_per_node=8)
     with torch.device("meta"):
         net, batch = Deep(1024, 4), (torch.randn(65536, 1024),)

@@ -37,7 +37,7 @@ from tests.proof.models import ROUNDING, Model, serial
 
 MESHES = [Mesh(shape) for shape in ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1,))]
 RATES = (0.01, 0.1, 1.0, 3.0)  # of moves, drawn for each kind and axis
-GATHERINGS = (*Gathering, *[Gathering.AGAIN] * 3)  # drawn so often, as few weights can be gathered again
+GATHERINGS = (*Gathering, *[Gathering.REGATHER] * 3)  # drawn so often, as few weights can be regathered
 COSTLY = (0.01, 1.0, 6.0, 6.0)  # of P -> B, so that P -> R -> B is met as well
 TRIES = 8  # illegal draws of a strategy, after which the operator is gathered
 FLOOR = 1e-3  # of the largest magnitude of the kind: true gradients can be 0
@@ -61,7 +61,7 @@ ROWS = [
     "b_to_r",
     "b_to_p",
     "s_to_s",
-    *(WRITTEN := ("exchange", "convolution", "s_to_b_again", "s_to_r_again")),  # in no move's name
+    *(WRITTEN := ("exchange", "convolution", "s_to_b_regather", "s_to_r_regather")),  # in no move's name
 ]
 
 
@@ -97,7 +97,7 @@ def draw_price(random: Random) -> Price:
 
 
 def draw_parts(random: Random, operators: int) -> tuple[Segment, ...]:
-    """What is computed again: in every second program nothing, else some runs of operators."""
+    """What is recomputed: in every second program nothing, else some runs of operators."""
     ends = sorted(random.randint(0, operators) for _ in range(random.choice((0, 0, 2, 4))))
     pairs = zip(ends[::2], ends[1::2], strict=True)
     return tuple((first, stop) for first, stop in pairs if first < stop)
@@ -105,9 +105,9 @@ def draw_parts(random: Random, operators: int) -> tuple[Segment, ...]:
 
 def draw_offloaded(random: Random, graph: Graph, program: Program) -> tuple[OffloadedTensor, ...]:
     """What is offloaded: in every second program nothing, else about half of what operators make, and of its
-    conversions, in any order. No part that is computed again has any of it."""
-    again = {place for first, stop in program.recompute for place in range(first, stop)}
-    barred = {name for place in again for name in _touched(graph.operators[place])}
+    conversions, in any order. No part that is recomputed has any of it."""
+    recomputed = {place for first, stop in program.recompute for place in range(first, stop)}
+    barred = {name for place in recomputed for name in _touched(graph.operators[place])}
     found = [
         (name, tuple(option.results[index] for option in program.strategies[item.name]))
         for item in graph.operators

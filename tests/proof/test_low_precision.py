@@ -21,7 +21,7 @@ from autopar.proof.check import check
 from autopar.proof.low_precision import REORDERED, ROUNDED, LowPrecision, compare_low_precision
 from autopar.proof.simulated import MEANINGS
 from autopar.runtime.collectives.placement_moves import SUMMED
-from autopar.runtime.saved.regather import AGAIN
+from autopar.runtime.saved.regather import REGATHER
 from autopar.trace.autocast import Autocast
 from autopar.trace.export import Traced, trace
 from autopar.trace.target import Target
@@ -144,10 +144,10 @@ def test_where_kernels_have_one_order_weights_are_rounded_otherwise() -> None:
 def test_every_move_that_a_program_can_make_is_simulated() -> None:
     """Also those of cast weights, which a proof in float64 doesn't make."""
     names = [
-        name + ending + again
+        name + ending + suffix
         for name in EFFECTS
         for ending in ("", *SUMMED.values())
-        for again in ("", AGAIN)
+        for suffix in ("", REGATHER)
     ]
     registered = {name for name in names if hasattr(torch.ops.autopar, name)}
-    assert registered <= MEANINGS.keys() and "s_to_b_wide_again" in registered
+    assert registered <= MEANINGS.keys() and "s_to_b_wide_regather" in registered

@@ -96,7 +96,7 @@ def test_what_is_computed_again(processes: bool) -> None:
 
 
 def _offloaded(request: Request) -> Plan:
-    """A plan that moves all that can be moved, but what backward reads first."""
+    """A plan that offloads all that can be, but what backward reads first."""
     case = target()
     autocast = request.autocast(TWO)
     traced = trace(case.model, case.args, loss_fn=case.loss_fn, loss_only=False, autocast=autocast)
@@ -105,9 +105,9 @@ def _offloaded(request: Request) -> Plan:
     rates = tuple((dtype, 1e9) for dtype in (torch.bfloat16, torch.float32))
     rough = replace(ROUGH, device=replace(ROUGH.device, flops=rates))
     priced = PricedProgram(Prices(traced.graph, dims, TWO, rough), plan.program)
-    moved = tuple(item.moved for item in movable(priced)[:-1])
-    assert moved
-    return replace(plan, program=replace(plan.program, offload=moved))
+    offloaded = tuple(item.tensor for item in movable(priced)[:-1])
+    assert offloaded
+    return replace(plan, program=replace(plan.program, offload=offloaded))
 
 
 @pytest.mark.usefixtures("warm_ranks")

@@ -21,9 +21,9 @@ KEYS = [MESH.key((axis,)) for axis in (0, 1)]
 MOVES = ("p_to_r", "p_to_b", "max_reduce")  # the last one is never hoisted
 
 
-def early(graph: fx.Graph, *, room: float = math.inf, again: tuple[tuple[int, int], ...] = ()) -> fx.Graph:
+def early(graph: fx.Graph, *, room: float = math.inf, parts: tuple[tuple[int, int], ...] = ()) -> fx.Graph:
     order = {node.name: place for place, node in enumerate(graph.nodes)}
-    return hoist(graph, lambda node: 8, room=room, steps=order, segments=again)
+    return hoist(graph, lambda node: 8, room=room, steps=order, segments=parts)
 
 
 def branches() -> fx.Graph:
@@ -45,7 +45,7 @@ def test_what_has_no_room_or_is_computed_again_stays() -> None:
     graph = branches()
     assert calls(early(graph, room=7)) == calls(graph)
     place = [node.name for node in graph.nodes].index("p_to_r_default")
-    assert calls(early(graph, again=((place, place + 1),))) == calls(graph)
+    assert calls(early(graph, parts=((place, place + 1),))) == calls(graph)
 
 
 def test_on_simulated_ranks_it_is_the_same_program() -> None:

@@ -34,9 +34,9 @@ def program(*, move: str = "r_to_b", weight_late: bool = False) -> fx.Graph:
     return graph
 
 
-def late(graph: fx.Graph, *, room: float = math.inf, again: tuple[tuple[int, int], ...] = ()) -> fx.Graph:
+def late(graph: fx.Graph, *, room: float = math.inf, parts: tuple[tuple[int, int], ...] = ()) -> fx.Graph:
     order = {node.name: place for place, node in enumerate(graph.nodes)}
-    return make_late(graph, lambda step: RESULT, room=room, steps=order, segments=again)
+    return make_late(graph, lambda step: RESULT, room=room, steps=order, segments=parts)
 
 
 HEAD = ["tanh", "start_r_to_b"]
@@ -65,7 +65,7 @@ def test_what_there_is_no_room_for_is_made_at_once() -> None:
 def test_what_is_computed_again_stays() -> None:
     graph = program()
     place = [node.name for node in graph.nodes].index("r_to_b_default")
-    assert calls(late(graph, again=((place, place + 2),))) == calls(graph)
+    assert calls(late(graph, parts=((place, place + 2),))) == calls(graph)
 
 
 def _inputs(move: str) -> list[dict[str, Tensor]]:

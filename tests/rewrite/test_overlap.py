@@ -29,13 +29,13 @@ def program(
     x = graph.placeholder("x")
     matrices = [graph.placeholder(f"w{number}") for number in range(layers)]
     bias = graph.placeholder("b")
-    again, once = (getattr(OURS, "s_to_b" + ending + name).default for name in ("_again", ""))
+    regather, once = (getattr(OURS, "s_to_b" + ending + name).default for name in ("_regather", ""))
 
     def casted(node: fx.Node) -> fx.Node:
         return graph.call_function(torch.ops.aten.to.dtype, (node, cast)) if cast is not None else node
 
     for number, weight in enumerate(matrices):
-        full = graph.call_function(again, (casted(weight), KEY, 0, 1, list(sizes)))
+        full = graph.call_function(regather, (casted(weight), KEY, 0, 1, list(sizes)))
         args = [x, full]
         if number == 0:
             args.append(graph.call_function(once, (casted(bias), KEY, 0, 1, list(sizes))))
@@ -55,17 +55,17 @@ def calls(graph: fx.Graph) -> list[str]:
 
 
 def early(
-    graph: fx.Graph, layers: int, *, room: float = math.inf, again: tuple[tuple[int, int], ...] = ()
+    graph: fx.Graph, layers: int, *, room: float = math.inf, parts: tuple[tuple[int, int], ...] = ()
 ) -> fx.Graph:
     order = {node.name: place for place, node in enumerate(graph.nodes)}
-    return overlap(graph, weights(layers), room=room, steps=order, segments=again)
+    return overlap(graph, weights(layers), room=room, steps=order, segments=parts)
 
 
 def test_each_group_starts_behind_the_group_before() -> None:
     assert calls(early(program(3), 3)) == [
-        *("start_s_to_b_again", "start_s_to_b", "wait_s_to_b_again", "wait_s_to_b"),
-        *("start_s_to_b_again", "linear", "tanh", "wait_s_to_b_again"),
-        *("start_s_to_b_again", "linear", "tanh", "wait_s_to_b_again", "linear", "tanh", "p_to_r"),
+        *("start_s_to_b_regather", "start_s_to_b", "wait_s_to_b_regather", "wait_s_to_b"),
+        *("start_s_to_b_regather", "linear", "tanh", "wait_s_to_b_regather"),
+        *("start_s_to_b_regather", "linear", "tanh", "wait_s_to_b_regather", "linear", "tanh", "p_to_r"),
     ]
 
 
@@ -74,22 +74,22 @@ def test_a_group_that_takes_more_than_the_room_stays_where_it_is() -> None:
     before = calls(graph)
     assert calls(early(graph, 3, room=FULL - 1)) == before
     found = calls(early(graph, 3, room=FULL))  # the first one has a bias, too
-    assert found[:2] == before[:2] and found.count("start_s_to_b_again") == 2
+    assert found[:2] == before[:2] and found.count("start_s_to_b_regather") == 2
     assert room_of(None, 5.0) == math.inf and room_of(100, 60) == 10
 
 
 def test_casts_start_with_their_gathers() -> None:
     assert calls(early(program(2, cast=torch.bfloat16, ending="_wide"), 2)) == [
-        *("to", "start_s_to_b_wide_again", "to", "start_s_to_b_wide"),
-        *("wait_s_to_b_wide_again", "wait_s_to_b_wide", "to", "start_s_to_b_wide_again"),
-        *("linear", "tanh", "wait_s_to_b_wide_again", "linear", "tanh", "p_to_r"),
+        *("to", "start_s_to_b_wide_regather", "to", "start_s_to_b_wide"),
+        *("wait_s_to_b_wide_regather", "wait_s_to_b_wide", "to", "start_s_to_b_wide_regather"),
+        *("linear", "tanh", "wait_s_to_b_wide_regather", "linear", "tanh", "p_to_r"),
     ]
 
 
 def test_the_room_of_a_cast_is_that_of_its_full_tensor_and_its_largest_shard() -> None:
     graph = program(2, cast=torch.bfloat16, ending="_wide")
     needed = FULL // 4 + FULL // 4 * 3 // 4
-    second = "start_s_to_b_wide_again"
+    second = "start_s_to_b_wide_regather"
     assert calls(early(graph, 2, room=needed)).count(second) == 1  # the first one has a bias, too
     assert calls(early(graph, 2, room=needed - 1)) == calls(graph)
 
@@ -98,7 +98,7 @@ def test_what_is_cast_in_a_part_that_is_computed_again_stays_there() -> None:
     graph = program(2, cast=torch.bfloat16, ending="_wide")
     order = {node.name: place for place, node in enumerate(graph.nodes)}
     first = order["to_dtype"]
-    assert calls(early(graph, 2, again=((first, first + 1),))).count("start_s_to_b_wide_again") == 1
+    assert calls(early(graph, 2, parts=((first, first + 1),))).count("start_s_to_b_wide_regather") == 1
 
 
 @pytest.mark.parametrize("ending", SUMMED.values())
@@ -111,8 +111,8 @@ def test_casts_on_simulated_ranks_are_the_same_program(ending: str) -> None:
 def test_what_is_computed_again_keeps_its_gathers() -> None:
     graph = program(2)
     order = {node.name: place for place, node in enumerate(graph.nodes)}
-    second = order["s_to_b_again_default_1"]
-    assert calls(early(graph, 2, again=((second, second + 2),))).count("start_s_to_b_again") == 1
+    second = order["s_to_b_regather_default_1"]
+    assert calls(early(graph, 2, parts=((second, second + 2),))).count("start_s_to_b_regather") == 1
 
 
 def test_ranks_of_uneven_parts_have_one_order() -> None:

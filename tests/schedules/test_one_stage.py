@@ -53,7 +53,7 @@ def test_it_is_drawn_as_text() -> None:
 1f1b: ranks 1, stages 1, micro-batches 2, 19.5 s a step
 0 ns to 19.5 s
 rank 0  0----------0rrr0==============c1----------1rrr1==============sssssssuuuu
-- forward   = backward   s waits for gradient sums   u update   r computes again   c waits for copies
+- forward   = backward   s waits for gradient sums   u update   r recomputes   c waits for copies
 . waits
 rank 0  waits 12.8%, holds at most 40 B, first at 4 s""",
     )

@@ -118,7 +118,7 @@ class EveryGathering(BruteForce):
             total += self.prices.gradient_sync(name, move) * (
                 self.prices.step_weight if move in once else 1.0
             )
-        for item, place in self.graph.consumers()[name] if gathering is Gathering.AGAIN else ():
+        for item, place in self.graph.consumers()[name] if gathering is Gathering.REGATHER else ():
             if place in self.prices.operator(item, strategies[item.name]).saved.operands:
                 at = canonical(
                     tuple(option.operands[place] for option in strategies[item.name]), differentiable=True

@@ -257,9 +257,9 @@ def test_a_shared_conversion_is_paid_once_and_written_once() -> None:
 
 
 LEVELS = {
-    "auto": (Gathering.KEEP, Gathering.AGAIN, Gathering.ONCE),
+    "auto": (Gathering.KEEP, Gathering.REGATHER, Gathering.ONCE),
     "kept": (Gathering.KEEP,),
-    "again": (Gathering.AGAIN,),
+    "again": (Gathering.REGATHER,),
     "once": (Gathering.ONCE,),
     "never": (),
 }

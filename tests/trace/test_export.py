@@ -297,6 +297,28 @@ class Reshaped(nn.Module):
         return x + 1
 
 
+class MovingTeacher(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.student, self.teacher, self.way = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine, theirs = self.student.weight, self.teacher.weight
+        with torch.no_grad():
+            if self.way == "in place":
+                theirs.mul_(0.9).add_(mine, alpha=0.1)
+            else:
+                theirs.data.lerp_(mine.data, 0.1)
+        out: Tensor = (self.student(x) - self.teacher(x)).square().mean()
+        return out
+
+
+@pytest.mark.parametrize("way", ["in place", "data"])
+def test_a_write_to_a_parameter_is_refused_by_its_name(way: str) -> None:
+    with pytest.raises(TraceError, match=r"parameter teacher\.weight.* outside of forward"):
+        trace(MovingTeacher(way), (torch.randn(4, 3),))
+
+
 def test_a_buffer_is_not_written_through_a_reshaped_view() -> None:
     with pytest.raises(TraceError, match="in-place write to view through a view"):
         trace(Reshaped(), (torch.randn(4, 3),))

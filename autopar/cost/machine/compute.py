@@ -116,7 +116,7 @@ def forward_bytes(call: Call, found: Footprint) -> int:
     given = [spec.nbytes for spec in operands.specs(call)]
     if facts_of(call.target).gathers:
         given[0] = min(given[0], written)
-    return sum(given) + written + rows_again(call)
+    return sum(given) + written + reread_bytes(call)
 
 
 def backward_bytes(call: Call, found: Footprint) -> int:
@@ -126,13 +126,13 @@ def backward_bytes(call: Call, found: Footprint) -> int:
     if not _own(found) and wanted == arriving:
         return 0
     gradients = sum(spec.requires_grad for spec in operands.specs(call))
-    return arriving + saved_bytes(call, found) + wanted + gradients * rows_again(call)
+    return arriving + saved_bytes(call, found) + wanted + gradients * reread_bytes(call)
 
 
-def rows_again(call: Call) -> int:
+def reread_bytes(call: Call) -> int:
     """Bytes that a call reads more than once, as a sparse product does a row for each entry."""
-    again = facts_of(call.target).reads_again
-    return again(sized(call)) if again else 0
+    rereads = facts_of(call.target).rereads
+    return rereads(sized(call)) if rereads else 0
 
 
 def _own(found: Footprint) -> list[TensorSpec]:

@@ -1,8 +1,8 @@
 """The calls that an operator's rule writes for one rank, each as what it does to memory.
 
     conv2d, split in height          exchange -> conv2d              values, by number
-    takes (0)     gives 2            new storage, nothing kept       0 x, 1 weight | 2 with halo, 3 y
-    takes (2, 1)  gives 3            new storage, keeps 2 and 1
+    takes (0)     gives 2            new storage, nothing saved      0 x, 1 weight | 2 with halo, 3 y
+    takes (2, 1)  gives 3            new storage, saves 2 and 1
 
 Backward runs through the calls the other way round: each takes the gradients of what it gave and gives
 those of what it took, some in the same storage (of a view, of both operands of a sum).
@@ -47,13 +47,13 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class CallMemory:
-    """One call. Until its backward are kept the storages of the values `keeps` and `own` bytes that
-    nobody else sees. `repeats` is whether it runs again inside a part that is computed again. The
-    scratch is what it needs in passing beside what it gives and keeps, forward and backward."""
+    """One call. Until its backward are saved the storages of the values `saves` and `own` bytes that
+    nobody else sees. `repeats` is whether it runs again inside a part that is recomputed. The
+    scratch is what it needs in passing beside what it gives and saves, forward and backward."""
 
     takes: tuple[int, ...]
     gives: tuple[Given, ...]
-    keeps: frozenset[int]
+    saves: frozenset[int]
     own: int
     gradients: tuple[Gradient, ...]
     repeats: bool = True
@@ -109,8 +109,8 @@ class _Reader:
         if shrinks and self.nbytes(item.results[0]) < self.nbytes(item.operands[0]):
             gives = (replace(gives[0], nbytes=self.nbytes(item.operands[0])),)
         made = [each.value for each in gives]
-        keeps = {taken for place in found.saved.operands if (taken := places[place]) is not None}
-        keeps |= {made[place] for place in found.saved.results}
+        saves = {taken for place in found.saved.operands if (taken := places[place]) is not None}
+        saves |= {made[place] for place in found.saved.results}
         gradients = tuple(
             Gradient(taken, slope.nbytes, None if slope.alias is None else made[slope.alias])
             for taken, slope in zip(places, both.slopes, strict=True)
@@ -120,7 +120,7 @@ class _Reader:
         return CallMemory(
             takes,
             gives,
-            frozenset(keeps),
+            frozenset(saves),
             found.saved.extra_bytes,
             gradients,
             forward_scratch=max(0, both.forward_bytes - new - found.saved.extra_bytes),
@@ -142,14 +142,14 @@ class _Reader:
             for item in inputs
             if self.emitter.meta[item].requires_grad and self.emitter.meta[node].requires_grad
         )
-        keeps: set[int] = set()
+        saves: set[int] = set()
         own = 0
         double = self.doubles.get(node)
-        if double is not None:  # it keeps what the local operator keeps, and the strips of neighbours
+        if double is not None:  # it saves what the local operator saves, and the strips of neighbours
             saved = footprint(double.call, self.kind).saved
-            keeps = {self.number[double.operands[place]] for place in saved.operands}
+            saves = {self.number[double.operands[place]] for place in saved.operands}
             own, self.strips = saved.extra_bytes + self.strips, 0
-        return CallMemory(takes, gives, frozenset(keeps), own, gradients, repeats=passed is not None)
+        return CallMemory(takes, gives, frozenset(saves), own, gradients, repeats=passed is not None)
 
     def given(self, nodes: Sequence[fx.Node], aliases: Sequence[int | None] = ()) -> tuple[Given, ...]:
         found = []

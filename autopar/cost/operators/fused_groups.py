@@ -11,12 +11,12 @@ softmaxes, pools, sums and views. So nothing between two members waits for what 
 only later levels need is computed there, as late as it can be. Products, convolutions, attention and all that
 isn't in the tables below are kernels of their own: by default Inductor gives them no epilogue.
 
-What stays inside a group is neither written nor kept: backward computes it again from what was read. So
+What stays inside a group is neither written nor saved: backward recomputes it from what was read. So
 that costs stay sums over operators, each *member* answers for its own part of the group's traffic:
 
     reads      operands from outside, each at its first reader
     writes     results that others need
-    again      of these what backward reads as well
+    reread     of these what backward reads as well
 
 Sums over a whole batch (batch norm) are complete before anything behind them starts: their operand is read
 twice, and in backward too. The weights of a norm over rows have gradients that add up over rows: its backward
@@ -97,9 +97,9 @@ class Member:
     leads: bool
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
-    again_operands: tuple[int, ...] = ()
-    again_results: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()  # of `writes` those that the kernels behind keep as well
+    reread_operands: tuple[int, ...] = ()
+    reread_results: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()  # of `writes` those that are saved for the kernels behind as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ def _footprint(operation: Operator, graph: Graph) -> Footprint | None:
         return None
 
 
-def is_made_again(kind: Kind, own: int, taken: int) -> bool:
-    """Whether backward computes again what an operator by itself keeps of its `own`: not masks that were
+def is_recomputed(kind: Kind, own: int, taken: int) -> bool:
+    """Whether backward recomputes what an operator by itself keeps of its `own`: not masks that were
     drawn nor sums of rows, but a loss's logarithms of probabilities, about as large as the bytes `taken`."""
     return kind is Kind.ROWS and 2 * own >= taken > 0
 
@@ -206,7 +206,7 @@ class _Finder:
         return {name: member for group in self.groups().values() for name, member in self.of_group(group)}
 
     def of_group(self, group: Sequence[Operator]) -> Iterator[tuple[str, Member]]:
-        again, seen, led = self.read_again(group), set[object](), False
+        reread, seen, led = self.reread(group), set[object](), False
         for item in group:
             kind = self.kinds[item.name]
             number = self.group_of[item.name]
@@ -228,13 +228,13 @@ class _Finder:
                     leads=not led,
                     reads=tuple(reads),
                     writes=tuple(writes),
-                    again_operands=tuple(
-                        place for place in reads if self.part(item.operands[place]) in again
+                    reread_operands=tuple(
+                        place for place in reads if self.part(item.operands[place]) in reread
                     ),
-                    again_results=tuple(
-                        place for place in writes if self.part(str(item.results[place])) in again
+                    reread_results=tuple(
+                        place for place in writes if self.part(str(item.results[place])) in reread
                     ),
-                    kept=tuple(place for place in writes if self.is_kept(str(item.results[place]))),
+                    saved=tuple(place for place in writes if self.is_saved(str(item.results[place]))),
                 ),
             )
             led = True
@@ -265,22 +265,22 @@ class _Finder:
                 return True
         return False
 
-    def is_kept(self, name: str) -> bool:
+    def is_saved(self, name: str) -> bool:
         """Whether a kernel of its own, such as a product, takes the tensor or a view of it."""
         users = [user for user, _ in self.uses[name]]
         return any(
             user.name not in self.kinds
             or (
                 self.kinds[user.name] is Kind.VIEW
-                and any(self.is_kept(each) for each in user.results if each)
+                and any(self.is_saved(each) for each in user.results if each)
             )
             for user in users
         )
 
-    def read_again(self, group: Sequence[Operator]) -> set[object]:
-        """The tensors that backward reads: what members keep, or from what it is computed again."""
+    def reread(self, group: Sequence[Operator]) -> set[object]:
+        """The tensors that backward reads: what members save, or from what it is recomputed."""
         number = self.group_of[group[0].name]
-        wanted = [name for item in group for name in self.kept(item)]
+        wanted = [name for item in group for name in self.saved(item)]
         found: set[object] = set()
         reached: set[str] = set()
         while wanted:
@@ -295,7 +295,7 @@ class _Finder:
                 wanted += self.maker[root].operands
         return found
 
-    def kept(self, operation: Operator) -> Iterator[str]:
+    def saved(self, operation: Operator) -> Iterator[str]:
         if not any(self.graph.specs[name].requires_grad for name in operation.results if name):
             return
         if self.kinds[operation.name] is Kind.VIEW:
@@ -305,7 +305,7 @@ class _Finder:
             yield from (operation.operands[place] for place in found.saved.operands)
             yield from (name for place in found.saved.results if (name := operation.results[place]))
             own = found.saved.extra_bytes
-            if is_made_again(self.kinds[operation.name], own, self.graph.specs[operation.operands[0]].nbytes):
+            if is_recomputed(self.kinds[operation.name], own, self.graph.specs[operation.operands[0]].nbytes):
                 yield operation.operands[0]
 
     def inside(self) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
     operators   linear        gelu          dropout       linear
     values      h  written    inside        y  written
-    kept        h                           y                      inside: computed again from h
+    saved       h                           y                      inside: recomputed from h
     gradients   of h          inside        of y
 
 An operand that comes by a move from another member is written and kept as outside of a group.
@@ -16,19 +16,19 @@ from dataclasses import replace
 from autopar.core.graph import TensorSpec
 from autopar.cost.operators.calls import CallMemory, OperatorCalls
 from autopar.cost.operators.fused_groups import Kind, Member
-from autopar.cost.operators.fused_prices import kept_bytes
+from autopar.cost.operators.fused_prices import saved_own_bytes
 from autopar.cost.operators.saved import SavedTensors
 
 
-def fused_saved(kept: SavedTensors, member: Member, operands: Sequence[TensorSpec]) -> SavedTensors:
+def fused_saved(saved: SavedTensors, member: Member, operands: Sequence[TensorSpec]) -> SavedTensors:
     """What backward reads of a member's operands and results, beside what is its own."""
     if member.kind is Kind.VIEW:
-        return kept
+        return saved
     return replace(
-        kept,
-        operands=frozenset(member.again_operands),
-        results=frozenset(member.again_results),
-        extra_bytes=kept_bytes(member, kept.extra_bytes, operands),
+        saved,
+        operands=frozenset(member.reread_operands),
+        results=frozenset(member.reread_results),
+        extra_bytes=saved_own_bytes(member, saved.extra_bytes, operands),
     )
 
 
@@ -47,8 +47,8 @@ def fused_calls(
     inside = {value for place, value in enumerate(found.results) if place not in (*member.writes, *needed)}
     read = {*member.reads, *moved}
     inside |= {place for place in range(len(operands)) if place not in read}
-    again = {*member.again_operands, *moved}
-    again |= {value for place in member.again_results if (value := found.results[place]) is not None}
+    reread = {*member.reread_operands, *moved}
+    reread |= {value for place in member.reread_results if (value := found.results[place]) is not None}
     known = {*range(len(operands)), *found.results}
 
     def fused(call: CallMemory) -> CallMemory:
@@ -59,8 +59,8 @@ def fused_calls(
             gradients=tuple(
                 replace(item, nbytes=0) if item.value in inside else item for item in call.gradients
             ),
-            keeps=frozenset(value for value in call.keeps if value not in known) | (again & passing),
-            own=kept_bytes(member, call.own, operands),
+            saves=frozenset(value for value in call.saves if value not in known) | (reread & passing),
+            own=saved_own_bytes(member, call.own, operands),
             forward_scratch=0,
             backward_scratch=0,
         )

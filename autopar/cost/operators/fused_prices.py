@@ -1,7 +1,7 @@
 """Seconds of a group's members: what each moves of the group's traffic, by the local shapes of one rank.
 
-    forward     reads + writes + what is kept of its own, sums over all twice, at the device's bandwidth
-    backward    gradients of what it wrote, what is read again, gradients of what it read
+    forward     reads + writes + what is saved of its own, sums over all twice, at the device's bandwidth
+    backward    gradients of what it wrote, what is reread, gradients of what it read
 
 A group is launched once each way, which its first member answers for. A view takes nothing.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopar.core.costs import DeviceModel, OperatorCost
 from autopar.core.graph import TensorSpec
-from autopar.cost.operators.fused_groups import Kind, Member, is_made_again
+from autopar.cost.operators.fused_groups import Kind, Member, is_recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Traffic:
     backward: int
 
 
-def kept_bytes(member: Member, own: int, operands: Sequence[TensorSpec]) -> int:
+def saved_own_bytes(member: Member, own: int, operands: Sequence[TensorSpec]) -> int:
     """Of the `own` bytes that an operator keeps when it runs by itself what a fused one does."""
-    return 0 if is_made_again(member.kind, own, operands[0].nbytes if operands else 0) else own
+    return 0 if is_recomputed(member.kind, own, operands[0].nbytes if operands else 0) else own
 
 
 def traffic(
@@ -35,7 +35,7 @@ def traffic(
     """Of a member with local `operands` and `results`, that by itself keeps `own` bytes beside them."""
     if member.kind is Kind.VIEW:
         return Traffic(0, 0)
-    own = kept_bytes(member, own, operands)
+    own = saved_own_bytes(member, own, operands)
     given = [result for result in results if result is not None]
     trains = any(result.requires_grad for result in given)
     written = [results[place] for place in member.writes]
@@ -46,10 +46,10 @@ def traffic(
     if not trains:
         return Traffic(forward, 0)
     arriving = sum(spec.nbytes for spec in written if spec and spec.requires_grad)
-    again = sum(operands[place].nbytes for place in member.again_operands)
-    again += sum(spec.nbytes for place in member.again_results if (spec := results[place]))
+    reread = sum(operands[place].nbytes for place in member.reread_operands)
+    reread += sum(spec.nbytes for place in member.reread_results if (spec := results[place]))
     leaving = sum(spec.nbytes for spec in read if spec.requires_grad)
-    backward = arriving + again + leaving + own
+    backward = arriving + reread + leaving + own
     if _sums_twice(member, operands):
         backward += operands[0].nbytes + max(spec.nbytes for spec in given)
     return Traffic(forward + own, backward)

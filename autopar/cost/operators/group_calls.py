@@ -55,8 +55,9 @@ class Group:
 def joined(
     members: Sequence[Lowered], written: Mapping[str, bool], parts: Sequence[tuple[OperatorCost, Traffic]]
 ) -> Group | None:
-    """The group of members with what each is estimated to take and to move, and of the tensors `written`
-    whether they are kept behind it; None if it does nothing."""
+    """Join members, with what each is estimated to take and to move, to a group; None if it does nothing.
+
+    `written` says of tensors whether they are saved behind it."""
     moved = Traffic(sum(each.forward for _, each in parts), sum(each.backward for _, each in parts))
     if not (written and moved.forward):
         return None
@@ -125,7 +126,7 @@ class _Writer:
         for member in members:
             self.add(member)
         given = ", ".join(
-            f"autopar.taken_up.default({self.names[name]}, {is_kept})" for name, is_kept in written.items()
+            f"autopar.taken_up.default({self.names[name]}, {is_saved})" for name, is_saved in written.items()
         )
         text = "\n".join((*self.lines, f"return ({given},)"))
         return Call(FUSED, (text, moved.forward, moved.backward, self.operands), {})

@@ -39,7 +39,7 @@ from autopar.cost.operators.fused_prices import Traffic, fused_cost, traffic
 from autopar.cost.operators.group_calls import Group, Lowered, companions, joined
 from autopar.cost.operators.halo_convolution import foreign, strip_calls
 from autopar.cost.operators.known_prices import Known, known_prices
-from autopar.cost.operators.saved import SavedTensors, keep, stand_ins
+from autopar.cost.operators.saved import SavedTensors, find_saved, stand_ins
 from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.collectives.late_gradients import PRODUCTS
@@ -56,7 +56,7 @@ _COLLECTIVE = {
     MoveAction.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
     MoveAction.ALL_TO_ALL: Collective.ALL_TO_ALL,
 }
-TIE = 1e-3  # of the time to write what is kept: too little to change which plan is fastest
+TIE = 1e-3  # of the time to write what is saved: too little to change which plan is fastest
 # Of an optimizer's step on each parameter, plain or a DTensor, as launches: Adam on CPUs took 29 and 50 us
 # beside the bytes, of 55 and 92 small parameters, where a launch took 1.9 us. A GPU's host runs ahead.
 UPDATE_LAUNCHES = {False: 15, True: 26}
@@ -71,7 +71,7 @@ class Price:
     only gradients of weights need. `flops` are forward flops; `calls` the local calls, for measuring;
     `missing_seconds` the part of `compute` that isn't measured, `interpolated_seconds` what of it follows
     from other sizes; `saved` what stays in memory for backward.
-    `again` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
+    `recompute` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
     Sums of gradients may hide `behind` so many seconds; `credit` is taken off for what hides.
     """
 
@@ -84,7 +84,7 @@ class Price:
     tie: float = 0.0  # seconds that only break ties: of equally fast plans the one that keeps less
     forward: float = 0.0
     weights: float = 0.0
-    again: float = 0.0
+    recompute: float = 0.0
     behind: float = 0.0
     credit: float = 0.0
     interpolated_seconds: float = 0.0
@@ -322,15 +322,17 @@ class Prices:
         local = tuple(item.call for item in (*emitter.written, *doubles) if _is_local(item))
         strips = tuple(strip_calls(emitter))
         costs = [self.call(item) for item in emitter.calls if item.target.namespace == "autopar"]
-        again = sum(item.forward_seconds for item in costs)
+        recompute = sum(item.forward_seconds for item in costs)
         fused = self._fused(operation, strategy, Lowered(operation, emitter, values, results))
         measurable, member = local, self._member(operation)
         if fused is not None:
             part, measurable = fused
-            again, local = again + part.forward_seconds, ()
+            recompute, local = recompute + part.forward_seconds, ()
             costs.append(part)
         else:
-            again += sum(self.call(item.call).forward_seconds for item in emitter.written if _is_local(item))
+            recompute += sum(
+                self.call(item.call).forward_seconds for item in emitter.written if _is_local(item)
+            )
             costs += [self.call(item) for item in (*local, *strips)]
         compute = sum(self._seconds(item) for item in costs)
         missing = sum(self._seconds(item) for item in costs if not item.measured)
@@ -343,9 +345,9 @@ class Prices:
         weights = behind * self._weights_share(operation, work)
         late = weights if operation.target in PRODUCTS else 0.0
         ahead += sum(before for before, _ in inner)
-        kept = keep(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
+        saved = find_saved(emitter, (*emitter.written, *doubles), values, results, self.device.kind)
         if fused is not None and member is not None:
-            kept = fused_saved(kept, member, emitter.described(tuple(values)))
+            saved = fused_saved(saved, member, emitter.described(tuple(values)))
         calls = measurable + strips
         launches = len(calls) if fused is None or member is None else int(member.leads)
         if not self.training:
@@ -355,29 +357,29 @@ class Prices:
                 missing,
                 work,
                 calls,
-                SavedTensors(aliases=kept.aliases),
+                SavedTensors(aliases=saved.aliases),
                 forward=ahead,
                 interpolated_seconds=between,
                 launches=launches,
             )
         sizes = (
             emitter.meta[values[index]].numel() * emitter.meta[values[index]].element_size()
-            for index in kept.operands
+            for index in saved.operands
             if operation.operands[index] not in self._parameters
         )
-        tie = TIE * (sum(sizes) + kept.extra_bytes) / self.device.bandwidth
-        again *= self.model.contention
+        tie = TIE * (sum(sizes) + saved.extra_bytes) / self.device.bandwidth
+        recompute *= self.model.contention
         return Price(
             compute,
             talk,
             missing,
             work,
             calls,
-            kept,
+            saved,
             tie,
             forward=ahead,
             weights=weights,
-            again=again,
+            recompute=recompute,
             behind=behind,
             credit=self.credit * behind + self.compute_credit * compute + self.late_credit * late,
             interpolated_seconds=between,
@@ -441,7 +443,7 @@ class Prices:
         assert self.groups is not None
         of = self.groups.members
         written = {
-            str(item.results[place]): place in of[item.name].kept
+            str(item.results[place]): place in of[item.name].saved
             for item in group
             for place in of[item.name].writes
         }

@@ -1,4 +1,4 @@
-"""What an operator keeps for its backward pass, by the calls that its rule writes."""
+"""What an operator saves for its backward pass, by the calls that its rule writes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from costdb.footprint import footprint
 
 @dataclass(frozen=True, slots=True)
 class SavedTensors:
-    """What an operator keeps for its backward pass: operands and results by position, and bytes of
+    """What an operator saves for its backward pass: operands and results by position, and bytes of
     its own. `aliases` holds for each result the operand whose memory it shares, or None; the results
-    `held` stay in memory when the operator is computed again in backward: ranks exchanged them."""
+    `held` stay in memory when the operator is recomputed in backward: ranks exchanged them."""
 
     operands: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
@@ -43,16 +43,16 @@ def stand_ins(emitter: GraphEmitter) -> tuple[Written, ...]:
     return tuple(found)
 
 
-def keep(
+def find_saved(
     emitter: GraphEmitter,
     calls: Sequence[Written],
     values: Sequence[Any],
     results: Sequence[Any],
     kind: str,
 ) -> SavedTensors:
-    """Follow memory through the calls of one operator: who keeps what, and which results are views."""
+    """Follow memory through the calls of one operator: who saves what, and which results are views."""
     root: dict[Any, Any] = {value: value for value in values}
-    kept: set[Any] = set()
+    saved: set[Any] = set()
     extra = strip_bytes(emitter)
     for written in calls:
         if written.call.target.namespace == "autopar":
@@ -60,17 +60,17 @@ def keep(
         found, operands = footprint(written.call, kind), written.operands
         for alias, result in zip(found.aliases, written.results, strict=False):
             root[result] = result if alias is None else root.get(operands[alias], operands[alias])
-        kept |= {root.get(operands[index], operands[index]) for index in found.saved.operands}
-        kept |= {root[written.results[index]] for index in found.saved.results}
+        saved |= {root.get(operands[index], operands[index]) for index in found.saved.operands}
+        saved |= {root[written.results[index]] for index in found.saved.results}
         extra += found.saved.extra_bytes
     places = {value: index for index, value in enumerate(values)}
     ends = {root.get(result, result): index for index, result in enumerate(results)}
     held = set(emitter.known.values())  # from the start, whatever backward needs
-    own = [value for value in kept if value not in places and value not in ends and value not in held]
+    own = [value for value in saved if value not in places and value not in ends and value not in held]
     extra += sum(emitter.meta[value].numel() * emitter.meta[value].element_size() for value in own)
     return SavedTensors(
-        operands=frozenset(places[value] for value in kept if value in places),
-        results=frozenset(ends[value] for value in kept if value in ends and value not in places),
+        operands=frozenset(places[value] for value in saved if value in places),
+        results=frozenset(ends[value] for value in saved if value in ends and value not in places),
         extra_bytes=extra,
         aliases=tuple(places.get(root.get(result, result)) for result in results),
         held=frozenset(index for value, index in ends.items() if _is_held(value)),

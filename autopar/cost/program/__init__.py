@@ -8,7 +8,7 @@ storages         when memory is made, who reads it, who keeps it
 heap             memory while a step is replayed
 peak_memory      what is alive at every moment of a step
 moments          what one device does and holds, over time
-recompute        operators that are computed again in backward
+recompute        operators that are recomputed in backward
 offload          tensors that wait in the host's memory
 gathering        weights that are stored in shards
 early            what starts early, and hides behind compute

@@ -6,7 +6,7 @@
                 |- weights 1 -| |-- operator 0 --|  a sum of what products read behind theta of their weights'
                                                     gradients
 
-Inside of what is computed again nothing starts early. Memory is taken to do.
+Inside of what is recomputed nothing starts early. Memory is taken to do.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def early_seconds(priced: PricedProgram) -> tuple[float, float]:
     if not (prices.early and prices.overlap):
         return 0.0, 0.0
     weights = {item.name for item in priced.graph.inputs if item.kind is InputKind.PARAMETER}
-    again = {place for first, stop in priced.program.recompute for place in range(first, stop)}
+    recomputed = {place for first, stop in priced.program.recompute for place in range(first, stop)}
     behind = _behind_products(priced)
     ahead = back = sums = beside = 0.0
     for value in priced.values.of.values():
-        if value.move is None or value.leads or any(place in again for place in value.uses):
+        if value.move is None or value.leads or any(place in recomputed for place in value.uses):
             continue
         before, after = prices.move_parts(value.name, value.move)
         if value.name in weights and gathers(value.move):
@@ -41,7 +41,7 @@ def early_seconds(priced: PricedProgram) -> tuple[float, float]:
         elif value.name not in weights and effect(value.move).name in ("r_to_b", "s_to_b"):
             limit = prices.overlap * behind.get((value.name, value.layout), 0.0)
             sums, beside = sums + (after if limit else 0.0), beside + min(after, limit)
-    back += sum(each.seconds for each in regathers(priced) if each.place not in again)
+    back += sum(each.seconds for each in regathers(priced) if each.place not in recomputed)
     costs = priced.operator_prices
     computed = sum(cost.compute for cost in costs)
     backward = sum(cost.behind for cost in costs)

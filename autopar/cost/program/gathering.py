@@ -2,7 +2,7 @@
 
 once      [ shard | full copy | sum of full gradients ]  all step long; moves that lead count once a step
 keep      [ shard ] + full copy from forward to backward
-again     [ shard ]; each operator whose backward reads the full copy gathers it anew
+regather  [ shard ]; each operator whose backward reads the full copy gathers it anew
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Regather:
 def regathers(priced: PricedProgram) -> Iterator[Regather]:
     """What the backward pass of a micro-batch gathers anew, operator by operator."""
     prices, program = priced.prices, priced.program
-    again = {name for name in program.gatherings if program.gathering(name) is Gathering.AGAIN}
-    if not prices.training or not again:
+    regathered = {name for name in program.gatherings if program.gathering(name) is Gathering.REGATHER}
+    if not prices.training or not regathered:
         return
     values = priced.values
     for place, item in enumerate(priced.graph.operators):
         strategy = program.strategies[item.name]
         for index, name in enumerate(item.operands):
-            if name in again and index in prices.operator(item, strategy).saved.operands:
+            if name in regathered and index in prices.operator(item, strategy).saved.operands:
                 layout = tuple(option.operands[index] for option in strategy)
                 requires_grad = priced.graph.specs[name].requires_grad
                 value = values.of[name, canonical(layout, differentiable=requires_grad)]

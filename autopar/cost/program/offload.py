@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """Memory of `nbytes` that backward reads, and no part that is computed again takes or makes: `root` on
+    """Memory of `nbytes` that backward reads, and no part that is recomputed takes or makes: `root` on
     the tape, known as `tensor` after `call`, for the operator `maker`. It is `made` when so many operators
     have run, and `needed` when backward has so many still before it, by the call `read`."""
 
@@ -64,12 +64,12 @@ class Clock:
 def movable(priced: PricedProgram) -> list[Movable]:
     """All that may be offloaded, in the order of Program.offload, which makes no difference itself."""
     tape = priced.tape
-    again = {place for first, stop in priced.program.recompute for place in range(first, stop)}
+    recomputed = {place for first, stop in priced.program.recompute for place in range(first, stop)}
     read: dict[int, int] = {}
     barred = set(tape.gathered)
     for number, call in enumerate(tape.calls):
-        read |= dict.fromkeys(call.memory.keeps, number)
-        if call.place in again:
+        read |= dict.fromkeys(call.memory.saves, number)
+        if call.place in recomputed:
             values = (*call.memory.takes, *(item.value for item in call.memory.gives))
             barred.update(tape.root[value] for value in values)
     found = [
@@ -90,7 +90,7 @@ def movable(priced: PricedProgram) -> list[Movable]:
 
 
 def offloaded(priced: PricedProgram) -> list[Movable]:
-    """What the program moves, in its own order, without what its parts that are computed again have."""
+    """What the program moves, in its own order, without what its parts that are recomputed have."""
     if not priced.program.offload:
         return []
     known = {item.tensor: item for item in movable(priced)}

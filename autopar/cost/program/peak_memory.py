@@ -5,7 +5,7 @@
                 again, and of what is offloaded, nothing
     working     what calls take and give, and gradients, while somebody still needs them
 
-    forward     | x ====================== |            a part that is computed again keeps what it takes
+    forward     | x ====================== |            a part that is recomputed keeps what it takes
                 |    a ===   b ===   c === |            and what ranks exchanged, and in backward all else
     backward    |       a' = b' = c' = | then gradients  from its first moment
 
@@ -44,11 +44,11 @@ class Peak:
     nbytes: int
     state: int
     saved: int
-    by_operator: dict[str, int]  # bytes that each operator keeps for backward
+    by_operator: dict[str, int]  # bytes that each operator saves for backward
 
 
 def peak_memory(priced: PricedProgram) -> Peak:
-    """Replay one step of the largest rank, with the parts of the program that are computed again."""
+    """Replay one step of the largest rank, with the parts of the program that are recomputed."""
     return Replay(priced).run()
 
 
@@ -66,7 +66,7 @@ def footing(priced: PricedProgram, *, starts: Sequence[int] | None = None) -> Fo
 
 
 def lives(priced: PricedProgram) -> tuple[Life, ...]:
-    """All memory of the largest rank that comes and goes in a step, as if nothing were computed again."""
+    """All memory of the largest rank that comes and goes in a step, as if nothing were recomputed."""
     tape = priced.tape
     makers = dict.fromkeys((tape.root[value] for value in tape.users), (-1, True))
     uses: dict[int, list[int]] = {}
@@ -77,7 +77,7 @@ def lives(priced: PricedProgram) -> tuple[Life, ...]:
         makers |= {item.value: (place, not memory.repeats) for item in memory.gives if item.alias is None}
         for value in memory.takes:
             uses.setdefault(tape.root[value], []).append(place)
-        for root in memory.keeps:
+        for root in memory.saves:
             keepers.setdefault(root, []).append(place)
         if memory.own:
             own.append(Life(memory.own, place, not memory.repeats, (), (place,)))
@@ -97,7 +97,7 @@ def lives(priced: PricedProgram) -> tuple[Life, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Calls [first, stop) of the tape that are computed again in backward: the storages that they take from
+    """Calls [first, stop) of the tape that are recomputed in backward: the storages that they take from
     outside, those that they make, and of these the ones that stay for later calls."""
 
     first: int
@@ -112,7 +112,7 @@ class Part:
 
 
 class Replay:
-    """One step. Keys of storages are roots; ("again", root) of those that are computed again, ("back", root)
+    """One step. Keys of storages are roots; ("recomputed", root) of those that are recomputed, ("back", root)
     of those that were fetched from the host, ("own", call) of scratch, ("gradient", number) of gradients.
 
     For stages `staged` leaves out what is there all step, sums of gradients among it. What is offloaded has
@@ -173,7 +173,7 @@ class Replay:
         return Heap()
 
     def find_parts(self) -> list[Part]:
-        """The parts that are computed again; calls are in the order of their operators."""
+        """The parts that are recomputed; calls are in the order of their operators."""
         places = [call.place for call in self.calls]
         last = {self.tape.root[value]: n for n, call in enumerate(self.calls) for value in call.memory.takes}
         last |= dict.fromkeys((self.tape.root[value] for value in self.tape.outputs), len(self.calls))
@@ -289,9 +289,9 @@ class Replay:
                     self.held_back.add(key)
                     self.held[self.calls[number].place] += self.heap.sizes[key]
 
-    # -- what is kept -----------------------------------------------------------------------------
+    # -- what is saved ----------------------------------------------------------------------------
 
-    def keep(self, root: int, place: int, *, for_weight: bool = False) -> None:
+    def hold_saved(self, root: int, place: int, *, for_weight: bool = False) -> None:
         self.heap.hold(root, self.tape.nbytes[root])
         self.keepers.setdefault(root, []).append(place)
         if for_weight:
@@ -320,7 +320,7 @@ class Replay:
         self.saved_bytes -= self.calls[number].memory.own
 
     def key(self, root: int) -> Hashable:
-        return ("again", root) if root in self.copies else root
+        return ("recomputed", root) if root in self.copies else root
 
     def note(self, place: int, scratch: int = 0) -> None:
         """The working bytes of this moment, with `scratch` that is gone in the next."""
@@ -361,12 +361,12 @@ class Replay:
     def save(self, number: int) -> None:
         """Keep for backward what a call saves, but for what waits in the host's memory."""
         place = self.calls[number].place
-        for root in self.calls[number].memory.keeps - self.tape.gathered:
+        for root in self.calls[number].memory.saves - self.tape.gathered:
             if root in self.offloaded:
                 self.readers[root] += 1
                 self.offloaded_from.setdefault(root, []).append(place)
             else:
-                self.keep(root, place, for_weight=self.has_weight(number))
+                self.hold_saved(root, place, for_weight=self.has_weight(number))
         self.keep_own(number)
 
     def leave_before(self, number: int) -> None:
@@ -388,13 +388,13 @@ class Replay:
     def first_time(self, part: Part, left: Counter[int]) -> None:
         """A part in forward: what it takes is kept, and what it will not make again."""
         for root in part.taken:
-            self.keep(root, self.calls[part.first].place)
+            self.hold_saved(root, self.calls[part.first].place)
         for number in part.calls:
             call = self.calls[number]
             self.call(number)
             if not call.memory.repeats:
                 for item in call.memory.gives:
-                    self.keep(item.value, call.place)
+                    self.hold_saved(item.value, call.place)
                 self.keep_own(number)
             self.finish(number, left)
 
@@ -472,7 +472,7 @@ class Replay:
         return self.firsts.get(weight.value, -1)
 
     def second_time(self, part: Part) -> None:
-        """A part is computed again, up to the last tensor that its backward reads."""
+        """A part is recomputed, up to the last tensor that its backward reads."""
         calls = [self.calls[number] for number in part.calls]
         kept = {item.value for call in calls if not call.memory.repeats for item in call.memory.gives}
         self.copies = set(part.given - kept)
@@ -483,7 +483,7 @@ class Replay:
             (
                 number
                 for number in part.calls
-                if self.calls[number].memory.keeps or self.calls[number].memory.own
+                if self.calls[number].memory.saves or self.calls[number].memory.own
             ),
             default=part.first - 1,
         )
@@ -492,7 +492,7 @@ class Replay:
             if memory.repeats:
                 self.call(number)
                 self.heap.hold(("own", number), memory.own)
-            for root in memory.keeps:
+            for root in memory.saves:
                 self.heap.hold(self.key(root), self.tape.nbytes[root])
             if self.has_weight(number):
                 self.stay_for_weights(number)
@@ -505,7 +505,7 @@ class Replay:
     def stay_for_weights(self, number: int) -> None:
         """What a call of a part keeps stays between the halves of a split backward as that of others does."""
         memory, place = self.calls[number].memory, self.calls[number].place
-        for root in memory.keeps - self.tape.gathered:
+        for root in memory.saves - self.tape.gathered:
             self.for_weights.setdefault(root, []).append(place)
         if memory.repeats:
             self.own_for_weights[place] += memory.own
@@ -519,7 +519,7 @@ class Replay:
         self.hold_back(number, incoming.values())
         if part is None and incoming:
             self.read(number)
-        gathered = call.memory.keeps & self.tape.gathered if part is None and incoming else frozenset()
+        gathered = call.memory.saves & self.tape.gathered if part is None and incoming else frozenset()
         for root in gathered:
             self.heap.hold(("gathered", root), self.tape.nbytes[root])
         made = []
@@ -533,11 +533,11 @@ class Replay:
         for root in gathered:
             self.heap.drop(("gathered", root))
         if part is None:
-            for root in call.memory.keeps - self.tape.gathered:
+            for root in call.memory.saves - self.tape.gathered:
                 (self.forget_back if root in self.offloaded else self.release)(root)
             self.release_own(number)
         else:
-            self.forget_again(number)
+            self.forget_recomputed(number)
         for key in incoming.values():
             self.heap.drop(key)
         for value, key in made:
@@ -548,10 +548,10 @@ class Replay:
         """Fetch what a call reads from the host, and begin to fetch what its stage reads after it."""
         memory, stage = self.calls[number].memory, self.stage_of(number)
         first, stop = self.firsts_of[stage : stage + 2]
-        if stage not in self.begun and (memory.own or memory.keeps - self.tape.gathered):
+        if stage not in self.begun and (memory.own or memory.saves - self.tape.gathered):
             self.begun.add(stage)
             self.fetch(max(first, stop - AHEAD), stop)
-        for root in sorted(memory.keeps & self.offloaded.keys(), key=lambda root: -self.offloaded[root]):
+        for root in sorted(memory.saves & self.offloaded.keys(), key=lambda root: -self.offloaded[root]):
             self.fetch(max(first, self.offloaded[root] - AHEAD), self.offloaded[root] + 1)
 
     def fetch(self, first: int, stop: int) -> None:
@@ -565,10 +565,10 @@ class Replay:
         if not self.readers[root] and root in self.back:
             self.heap.drop(("back", root))
 
-    def forget_again(self, number: int) -> None:
+    def forget_recomputed(self, number: int) -> None:
         """Of a call that ran again."""
         memory = self.calls[number].memory
-        for root in memory.keeps:
+        for root in memory.saves:
             self.heap.drop(self.key(root))
         if memory.repeats:
             self.heap.drop(("own", number))

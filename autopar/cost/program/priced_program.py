@@ -72,7 +72,7 @@ class PricedProgram:
 
     @property
     def plain(self) -> PricedProgram:
-        """The program without remedies: nothing is computed again, nothing offloaded."""
+        """The program without remedies: nothing is recomputed, nothing offloaded."""
         return self.remedied(recompute=(), offload=())
 
     def remedied(

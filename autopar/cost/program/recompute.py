@@ -1,6 +1,6 @@
-"""Operators that are computed again in backward: what that costs, and what need not be kept then.
+"""Operators that are recomputed in backward: what that costs, and what need not be kept then.
 
-    operators     0  1 [2  3  4  5  6] 7           [2, 7) is computed again
+    operators     0  1 [2  3  4  5  6] 7           [2, 7) is recomputed
     keep             x     x     x                 3 keeps its operand, 5 its result
 
 Backward begins with what the part was given, and runs it once more up to the last operator that has
@@ -53,7 +53,7 @@ def repeats(priced: PricedProgram) -> list[tuple[int, int, float]]:
         if price.saved.results or price.saved.extra_bytes:
             until = place
         if until is not None:
-            found.append((place, until, price.again))
+            found.append((place, until, price.recompute))
         if price.saved.operands:
             until = place
     return found[::-1]
@@ -67,13 +67,13 @@ def repeated(priced: PricedProgram) -> list[tuple[int, int, float]]:
     return [item for item in repeats(priced) if item[1] < ends.get(item[0], 0)]
 
 
-def again_seconds(priced: PricedProgram) -> float:
+def recompute_seconds(priced: PricedProgram) -> float:
     """Seconds of a micro-batch that the program's recomputed parts take in backward."""
     return sum(seconds for _, _, seconds in repeated(priced))
 
 
 def savings(priced: PricedProgram, places: Sequence[int]) -> Savings:
-    """Tables of what every part from place to place would cost and spare if it alone were computed again.
+    """Tables of what every part from place to place would cost and spare if it alone were recomputed.
 
     `places` begin with 0 and end with the number of operators; `program.recompute` does not count.
     """
@@ -100,4 +100,4 @@ def shares(priced: PricedProgram) -> Shares:
     for life in lives(priced):
         if life.keepers and not life.held:
             spared[life.maker] += life.nbytes
-    return Shares(np.asarray([price.again for price in chosen]), spared)
+    return Shares(np.asarray([price.recompute for price in chosen]), spared)

@@ -13,7 +13,7 @@ from autopar.cost.operators.prices import Prices
 from autopar.cost.program.early import early_seconds
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.offload import wait_seconds
-from autopar.cost.program.recompute import again_seconds
+from autopar.cost.program.recompute import recompute_seconds
 from autopar.cost.program.values import Value
 from autopar.errors import CheckError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds on one rank for the whole graph: `forward` and `backward` of one micro-batch, the latter
-    with all that is computed again, both with what they wait for copies to and from the host, and once a step
+    with all that is recomputed, both with what they wait for copies to and from the host, and once a step
     the sums of gradients that wait for the last one, with the gathers of weights that are gathered once, and
     the optimizer's `update`. Of `sync` so many seconds are `hidden` behind the last backward pass, and of
     each micro-batch's exchanges so many `beside` what it computes."""
@@ -81,7 +81,7 @@ def step_cost(priced: PricedProgram) -> StepCost:
         else:
             before, after = move_seconds(prices, value, name_is_weight=value.name in parameters)
             forward, backward = forward + before, backward + after
-    backward += again_seconds(priced)
+    backward += recompute_seconds(priced)
     waits = wait_seconds(priced)
     forward, backward = forward + waits[0], backward + waits[1]
     credited = prices.credit or prices.compute_credit or prices.late_credit

@@ -39,7 +39,7 @@ class Footing:
 class Life:
     """Memory that is not at rest: `maker` makes it, -1 if users pass it; `uses` are the places of the
     operators that read it, `keepers` of those whose backward does. What ranks exchanged is `held` when an
-    operator is computed again."""
+    operator is recomputed."""
 
     nbytes: int
     maker: int

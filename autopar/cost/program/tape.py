@@ -86,7 +86,7 @@ class Tape:
     outputs: tuple[int, ...]
     losses: tuple[int, ...]  # the outputs that backward begins with: the loss, or all if there is none
     weights: tuple[Weight, ...]
-    gathered: frozenset[int]  # roots that backward gathers again
+    gathered: frozenset[int]  # roots that backward regathers
     copies: int  # bytes of what is gathered once a step, and of its gradients
     made: Mapping[int, Made]  # by root, without what operators alone know
 
@@ -165,8 +165,7 @@ class _Recorder:
         )
 
     def apart(self, item: Operator, strategy: Strategy) -> dict[str, tuple[int, ...]]:
-        """Of an operator the operands that come from moves, and the results that go into them, where moves
-        part fused groups."""
+        """Return which operands come from moves, and which results go there, if moves part groups."""
         if self.prices.groups is None:
             return {}
         taken = [tuple(option.operands[index] for option in strategy) for index in range(len(item.operands))]
@@ -221,7 +220,7 @@ class _Recorder:
             call,
             takes=takes,
             gives=tuple(gives),
-            keeps=frozenset(self.root[numbers[value]] for value in call.keeps),
+            saves=frozenset(self.root[numbers[value]] for value in call.saves),
             gradients=tuple(
                 Gradient(
                     numbers[item.value], item.nbytes, None if item.alias is None else numbers[item.alias]
@@ -243,7 +242,7 @@ class _Recorder:
         source = self.converted(name, move.source, place)
         what, deferred = effect(move), (name, move) in self.deferred
         passes = what.forward is MoveAction.NOTHING or deferred  # a copy that is gathered once lies there
-        again = gathers(move) and self.program.gathering(name) is Gathering.AGAIN
+        regather = gathers(move) and self.program.gathering(name) is Gathering.REGATHER
         nbytes = 0 if passes else self.prices.local_bytes(name, move.target)
         value = self.new(name, nbytes, source if passes else None)
         gradients: tuple[Gradient, ...] = ()
@@ -253,11 +252,13 @@ class _Recorder:
             back = 0 if returns else self.prices.local_bytes(name, move.source)
             gradients = (Gradient(source, back, value if returns else None),)
             scratch = 0 if returns else self.summed_bytes(name, move) - back
-        if again:
+        if regather:
             self.gathered.add(value)
         given = Given(value, nbytes, source if passes else None)
-        keeps = frozenset({self.root[source]} - self.given - self.gathered if again else ())  # weights stay
-        memory = CallMemory((source,), (given,), keeps, 0, gradients, repeats=passes or again)
+        saves = frozenset(
+            {self.root[source]} - self.given - self.gathered if regather else ()
+        )  # weights stay
+        memory = CallMemory((source,), (given,), saves, 0, gradients, repeats=passes or regather)
         self.add(place, replace(memory, backward_scratch=max(0, scratch)))
         self.note(value, (name, self.tidy(name, move.target)), place)
         return value

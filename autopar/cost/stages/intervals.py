@@ -147,7 +147,7 @@ def intervals(
     prices = priced.prices
     sums = _Seconds(priced, places)
     state, sync, update, gradients, largest, buckets, others, summed = _weights(priced, hop, places)
-    kept, working, early, split = _memory(priced, places, gradients, largest * prices.accumulates, starts)
+    saved, working, early, split = _memory(priced, places, gradients, largest * prices.accumulates, starts)
     rows = [_Crossing(places) for _ in range(4)]
     for value in priced.values.of.values():
         nbytes = prices.local_bytes(value.name, value.layout)
@@ -168,7 +168,7 @@ def intervals(
         sync=sync,
         update=update,
         state=state,
-        saved=np.triu(kept + received[:, None], 1),
+        saved=np.triu(saved + received[:, None], 1),
         working=np.triu(working + back, 1),
         gradients=gradients,
         early=np.triu(early + back, 1),
@@ -185,8 +185,10 @@ def intervals(
             apart=np.triu(split.apart + back, 1),
             apart_early=np.triu(split.apart_early + back, 1),
         ),
-        summing=np.triu(np.maximum(_summing(buckets, kept) + np.where(buckets > 0, at_hand, 0.0), others), 1),
-        calling=_host_seconds(prices) * CALL_SECONDS * np.triu(np.ones_like(kept), 1),
+        summing=np.triu(
+            np.maximum(_summing(buckets, saved) + np.where(buckets > 0, at_hand, 0.0), others), 1
+        ),
+        calling=_host_seconds(prices) * CALL_SECONDS * np.triu(np.ones_like(saved), 1),
         splitting=_host_seconds(prices) * SPLIT_SECONDS * np.triu(np.subtract.outer(places, places).T, 1),
         summed=np.minimum(summed, sync),  # but for rounding
         overlap=prices.overlap,
@@ -311,11 +313,11 @@ def _weights(
     )
 
 
-def _summing(buckets: Table, kept: Table) -> Table:
+def _summing(buckets: Table, saved: Table) -> Table:
     """What is there beside gradients when a bucket is put together. All but the last are full and come
     evenly: the bucket, and what the operators keep whose gradients are still to come."""
     behind = np.minimum(1.0, BUCKET_BYTES / np.maximum(buckets, 1.0))
-    return np.minimum(buckets, BUCKET_BYTES + ALONE_BYTES) + (1.0 - behind) * kept
+    return np.minimum(buckets, BUCKET_BYTES + ALONE_BYTES) + (1.0 - behind) * saved
 
 
 def _memory(
@@ -343,19 +345,19 @@ def _memory(
             rectangles.add_first(storage.maker, storage.keepers[0], float(storage.nbytes))
             if storage.until is not None and storage.until < places[-1]:
                 rectangles.add_first(storage.maker, storage.until, -float(storage.nbytes))
-    kept = rectangles.total()
+    saved = rectangles.total()
     most, ahead = (
         np.array([max(amounts[low:high], default=0) for low, high in pairwise(places)])
         for amounts in (found.working, found.forward)
     )
-    working = beside(kept, most, np.zeros_like(kept)) + largest
-    early = beside(kept, most, gradients)
+    working = beside(saved, most, np.zeros_like(saved)) + largest
+    early = beside(saved, most, gradients)
     split = halves(
         priced.graph,
         priced.values,
         found,
         places,
-        kept=kept,
+        saved=saved,
         most=most,
         working=working,
         early=early,
@@ -363,7 +365,7 @@ def _memory(
         ahead=ahead,
         largest=largest,
     )
-    return kept, working, early, split
+    return saved, working, early, split
 
 
 def _most(amounts: Row, places: Sequence[int]) -> Table:

@@ -1,6 +1,6 @@
 """What a stage holds in and between the halves of a split backward, in tables over pairs of cuts.
 
-    first half    gradients of inputs        kept up to an operator, behind it what gradients of weights need
+    first half    gradients of inputs        saved up to an operator, behind it what gradients of weights need
     between                                  what they need: taken values, and gradients of results
     second half   gradients of weights
 
@@ -26,7 +26,7 @@ from autopar.cost.program.values import Values
 @dataclass(frozen=True, slots=True)
 class Halves:
     """Bytes of the stage from `places[p]` to `places[q]`: `held` by each micro-batch between the halves, with
-    what it received and sent; needed by a first half beside what is kept, `working` and `early` as those of
+    what it received and sent; needed by a first half beside what is saved, `working` and `early` as those of
     `Intervals`. Where it makes gradients of weights, other actions need `made` from the start instead of
     what is early. A forward or a second half alone needs `apart` and `apart_early`."""
 
@@ -44,7 +44,7 @@ def halves(
     found: Footing,
     places: Sequence[int],
     *,
-    kept: Table,
+    saved: Table,
     most: Row,
     working: Table,
     early: Table,
@@ -52,7 +52,7 @@ def halves(
     ahead: Row,
     largest: Table,
 ) -> Halves:
-    """`most` bytes are needed at each place beside what is kept, `ahead` in forward; the other tables are
+    """`most` bytes are needed at each place beside what is saved, `ahead` in forward; the other tables are
     those of whole backwards, and of the `largest` gradient where others are there before."""
     between = Rectangles(places)
     for place, (own, held) in enumerate(zip(found.own_for_weights, found.held, strict=True)):
@@ -62,11 +62,11 @@ def halves(
     total, whole = between.total(), ~splits_cleanly(graph, values, places)
     later = whole.copy()
     later[0] = False  # there the halves follow each other
-    apart = np.maximum(beside(kept, ahead, np.zeros_like(kept)), largest)
+    apart = np.maximum(beside(saved, ahead, np.zeros_like(saved)), largest)
     return Halves(
         held=np.where(whole, 0.0, total),
-        working=np.where(whole, working, beside(kept, most, total)),
-        early=np.where(whole, early, beside(kept, most, total)),
+        working=np.where(whole, working, beside(saved, most, total)),
+        early=np.where(whole, early, beside(saved, most, total)),
         made=np.where(later, np.maximum(early, working + gradients), early),
         apart=apart,
         apart_early=np.where(later, apart + gradients, np.maximum(apart, gradients)),
@@ -103,12 +103,12 @@ def _since(graph: Graph, values: Values) -> list[int]:
     return found
 
 
-def beside(kept: Table, working: Row, behind: Table) -> Table:
-    """The most that a stage [p, q] needs beyond what it keeps while the operators at [j, j + 1] run.
+def beside(saved: Table, working: Row, behind: Table) -> Table:
+    """The most that a stage [p, q] needs beyond what it saved while operators [j, j + 1] run.
 
     For j in [p, q): what those up to there keep, `working` [j], and what is there of those `behind`."""
-    most = np.zeros_like(kept)
+    most = np.zeros_like(saved)
     for j, bytes_here in enumerate(working):
-        moments = (kept[: j + 1, j + 1] + bytes_here)[:, None] + behind[j + 1, j + 1 :][None, :]
+        moments = (saved[: j + 1, j + 1] + bytes_here)[:, None] + behind[j + 1, j + 1 :][None, :]
         np.maximum(most[: j + 1, j + 1 :], moments, out=most[: j + 1, j + 1 :])
-    return np.triu((most - kept).clip(min=0.0), 1)
+    return np.triu((most - saved).clip(min=0.0), 1)

@@ -69,7 +69,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A point of a plot, in per cent of its width from the left, and of its height from the top."""
+    """A point of a plot: in per cent of its width from the left, and of its height from the top."""
 
     left: float
     top: float

@@ -16,8 +16,8 @@ Y's gradient to X's. Call it the *transposed* move; each operator's backward cal
 
 `needed_rows` is an exchange of rows that a graph names, `needed_rows_add` its transposed.
 
-`s_to_r_again` and `s_to_b_again` gather weights whose full copy does not stay between forward and backward
-(`regather`).
+`s_to_r_regather` and `s_to_b_regather` gather weights whose full copy does not stay between forward and
+backward (`regather`).
 
 `r_to_b_wide` and `s_to_b_wide` are those of weights that were cast to fewer bits: gradients of fewer bits are
 summed in float32, and the sums rounded once. Those that end with `_bf16` or `_fp16` sum in fewer bits.
@@ -139,7 +139,7 @@ def _all_gather(x: Tensor, group: str, dim: int, blocks: int, sizes: Sequence[in
     return full
 
 
-def _gather_again(operator: str) -> Callable[..., Tensor]:
+def _regather(operator: str) -> Callable[..., Tensor]:
     """Like the kernel of `operator`, and notes how the result can be made again by it."""
 
     def gather(x: Tensor, *arguments: Any) -> Tensor:
@@ -422,13 +422,13 @@ _alias("b_to_r", "r_to_p")
 
 _move("s_to_r", SPLIT, _all_gather, _full, "r_to_s")
 _move("s_to_b", SPLIT, _all_gather, _full, "p_to_s")
-_move("s_to_r_again", SPLIT, _gather_again("s_to_r"), _full, "r_to_s")
-_move("s_to_b_again", SPLIT, _gather_again("s_to_b"), _full, "p_to_s")
+_move("s_to_r_regather", SPLIT, _regather("s_to_r"), _full, "r_to_s")
+_move("s_to_b_regather", SPLIT, _regather("s_to_b"), _full, "p_to_s")
 for _precision, _ending in SUMMED.items():
     _summed, _scattered = (summing_in(_name, DTYPES[_precision]) for _name in ("p_to_r", "p_to_s"))
     _alias("r_to_b" + _ending, _summed)
     _move("s_to_b" + _ending, SPLIT, _all_gather, _full, _scattered)
-    _move("s_to_b" + _ending + "_again", SPLIT, _gather_again("s_to_b"), _full, _scattered)
+    _move("s_to_b" + _ending + "_regather", SPLIT, _regather("s_to_b"), _full, _scattered)
 _move("p_to_s", SPLIT, _reduce_scatter, _local, "s_to_b")
 _move("r_to_s", SPLIT, _slice, _sliced, "s_to_r", is_local=True)
 _move("b_to_s", SPLIT, _slice, _sliced, "s_to_p", is_local=True)

@@ -34,7 +34,7 @@ from autopar.runtime.saved import regather
 START, WAIT = "start_", "wait_"  # begin the names of the halves
 _SUMMING = ("s_to_b", *("s_to_b" + ending for ending in moves.SUMMED.values()))
 HALVED = tuple(  # moves that programs start early
-    name + again for name in (*_SUMMING, "s_to_r") for again in ("", regather.AGAIN)
+    name + suffix for name in (*_SUMMING, "s_to_r") for suffix in ("", regather.REGATHER)
 )
 SUMS = {"p_to_r": "r_to_b", "p_to_b": "p_to_b", "r_to_b": "p_to_r"}  # others, with their transposed ones
 _under_way: dict[int, Callable[[], Tensor]] = {}  # by the handle's storage
@@ -122,8 +122,8 @@ def _half(name: str, transposed: str, start: Callable[..., Callable[[], Tensor]]
 
     def end_kernel(handle: Tensor, x: Tensor, *arguments: Any) -> Tensor:
         full = end(handle)
-        if name.endswith(regather.AGAIN):
-            regather.note(full, name.removesuffix(regather.AGAIN), x, arguments)
+        if name.endswith(regather.REGATHER):
+            regather.note(full, name.removesuffix(regather.REGATHER), x, arguments)
         return full
 
     def keep_arguments(ctx: Any, inputs: Arguments, _: Tensor) -> None:
@@ -208,7 +208,7 @@ for _precision, _ending in moves.SUMMED.items():
     _back("p_to_s" + _ending, partial(_start_scatter, dtype=moves.DTYPES[_precision]))
 _back("r_to_s", _start_slice)
 for _name in HALVED:
-    _moved = _name.removesuffix(regather.AGAIN)
+    _moved = _name.removesuffix(regather.REGATHER)
     _half(_name, _moved.replace("s_to_b", "p_to_s").replace("s_to_r", "r_to_s"), start_gather)
 for _name, _other in SUMS.items():
     _whole(_name, _other, _start_nothing if _name == "r_to_b" else _start_sum)

@@ -4,7 +4,7 @@
     compiled    both are marks on operators, which tell the compiler what to keep and what to make anew
 
     kept          results of collectives, and what they took if backward needs it; seeds of masks
-    made anew     gathered weights that the plan gathers again; all else of a part that is computed again
+    made anew     gathered weights that the plan regathers; all else of a part that is recomputed
     free          the compiler may compute anew what is cheaper so: it keeps at most what is needed
 
 Collectives keep the program's order (turns.py). Random numbers are those of the eager program.
@@ -28,7 +28,7 @@ from autopar.core.operator_facts import is_random
 from autopar.errors import AutoparError, InputError, cut_text
 from autopar.runtime.compiled.compiler import check_program
 from autopar.runtime.saved.recompute import Recomputed, stays
-from autopar.runtime.saved.regather import is_again
+from autopar.runtime.saved.regather import is_regather
 
 _MASK = torch.ops.autopar.shard_mask.default
 _SERIAL_MASK = torch.ops.autopar.dropout_mask.default
@@ -112,13 +112,13 @@ def _marked(program: fx.GraphModule, numbers: Iterator[int], *, inside: bool) ->
             copy.target, copy.args = torch.ops.autopar.mask_of.default, (seed, *copy.args)
         elif copy.target is _SERIAL_MASK:
             copy.target, copy.args = torch.ops.autopar.serial_mask.default, (next(numbers), *copy.args)
-        elif is_again(copy.target) and not inside:
+        elif is_regather(copy.target) and not inside:
             copy.target = _regathering(copy.target)
     return fx.GraphModule(root, graph, class_name=program.__class__.__name__)
 
 
 class Again(nn.Module):
-    """A part that is computed again in backward; `mutated` are the places of buffers that it writes to."""
+    """A part that is recomputed in backward; `mutated` are the places of buffers that it writes to."""
 
     def __init__(self, body: fx.GraphModule, *, mutated: Sequence[int]) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def _anew(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def _part(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Within a part that is computed again. What is drawn stays: seeds are small."""
+    """Within a part that is recomputed. What is drawn stays: seeds are small."""
     if is_random(target) or stays(target):
         return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.MUST_RECOMPUTE if is_again(target) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_RECOMPUTE if is_regather(target) else CheckpointPolicy.PREFER_RECOMPUTE

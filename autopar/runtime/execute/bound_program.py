@@ -30,7 +30,7 @@ from autopar.runtime.execute.executable import Executable, InputPart
 from autopar.runtime.execute.unread_output import unread
 from autopar.runtime.parameters.global_scalars import plain_gradient
 from autopar.runtime.parameters.gradient_buckets import GradientSync, Member
-from autopar.runtime.parameters.parameters import Leaves, local, scatter_once
+from autopar.runtime.parameters.parameters import Leaves, local_buffer, scatter_once
 from autopar.runtime.saved.regather import freeing
 
 
@@ -62,7 +62,9 @@ class Bound:
         self._device = device
         self.users = [item for item in executable.inputs if item.kind is InputKind.USER]
         self._buffers = {
-            item.name: find(item.target) for item in executable.inputs if item.kind is InputKind.BUFFER
+            item.name: (item, find(item.target))
+            for item in executable.inputs
+            if item.kind is InputKind.BUFFER
         }
         self._constants = {
             item.name: cut_input(executable.constants[item.target], item, executable).to(device)
@@ -83,7 +85,7 @@ class Bound:
             self._sync.forget()
         values: dict[str, Tensor] = dict(zip(self._names, self._leaves.read(), strict=True))
         values |= self._constants
-        values |= {name: local(find()) for name, find in self._buffers.items()}
+        values |= {name: local_buffer(item, find()) for name, (item, find) in self._buffers.items()}
         values |= {item.name: self._take(item, tensors) for item in self.users}
         if not self._stepping:
             self._leaves.release()

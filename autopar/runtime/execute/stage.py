@@ -33,7 +33,7 @@ from autopar.runtime.compiled.program import compiled
 from autopar.runtime.execute.bound_program import by_first_use, cut_input, summed
 from autopar.runtime.execute.executable import Executable, InputPart
 from autopar.runtime.parameters.gradient_buckets import BUCKET_BYTES, Sums, assign
-from autopar.runtime.parameters.parameters import Leaves, local
+from autopar.runtime.parameters.parameters import Leaves, local_buffer
 from autopar.runtime.saved.recompute import Recomputed
 from autopar.runtime.saved.regather import freeing
 from autopar.runtime.saved.split_backward import Between
@@ -87,7 +87,9 @@ class StageModule(nn.Module):
             _Program.of(each, device, self.between) for each in (executable, shorter) if each is not None
         ]
         self._held = {
-            item.name: find(item.target) for item in executable.inputs if item.kind is InputKind.BUFFER
+            item.name: (item, find(item.target))
+            for item in executable.inputs
+            if item.kind is InputKind.BUFFER
         }
         self.learned = by_first_use(executable)
         self._leaves = Leaves(self.learned, [find(item.target) for item in self.learned], self._receive, mesh)
@@ -131,7 +133,7 @@ class StageModule(nn.Module):
         program = self._program(number)
         executable = program.executable
         values = dict(self._values) | program.constants
-        values |= {name: local(find()) for name, find in self._held.items()}
+        values |= {name: local_buffer(item, find()) for name, (item, find) in self._held.items()}
         for item in program.users:
             mine = cut_input(self._batch[number].tensors[item.position], item, executable)
             values[item.name] = mine.to(self._device, non_blocking=True)
@@ -242,7 +244,7 @@ def splits_cleanly(executable: Executable) -> bool:
 
 
 def _written_out(program: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    """What each node takes, in their order, with parts that are computed again written out in place."""
+    """What each node takes, in their order, with parts that are recomputed written out in place."""
     found: dict[fx.Node, list[fx.Node]] = {}
     stands: dict[fx.Node, fx.Node] = {}  # what a part takes, and its results, for the nodes that make them
     results: dict[fx.Node, list[fx.Node]] = {}

@@ -127,8 +127,9 @@ def _bytes(tensor: Tensor, *, whole: bool) -> bytes:
 
 
 def compare(parts: Iterable[Part], device: torch.device, held: Mapping[str, Tensor] | None = None) -> None:
-    """Raise InputError on every rank where they differ in one of the parts, of those `held` by more than a
-    rounding; collective."""
+    """Raise InputError on every rank where they differ in one of the parts; collective.
+
+    Those that are `held` may differ by a rounding."""
     mine = [(name, remedy, hashlib.blake2b(value, digest_size=7).digest()) for name, remedy, value in parts]
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=7).digest()
     number = int.from_bytes(digest)

@@ -4,5 +4,6 @@ parameters             from one to the other
 gradient_buckets       sums of gradients, while backward still runs
 asked_gradients        gradients of chosen parameters, which a program doesn't give
 beside_plain_tensors   plain tensors, arrays and texts beside DTensors
+assigned_tensors       what is assigned to `.data` and `.grad` of DTensors
 global_scalars         numbers that are read from DTensors
 """

@@ -1,6 +1,7 @@
 """Parameters outside the program beside what isn't sharded: plain tensors, NumPy, format strings.
 
     weight - start               a plain tensor is whole, the same on every rank: each takes its part's rows
+    weight.data = start          the same (assigned_tensors.py)
     weight.numpy(), .tolist()    refused: a part is no whole array
     f"{weight.mean():.3f}"       the number, read whole
 
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import InputError
+from autopar.runtime.parameters.assigned_tensors import assign, assigned
 from autopar.trace.user_source import calling_line
 
 _REMEDY = (
@@ -47,7 +49,7 @@ def _torch_function(
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
         if function.__name__ in ("__get__", "__set__"):  # a property such as dtype
-            return function(*args, **kwargs)
+            return _property(function, args)
         plain = [item for item in _tensors((args, kwargs)) if _is_plain(item)]
         if not plain:
             return function(*args, **kwargs)
@@ -61,6 +63,20 @@ def _torch_function(
         result = function(*whole[0], **whole[1])
         is_in_place = function.__name__.endswith("_") and not function.__name__.endswith("__")
         return args[0] if is_in_place and args and type(args[0]) in _PLAIN else result
+
+
+def _property(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Get or set a property; tensors that are assigned to one lie as its owner does."""
+    name = assigned(function)
+    if name is None or len(args) != 2 or not isinstance(args[1], Tensor):
+        return function(*args)
+    owner, value = args
+    obstacles = _obstacles(owner.device_mesh) if isinstance(owner, DTensor) else []
+    if not obstacles:
+        return function(*args)
+    if not isinstance(value, DTensor):
+        _check(f"an assignment to .{name}", [value], obstacles)
+    return assign(name, owner, value)
 
 
 def _is_plain(value: Any) -> bool:

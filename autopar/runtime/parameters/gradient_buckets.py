@@ -41,8 +41,9 @@ ALONE_BYTES = 4 * 2**20  # copying so much takes a CPU longer than starting one 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter whose gradient is summed over the ranks of `key`, in `reduce` if that isn't its own dtype,
-    and so many bytes; `index` is the caller's."""
+    """A parameter whose gradient, of `nbytes`, is summed over the ranks of `key`.
+
+    In the dtype `reduce` if that isn't its own; `index` is the caller's."""
 
     index: int
     name: str

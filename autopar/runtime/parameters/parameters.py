@@ -15,6 +15,7 @@ tensor whose rows are permuted: right for optimizers and norms, which don't care
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -70,6 +71,19 @@ def plainly() -> AbstractContextManager[Any]:
 def local(tensor: Tensor) -> Tensor:
     """The part of a parameter or buffer that this rank holds, sharing its storage."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_buffer(part: InputPart, tensor: Tensor) -> Tensor:
+    """The part of a buffer that this rank holds; raises InputError where another tensor took its place."""
+    mine = local(tensor)
+    if mine.layout is torch.strided and tuple(mine.shape) != part.part.shape:
+        raise InputError(
+            where=f"buffer {part.target}",
+            found=f"a tensor of shape {tuple(mine.shape)} that was put in its place",
+            wanted=f"the buffer that parallelize placed, of which this rank has {part.part.shape}",
+            remedy="change its values in place, as by buffer.copy_(tensor), or with load_state_dict",
+        )
+    return mine
 
 
 def twin_of(tensor: Tensor) -> Tensor:
@@ -213,7 +227,7 @@ class Leaves:
             tied = self._tied[index] = self._tie(index, outer)
         if outer._backward_hooks or outer._post_accumulate_grad_hooks:
             raise _hooked(self._parts[index].target)
-        return self._gathered(index, tied[2]) if self._parts[index].gathers else tied[2]
+        return self._gathered(index, outer, tied[2]) if self._parts[index].gathers else tied[2]
 
     def release(self) -> None:
         """Let go of full copies: the step is over, or autograd holds what it needs of them."""
@@ -234,26 +248,31 @@ class Leaves:
 
     def _tie(self, index: int, outer: nn.Parameter) -> tuple[nn.Parameter, Tensor, Tensor]:
         self._check(self._parts[index], outer)
+        if outer.grad_fn is not None and torch.is_grad_enabled():
+            raise _exchanged(self._parts[index].target)
         values = local(outer)
         leaf = values.detach().requires_grad_(outer.requires_grad)
         if not self._parts[index].gathers:
-            self._listen(index, leaf)
+            self._listen(index, leaf, outer)
         return outer, values, leaf
 
-    def _gathered(self, index: int, shard: Tensor) -> Tensor:
+    def _gathered(self, index: int, outer: nn.Parameter, shard: Tensor) -> Tensor:
         """The full copy of a part that is gathered once."""
         if index not in self._full:
             full = gather_once(self._parts[index], shard).requires_grad_(shard.requires_grad)
-            self._listen(index, full)
+            self._listen(index, full, outer)
             self._full[index] = full
         return self._full[index]
 
-    def _listen(self, index: int, leaf: Tensor) -> None:
+    def _listen(self, index: int, leaf: Tensor, outer: nn.Parameter) -> None:
         if leaf.requires_grad:
             is_read_by_a_program(leaf)
-            leaf.register_post_accumulate_grad_hook(lambda leaf: self._accumulated(index, leaf))
+            read = weakref.ref(outer)
+            leaf.register_post_accumulate_grad_hook(lambda leaf: self._accumulated(index, leaf, read))
 
-    def _accumulated(self, index: int, leaf: Tensor) -> None:
+    def _accumulated(self, index: int, leaf: Tensor, read: weakref.ref[nn.Parameter]) -> None:
+        if self._find[index]() is not read():
+            raise _exchanged(self._parts[index].target)
         if index not in self.heard:
             return
         with plainly():
@@ -309,6 +328,16 @@ def _moved(outer: nn.Parameter, values: Tensor, leaf: Tensor) -> bool:
         (now is not values and now.data_ptr() != leaf.data_ptr())
         or now.dtype != leaf.dtype
         or outer.requires_grad != leaf.requires_grad
+    )
+
+
+def _exchanged(name: str) -> InputError:
+    return InputError(
+        where=f"parameter {name}",
+        found="another tensor in its place for this call alone, as by torch.func.functional_call",
+        wanted="the module's own parameter from forward to backward: gradients come into its .grad",
+        remedy="assign values by parameter.data = ..., compute with the tensors inside forward, or call "
+        "under no_grad",
     )
 
 

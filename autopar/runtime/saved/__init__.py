@@ -1,7 +1,7 @@
 """Changes what autograd keeps for backward, so that a step needs less memory.
 
-recompute        computed again instead of kept
+recompute        recomputed instead of kept
 offload          kept in the host's memory
-regather         gathered weights that are freed, and gathered again
+regather         gathered weights that are freed, and regathered
 split_backward   what is kept between the halves of a split backward
 """

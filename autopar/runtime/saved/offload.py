@@ -72,11 +72,11 @@ def saving_there() -> Iterator[None]:
 
 
 def _unpack(saved: Tensor | PackedTensor) -> Tensor:
-    return saved.again() if isinstance(saved, PackedTensor) else saved
+    return saved.restore() if isinstance(saved, PackedTensor) else saved
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _Kept:
+class _SavedStorage:
     """A storage that autograd saves: `here` on its device, or its copy in `host` memory, or both. While it
     has not been offloaded, one of its tensors is `watched`, which must not change."""
 
@@ -97,17 +97,17 @@ class PackedTensor:
     """A saved tensor, as a view of a storage."""
 
     moving: Offloading
-    kept: _Kept
+    saved: _SavedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
     version: int  # of the tensor that is watched
 
-    def again(self) -> Tensor:
+    def restore(self) -> Tensor:
         """The tensor, there for the stream that computes. Raises InputError if it has changed since forward,
         as autograd itself does where nothing is packed."""
-        watched = self.kept.watched
+        watched = self.saved.watched
         if watched is not None and watched._version != self.version:
             raise InputError(
                 where="backward of the parallel module",
@@ -115,7 +115,7 @@ class PackedTensor:
                 wanted="the values of the forward pass",
                 remedy="step the optimizer after backward, not between forward and backward",
             )
-        storage = self.moving.read(self.kept)
+        storage = self.moving.read(self.saved)
         whole = torch.empty(0, dtype=self.dtype, device=storage.device)
         return whole.set_(storage, self.offset, self.size, self.stride)
 
@@ -124,10 +124,10 @@ class PackedTensor:
 class Offloading:
     """What one forward pass saves, and its backward reads."""
 
-    known: WeakValueDictionary[int, _Kept] = field(default_factory=WeakValueDictionary)  # by address
-    offloaded: list[_Kept] = field(default_factory=list)  # kept alive until forward ends
-    leaving: list[tuple[_Kept, torch.cuda.Event | None]] = field(default_factory=list)
-    numbered: dict[int, list[ref[_Kept]]] = field(
+    known: WeakValueDictionary[int, _SavedStorage] = field(default_factory=WeakValueDictionary)  # by address
+    offloaded: list[_SavedStorage] = field(default_factory=list)  # kept alive until forward ends
+    leaving: list[tuple[_SavedStorage, torch.cuda.Event | None]] = field(default_factory=list)
+    numbered: dict[int, list[ref[_SavedStorage]]] = field(
         default_factory=dict
     )  # one each, or one of each simulated rank
     begun: bool = False  # backward
@@ -136,23 +136,23 @@ class Offloading:
         """What autograd keeps in place of a tensor that it saves."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor
-        kept = self.kept(tensor)
-        version = -1 if kept.watched is None else kept.watched._version
+        saved = self.saved_storage(tensor)
+        version = -1 if saved.watched is None else saved.watched._version
         return PackedTensor(
-            self, kept, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), version
+            self, saved, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), version
         )
 
     def move(self, tensor: Tensor, number: int) -> None:
         """Begin to copy the storage of a tensor to the host; that of the one AHEAD before it has left."""
-        kept = self.kept(tensor)
-        if kept.number >= 0:  # simulated ranks may share what one of them has offloaded already
+        saved = self.saved_storage(tensor)
+        if saved.number >= 0:  # simulated ranks may share what one of them has offloaded already
             return
-        assert kept.here is not None
-        kept.number, kept.watched = number, None
-        kept.host, copied = _to_host(kept.here)
-        self.offloaded.append(kept)
-        self.numbered.setdefault(number, []).append(ref(kept))
-        self.leaving.append((kept, copied))
+        assert saved.here is not None
+        saved.number, saved.watched = number, None
+        saved.host, copied = _to_host(saved.here)
+        self.offloaded.append(saved)
+        self.numbered.setdefault(number, []).append(ref(saved))
+        self.leaving.append((saved, copied))
         if len(self.leaving) > AHEAD:
             self.let_go()
 
@@ -162,45 +162,45 @@ class Offloading:
             self.let_go()
         self.offloaded.clear()
 
-    def kept(self, tensor: Tensor) -> _Kept:
+    def saved_storage(self, tensor: Tensor) -> _SavedStorage:
         storage = tensor.untyped_storage()
         found = self.known.get(storage._cdata)
         if found is None or found.origin() is not storage:
-            found = _Kept(ref(storage), storage.device, storage, tensor.detach())
+            found = _SavedStorage(ref(storage), storage.device, storage, tensor.detach())
             self.known[storage._cdata] = found
         return found
 
     def let_go(self) -> None:
-        kept, copied = self.leaving.pop(0)
-        _wait(copied, kept.device)
-        kept.here = None
+        saved, copied = self.leaving.pop(0)
+        _wait(copied, saved.device)
+        saved.here = None
 
-    def read(self, kept: _Kept) -> UntypedStorage:
+    def read(self, saved: _SavedStorage) -> UntypedStorage:
         """The storage, there for the stream that computes; the next ones begin to come."""
         if not self.begun:
             self.begun = True
             self.fetch_before(max(self.numbered, default=-1) + 1)
-        if kept.here is None:
-            self.fetch(kept)
-        if kept.coming is not None:
-            _wait(kept.coming, kept.device)
-            kept.coming = None
-        if kept.number >= 0:
-            self.fetch_before(kept.number)
-        assert kept.here is not None
-        return kept.here
+        if saved.here is None:
+            self.fetch(saved)
+        if saved.coming is not None:
+            _wait(saved.coming, saved.device)
+            saved.coming = None
+        if saved.number >= 0:
+            self.fetch_before(saved.number)
+        assert saved.here is not None
+        return saved.here
 
     def fetch_before(self, number: int) -> None:
         """Begin to fetch the AHEAD that backward needs next."""
         for each in range(number - 1, number - 1 - AHEAD, -1):
             for one in self.numbered.get(each, ()):
-                kept = one()
-                if kept is not None and kept.here is None:
-                    self.fetch(kept)
+                saved = one()
+                if saved is not None and saved.here is None:
+                    self.fetch(saved)
 
-    def fetch(self, kept: _Kept) -> None:
-        assert kept.host is not None
-        kept.here, kept.coming = _to_device(kept.host, kept.device)
+    def fetch(self, saved: _SavedStorage) -> None:
+        assert saved.host is not None
+        saved.here, saved.coming = _to_device(saved.host, saved.device)
 
 
 _moving: ContextVar[Offloading | None] = ContextVar("what is offloaded", default=None)

@@ -1,10 +1,10 @@
-"""A part of a program that is computed again in backward instead of being kept.
+"""A part of a program that is recomputed in backward instead of being saved.
 
     forward     x -> [ conv  exchange  batch_norm  relu ] -> y       keeps x, y, and what ranks exchanged
-    backward    x -> [ conv     kept   batch_norm  relu ]            then the gradients
+    backward    x -> [ conv    saved   batch_norm  relu ]            then the gradients
 
-Collectives and halos are kept, never repeated: their results are saved between forward and backward,
-and random masks are drawn alike. Only weights that are to be gathered again in backward are so here.
+Collectives and halos are never repeated: their results are saved between forward and backward,
+and random masks are drawn alike. Only weights that are to be regathered in backward are so here.
 Running statistics are written once: both times the part writes to copies of them, and only the first
 one's are taken over.
 
@@ -34,7 +34,7 @@ from torch.utils.checkpoint import (
 )
 
 from autopar.core.operator_facts import is_random
-from autopar.runtime.saved.regather import Anew, anew, is_again, noting
+from autopar.runtime.saved.regather import Anew, anew, is_regather, noting
 from autopar.runtime.saved.split_backward import Between, Box, halved
 
 Body: TypeAlias = Callable[..., tuple[list[Tensor], list[Tensor]]]
@@ -67,13 +67,13 @@ class Recomputed(nn.Module):
             values = [copies[place] if place in copies else next(rest) for place in range(count)]
             return list(self.body(*values)), list(copies.values())
 
-        kept = [tensor for place, tensor in enumerate(tensors) if place not in buffers]
+        arguments = [tensor for place, tensor in enumerate(tensors) if place not in buffers]
         if between := halved.get():
-            results, written = _Once(run, kept, between, to_the_end=self.to_the_end).forward(*kept)
+            results, written = _Once(run, arguments, between, to_the_end=self.to_the_end).forward(*arguments)
         else:
             contexts = partial(create_selective_checkpoint_contexts, _policy)
             with set_checkpoint_early_stop(not self.to_the_end):
-                results, written = checkpoint(run, *kept, use_reentrant=False, context_fn=contexts)
+                results, written = checkpoint(run, *arguments, use_reentrant=False, context_fn=contexts)
         with torch.no_grad():
             for buffer, value in zip(buffers.values(), written, strict=True):
                 buffer.copy_(value)
@@ -85,13 +85,13 @@ class _Made(Exception):
 
 
 class _Once:
-    """A call of `body` that is computed again once, by the first that wants what it saved."""
+    """A call of `body` that is recomputed once, by the first that wants what it saved."""
 
     def __init__(
         self, body: Body, arguments: Sequence[Tensor], between: Between, *, to_the_end: bool
     ) -> None:
         self._body, self._between, self._to_the_end = body, between, to_the_end
-        self._kept: Sequence[Tensor | Anew] | None = [anew(each) or each.detach() for each in arguments]
+        self._arguments: Sequence[Tensor | Anew] | None = [anew(each) or each.detach() for each in arguments]
         self._requires_grad = [each.requires_grad for each in arguments]
         self._boxes: list[weakref.ref[_WeakBox]] = []
         self._first, self._second = create_selective_checkpoint_contexts(_policy)
@@ -108,12 +108,12 @@ class _Once:
         return box
 
     def _unpack(self, box: _WeakBox) -> Tensor:
-        if self._kept is not None:
-            arguments = [each.again() if isinstance(each, Anew) else each for each in self._kept]
-            self._kept = None
+        if self._arguments is not None:
+            arguments = [each.restore() if isinstance(each, Anew) else each for each in self._arguments]
+            self._arguments = None
             self._fill(arguments)
         saved = self._between.open(box)
-        return saved.again() if isinstance(saved, Anew) else saved
+        return saved.restore() if isinstance(saved, Anew) else saved
 
     def _fill(self, arguments: Sequence[Tensor]) -> None:
         """Compute again what the boxes hold that are still there."""
@@ -143,7 +143,7 @@ class _Once:
 
 
 class _WeakBox(Box[Tensor | Anew]):
-    """A box that can be referred to weakly; empty until its part is computed again."""
+    """A box that can be referred to weakly; empty until its part is recomputed."""
 
     __slots__ = ("__weakref__",)
 
@@ -156,9 +156,9 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def stays(target: Any) -> bool:
-    """Whether what `target` gives is kept when the part that calls it is computed again."""
+    """Whether what `target` gives is saved when the part that calls it is recomputed."""
     ours = getattr(target, "namespace", "") == "autopar"
-    return ours and not is_random(target) and not is_again(target)
+    return ours and not is_random(target) and not is_regather(target)
 
 
 def _policy(_: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

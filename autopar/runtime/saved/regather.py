@@ -1,10 +1,10 @@
-"""Gathered weights that don't stay: freed after their use in forward, gathered again in backward.
+"""Gathered weights that don't stay: freed after their use in forward, regathered in backward.
 
     forward     shard --> all-gather --> full --> linear         full dies with its last use in forward
                   '-- how it was gathered <-- pack --'           what autograd keeps in its place
     backward    all-gather --> full --> gradients                ... and dies again
 
-The operators `s_to_b_again` and `s_to_r_again` note what they have made. Of every tensor that autograd
+The operators `s_to_b_regather` and `s_to_r_regather` note what they have made. Of every tensor that autograd
 saves, views of what they made are known by their storage, and replaced by the way to make them anew. The
 shards are those of the forward pass: a weight that has changed since is refused, as autograd itself does.
 
@@ -33,12 +33,12 @@ from autopar.runtime import registry
 from autopar.runtime.saved.offload import Offloading, PackedTensor, moves, offloading
 from autopar.runtime.saved.split_backward import Between, Box, halved
 
-AGAIN = "_again"  # ends the names of the operators whose results don't stay
+REGATHER = "_regather"  # ends the names of the operators whose results don't stay
 
 
-def is_again(target: Any) -> bool:
-    """Whether `target` is a registered operator whose result is gathered again in backward."""
-    return getattr(target, "namespace", "") == registry.NAMESPACE and target._opname.endswith(AGAIN)
+def is_regather(target: Any) -> bool:
+    """Whether `target` is a registered operator whose result is regathered in backward."""
+    return getattr(target, "namespace", "") == registry.NAMESPACE and target._opname.endswith(REGATHER)
 
 
 def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable[..., Any]:
@@ -46,13 +46,13 @@ def freeing(program: fx.GraphModule, between: Between | None = None) -> Callable
     weights it keeps shards, offloaded tensors in host memory, and all of it, if backward is split, in boxes
     that are emptied `between` the halves."""
     graphs = [module.graph for module in program.modules() if isinstance(module, fx.GraphModule)]
-    again = any(is_again(node.target) for graph in graphs for node in graph.nodes)
+    regathers = any(is_regather(node.target) for graph in graphs for node in graph.nodes)
     offloads = moves(program.graph)
     early = any(
-        is_again(node.target) and node.target._opname.startswith("wait_") for node in program.graph.nodes
+        is_regather(node.target) and node.target._opname.startswith("wait_") for node in program.graph.nodes
     )
     order = dict[int, int]() if early else None
-    if not again and not offloads and between is None:
+    if not regathers and not offloads and between is None:
         return program
 
     def run(*tensors: Tensor) -> Any:
@@ -85,11 +85,11 @@ class _Gathered:
         self.operator, self.source, self.version = operator, source, version
         self.arguments, self.dtype = arguments, full.dtype
 
-    def again(self) -> Tensor:
+    def restore(self) -> Tensor:
         """The full tensor, anew: a collective."""
         source = self.source
         if isinstance(source, _Gathered):
-            source = source.again()
+            source = source.restore()
         else:
             self._check(source)
         with torch.no_grad():
@@ -97,7 +97,7 @@ class _Gathered:
         return full
 
     def start(self) -> Callable[[], Tensor] | None:
-        """Begin `again`; None where that takes more than one collective."""
+        """Begin to `restore`; None where that takes more than one collective."""
         source = self.source
         if isinstance(source, _Gathered):
             return None
@@ -134,9 +134,9 @@ class Anew:
     early: Early | None = None  # what starts such gathers ahead, and this one's number there
     number: int = -1
 
-    def again(self) -> Tensor:
+    def restore(self) -> Tensor:
         """The tensor: its collective is repeated."""
-        whole = self.whole.again() if self.early is None else self.early.full(self.number)
+        whole = self.whole.restore() if self.early is None else self.early.full(self.number)
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
@@ -162,7 +162,7 @@ class Early:
         wait = self._started.pop(number, None)
         while self._started:  # backward took another way: these are over, and of no use
             self._started.popitem()[1]()
-        full = wait() if wait else self._items[number].again()
+        full = wait() if wait else self._items[number].restore()
         task = torch._C._current_graph_task_id()
         if task == self._task:
             self._order[self._last] = number
@@ -224,7 +224,7 @@ class _Packing:
     def unpack(self, found: _Packed | Box[_Packed]) -> Tensor:
         saved = self.between.open(found) if self.between is not None and isinstance(found, Box) else found
         assert not isinstance(saved, Box)
-        return saved if isinstance(saved, Tensor) else saved.again()
+        return saved if isinstance(saved, Tensor) else saved.restore()
 
 
 @contextmanager

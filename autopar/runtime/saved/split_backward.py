@@ -6,7 +6,7 @@
 
 Torch keeps the whole graph until the second half. Here each saved tensor lies in a box. In the first half
 a box is emptied as soon as what has read it has run, unless a weight hangs on that: is reached from it by a
-way on which nothing depends on what the stage received. Boxes of what is computed again are filled when the
+way on which nothing depends on what the stage received. Boxes of what is recomputed are filled when the
 first of them is opened (recompute.py): in the first half, for both.
 """
 

@@ -1,6 +1,6 @@
 """Makes a placed program fit a cap of memory.
 
-recompute   parts that are computed again in backward
+recompute   parts that are recomputed in backward
 offload     tensors that wait in the host's memory
 remedies    what else would help where nothing fits
 """

@@ -33,7 +33,7 @@ from autopar.cost.program.offload import (
     wait_seconds,
 )
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.cost.program.recompute import again_seconds
+from autopar.cost.program.recompute import recompute_seconds
 from autopar.schedules.in_flight import flight
 from autopar.solve.memory.recompute import Fitted, fit
 
@@ -59,9 +59,9 @@ def fit_by_offload(priced: PricedProgram, cap: int, *, recompute: Recompute, off
 
 
 def fitted(priced: PricedProgram) -> Fitted:
-    """The program, moving only what its parts that are computed again leave, and what that takes."""
+    """The program, moving only what its parts that are recomputed leave, and what that takes."""
     priced = _moving(priced, offloaded(priced))
-    return Fitted(priced, again_seconds(priced) + sum(wait_seconds(priced)))
+    return Fitted(priced, recompute_seconds(priced) + sum(wait_seconds(priced)))
 
 
 def offload_everything(priced: PricedProgram) -> PricedProgram:

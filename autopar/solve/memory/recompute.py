@@ -1,4 +1,4 @@
-"""Which parts of a placed program are computed again in backward, so that it needs less memory.
+"""Which parts of a placed program are recomputed in backward, so that it needs less memory.
 
     F[i,j]   seconds that it takes to compute operators [i, j) again
     S[i,j]   bytes that they then keep no longer, less what has to be kept for them instead
@@ -59,13 +59,13 @@ class Fitted:
 
 
 def fit(priced: PricedProgram, cap: int) -> Fitted:
-    """The program with the parts computed again that make it fit `cap` bytes per device at least expense; if
+    """The program with the parts recomputed that make it fit `cap` bytes per device at least expense; if
     none do, with those that need least."""
     return _Fitting(priced).under(cap)
 
 
 def everything(priced: PricedProgram) -> PricedProgram:
-    """The program with all its parts computed again, cut where that needs least memory."""
+    """The program with all its parts recomputed, cut where that needs least memory."""
     table = _table(priced)
     candidates = [
         priced.remedied(recompute=parts)
@@ -76,7 +76,7 @@ def everything(priced: PricedProgram) -> PricedProgram:
 
 
 def sparing(priced: PricedProgram) -> tuple[float, int]:
-    """About how many seconds it takes to compute again whatever spares memory, and the bytes. Parts are of
+    """About how many seconds it takes to recompute whatever spares memory, and the bytes. Parts are of
     moderate size."""
     table = _table(priced)
     parts = _parts(table, float("inf"), MODERATE * float(table.spared[0, -1]))

@@ -63,7 +63,7 @@ def read(problem: Problem, answer: SolverAnswer) -> Program:
         for name, choices in problem.output_layouts.items()
     }
     casts = {
-        name: Gathering.AGAIN if choice is None or values[choice] > 0.5 else Gathering.KEEP
+        name: Gathering.REGATHER if choice is None or values[choice] > 0.5 else Gathering.KEEP
         for name, choice in problem.regathered.items()
     }
     return decoded(problem, Choices(strategies, stored, outputs, casts), values)
@@ -81,7 +81,7 @@ def choices_of(problem: Problem, program: Program) -> Choices:
         stored,
         {name: program.outputs[name] for name in problem.output_layouts},
         {
-            name: Gathering.AGAIN if choice is None else program.gathering(name)
+            name: Gathering.REGATHER if choice is None else program.gathering(name)
             for name, choice in problem.regathered.items()
         },
     )
@@ -185,12 +185,12 @@ def _moves_of(
     def seconds(moves: tuple[Move, ...]) -> float:
         first = leading(source, needs, moves, gathering) if parameter else ()
         repeated = sum(problem.move_seconds(tensor.name, move, leads=move in first) for move in moves)
-        return repeated + _again_seconds(problem, tensor.name, moves, strategies, gathering)
+        return repeated + _regather_seconds(problem, tensor.name, moves, strategies, gathering)
 
     return min(candidates, key=seconds)
 
 
-def _again_seconds(
+def _regather_seconds(
     problem: Problem,
     name: str,
     moves: Sequence[Move],
@@ -198,7 +198,7 @@ def _again_seconds(
     gathering: Gathering,
 ) -> float:
     """Seconds for which backward gathers a weight again, were it converted by `moves`."""
-    if gathering is not Gathering.AGAIN:
+    if gathering is not Gathering.REGATHER:
         return 0.0
     before = {move.target: move for move in moves}
     total = 0.0

@@ -1,8 +1,8 @@
 """When the conversions of a weight are made: the phases that its flow goes through.
 
-    kept                  [LEADING ->] EVERY          r_to_b that lead from where it is stored, once a step
-    gathered again  [LEADING_AGAIN ->] AGAIN          gathers count once more for each use that backward reads
-    gathered once             ONCE -> SETTLED         gathers and r_to_b that lead, once a step
+    kept                [LEADING ->] EVERY        r_to_b that lead from where it is stored, once a step
+    regathered [LEADING_REGATHER ->] REGATHER     gathers count once more for each use that backward reads
+    gathered once           ONCE -> SETTLED       gathers and r_to_b that lead, once a step
 
 Of all other tensors every conversion is made in EVERY micro-batch. A flow leaves a phase for good. What
 settles is gathered no more: a weight has one way of being gathered.
@@ -27,8 +27,8 @@ class Phase(Enum):
 
     EVERY = auto()
     LEADING = auto()
-    AGAIN = auto()
-    LEADING_AGAIN = auto()
+    REGATHER = auto()
+    LEADING_REGATHER = auto()
     ONCE = auto()
     SETTLED = auto()
 
@@ -38,7 +38,7 @@ class Phase(Enum):
         return _NEXT.get(self)
 
 
-_NEXT = {Phase.LEADING: Phase.EVERY, Phase.LEADING_AGAIN: Phase.AGAIN, Phase.ONCE: Phase.SETTLED}
+_NEXT = {Phase.LEADING: Phase.EVERY, Phase.LEADING_REGATHER: Phase.REGATHER, Phase.ONCE: Phase.SETTLED}
 
 Place = tuple[Layout, Phase]
 
@@ -48,8 +48,8 @@ def first_phase(gathering: Gathering, *, waits: bool) -> Phase:
     match gathering:
         case Gathering.ONCE:
             return Phase.ONCE
-        case Gathering.AGAIN:
-            return Phase.LEADING_AGAIN if waits else Phase.AGAIN
+        case Gathering.REGATHER:
+            return Phase.LEADING_REGATHER if waits else Phase.REGATHER
         case Gathering.KEEP:
             return Phase.LEADING if waits else Phase.EVERY
 
@@ -87,7 +87,7 @@ def completing(network: Network) -> Flags:
 
 def _may_be_in(phase: Phase, network: Network) -> Flags:
     match phase:
-        case Phase.AGAIN:
+        case Phase.REGATHER:
             return ~network.from_partial
         case Phase.SETTLED:
             return ~completing(network)

@@ -1,13 +1,13 @@
 """Plans that differ from one that is known by a single choice, where memory is scarce.
 
 The linear program knows what is kept until backward, not what is there for a moment, and parts that are
-computed again only roughly. So the plan that it likes best may not be the best that fits, but near it:
+recomputed only roughly. So the plan that it likes best may not be the best that fits, but near it:
 
     one operator class, or an input, or an output, is split another way      conversions follow (decode.py)
-    what is computed again stays, or none is, or it is fitted anew           recompute.py
+    what is recomputed stays, or none is, or it is fitted anew           recompute.py
     beside it what waits in the host's memory, or alone                      offload.py
 
-Every plan is replayed exactly; those that take longer than the best one before anything is computed again are
+Every plan is replayed exactly; those that take longer than the best one before anything is recomputed are
 left out. Changes go on from the best, until none helps, the effort is spent or the time is over.
 """
 
@@ -99,7 +99,7 @@ class _PlacementDescent:
         return self.found
 
     def steps_down(self, *, twice: bool = False) -> bool:
-        """Whether a change was better, or two at once if there are few. The same parts are computed again,
+        """Whether a change was better, or two at once if there are few. The same parts are recomputed,
         or none: then it is taken."""
         better = False
         for plain, _ in self.changes(twice=twice):
@@ -134,7 +134,7 @@ class _PlacementDescent:
         return better
 
     def changes(self, *, twice: bool = False) -> Iterator[tuple[PricedProgram, float]]:
-        """Plans one change away, and that itself, without parts that are computed again, with their seconds:
+        """Plans one change away, and that itself, without parts that are recomputed, with their seconds:
         those that could be better. Or two changes away, unless that takes too long."""
         start = choices_of(self.problem, self.found.program)
         tried = [start, *neighbors(self.problem, start)]
@@ -178,7 +178,7 @@ def neighbors(problem: Problem, choices: Choices) -> Iterator[Choices]:
                 yield replace(choices, stored=_with(choices.stored, name, other))
     for name, way in choices.casts.items():
         if problem.regathered[name] is not None:
-            other_way = Gathering.KEEP if way is Gathering.AGAIN else Gathering.AGAIN
+            other_way = Gathering.KEEP if way is Gathering.REGATHER else Gathering.REGATHER
             yield replace(choices, casts=_with(choices.casts, name, other_way))
     for name, layout in choices.outputs.items():
         for place in problem.output_layouts[name]:

@@ -41,14 +41,14 @@ APART = 1e-4  # of the seconds: nearer corners are one
 @dataclass(slots=True)
 class Priced:
     """The placement program whose bytes may have any price; with `relaxed` for a bound on all placements, in
-    which with `again` operators may be computed again where that is cheaper."""
+    which with `recomputes` operators may be recomputed where that is cheaper."""
 
     graph: Graph
     prices: Prices
     space: Space
     folding: Folding
     relaxed: bool = False
-    again: bool = False
+    recomputes: bool = False
     problem: Problem = field(init=False)
     relaxation: Relaxation = field(init=False)
     seconds: NDArray[np.float64] = field(init=False)  # of each variable, and its bytes
@@ -66,7 +66,7 @@ class Priced:
             relaxed=self.relaxed,
             alike=alike,
             memory_price=ANY,
-            again=self.again,
+            recomputes=self.recomputes,
             copies_last=True,
         )
         count = len(problem.lp.costs)

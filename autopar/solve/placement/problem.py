@@ -8,10 +8,10 @@ changes of one placement on one axis (convert/moves.py).
 an output, x[t,p]: how it leaves the graph.
 f[t,v,a] >= 0: the flow of use (t, v) over move a. z[t,a] >= 0: move a of t is made.
 y[t,p] >= 0: t is kept for backward in layout p.
-r[v,s] <= x[v,s]: what v makes is made again in backward instead, where that may be chosen.
+r[v,s] <= x[v,s]: what v makes is recomputed in backward instead, where that may be chosen.
 
 **Minimise**  sum cost[v,s] x[v,s] + sum cost[t,a] z[t,a] + sum update[t,p] x[t,p] + price * memory
-              + sum again[v,s] r[v,s]
+              + sum recompute[v,s] r[v,s]
 
 Costs are seconds of one micro-batch; what is done once a step, the optimizer's update and the sums of
 gradients by those r_to_b that lead from where a weight is stored, counts `step_weight` of its seconds
@@ -28,7 +28,7 @@ state the cap.
     share     z[t,a] >= f[t,v,a]                                    a shared conversion is paid once
     keep      y[t,p] >= sum of x[v,s] that keep t as p              ... and kept once,
                         less r[v,s] of the maker of t as p
-                        (not of a weight that is gathered again)
+                        (not of a weight that is regathered)
     memory    sum state[t,p] x[t,p] + sum bytes y[t,p] + own[v,s] (x[v,s] - r[v,s]) <= cap
               when backward begins: gradients, unless those of earlier micro-batches are there, come
               later; and the state with them when it ends
@@ -36,7 +36,7 @@ state the cap.
 A tensor with one use needs no z: its cost is on f. Without `memory` the relaxation was integral on
 every graph tried, so it is solved first and mixed-integer branching starts only if it has to.
 
-Operators are computed again in whole parts, whose inputs are kept (recompute.py): r, which asks for no
+Operators are recomputed in whole parts, whose inputs are kept (recompute.py): r, which asks for no
 more than each operator's own time, is a relaxation of that, for the bound and for a placement to begin with.
 So is it to leave out all y of what operators make where that may wait in the host's memory (offload.py).
 
@@ -94,7 +94,7 @@ class Problem:
         relaxed: bool = False,
         alike: Alike = (),
         memory_price: MemoryPrice = FREE,
-        again: bool = False,
+        recomputes: bool = False,
         offloads: bool = False,
         copies_last: bool = False,
     ) -> None:
@@ -104,7 +104,7 @@ class Problem:
         # The copy of a weight that is gathered once serves all micro-batches, and the whole batch is there
         # from the start: they last, or are taken for something that each micro-batch keeps.
         self.copies_last = copies_last
-        self.spared = (Gathering.AGAIN, Gathering.ONCE) if copies_last else (Gathering.AGAIN,)
+        self.spared = (Gathering.REGATHER, Gathering.ONCE) if copies_last else (Gathering.REGATHER,)
         self.lp, self.wiring = LinearProgram(), Wiring(graph)
         self.operators = {item.name: item for item in graph.operators}
         self.x: dict[str, list[int]] = {}
@@ -119,16 +119,16 @@ class Problem:
         self.resting: Terms = []  # of that what is there all step, or at its end
         self.coming: Terms = []  # of that the gradients, which aren't there when backward begins
         self.paid: Terms = []  # what the price of memory adds to the costs
-        self.again: dict[str, list[int]] = {}  # r, by operator class
-        self.cast_weights = graph.cast_weights if Gathering.AGAIN in space.gatherings else frozenset()
-        # Of weights that are cast before they are gathered: the choice to gather again, None where it is
+        self.recomputed: dict[str, list[int]] = {}  # r, by operator class
+        self.cast_weights = graph.cast_weights if Gathering.REGATHER in space.gatherings else frozenset()
+        # Of weights that are cast before they are gathered: the choice to regather, None where it is
         # forced, and what it spares in every layout.
         self.regathered: dict[str, int | None] = {}
         self.unkept: dict[str, Terms] = {}
         self.paths: dict[object, tuple[Move, ...]] = {}  # those found so far between the ends of a tensor
         self.add_operators()
-        if again and (cap is not None or memory_price.saved):
-            self.add_again()
+        if recomputes and (cap is not None or memory_price.saved):
+            self.add_recompute()
         self.tensors = self.wiring.classes(folding, prices.dims.atoms)
         for tensor in self.tensors:
             self.add_tensor(tensor)
@@ -149,13 +149,15 @@ class Problem:
                 if cost.saved.extra_bytes:
                     self.hold(cost.saved.extra_bytes * len(members), variable)
 
-    def add_again(self) -> None:
-        """Add r of every strategy; a view is made again only with what it views."""
+    def add_recompute(self) -> None:
+        """Add r of every strategy; a view is recomputed only with what it views."""
         for name, members in self.members.items():
             operation = self.operators[name]
             costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
-            self.again[name] = [self.lp.variable(cost.again * len(members), upper=1.0) for cost in costs]
-            for cost, x, r in zip(costs, self.x[name], self.again[name], strict=True):
+            self.recomputed[name] = [
+                self.lp.variable(cost.recompute * len(members), upper=1.0) for cost in costs
+            ]
+            for cost, x, r in zip(costs, self.x[name], self.recomputed[name], strict=True):
                 self.lp.at_least([(1.0, x), (-1.0, r)], 0.0)
                 if cost.saved.extra_bytes:
                     self.hold(-cost.saved.extra_bytes * len(members), r)
@@ -165,8 +167,8 @@ class Problem:
             bases = {self.folding.class_of[makers[base].name] if base in makers else None for base in viewed}
             if len(bases) == 1:
                 (base,) = bases
-                own = [(1.0, r) for r in self.again[name]]
-                others = [(-1.0, r) for r in self.again[base]] if base is not None else []
+                own = [(1.0, r) for r in self.recomputed[name]]
+                others = [(-1.0, r) for r in self.recomputed[base]] if base is not None else []
                 self.lp.at_most([*own, *others], 0.0)
 
     def viewed(self, name: str) -> str | None:
@@ -199,9 +201,9 @@ class Problem:
         """Seconds of an answer's cost that are the price of its memory."""
         return sum(cost * values[variable] for cost, variable in self.paid)
 
-    def again_cost(self, values: Sequence[float]) -> float:
-        """Seconds of an answer's cost that are spent on computing again."""
-        return sum(self.lp.costs[r] * values[r] for each in self.again.values() for r in each)
+    def recompute_cost(self, values: Sequence[float]) -> float:
+        """Seconds of an answer's cost that are spent on recomputing."""
+        return sum(self.lp.costs[r] * values[r] for each in self.recomputed.values() for r in each)
 
     def mean(self, name: str, repetitions: frozenset[int]) -> list[Terms]:
         """For each strategy of a class the terms of x, averaged over some of its repetitions."""
@@ -266,7 +268,7 @@ class Problem:
         for use, moves_in in zip(uses, taken, strict=True):
             flows = self.flows(tensor, use, moves_in, shared=shared)
             self.conserve(tensor, starts, use, flows, copies=copies)
-        self.keep(tensor, uses, count)
+        self.save(tensor, uses, count)
 
     def network(self, name: str, sources: Sequence[Layout], uses: Sequence[Use]) -> Network:
         """The moves between the layouts of interest.
@@ -311,25 +313,25 @@ class Problem:
     def flows(
         self, tensor: TensorClass, use: Use, taken: Mapping[Phase, Flags], *, shared: bool
     ) -> dict[Phase, Numbers]:
-        """f[t,v,.]: z[t,.] itself unless others use the tensor too. What a use gathers again in backward
+        """f[t,v,.]: z[t,.] itself unless others use the tensor too. What a use regathers in backward
         is paid for each."""
         network, found = tensor.network, {}
         for phase, moves in taken.items():
-            again = np.zeros(len(moves))
-            if phase is Phase.AGAIN and self.keeps(use):
-                again = np.where(network.gathers, network.forward, 0.0) * len(tensor.members)
+            regather = np.zeros(len(moves))
+            if phase is Phase.REGATHER and self.saves(use):
+                regather = np.where(network.gathers, network.forward, 0.0) * len(tensor.members)
             if shared:
-                found[phase] = self.flow_variables(moves, again)
+                found[phase] = self.flow_variables(moves, regather)
                 rows = self.lp.between(np.zeros(moves.sum()), np.full(moves.sum(), math.inf))
                 self.lp.enter(rows, tensor.paid[phase][moves], 1.0)
                 self.lp.enter(rows, found[phase][moves], -1.0)
                 continue
             found[phase] = tensor.paid[phase]
-            for move in np.flatnonzero(moves & (again > 0)):
-                self.lp.costs[found[phase][move]] += float(again[move])
+            for move in np.flatnonzero(moves & (regather > 0)):
+                self.lp.costs[found[phase][move]] += float(regather[move])
         return found
 
-    def keeps(self, use: Use) -> bool:
+    def saves(self, use: Use) -> bool:
         """Whether some strategy of the user keeps what it takes for backward."""
         return use.consumer is not None and bool(self.keepers(use.consumer, use.position, of="operands"))
 
@@ -348,9 +350,9 @@ class Problem:
 
     def cast_starts(self, tensor: TensorClass) -> dict[Place, Terms]:
         """out[t, .] of a weight that is cast before it is gathered: its full copy stays until backward, or is
-        gathered again from the cast shard, which then stays."""
+        regathered from the cast shard, which then stays."""
         found: dict[Place, Terms] = {}
-        forced = self.space.gatherings == (Gathering.AGAIN,)
+        forced = self.space.gatherings == (Gathering.REGATHER,)
         if not forced and self.cap is None and self.memory_price == FREE:
             return {(layout, Phase.EVERY): terms for layout, terms in self.sources(tensor).items()}
         choice = None if forced else self.lp.variable(integer=True, upper=1.0)
@@ -359,18 +361,18 @@ class Problem:
             if not any(isinstance(place, Shard) for place in layout):
                 found[layout, Phase.EVERY] = terms
                 continue
-            again = terms
+            regathered = terms
             if choice is not None:
                 part = self.lp.variable(upper=1.0)
-                again, rest = [(1.0, part)], [*terms, (-1.0, part)]
+                regathered, rest = [(1.0, part)], [*terms, (-1.0, part)]
                 self.lp.at_most([(1.0, part), (-1.0, choice)], 0.0)
                 self.lp.at_most([*rest, (1.0, choice)], 1.0)
                 self.lp.at_least(rest, 0.0)
                 found[layout, Phase.EVERY] = rest
-            found[layout, Phase.AGAIN] = again
-            self.unkept.setdefault(tensor.name, []).extend(again)
+            found[layout, Phase.REGATHER] = regathered
+            self.unkept.setdefault(tensor.name, []).extend(regathered)
             nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
-            for share, variable in again:
+            for share, variable in regathered:
                 self.hold(nbytes * share, variable)
         return found
 
@@ -464,7 +466,7 @@ class Problem:
         return variables
 
     def stored(self, name: str, layout: Layout) -> list[Stored]:
-        """An input in a layout, with each way of gathering it that could serve: again only where memory is
+        """An input in a layout, with each way of gathering it that could serve: regathered where memory is
         scarce, once only where something else is repeated."""
         kept = [(layout, Gathering.KEEP)]
         if not self.wiring.is_parameter(name) or not self.prices.training:
@@ -475,7 +477,7 @@ class Problem:
             return [(layout, self.space.gatherings[0])]
         serve = {
             Gathering.KEEP: True,
-            Gathering.AGAIN: self.cap is not None or self.memory_price != FREE,
+            Gathering.REGATHER: self.cap is not None or self.memory_price != FREE,
             Gathering.ONCE: self.prices.step_weight < 1.0,
         }
         return [(layout, gathering) for gathering in self.space.gatherings if serve[gathering]]
@@ -485,7 +487,7 @@ class Problem:
         are cast first where nothing gathered may stay."""
         if not self.wiring.is_parameter(name):
             return True
-        if self.space.gatherings != (Gathering.AGAIN,):
+        if self.space.gatherings != (Gathering.REGATHER,):
             return bool(self.space.gatherings)
         return not all(self.cast_weights.issuperset(item.results) for item, _ in self.wiring.uses[name])
 
@@ -551,11 +553,11 @@ class Problem:
 
     # -- memory ---------------------------------------------------------------------------------------
 
-    def keep(self, tensor: TensorClass, uses: Sequence[Use], count: float) -> None:
+    def save(self, tensor: TensorClass, uses: Sequence[Use], count: float) -> None:
         """y[t, p] and its bytes, once for all that keep the tensor in one layout.
 
         A parameter's own storage is state already: only a converted copy of it counts, and none that is
-        gathered again, of a cast one neither. Where memory may be moved to the host (`offloads`), nothing
+        regathered, of a cast one neither. Where memory may be moved to the host (`offloads`), nothing
         counts that operators make.
         """
         if (
@@ -566,12 +568,12 @@ class Problem:
         ):
             return
         sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
-        again: Marginal = {}
+        recomputed: Marginal = {}
         if tensor.name in self.wiring.makers:
             operation, index = self.wiring.makers[tensor.name]
             maker = self.folding.class_of[operation.name]
             sums.append(self.keepers(maker, index, of="results"))
-            again = self.made_again(maker, index)
+            recomputed = self.recomputed_result(maker, index)
         rests = self.wiring.at_rest(tensor.name) or self.copies_last
         stored = self.inputs.get(tensor.name, {}) if rests else {}
         y: dict[Layout, int] = {}
@@ -586,15 +588,15 @@ class Problem:
                     for (at, gathering), variable in stored.items()
                     if self.value(at) == layout or gathering in self.spared
                 ]
-                spared = [*again.get(layout, []), *self.unkept.get(tensor.name, [])]
+                spared = [*recomputed.get(layout, []), *self.unkept.get(tensor.name, [])]
                 row = [(1.0, y[layout]), *own, *spared, *((-c, v) for c, v in terms)]
                 self.lp.at_least(row, 0.0)
 
-    def made_again(self, name: str, index: int) -> Marginal:
+    def recomputed_result(self, name: str, index: int) -> Marginal:
         """For each layout of a result the r of the strategies that give it; not of what recomputing holds."""
         found: Marginal = {}
-        if name in self.again:
-            for strategy, r in zip(self.space.strategies[name], self.again[name], strict=True):
+        if name in self.recomputed:
+            for strategy, r in zip(self.space.strategies[name], self.recomputed[name], strict=True):
                 if index not in self.prices.operator(self.operators[name], strategy).saved.held:
                     layout = self.value(tuple(option.results[index] for option in strategy))
                     found.setdefault(layout, []).append((1.0, r))
@@ -605,8 +607,8 @@ class Problem:
         found: Marginal = {}
         operation = self.operators[name]
         for strategy, variable in zip(self.space.strategies[name], self.x[name], strict=True):
-            kept = self.prices.operator(operation, strategy).saved
-            if position in (kept.operands if of == "operands" else kept.results):
+            saved = self.prices.operator(operation, strategy).saved
+            if position in (saved.operands if of == "operands" else saved.results):
                 places = (getattr(option, of)[position] for option in strategy)
                 found.setdefault(self.value(tuple(places)), []).append((1.0, variable))
         return found

@@ -90,7 +90,7 @@ def choose(
 
     Raises InfeasibleError if no plan that meets the cap is found, CutoffError if none takes less than
     `cutoff` seconds by the relaxation, SolverError if the time limit passed without an incumbent. The linear
-    memory rows leave out short-lived tensors and know parts that are computed again but roughly, so answers
+    memory rows leave out short-lived tensors and know parts that are recomputed but roughly, so answers
     are completed and replayed exactly: those of the rows, tightened until one fits, and those in which memory
     has a price. Where branching takes too long, or more than `work`, the relaxation is rounded: what is found
     is replayed all the same. Only the first bound, under the cap itself, holds for all plans.
@@ -126,7 +126,7 @@ class _PlacementSearch:
             with contextlib.suppress(SolverError):
                 found += self.priced(cap)
             with contextlib.suppress(SolverError):
-                found += self.kept(cap)
+                found += self.without_regather(cap)
         best = min(found, key=lambda each: each.seconds) if found else self.least()
         if best is not None and (not found or best.seconds > first.bound * (1 + self.gap)):
             best = self.best_neighbor([best, first, *found], cap)
@@ -182,9 +182,9 @@ class _PlacementSearch:
             low, high = (low, middle) if plain else (middle, high)
         return found
 
-    def kept(self, cap: int) -> list[Solution]:
-        """Those that fit and gather no weight again: rows don't see what doing so holds for a moment."""
-        other = replace(self, space=self.space.without_again())
+    def without_regather(self, cap: int) -> list[Solution]:
+        """Those that fit and regather no weight: rows don't see what doing so holds for a moment."""
+        other = replace(self, space=self.space.without_regather())
         if other.space is self.space:
             return []
         try:
@@ -196,13 +196,14 @@ class _PlacementSearch:
         return None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
 
     def least(self) -> Solution | None:
-        """See `least`; the leanest of those with weights that are gathered again and without, with parts
-        that are made again in the rows and without, and of all that were found on the way, as far as time
-        goes."""
-        spaces = dict.fromkeys((self.space.gatherings, self.space.without_again().gatherings))
+        """Return the leanest solution that is found while time lasts.
+
+        Sought by `least` with regathered weights and without, with recomputed parts in the rows and
+        without; all that were found on the way count."""
+        spaces = dict.fromkeys((self.space.gatherings, self.space.without_regather().gatherings))
         rows = dict.fromkeys((self.recompute is not Recompute.NONE, False))
         work = LEAN_WORK
-        for gatherings, again in itertools.product(spaces, rows):
+        for gatherings, recomputes in itertools.product(spaces, rows):
             with contextlib.suppress(SolverError):
                 found, spent = least(
                     self.graph,
@@ -212,7 +213,7 @@ class _PlacementSearch:
                     cap=self.cap,
                     recompute=self.recompute,
                     offload=self.offload,
-                    again=again,
+                    recomputes=recomputes,
                     time_limit=self.left(),
                     work=work,
                 )
@@ -238,7 +239,7 @@ class _PlacementSearch:
             cap=rows,
             relaxed=relaxed,
             memory_price=memory_price,
-            again=self.recompute is not Recompute.NONE,
+            recomputes=self.recompute is not Recompute.NONE,
             offloads=self.offload is not Offload.NONE,
         )
 
@@ -332,7 +333,7 @@ class _PlacementSearch:
         """Raises CheckError if what the solver promised is not what the program costs."""
         assert answer.values is not None
         seconds = priced.seconds
-        promised = answer.cost - problem.memory_cost(answer.values) - problem.again_cost(answer.values)
+        promised = answer.cost - problem.memory_cost(answer.values) - problem.recompute_cost(answer.values)
         if seconds > promised * (1 + 1e-6):
             promised += _optimism(problem, priced)
         if seconds > promised * (1 + 1e-6) + 1e-12:
@@ -351,7 +352,7 @@ def completed(
     recompute: Recompute,
     offload: Offload = Offload.NONE,
 ) -> Solution:
-    """The program with what is computed again and moved to the host, if anything, and its cost; without a
+    """The program with what is recomputed and offloaded, if anything, and its cost; without a
     bound."""
     if recompute is Recompute.ALL:
         priced = everything(priced)
@@ -408,14 +409,16 @@ def least(
     cap: int | None = None,
     recompute: Recompute = Recompute.NONE,
     offload: Offload = Offload.NONE,
-    again: bool = False,
+    recomputes: bool = False,
     time_limit: float | None = None,
     work: float = LEAN_WORK,
 ) -> tuple[Solution | None, float]:
-    """The plan in `space` that needs least memory by its linear rows, of several a fast one, and the work
-    that it took; None if it is not found in time and by so much work. Parts are computed again, and tensors
-    moved, so that it fits `cap`, if it can; with `again` the rows take it that parts are."""
-    problem = Problem(graph, prices, space, folding, cap=math.inf, again=again)
+    """Find the plan in `space` that needs least memory by its linear rows, of several a fast one.
+
+    With the work that it took; None if it is not found in time and by so much work. Parts are recomputed,
+    and tensors offloaded, so that it fits `cap`, if it can; with `recomputes` the rows take
+    it that parts are."""
+    problem = Problem(graph, prices, space, folding, cap=math.inf, recomputes=recomputes)
     problem.lp.ties = problem.lp.costs
     problem.lp.costs = [0.0] * len(problem.lp.ties)
     for nbytes, variable in problem.memory:

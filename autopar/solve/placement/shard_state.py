@@ -15,7 +15,7 @@ from autopar.core.program import Program
 from autopar.sharding.atoms import Dims
 from autopar.solve.placement.gather_phases import completes
 
-_WORDS = {Gathering.AGAIN: "gathered again in backward", Gathering.ONCE: "gathered once a step"}
+_WORDS = {Gathering.REGATHER: "gathered again in backward", Gathering.ONCE: "gathered once a step"}
 
 
 def ways(level: ShardState, *, stored: bool) -> tuple[Gathering, ...]:

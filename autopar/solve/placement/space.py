@@ -38,9 +38,9 @@ class Space:
     outputs: Mapping[str, Sequence[Layout]]
     gatherings: tuple[Gathering, ...] = (Gathering.KEEP,)
 
-    def without_again(self) -> Space:
-        """The space in which no weight is gathered again, if there are other ways; else itself."""
-        others = tuple(way for way in self.gatherings if way is not Gathering.AGAIN)
+    def without_regather(self) -> Space:
+        """The space in which no weight is regathered, if there are other ways; else itself."""
+        others = tuple(way for way in self.gatherings if way is not Gathering.REGATHER)
         return replace(self, gatherings=others) if others not in ((), self.gatherings) else self
 
 

@@ -93,7 +93,7 @@ def choose_named(
         folding,
         cap=cap,
         alike=alike,
-        again=recompute is not Recompute.NONE,
+        recomputes=recompute is not Recompute.NONE,
         offloads=offload is not Offload.NONE,
     )
     problem = nameless(memory_price=memory_price)

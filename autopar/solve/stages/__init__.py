@@ -8,5 +8,5 @@ joint_bound        a lower bound over all placements and cuts
 local_search       neighbouring placements, each cut into stages
 mixture            parts of several placements, joined
 refine             the last touches
-user_checkpoints   what the model itself computes again
+user_checkpoints   what the model itself recomputes
 """

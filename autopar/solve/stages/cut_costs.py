@@ -2,7 +2,7 @@
 
 **Memory.** Each rank's bytes stay below the cap: state, the batch, what micro-batches in flight keep, what
 was sent and may not have arrived, and the most that an operator needs beside that. Where operators may be
-placed otherwise (mixture.py), or parts computed again (recompute.py), so that they take less, a table stands
+placed otherwise (mixture.py), or parts recomputed (recompute.py), so that they take less, a table stands
 for each level of that. Each stage takes the fastest level that fits, which depends on how many micro-batches
 it keeps, and for as large a share as still fits a faster one: levels are few, but blocks in a stage are
 several, so what lies between two is near. Stages of one rank part its memory by what they would take if all
@@ -169,7 +169,7 @@ class Holds:
 
 @dataclass(slots=True)
 class CutProblem:
-    """The tables for one schedule, under a cap or without; `shares` bound what has to be computed again
+    """The tables for one schedule, under a cap or without; `shares` bound what has to be recomputed
     instead of choosing it."""
 
     levels: Sequence[Intervals]
@@ -180,7 +180,7 @@ class CutProblem:
     tables: list[Intervals] = field(init=False)  # of each stage what lies between its levels
     lasting: list[Table] = field(init=False)  # bytes that are there all step
     mixes: list[_Mixes] = field(init=False)
-    backward: list[Table] = field(init=False)  # the input gradients' part, with what is computed again
+    backward: list[Table] = field(init=False)  # the input gradients' part, with what is recomputed
     holds: list[Holds] = field(init=False)
     allowed: list[Table] = field(init=False)  # 0 where a stage fits, infinity elsewhere
     ahead: list[Row] = field(init=False)  # h
@@ -241,7 +241,7 @@ class CutProblem:
         return Holds(kept, halves.held, level.working, level.early, halves.working, halves.early)
 
     def at_least(self, stage: int, shares: Shares, cap: int) -> Table:
-        """Of a stage the seconds for gradients of inputs with the least that has to be computed again."""
+        """Of a stage the seconds for gradients of inputs with the least that has to be recomputed."""
         places, worth = np.asarray(self.table.places), shares.spared > 0
         always = self.lasting[stage] - self.table.gradients
         excess = self.with_output(self.table.saved) + (always - cap) / flight(self.schedule, stage)

@@ -119,8 +119,8 @@ def cuts(
     return found
 
 
-def bound_again(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
-    """A lower bound on the seconds of all cuts under `cap`, whatever is computed again.
+def recomputing_bound(table: Intervals, shares: Shares, schedules: Sequence[Schedule], *, cap: int) -> float:
+    """A lower bound on the seconds of all cuts under `cap`, whatever is recomputed.
 
     `table` is the one without that. To keep D bytes less for each micro-batch, beside those that hide on the
     way to the host, a stage takes at least the seconds of the operators that spare most for theirs, and a
@@ -142,7 +142,7 @@ def closer_bound(
     return found
 
 
-def keep(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
+def cut_at(table: Intervals, schedule: Schedule, starts: Sequence[int]) -> Cut:
     """The cut that is given, whose `starts` are places of the table, as it is; stages may be empty."""
     problem = CutProblem([table], schedule, None)
     path = np.searchsorted(table.places, [*starts, table.places[-1]])

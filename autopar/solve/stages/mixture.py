@@ -250,5 +250,5 @@ class Mixture:
 
 
 def is_placed_alike(one: Program, other: Program) -> bool:
-    """Whether two programs differ at most in what they compute again."""
+    """Whether two programs differ at most in what they recompute."""
     return replace(one, recompute=(), offload=()) == replace(other, recompute=(), offload=())

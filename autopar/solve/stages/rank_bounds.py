@@ -155,10 +155,10 @@ def _ranks(problem: CutProblem, scarcity: Scarcity | None) -> list[list[_Rank]]:
     """Of each rank what holds without a price, and for each price."""
     schedule, update = problem.schedule, problem.table.update
     pairs = [stages_of(schedule, rank) for rank in range(schedule.ranks)]
-    kept = [_kept(schedule, rank) for rank in range(schedule.ranks)]
+    saved = [_saved_counts(schedule, rank) for rank in range(schedule.ranks)]
     found: list[list[_Rank]] = [[] for _ in pairs]
     for room, surcharge in _priced(problem, scarcity):
-        for rank, (one, two), counts in zip(found, pairs, kept, strict=True):
+        for rank, (one, two), counts in zip(found, pairs, saved, strict=True):
             first, second = (
                 surcharge[count] * (schedule.micro_batches * problem.busy[stage] + update)
                 for stage, count in zip((one, two), counts, strict=True)
@@ -173,7 +173,7 @@ def _alone(problem: CutProblem, scarcity: Scarcity) -> float:
     bounds = [np.full_like(table.forward, -np.inf) for _ in range(schedule.stages)]
     for room, surcharge in _priced(problem, scarcity):
         for stage, bound in enumerate(bounds):
-            (count,) = _kept(schedule, schedule.rank_of(stage))
+            (count,) = _saved_counts(schedule, schedule.rank_of(stage))
             work = schedule.micro_batches * problem.busy[stage] + table.sync + table.update
             np.maximum(bound, problem.ahead[stage][:, None] + surcharge[count] * work - room, out=bound)
     return float(bottleneck([each + free for each, free in zip(bounds, problem.allowed, strict=True)])[0][0])
@@ -182,15 +182,15 @@ def _alone(problem: CutProblem, scarcity: Scarcity) -> float:
 def _priced(problem: CutProblem, scarcity: Scarcity | None) -> Iterator[tuple[float, dict[int, float]]]:
     """For no price and for each one: what all bytes of the cap are worth, and how much dearer stages are."""
     schedule = problem.schedule
-    counts = sorted({count for rank in range(schedule.ranks) for count in _kept(schedule, rank)})
+    counts = sorted({count for rank in range(schedule.ranks) for count in _saved_counts(schedule, rank)})
     yield 0.0, dict.fromkeys(counts, 1.0)
     for price in scarcity.prices if scarcity else ():
         assert scarcity is not None
         yield price * scarcity.cap, scarcity.surcharge(price, schedule.micro_batches, counts)
 
 
-def _kept(schedule: Schedule, rank: int) -> Counts:
-    """How many micro-batches each stage of a rank keeps when they are most in all."""
+def _saved_counts(schedule: Schedule, rank: int) -> Counts:
+    """How many micro-batches each stage of a rank saves when they are most in all."""
     stages = schedule.stages_per_rank
     return max((each[:stages] for each in flights(schedule)[rank].all()), key=sum)
 

@@ -27,7 +27,7 @@ from autopar.cost.stages.intervals import Intervals, choose_places, crossing_byt
 from autopar.errors import InfeasibleError
 from autopar.schedules.fill_bubbles import filled
 from autopar.solve.deadline import is_over
-from autopar.solve.stages.cut_search import MOST_PLACES, Cut, closer_bound, cuts, keep
+from autopar.solve.stages.cut_search import MOST_PLACES, Cut, closer_bound, cut_at, cuts
 from autopar.solve.stages.mixture import Mixture
 from autopar.solve.stages.rank_bounds import Scarcity
 from autopar.solve.stages.step import Parting, Step, levels, share_of, staged, step_of
@@ -166,7 +166,7 @@ class Refinement:
             return step
         places = _around(step.cut.starts, len(self.graph.operators))
         table = intervals(step.solution.priced, self.hop, places=places)
-        found = keep(table, schedule, step.cut.starts)
+        found = cut_at(table, schedule, step.cut.starts)
         fits = self.cap is None or max(found.rank_bytes) <= self.cap
         if not fits or found.seconds >= step.seconds:
             return step
@@ -196,10 +196,10 @@ class Refinement:
         places = mixture.seams([place for place in around if place not in apart])
         if len(places) <= schedule.stages:
             return None
-        again = Recompute.AUTO if step.solution.program.recompute else Recompute.NONE
+        allowed = Recompute.AUTO if step.solution.program.recompute else Recompute.NONE
         lean = levels(
             plain,
-            recompute=again if self.recompute is Recompute.AUTO else Recompute.NONE,
+            recompute=allowed if self.recompute is Recompute.AUTO else Recompute.NONE,
             offloads=bool(step.solution.program.offload),
         )
         programs = [*lean, *(PricedProgram(prices, each) for each in self.others)]

@@ -2,7 +2,7 @@
 
 One group of ranks does M micro-batches one after the other and then what is done once: M t + E. With
 stages the cut is sought for this one placement (stages.py). Where memory asks for it, stages choose among
-levels: parts are computed again, and under schedules that don't split backward what hides is moved to the
+levels: parts are recomputed, and under schedules that don't split backward what hides is moved to the
 host besides.
 """
 
@@ -28,7 +28,15 @@ from autopar.solve.memory.offload import moving_in_stages, overlapped_of_stages
 from autopar.solve.memory.recompute import ladder
 from autopar.solve.placement.search import Solution, check_cutoff
 from autopar.solve.stages.cut_costs import Mix
-from autopar.solve.stages.cut_search import MOST_PLACES, Cut, ScheduledCut, best, bound_again, cuts, keep
+from autopar.solve.stages.cut_search import (
+    MOST_PLACES,
+    Cut,
+    ScheduledCut,
+    best,
+    cut_at,
+    cuts,
+    recomputing_bound,
+)
 from autopar.solve.stages.mixture import Mixture, is_placed_alike
 from autopar.units import show_bytes
 
@@ -105,7 +113,7 @@ def staged(
     of stages among them are where it is sought first.
 
     `relaxed` bounds the seconds of all placements where the solution's own bound does not: the one that
-    was found with memory to spare. Where parts may be computed again so that it fits, or tensors moved,
+    was found with memory to spare. Where parts may be recomputed so that it fits, or tensors moved,
     stages choose for themselves. Raises InputError or InfeasibleError as `cut` does, CutoffError if even
     without a cap neither this placement nor another takes less than `cutoff` seconds, nor this one than
     `limit`: as it is cut here without a cap, or by its bound under the cap.
@@ -121,7 +129,7 @@ def staged(
     table = intervals(priced, hop, places=places)
     if starts is not None:
         schedule = schedules[0]
-        found = keep(table, schedule, starts)
+        found = cut_at(table, schedule, starts)
         free = found.seconds
         priced, found = _parted([priced], hop, schedule, None, found)
     else:
@@ -212,7 +220,7 @@ class _Lean:
 
     def bound(self, schedules: Sequence[Schedule], *, offload_rate: float = 0.0) -> float:
         spared = replace(shares(self.priced), offload_rate=offload_rate)
-        return bound_again(self.table, spared, schedules, cap=self.cap)
+        return recomputing_bound(self.table, spared, schedules, cap=self.cap)
 
     def cut(self, way: _Way) -> tuple[PricedProgram, Cut, Schedule]:
         """The best cut of a way as it runs; its bound is none if stages choose among levels. Where the replay
@@ -247,7 +255,7 @@ class _Lean:
 
 
 def levels(priced: PricedProgram, *, recompute: Recompute, offloads: bool) -> list[PricedProgram]:
-    """The placement as it is, and others that need less memory: parts are computed again, if they may be, and
+    """The placement as it is, and others that need less memory: parts are recomputed, if they may be, and
     what hides is moved, if it `offloads`."""
     found = ladder(priced, RUNGS) if recompute is Recompute.AUTO else [priced]
     if not offloads:
@@ -305,11 +313,11 @@ def share_of(solution: Solution, relaxed: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where in each stage of a cut its leaner level ends and the richer one begins: of what is computed again
+    """Where in each stage of a cut its leaner level ends and the richer one begins: of what is recomputed
     and moved, or of placements, between which a stage turns at `seams`.
 
     The tables say about where; how far that can be moved is found by replaying all stages at once. Parts that
-    are computed again and reach over a cut are cut there, too, which the tables don't know.
+    are recomputed and reach over a cut are cut there, too, which the tables don't know.
     """
 
     programs: Sequence[PricedProgram]
@@ -415,7 +423,7 @@ class Parting:
             )
         places = sorted({*self.inner, *cut.starts, operators})
         table = intervals(priced, self.hop, places=places, starts=cut.starts)
-        return priced, keep(table, self.schedule, cut.starts)
+        return priced, cut_at(table, self.schedule, cut.starts)
 
 
 def _inside(parts: Sequence[Segment], start: int, stop: int) -> list[Segment]:

@@ -47,8 +47,8 @@ def notes(graph: Graph, step: Step, recompute: Recompute) -> tuple[str, ...]:
             "computed again in backward: parts that the planner chose, not those that the model checkpoints"
         )
     mutated = {item.name for item in graph.inputs if item.mutated}
-    again = (item for first, stop in regions for item in graph.operators[first:stop])
-    if any(mutated.intersection(item.operands) for item in again):
+    recomputed = (item for first, stop in regions for item in graph.operators[first:stop])
+    if any(mutated.intersection(item.operands) for item in recomputed):
         found += "; running statistics in them are written once a step"
     return (found,)
 

@@ -46,7 +46,7 @@ class Piece:
     """Seconds of one micro-batch, without those of what it exchanges, and bytes on one device: `products` and
     attention, and the rest, which `moves` memory; `weights` counts those on one device, `leaving` bytes go on
     to the next piece. Of what is kept for backward `gathered` bytes are other devices' parts, which could be
-    gathered again."""
+    regathered."""
 
     products: float
     products_back: float

@@ -1,7 +1,7 @@
 """How the published stack runs a split: where it cuts, what it keeps, what its host and its sums take.
 
     cuts        by multiply-adds; the head and the loss are the last stage's
-    kept        for backward, of what tp gathers its own part; the rest is gathered again. The loss works in
+    kept        for backward, of what tp gathers its own part; the rest is regathered. The loss works in
                 place: bf16 and float32 logits are kept, and as many bytes made of them
     ranks       pipeline first, then data, then tensor: groups of tp are neighbours
     state       bf16 weights 2, float32 gradients 4, master weights 4, Adam 8 bytes; the last two in shards

@@ -113,6 +113,6 @@ def words(plan: Plan) -> str:
 def binds(plan: Plan) -> bool:
     """Whether memory may have made the plan slower: it holds less than it could, or is nearly full."""
     program = plan.program
-    again = any(way is Gathering.AGAIN for way in program.gatherings.values())
+    regathers = any(way is Gathering.REGATHER for way in program.gatherings.values())
     full = plan.memory_cap is not None and plan.peak_bytes > NARROW * plan.memory_cap
-    return bool(program.recompute or program.offload or again or full)
+    return bool(program.recompute or program.offload or regathers or full)

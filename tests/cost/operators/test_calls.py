@@ -29,19 +29,19 @@ def test_a_product_keeps_its_factors_and_gives_a_gradient_of_each() -> None:
     assert found.results == (2,)
     assert only.takes == (0, 1)
     assert only.gives == (Given(2, 80),)
-    assert only.keeps == {0, 1} and only.own == 0
+    assert only.saves == {0, 1} and only.own == 0
     assert only.gradients == (Gradient(0, 48), Gradient(1, 120))
 
 
 def test_what_does_not_learn_has_no_gradient_and_its_partner_is_not_kept() -> None:
     s = Script()
     (only,) = calls(s, s.linear(s.user(4, 3), 5), "n0").calls
-    assert only.keeps == {0}
+    assert only.saves == {0}
     assert only.gradients == (Gradient(1, 120),)
 
 
 @pytest.mark.parametrize(
-    ("target", "arguments", "factor", "nbytes", "alias", "keeps"),
+    ("target", "arguments", "factor", "nbytes", "alias", "saves"),
     [
         (aten.relu.default, (), "d0", 144, None, {1}),  # its result
         (aten.gelu.default, (), "d0", 144, None, {0}),
@@ -50,7 +50,7 @@ def test_what_does_not_learn_has_no_gradient_and_its_partner_is_not_kept() -> No
     ids=str,
 )
 def test_a_view_shares_storage_both_ways_and_what_else_there_is_has_its_own(
-    target: Any, arguments: tuple[Any, ...], factor: str, nbytes: int, alias: int | None, keeps: set[int]
+    target: Any, arguments: tuple[Any, ...], factor: str, nbytes: int, alias: int | None, saves: set[int]
 ) -> None:
     """Half of 4 x 9 numbers."""
     s = Script()
@@ -59,7 +59,7 @@ def test_a_view_shares_storage_both_ways_and_what_else_there_is_has_its_own(
     option = next(each for each in options_of(operation, prices.dims) if each.operands == (Shard(0),))
     (only,) = prices.calls(operation, (option,)).calls
     assert only.gives == (Given(1, nbytes, alias),)
-    assert only.keeps == keeps
+    assert only.saves == saves
     assert only.gradients == (Gradient(0, nbytes, None if alias is None else 1),)
 
 
@@ -76,7 +76,7 @@ def test_a_split_convolution_keeps_what_its_own_does_and_the_neighbours_rows() -
     assert only == CallMemory(
         takes=(0, 1),
         gives=(Given(2, 216),),
-        keeps=frozenset({0, 1}),
+        saves=frozenset({0, 1}),
         own=2 * 72,
         gradients=(Gradient(0, 216), Gradient(1, 24)),
         repeats=False,

@@ -86,7 +86,7 @@ def residual() -> Graph:
 def test_a_chain_is_launched_once_reads_what_comes_and_writes_what_leaves() -> None:
     graph, members = activated()
     assert by_group(graph) == [["gelu", "neg", "sin"], ["sum"]]
-    # Backward reads the last one's gradient and what came, from which all is computed again, and writes.
+    # Backward reads the last one's gradient and what came, from which all is recomputed, and writes.
     assert seconds(priced(graph), members) == (1 + 2 * X, 1 + 3 * X)
     forward, backward = seconds(priced(graph, compiled=False), members)
     assert forward == 3 * (1 + 2 * X) and backward > 3 * (1 + 2 * X)
@@ -250,11 +250,11 @@ def test_what_stays_inside_has_no_memory_and_no_gradient() -> None:
     first, last = (prices.calls(item, whole(prices, item)).calls[0] for item in (members[0], members[2]))
     assert [item.nbytes for item in first.gives] == [0] and [item.nbytes for item in first.gradients] == [X]
     assert [item.nbytes for item in last.gives] == [X] and [item.nbytes for item in last.gradients] == [0]
-    assert first.keeps == {0} and not last.keeps
+    assert first.saves == {0} and not last.saves
     needed = prices.calls(members[0], whole(prices, members[0]), needed=(0,)).calls[0]
     moved = prices.calls(members[2], whole(prices, members[2]), moved=(0,)).calls[0]
     assert [item.nbytes for item in needed.gives] == [X] and [item.nbytes for item in moved.gradients] == [X]
-    assert moved.keeps == {0}
+    assert moved.saves == {0}
 
 
 def test_a_fused_loss_keeps_no_probabilities() -> None:
@@ -267,4 +267,4 @@ def test_a_fused_loss_keeps_no_probabilities() -> None:
         prices = priced(graph, compiled=compiled)
         call = prices.calls(loss, whole(prices, loss)).calls[0]
         assert (call.own >= 8 * 40 * 60) is not compiled and (call.backward_scratch > 0) is not compiled
-        assert (0 in call.keeps) is compiled
+        assert (0 in call.saves) is compiled

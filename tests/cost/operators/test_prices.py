@@ -302,7 +302,7 @@ def test_a_halo_is_that_of_the_slowest_rank_in_both_passes() -> None:
     assert found.forward == OWN[0] + 2 * STRIP[0] + each_way
     assert found.seconds == found.compute + found.communication + found.tie
     assert found.backward == pytest.approx(found.seconds - found.forward)
-    assert found.again == 0  # what ranks exchanged is kept
+    assert found.recompute == 0  # what ranks exchanged is kept
 
 
 def test_rows_for_a_window_are_laid_beside_its_own_before() -> None:
@@ -361,7 +361,7 @@ def test_statistics_of_split_rows_are_summed(
     found = price(s, made, named, ranks=(3,))
     total = (1 + 2 * 32) + 2 * 2 + 2 * 2 / 3 * 32
     assert found.communication == pytest.approx((ahead + back) * total)
-    assert found.forward - found.again == pytest.approx(ahead * total)  # sums are kept, the rest is not
+    assert found.forward - found.recompute == pytest.approx(ahead * total)  # sums are kept, the rest is not
 
 
 def test_a_mask_costs_what_filling_its_memory_does() -> None:
@@ -371,7 +371,7 @@ def test_a_mask_costs_what_filling_its_memory_does() -> None:
     found = price(s, made, "d0")
     draw, product = 1 + 16 * 18, 1 + 3 * 144
     assert found.compute == draw + 2 * product
-    assert found.forward == found.again == draw + product
+    assert found.forward == found.recompute == draw + product
     assert found.missing_seconds == found.compute  # nobody has measured it
 
 

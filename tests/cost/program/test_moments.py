@@ -1,4 +1,4 @@
-"""Moments of a step are its seconds and its peak, whatever is computed again, moved or gathered."""
+"""Moments of a step are its seconds and its peak, whatever is recomputed, moved or gathered."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ MOVES: dict[str, tuple[str, str, Draw]] = {
     **dict.fromkeys(("s_to_b_wide", "s_to_b_bf16", "s_to_b_fp16"), ("S", "B", gathering)),
     "s_to_r": ("S", "R", gathering),
     "s_to_b": ("S", "B", gathering),
-    "s_to_r_again": ("S", "R", gathering),
-    "s_to_b_again": ("S", "B", gathering),
+    "s_to_r_regather": ("S", "R", gathering),
+    "s_to_b_regather": ("S", "B", gathering),
     "s_to_p": ("S", "P", gathering),
     "p_to_s": ("P", "S", slicing),
     "r_to_s": ("R", "S", slicing),
@@ -186,7 +186,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
         ("p_to_r", "r_to_b", "r_to_b_wide", "p_to_b", "r_to_p", "b_to_r", "b_to_p", "max_reduce"), ()
     ),
     **dict.fromkeys(
-        ("s_to_r", "s_to_b", "s_to_b_wide", "s_to_r_again", "s_to_b_again", "s_to_p"), (DIM, 2, [3, 3])
+        ("s_to_r", "s_to_b", "s_to_b_wide", "s_to_r_regather", "s_to_b_regather", "s_to_p"), (DIM, 2, [3, 3])
     ),
     **dict.fromkeys(("p_to_s", "r_to_s", "b_to_s"), (DIM, 2, [1, 2])),
     "s_to_s": (DIM, 1, [6, 6], 0, 1, [2, 0]),

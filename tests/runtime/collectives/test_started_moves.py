@@ -54,13 +54,13 @@ def _train(gathering: Gathering, *, wired: bool, by_steps: bool = False) -> dict
 
 
 @pytest.mark.parametrize("wired", [True, False], ids=["streams", "process group"])
-@pytest.mark.parametrize("gathering", [Gathering.KEEP, Gathering.AGAIN], ids=lambda item: item.value)
+@pytest.mark.parametrize("gathering", [Gathering.KEEP, Gathering.REGATHER], ids=lambda item: item.value)
 def test_training_equals_serial_training(gathering: Gathering, wired: bool, pools: Pools) -> None:
-    """Of the weights that are gathered again two are read in backward, for the gradients of what they took;
+    """Of the weights that are regathered two are read in backward, for the gradients of what they took;
     one starts ahead when the other is waited for, from the second step on."""
     for found in pools(2).run(_train_keyed, gathering, wired):
         assert found["gathers"] >= 5 * STEPS and found["scatters"] >= 5 * STEPS
-        assert (found["in backward"] > 0) == (gathering is Gathering.AGAIN)
+        assert (found["in backward"] > 0) == (gathering is Gathering.REGATHER)
 
 
 def _train_without_room() -> list[str]:
@@ -102,7 +102,7 @@ class _Whole:
     def __init__(self, number: int, log: list[str]) -> None:
         self.number, self.log = number, log
 
-    def again(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         self.log.append(f"gather {self.number}")
         return torch.tensor(self.number)
 

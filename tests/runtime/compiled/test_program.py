@@ -1,4 +1,4 @@
-"""Compiled programs train as the serial model does, whatever their plans compute again or gather again."""
+"""Compiled programs train as the serial model does, whatever their plans recompute or gather again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _train_traced(plan: str, gathering: Gathering) -> None:
 
 @pytest.mark.parametrize(
     "plan, gathering",
-    [("recomputed", Gathering.AGAIN), ("micro-batches", Gathering.ONCE), ("1f1b", Gathering.AGAIN)],
+    [("recomputed", Gathering.REGATHER), ("micro-batches", Gathering.ONCE), ("1f1b", Gathering.REGATHER)],
 )
 def test_traced_programs_train_as_the_serial_model(plan: str, gathering: Gathering, pools: Pools) -> None:
     shape, _, pipeline, _ = PLANS[plan]
@@ -62,8 +62,8 @@ def _collectives_traced(gathering: Gathering, recomputed: bool) -> dict[str, int
     [
         (Gathering.ONCE, False, 3, 3),
         (Gathering.KEEP, False, 2 * 3, 2 * 3),
-        (Gathering.AGAIN, False, 2 * (3 + 2), 2 * 3),
-        (Gathering.AGAIN, True, 2 * (3 + 3), 2 * 3),
+        (Gathering.REGATHER, False, 2 * (3 + 2), 2 * 3),
+        (Gathering.REGATHER, True, 2 * (3 + 3), 2 * 3),
     ],
 )
 def test_compiled_programs_gather_and_scatter_as_often_as_said(

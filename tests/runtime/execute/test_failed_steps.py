@@ -141,7 +141,7 @@ PLANS: dict[str, tuple[list[str], int, Gathering | None]] = {
     "micro-batches": (["batch"], 4, None),
     "filter": (["filter"], 4, None),
     "gathered once": (["batch"], 4, Gathering.ONCE),
-    "gathered again": (["batch"], 4, Gathering.AGAIN),
+    "regathered": (["batch"], 4, Gathering.REGATHER),
 }
 
 

@@ -63,7 +63,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def planned(model: nn.Module, part: int = 0) -> tuple[Traced, Plan]:
-    """The plan; with a `part` all operators are computed again, so many at a time."""
+    """The plan; with a `part` all operators are recomputed, so many at a time."""
     inputs = (torch.randn(5, 6, dtype=torch.float64), torch.randint(4, (5,)))
     traced = trace(model.double(), inputs)
     traced = replace(traced, graph=only_loss(traced.graph))
@@ -119,7 +119,7 @@ def gradients(stage: Executable, model: nn.Module, traced: Traced, *, halves: bo
 
 
 every_model = pytest.mark.parametrize("name", MODELS)
-every_part = pytest.mark.parametrize("part", [0, 1, 3, 50], ids="computed again by {}".format)
+every_part = pytest.mark.parametrize("part", [0, 1, 3, 50], ids="recomputed by {}".format)
 
 
 @every_part

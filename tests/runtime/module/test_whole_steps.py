@@ -90,7 +90,7 @@ PLANS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "batch": ((2,), {"wanted": ["batch"]}),
     "filter": ((2,), {"wanted": ["filter"]}),
     "batch x filter": ((2, 2), {"wanted": ["batch", "filter"]}),
-    "weights in shards": ((2,), {"wanted": ["batch"], "gathering": Gathering.AGAIN}),
+    "weights in shards": ((2,), {"wanted": ["batch"], "gathering": Gathering.REGATHER}),
     "stages": ((1,), {"wanted": [None], "pipeline": Pipeline(2, 2, starts=(0, 3))}),
     "stages of filters": ((2,), {"wanted": ["filter"], "pipeline": Pipeline(2, 2, starts=(0, 3))}),
 }

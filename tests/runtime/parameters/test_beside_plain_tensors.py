@@ -38,6 +38,16 @@ class Net(nn.Module):
         return out
 
 
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.inner(x)))
+        return out
+
+
 def _penalty(net: Any) -> Tensor:
     start = (net.inner.weight - START).square().sum()
     squares = sum(item.square().sum() for item in net.parameters())
@@ -98,6 +108,50 @@ def _in_place(kinds: list[str]) -> None:
     assert f"{ours.inner.weight.mean():.6f}" == f"{theirs.inner.weight.mean():.6f}"
 
 
+def _assigned(kinds: list[str]) -> None:
+    """Averages that are swapped in and out, as vectors of parameters and pruned gradients are."""
+    theirs, ours = pair(kinds)
+    losses, stepped = [], []
+    for net in (theirs, ours):
+        before = {name: item.data for name, item in net.named_parameters()}
+        for item in net.parameters():
+            item.data = item.data * 0.5
+        net.inner.weight.data = START.clone()
+        losses.append(net(X).square().sum())
+        losses[-1].backward()
+        net.inner.weight.data.add_(1.0)
+        net.head.bias.grad = torch.arange(4, dtype=torch.float64)
+        net.head.weight.grad = net.head.weight.grad.sign()
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+        with pytest.raises((InputError, RuntimeError), match="shape|size"):
+            net.head.bias.grad = torch.ones(3, dtype=torch.float64)
+        stepped.append({name: item.clone() for name, item in net.state_dict().items()})
+        for name, item in net.named_parameters():
+            item.data = before[name]
+        vector = nn.utils.parameters_to_vector(net.parameters())
+        nn.utils.vector_to_parameters(vector * 2, net.parameters())
+    assert abs(losses[0].item() - losses[1].item()) < 1e-12 and gap(ours, theirs) < 1e-12
+    assert max(float((stepped[0][name] - stepped[1][name]).abs().max()) for name in stepped[0]) < 1e-12
+
+
+def _exchanged() -> None:
+    """Gradients of what takes a parameter's place for one call have no way to it."""
+    theirs, ours = pair(["filter"])
+    halves = [{name: item * 0.5 for name, item in net.named_parameters()} for net in (theirs, ours)]
+    with pytest.raises(InputError, match="functional_call"):
+        torch.func.functional_call(ours, halves[1], X)
+    with torch.no_grad():
+        outputs = [torch.func.functional_call(*each, X) for each in zip((theirs, ours), halves, strict=True)]
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-12
+    leaves = {name: item.detach().clone().requires_grad_() for name, item in ours.named_parameters()}
+    with pytest.raises(InputError, match="functional_call"):
+        torch.func.functional_call(ours, leaves, X).sum().backward()
+    _, ours = pair(["filter"], Normed)
+    ours.norm.running_mean = torch.ones(8, dtype=torch.float64)
+    with pytest.raises(InputError, match=r"buffer norm.running_mean.*copy_"):
+        ours(X)
+
+
 def _refused() -> None:
     _, ours = pair(["filter"])
     weight = ours.inner.weight.detach()
@@ -120,7 +174,9 @@ def _refused() -> None:
 def _all(kinds: list[str]) -> None:
     _losses(kinds)
     _in_place(kinds)
+    _assigned(kinds)
     if kinds == ["filter"]:
+        _exchanged()
         _refused()
 
 

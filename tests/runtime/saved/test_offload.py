@@ -214,7 +214,7 @@ def test_what_is_fetched_for_another_is_found(monkeypatch: Patch) -> None:
     "plan, gathering",
     [
         ("one batch", None),
-        ("one batch", Gathering.AGAIN),
+        ("one batch", Gathering.REGATHER),
         ("micro-batches", None),
         ("two axes", Gathering.ONCE),
     ],
@@ -303,7 +303,7 @@ def staged_peaks(kind: ScheduleKind, *, offloaded: bool) -> tuple[float, float]:
     places = range(len(graph.operators) + 1)
     table = intervals(PricedProgram(prices, program), compiler.cluster.intra, places=places, starts=starts)
     schedule = scheduled(kind, 2, len(starts) // 2, 4)
-    predicted = cut_search.keep(table, schedule, starts).rank_bytes[dist.get_rank()]
+    predicted = cut_search.cut_at(table, schedule, starts).rank_bytes[dist.get_rank()]
 
     def step() -> None:
         ours.zero_grad(set_to_none=False)

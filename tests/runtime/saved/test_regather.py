@@ -136,7 +136,7 @@ def local_gap(ours: Any, theirs: Tensor, parameter: Any) -> float:
     return gap(ours, theirs)
 
 
-SHORT = [("recomputed", Gathering.AGAIN), ("zb1p", Gathering.AGAIN), ("micro-batches", Gathering.ONCE)]
+SHORT = [("recomputed", Gathering.REGATHER), ("zb1p", Gathering.REGATHER), ("micro-batches", Gathering.ONCE)]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def _growth(gathering: Gathering, *, forget: bool = False) -> float:
 
 @pytest.mark.parametrize(
     "gathering, forget, growth",
-    [(Gathering.KEEP, False, 1), (Gathering.AGAIN, False, 0), (Gathering.AGAIN, True, 1)],
+    [(Gathering.KEEP, False, 1), (Gathering.REGATHER, False, 0), (Gathering.REGATHER, True, 1)],
 )
 def test_what_is_gathered_again_does_not_stay(
     gathering: Gathering, forget: bool, growth: int, pools: Pools
@@ -255,7 +255,7 @@ def test_full_copies_of_cast_weights_do_not_stay(pools: Pools) -> None:
 
 
 def _step_too_early() -> None:
-    ours = parallel("one batch", Gathering.AGAIN, make_net())
+    ours = parallel("one batch", Gathering.REGATHER, make_net())
     loss = ours(*batch())
     with torch.no_grad():
         for item in ours.parameters():
@@ -305,8 +305,8 @@ def _collectives(
     [
         (Gathering.ONCE, False, 3, 3),
         (Gathering.KEEP, False, 2 * 3, 2 * 3),
-        (Gathering.AGAIN, False, 2 * (3 + 2), 2 * 3),
-        (Gathering.AGAIN, True, 2 * (3 + 3), 2 * 3),
+        (Gathering.REGATHER, False, 2 * (3 + 2), 2 * 3),
+        (Gathering.REGATHER, True, 2 * (3 + 3), 2 * 3),
     ],
 )
 def test_weights_are_gathered_and_gradients_scattered_as_often_as_said(

@@ -148,7 +148,7 @@ def test_with_parts_it_is_no_slower_than_parts_alone_and_apart_from_them(make: C
 
 
 def is_apart(graph: Graph, program: Program) -> bool:
-    """Whether no operator that is computed again takes or makes what is moved."""
+    """Whether no operator that is recomputed takes or makes what is moved."""
     again = [item for first, stop in program.recompute for item in graph.operators[first:stop]]
     touched = {name for item in again for name in (*item.operands, *item.results)}
     return touched.isdisjoint(name for name, _ in program.offload)

@@ -1,4 +1,4 @@
-"""What is computed again is about the cheapest that fits, and what is said of it is true."""
+"""What is recomputed is about the cheapest that fits, and what is said of it is true."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.core.recompute import Recompute, Segment
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.operators.prices import Prices
 from autopar.cost.program.priced_program import PricedProgram
-from autopar.cost.program.recompute import again_seconds, shares
+from autopar.cost.program.recompute import recompute_seconds, shares
 from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
 from autopar.planning.mesh_search import MeshProblem
@@ -30,7 +30,7 @@ from autopar.schedules.in_flight import scheduled
 from autopar.solve.memory.recompute import _Fitting, _table, everything, fit, ladder
 from autopar.solve.placement.search import Solution, choose
 from autopar.solve.placement.space import build_space
-from autopar.solve.stages.cut_search import best, bound_again, cuts, keep, least_bytes
+from autopar.solve.stages.cut_search import best, cut_at, cuts, least_bytes, recomputing_bound
 from autopar.solve.stages.step import staged, step_weight
 from tests.proof.models import Script
 from tests.solve.brute_force import (
@@ -87,7 +87,7 @@ def test_the_parts_are_about_the_cheapest_that_fit(make: Callable[[], Graph], se
     prices, program = placed(graph, Mesh((2,)), seed)
     every = [replace(program, recompute=parts) for parts in partings(len(graph.operators))]
     known = [
-        (again_seconds(PricedProgram(prices, each)), PricedProgram(prices, each).peak.nbytes)
+        (recompute_seconds(PricedProgram(prices, each)), PricedProgram(prices, each).peak.nbytes)
         for each in every
     ]
     step = PricedProgram(prices, program).cost.weighted(1.0)
@@ -96,14 +96,14 @@ def test_the_parts_are_about_the_cheapest_that_fit(make: Callable[[], Graph], se
         best = min(seconds for seconds, nbytes in known if nbytes <= cap)
         found = fit(PricedProgram(prices, program), cap)
         assert found.peak.nbytes <= cap
-        assert found.seconds == pytest.approx(again_seconds(PricedProgram(prices, found.program)))
+        assert found.seconds == pytest.approx(recompute_seconds(PricedProgram(prices, found.program)))
         assert found.seconds <= best + WITHIN * step
     assert fit(PricedProgram(prices, program), 0).peak.nbytes == pytest.approx(peaks[0], rel=WITHIN)
 
 
 @pytest.mark.parametrize("costliest", range(4))
 def test_of_equal_parts_the_dearest_are_given_up(costliest: int) -> None:
-    """Four equal runs of three operators, apart, are computed again, one in ten times the seconds; memory
+    """Four equal runs of three operators, apart, are recomputed, one in ten times the seconds; memory
     has room for what one, two or three of them spare."""
     s = Script()
     x = s.linear(s.user(64, 8), 8)
@@ -140,7 +140,7 @@ def test_placement_and_parts_together_are_about_the_best_and_the_gap_is_true(
         for parts in partings(len(graph.operators)):
             each = replace(program, recompute=parts)
             nbytes = PricedProgram(prices, each).peak.nbytes
-            again = again_seconds(PricedProgram(prices, each))
+            again = recompute_seconds(PricedProgram(prices, each))
             known.append((bound + again, PricedProgram(prices, each).seconds, nbytes))
     peaks = sorted({nbytes for *_, nbytes in known})
     slower = []
@@ -194,7 +194,7 @@ def compare(problem: MeshProblem, programs: Sequence[Program], ways: Sequence[tu
         for parts in ways:
             each = replace(program, recompute=parts)
             table = intervals(PricedProgram(problem.prices, each), HOP, places=range(count + 1))
-            cuts = (keep(table, problem.schedules[0], (0, start)) for start in range(1, count))
+            cuts = (cut_at(table, problem.schedules[0], (0, start)) for start in range(1, count))
             steps += [(cut.seconds, max(cut.rank_bytes)) for cut in cuts]
     peaks = sorted({nbytes for _, nbytes in steps})
     slower = []
@@ -231,7 +231,7 @@ def test_placement_cut_and_parts_together_are_about_the_best_and_the_gap_is_true
     [(0, False), *(pytest.param(seed, True, marks=LATER) for seed in range(4))],
 )
 def test_with_every_way_of_storing_weights_they_are_too(kind: ScheduleKind, seed: int, apart: bool) -> None:
-    """Placement, cut, parts and sharded weights together; all operators are computed again, or none, or any
+    """Placement, cut, parts and sharded weights together; all operators are recomputed, or none, or any
     parts `apart`."""
     graph, random = chain(), Random(seed)
     problem = two_stages(graph, kind, random)
@@ -269,4 +269,4 @@ def test_no_cut_that_computes_again_beats_its_bound(kind: ScheduleKind) -> None:
         cap = int(least + part * (most - least))
         found, _ = best(cuts(tables, [schedule], cap=cap))
         assert max(found.rank_bytes) <= cap
-        assert bound_again(tables[0], worth, [schedule], cap=cap) <= found.seconds * (1 + CLOSE)
+        assert recomputing_bound(tables[0], worth, [schedule], cap=cap) <= found.seconds * (1 + CLOSE)

@@ -13,14 +13,14 @@ from autopar.core.gathering import Gathering
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
 from autopar.core.placement import P, R, Shard
-from autopar.solve.placement.decode import _again_seconds, _moves_of, _reach
+from autopar.solve.placement.decode import _moves_of, _reach, _regather_seconds
 from autopar.solve.placement.memory_price import FREE
 from autopar.solve.placement.problem import Problem
 from tests.solve.brute_force import chain, random_prices, small_space, unfolded
 from tests.solve.gatherings import EveryGathering
 
 CLOSE = 1e-9
-WITHIN = 1.1  # of the cheapest, where a path doesn't know what is gathered again in backward
+WITHIN = 1.1  # of the cheapest, where a path doesn't know what is regathered in backward
 Tree = tuple[Move, ...]
 
 
@@ -28,7 +28,7 @@ def weights(
     seed: int, once: float
 ) -> Iterator[tuple[Gathering, float, dict[Tree, tuple[float, float, float]]]]:
     """For each weight of a chain, however it is stored and taken, and for each way of gathering it: seconds
-    of the conversions that are chosen; and of every tree, those of what backward gathers again by the plain
+    of the conversions that are chosen; and of every tree, those of what backward regathers by the plain
     sum over its uses, and as they are counted."""
     graph, random = chain(), Random(seed)
     prices = random_prices(graph, Mesh((2,)), random)
@@ -54,8 +54,8 @@ def weights(
             trees = {
                 tree: (
                     way(tree, strategies, gathering),
-                    way(tree, strategies, Gathering.AGAIN) - way(tree, strategies, Gathering.KEEP),
-                    _again_seconds(problem, name, tree, strategies, Gathering.AGAIN),
+                    way(tree, strategies, Gathering.REGATHER) - way(tree, strategies, Gathering.KEEP),
+                    _regather_seconds(problem, name, tree, strategies, Gathering.REGATHER),
                 )
                 for tree in every.trees(name, source, needs)
                 if gathering is Gathering.KEEP or not any(P in move.placements for move in tree)
@@ -71,7 +71,7 @@ def test_weights_are_converted_by_the_cheapest_tree_of_moves(seed: int, once: fl
     for gathering, chosen, trees in weights(seed, once):
         least = min(seconds for seconds, _, _ in trees.values())
         assert least * (1 - CLOSE) <= chosen
-        assert chosen <= least * (WITHIN if gathering is Gathering.AGAIN else 1 + CLOSE)
+        assert chosen <= least * (WITHIN if gathering is Gathering.REGATHER else 1 + CLOSE)
         for _, again, counted in trees.values():
             assert counted == pytest.approx(again, rel=CLOSE, abs=1e-15)
         met[gathering] += any(again > 0 for _, again, _ in trees.values())

@@ -21,7 +21,7 @@ from autopar.cost.stages.intervals import intervals
 from autopar.errors import InfeasibleError
 from autopar.schedules.in_flight import flight, scheduled
 from autopar.solve.placement.search import Solution
-from autopar.solve.stages.cut_search import bound_again, keep
+from autopar.solve.stages.cut_search import cut_at, recomputing_bound
 from autopar.solve.stages.step import Step, staged, step_weight
 from tests.solve.brute_force import blocks
 from tests.solve.memory.test_offload import deep, gpus, placed, prices_of
@@ -106,7 +106,7 @@ def check(graph: Graph, prices: Prices, step: Step, cap: int) -> None:
     program, cut, schedule = step.solution.program, step.cut, step.schedule
     assert cut is not None and schedule is not None
     places = range(len(graph.operators) + 1)
-    exact = keep(
+    exact = cut_at(
         intervals(PricedProgram(prices, program), HOP, places=places, starts=cut.starts), schedule, cut.starts
     )
     assert step.peak_bytes == max(exact.rank_bytes) <= cap
@@ -184,30 +184,30 @@ def steps(
             cut = tuple((first, stop) for first, stop in parts if not first < start < stop)
             if cut != parts:
                 continue
-            again = replace(program, recompute=parts)
-            items = movable(PricedProgram(prices, again))
+            recomputed = replace(program, recompute=parts)
+            items = movable(PricedProgram(prices, recomputed))
             own = [each for ends in stages(graph, (0, start)) for each in inside(items, *ends)]
             for number in range(len(own) + 1):
                 for some in combinations(own, number):
-                    each = replace(again, offload=tuple(item.tensor for item in some))
+                    each = replace(recomputed, offload=tuple(item.tensor for item in some))
                     if any(waits(graph, prices, each, *ends) for ends in stages(graph, (0, start))):
                         continue
                     table = intervals(
                         PricedProgram(prices, each), HOP, places=range(count + 1), starts=(0, start)
                     )
-                    exact = keep(table, schedule, (0, start))
+                    exact = cut_at(table, schedule, (0, start))
                     found.append((exact.seconds, max(exact.rank_bytes)))
     return found
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("share", SHARES)
 def test_cut_parts_and_what_is_moved_are_about_the_best_and_the_gap_is_true(
-    share: float, again: bool
+    share: float, recomputes: bool
 ) -> None:
-    graph, schedule = deep(2 if again else 5), schedule_of(ScheduleKind.ONE_F_ONE_B)
+    graph, schedule = deep(2 if recomputes else 5), schedule_of(ScheduleKind.ONE_F_ONE_B)
     prices, solution = made(graph, share)
-    ways = partings(len(graph.operators)) if again else ((),)
+    ways = partings(len(graph.operators)) if recomputes else ((),)
     every = steps(graph, prices, solution.program, schedule, ways)
     assert prices.cluster.host is not None
     rate = prices.cluster.host.bandwidth
@@ -217,7 +217,7 @@ def test_cut_parts_and_what_is_moved_are_about_the_best_and_the_gap_is_true(
     slower = []
     for cap in (*peaks[:2], *peaks[2 :: max(1, len(peaks) // 6)]):
         best = min(seconds for seconds, nbytes in every if nbytes <= cap)
-        assert bound_again(table, spared, [schedule], cap=cap) <= best * (1 + CLOSE)
+        assert recomputing_bound(table, spared, [schedule], cap=cap) <= best * (1 + CLOSE)
         try:
             step = sought(
                 graph,
@@ -225,7 +225,7 @@ def test_cut_parts_and_what_is_moved_are_about_the_best_and_the_gap_is_true(
                 solution,
                 [schedule],
                 cap,
-                recompute=Recompute.AUTO if again else Recompute.NONE,
+                recompute=Recompute.AUTO if recomputes else Recompute.NONE,
             )
         except InfeasibleError:
             assert cap < 1.1 * peaks[0], "levels are few"
