@@ -253,7 +253,7 @@ def parallelize(
         describe=describe,
         device=compiler.device(),
         timeout=timeout,
-        by_steps=request.stages > 1 or request.micro_batches > 1,
+        by_steps=request.pipeline_ranks > 1 or request.micro_batches > 1,
         exact_random=exact_random,
         local_inputs=local_inputs,
         local_outputs=leaving is Outputs.LOCAL,
@@ -459,4 +459,4 @@ def timeline(plan: Plan) -> Timeline:
             remedy="plan again",
         )
     names = [layer.module or layer.name for layer in plan.layers]
-    return one_stage(plan.moments, pipeline.micro_batches, names=names, hidden=plan.parts.hidden)
+    return one_stage(plan.moments, pipeline.micro_batches, names=names)

@@ -101,7 +101,7 @@ class Compiler:
         elif place and self.shorter is not None:
             traced = self.shorter
         elif step:
-            count, staged = request.micro_batches, request.stages > 1 or request.micro_batches > 1
+            count, staged = request.micro_batches, request.pipeline_ranks > 1 or request.micro_batches > 1
             traced = self.trace_part(model, args, kwargs, count, staged=staged, place=place)
         else:
             traced = self.trace_whole(model, args, kwargs)
@@ -170,11 +170,11 @@ class Compiler:
                 request, stages_of_uses=pinned.stages_of_uses, schedule=pinned.pipeline.schedule
             )
             return request if step else replace(request, micro_batches=1, relay=True, outputs=Outputs.GLOBAL)
-        return request if step else replace(request, micro_batches=1, stages=1)
+        return request if step else replace(request, micro_batches=1, pipeline_ranks=1)
 
     def trace_step(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of the first micro-batch of a global batch; of a step by `train_step` the loss alone."""
-        staged = self.request.stages > 1 or self.request.micro_batches > 1
+        staged = self.request.pipeline_ranks > 1 or self.request.micro_batches > 1
         return self.trace_part(model, args, kwargs, self.request.micro_batches, staged=staged)
 
     def trace_part(
@@ -283,7 +283,7 @@ class Compiler:
         stages, micro_batches, exactly = auto
         deadline, budget = after(self.request.time_limit), Budget(self.request.measure_seconds)
         whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
-        plain = replace(self.request, stages=1, micro_batches=1)
+        plain = replace(self.request, pipeline_ranks=1, micro_batches=1)
         if whole.loss is None and stages in (None, 1) and micro_batches in (None, 1):
             return self.find(whole, plain, co_runners, budget)
         parts = self.parts(model, args, kwargs, whole)
@@ -337,7 +337,7 @@ class Compiler:
             if kept:
                 error.add_remedy(_more_parts(parts))
             raise
-        is_plain = decision.request.stages == decision.request.micro_batches == 1
+        is_plain = decision.request.pipeline_ranks == decision.request.micro_batches == 1
         if is_plain and decision.problem.graph is not at_once:
             fixed = kept or micro_batches is not None or parts.size == 1
             otherwise = None if fixed else partial(decide_from, 2)
@@ -474,7 +474,9 @@ class Compiler:
 
 def _more_micro_batches(graph: Graph, request: Request) -> str:
     """How parts of the batch that follow each other would give memory."""
-    by_steps = "" if request.stages > 1 or request.micro_batches > 1 else ", which asks for train_step"
+    by_steps = (
+        "" if request.pipeline_ranks > 1 or request.micro_batches > 1 else ", which asks for train_step"
+    )
     by_steps += "" if graph.loss is not None else " and a loss"
     return f"cut the batch into micro-batches (--micro-batches {2 * request.micro_batches}{by_steps})"
 

@@ -8,6 +8,7 @@ setting               where a number was taken
 profiler              times operators, forward and backward
 collective_profiler   times collectives on a running process group
 timing                warm up, choose the number of runs, visit each several times
+rounds                on CPUs, passes of many calls in turns, as in a step
 operands              tensors for a call
 footprint             what a call gives and keeps for backward, without running it
 recurrence            recurrent layers over many steps, by what few show

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autopar.core.graph import Call
+from autopar.core.graph import Call, TensorSpec
+from autopar.core.operator_facts import facts_of
 from autopar.errors import CostMissingError
 from autopar.runtime.compiled.fused_kernel import FUSED
 from autopar.runtime.launch.glibc_heap import keep_freed_memory
 from costdb import operands
 from costdb.footprint import observe, saved_bytes
 from costdb.measurement import Measurement
+from costdb.rounds import in_rounds
 from costdb.timing import BUDGET_SECONDS, Mark, Times, take_turns
 
 SEED = 0  # of the operands' values: a measurement can be repeated
-TOGETHER_BYTES = 256 << 20  # of the operands of calls that take turns; results and gradients come on top
+NOTHING = Call(torch.ops.aten.alias.default, (TensorSpec((1,), torch.float32, requires_grad=True),), {})
+TOGETHER_BYTES = 256 << 20  # of what is held of calls that are measured together
 
 
 def measure(call: Call, device: torch.device | str = "cpu", *, budget: float = BUDGET_SECONDS) -> Measurement:
@@ -54,8 +58,23 @@ def measure_together(
 def _measure(subjects: Sequence[_Subject], budget: float) -> list[Measurement]:
     if not subjects:
         return []
-    times = take_turns([each.run for each in subjects], subjects[0].device, budget)
+    device = subjects[0].device
+    if device.type == "cpu":
+        with operands.refused(subjects[0].call):  # for lack of memory: what else refuses has done so
+            *times, alone = in_rounds([*subjects, _Subject(NOTHING, device)], budget)
+        own = [_without_start(each.call, found, alone) for each, found in zip(subjects, times, strict=True)]
+        return [each.measurement(found) for each, found in zip(subjects, own, strict=True)]
+    times = take_turns([each.run for each in subjects], device, budget)
     return [each.measurement(found) for each, found in zip(subjects, times, strict=True)]
+
+
+def _without_start(call: Call, found: Times, nothing: Times) -> Times:
+    """Times without what each backward pass by itself takes to start, which a step's takes once. Of compiled
+    functions more is taken off, when they are priced."""
+    if call.target is FUSED:
+        return found
+    forward, backward = found.parts
+    return replace(found, parts=(forward, max(backward / 2, backward - nothing.parts[1])))
 
 
 @contextmanager
@@ -78,8 +97,12 @@ class _Subject:
             self.wanted = tuple(tensor for tensor in self.inputs if tensor.requires_grad)
             self.seeds = tuple(torch.ones_like(result) for result in _differentiable(self.forward()))
             self.trains = bool(self.wanted and self.seeds)
-            if call.target is FUSED:  # compiles before anything is timed
+            if call.target is FUSED or device.type == "cpu":  # compiles, or refuses, before anything is timed
                 self.backward(_differentiable(self.forward()))
+        self.arriving = _arriving(call, self.inputs)
+        self.results: Any = None
+        self.roots: tuple[torch.Tensor, ...] = ()
+        self.gradients: Sequence[torch.Tensor | None] = ()
 
     def measurement(self, times: Times) -> Measurement:
         forward, backward = times.parts
@@ -115,6 +138,32 @@ class _Subject:
         del results, gradients
         return start, middle, end
 
+    # -- as in a step (costdb.rounds); what can be done before is not timed ----------------------------
+
+    def arrive(self) -> None:
+        """Write what the operator before gives: the first operand, if it isn't a table to look up in."""
+        _write(self.arriving)
+
+    def forward_pass(self) -> None:
+        """Run forward; results stay until `let_go`."""
+        self.results = self.call.target(*self.args, **self.kwargs)
+
+    def arrive_back(self) -> None:
+        """Write the results' gradients."""
+        self.roots = _differentiable(self.results)
+        _write(self.seeds if self.trains else ())
+
+    def backward_pass(self) -> None:
+        """Run backward, if it has one."""
+        if self.trains:
+            self.gradients = torch.autograd.grad(self.roots, self.wanted, self.seeds, allow_unused=True)
+
+    def let_go(self) -> None:
+        """Free results and gradients."""
+        self.results, self.roots, self.gradients = None, (), ()
+
+    # -- memory ------------------------------------------------------------------------------------------
+
     def scratch_bytes(self) -> int | None:
         """The largest memory in use at a time beyond what was there before and what stays after."""
         if self.device.type != "cuda":
@@ -122,6 +171,18 @@ class _Subject:
         results, forward = _scratch(self.forward, self.device)
         gradients, backward = _scratch(lambda: self.backward(_differentiable(results)), self.device)
         return max(forward, backward)
+
+
+def _arriving(call: Call, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return () if facts_of(call.target).gathers else inputs[:1]
+
+
+def _write(tensors: Sequence[torch.Tensor]) -> None:
+    """Lay tensors of numbers into the caches as who writes them does; their values stay."""
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                tensor.mul_(1)
 
 
 def _scratch(run: Callable[[], Any], device: torch.device) -> tuple[Any, int]:

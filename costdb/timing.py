@@ -111,9 +111,9 @@ class _Timed:
         while len(marked) < self.wanted or (
             len(settled) < self.wanted and len(marked) < MAX_RUNS and time.perf_counter() < end
         ):
-            before = _new_pages()
+            before = new_pages()
             marked.append(self._marks())
-            if _new_pages() - before <= FEW_PAGES:
+            if new_pages() - before <= FEW_PAGES:
                 settled.append(marked[-1])
         synchronize(self.device)
         self.visits.append([_lap(marks) for marks in marked])
@@ -134,14 +134,14 @@ class _Timed:
     def _marks(self) -> Sequence[Mark]:
         if self.device.type == "cuda":
             torch.cuda._sleep(HEAD_START)
-        return self.run(lambda: _mark(self.device))
+        return self.run(lambda: moment(self.device))
 
 
 def _lap(marks: Sequence[Mark]) -> Lap:
-    return [_between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+    return [between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
 
 
-def _new_pages() -> int:
+def new_pages() -> int:
     """Pages of memory that this process has met so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
@@ -163,7 +163,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _mark(device: torch.device) -> Mark:
+def moment(device: torch.device) -> Mark:
+    """Now, by the device's clock."""
     if device.type != "cuda":
         return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -171,7 +172,8 @@ def _mark(device: torch.device) -> Mark:
     return event
 
 
-def _between(start: Mark, end: Mark) -> float:
+def between(start: Mark, end: Mark) -> float:
+    """Seconds from one moment to another."""
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float) and isinstance(end, float), "marks of one device"
         return end - start

@@ -67,6 +67,7 @@ TELL_OPERATORS_APART = {  # outside of `autopar.ops`: by a table, a comparison o
     "autopar.proof.backward": "kernels that are slow on several threads in float64",
     "autopar.sharding.sorted_rows": "patterns of rows that are sorted by keys",
     "autopar.cost.machine.measuring": "the two calls that it measures beside others",
+    "costdb.profiler": "the call whose backward pass does nothing but start",
     "autopar.cost.operators.fused_groups": "what torch's compiler takes into a kernel",
 }
 LISTED_ELSEWHERE = {"autopar.__init__", "autopar.ops.__init__"}  # by the floors above; all are families

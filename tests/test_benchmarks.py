@@ -81,7 +81,7 @@ def deciding(memory: int | None = None) -> dict[Way, Planned]:
     with torch.device("meta"):
         model = vgg([[64] * 2, [64] * 2, [64] * 5], side=112, hidden=16)
         inputs = torch.zeros(8, 3, 112, 112), torch.zeros(8, dtype=torch.long)
-    request = Request(mesh=Mesh((4,)), memory=memory, stages=2, micro_batches=2, alternatives=False)
+    request = Request(mesh=Mesh((4,)), memory=memory, pipeline_ranks=2, micro_batches=2, alternatives=False)
     graph = Compiler(gpus(2, 4), request, F.cross_entropy).trace_step(model, inputs, {}).graph
     found = decide_all(graph, gpus(2, 4), request)
     return {way: each for way, each in found.items() if isinstance(each, Planned)}

@@ -90,6 +90,64 @@ def test_a_cell_that_cannot_be_is_named_with_its_line(
     assert f"line 3, column {column}" in str(caught.value)
 
 
+OTHER_COLUMNS = HEADER.strip() + ",status,oom_error,gbs,dtype,num_experts\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "column"),
+    [
+        (WENT.replace(",128.0,", ",,").strip() + ",Timeout,False,16,,\n", "status"),
+        (WENT.strip() + ",Success,False,15,,\n", "gbs"),
+        (WENT.strip() + ",Success,False,16,torch.float32,\n", "dtype"),
+        (WENT.strip() + ",Success,False,16,torch.bfloat16,8\n", "num_experts"),
+        (WENT.replace(",2,1,4,64", ",2,1,3,64"), "tp"),
+        (WENT.replace(",128.0,", ",nan,"), "tok/s/gpu"),
+    ],
+)
+def test_what_would_be_predicted_wrongly_is_refused_by_line_and_column(
+    line: str, column: str, tmp_path: Path
+) -> None:
+    (tmp_path / "runs.csv").write_text(OTHER_COLUMNS + line)
+    with pytest.raises(InputError, match=f"line 2, column {column}: "):
+        read(tmp_path / "runs.csv")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        FULL.strip() + ",OOM,True,16,,\n",
+        FULL.replace(",1.0,,,2", ",1.0,OOM,,2").strip() + ",,,,nan,\n",
+        FULL.replace(",1.0,,,2", ",1.0,nan,,2").strip() + ",Fail,TRUE,,None,1\n",
+    ],
+)
+def test_memory_that_ran_out_is_marked_in_several_ways(line: str, tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_text("\ufeff" + OTHER_COLUMNS + WENT + line)
+    went, full = read(tmp_path / "runs.csv")
+    assert went.seconds and full.seconds is None
+
+
+def test_models_that_differ_in_heads_of_keys_alone_are_two(tmp_path: Path) -> None:
+    other = WENT.replace(",4,2.0,512", ",4,4.0,512")
+    (tmp_path / "runs.csv").write_text(HEADER + WENT + other)
+    assert [run.shape.kv_heads for run in read(tmp_path / "runs.csv")] == [2, 4]
+    (tmp_path / "runs.csv").write_text(HEADER + WENT + other + FULL)
+    with pytest.raises(InputError, match="line 4, column num_kv_heads"):
+        read(tmp_path / "runs.csv")
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_text("tp," + HEADER + "8," + WENT)
+    with pytest.raises(InputError, match="several columns tp"):
+        read(tmp_path / "runs.csv")
+
+
+def test_few_runs_have_errors_but_no_ranks() -> None:
+    found = score([run_of(Split(1, 1, 1, 1, 1, 0))], [2.0], [True])
+    assert (found.groups, found.rank, found.regret, found.median_error) == (0, None, None, 1.0)
+    with pytest.raises(InputError, match="none with a throughput"):
+        baselines.fitted([run_of(Split(1, 1, 1, 1, 1, 0), None)])
+
+
 def test_weights_are_counted() -> None:
     assert SMALL.layer_weights == 4 * 64 * 64 + 3 * 64 * 128
     assert SMALL.weights == 4 * SMALL.layer_weights + 2 * 512 * 64

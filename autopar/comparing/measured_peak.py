@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.parameters.parameters import local
 from autopar.runtime.saved.offload import HostStorage
+from autopar.trace.structure import parts_of
 
 
 def peak_bytes(step: Callable[[], object], alive: Iterable[Tensor], device: torch.device) -> int:
@@ -75,8 +76,8 @@ class StorageTracker(TorchDispatchMode):
         self.nbytes = self.peak = 0
         self._sizes: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        for tensor in alive:
-            self._note(local(tensor))
+        for tensor in _tensors([local(each) for each in alive]):
+            self._note(tensor)
         self.peak = self.nbytes
 
     def __torch_dispatch__(
@@ -113,4 +114,6 @@ class StorageTracker(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    """All dense ones: a sparse tensor is those that it consists of."""
+    leaves = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    return (part for leaf in leaves for part in parts_of(leaf))

@@ -106,7 +106,7 @@ class Comparer:
 
     def traced(self, request: Request) -> Traced:
         """The graph of one micro-batch; with stages its loss is the only output."""
-        key = request.stages > 1, request.micro_batches
+        key = request.pipeline_ranks > 1, request.micro_batches
         if key not in self._graphs:
             compiler = Compiler(self.cluster, request, self.target.loss_fn)
             target = self.target
@@ -146,7 +146,11 @@ class Comparer:
                 except InputError:
                     continue  # gpipe takes any number
                 yield replace(
-                    self.request, stages=stages, micro_batches=count, schedule=schedule, alternatives=False
+                    self.request,
+                    pipeline_ranks=stages,
+                    micro_batches=count,
+                    schedule=schedule,
+                    alternatives=False,
                 )
 
     def samples(self) -> int:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,6 +27,7 @@ Flags: TypeAlias = NDArray[np.bool_]
 Alike: TypeAlias = tuple[tuple[int, ...], ...]  # groups of axes whose names are forgotten
 Placements: TypeAlias = tuple[tuple[Placement, ...], ...]  # of interest, on each axis
 Seconds: TypeAlias = NDArray[np.float64]
+MOST_UNPRICED = 256  # networks whose moves are remembered
 Price = Callable[["Change", Numbers, Numbers], tuple[Seconds, Seconds]]
 
 
@@ -67,6 +69,10 @@ class Network:
             self.layouts[self.target[number]],
         )
 
+    def scaled(self, shown: float) -> Network:
+        """The network in which of `sums` so much counts as is `shown`."""
+        return replace(self, seconds=np.where(self.sums, shown * self.seconds, self.seconds))
+
     def flags(self, layouts: Sequence[Layout]) -> Flags:
         """Which of the layouts are among these."""
         found = np.zeros(len(self.layouts), dtype=np.bool_)
@@ -104,7 +110,52 @@ def network(
     `price(layouts)` gives seconds of one change between numbers of these layouts, all of them and those of
     the forward pass.
     """
-    return _Builder(placements, alike).build(legal, price)
+    good = tuple(legal(layout) for layout in itertools.product(*placements))
+    return priced(paths(placements, alike, good), price)
+
+
+def priced(unpriced: Unpriced, price: Callable[[Sequence[Layout]], Price]) -> Network:
+    """The network with its seconds."""
+    of = price(unpriced.layouts)
+    pairs = [of(change, start, end) for change, start, end in unpriced.steps]
+    seconds, forward = (np.concatenate(each)[unpriced.first] for each in zip(*pairs, strict=True))
+    return Network(
+        layouts=unpriced.layouts,
+        place=unpriced.place,
+        source=unpriced.source,
+        target=unpriced.target,
+        axis=unpriced.axis,
+        seconds=seconds,
+        forward=forward,
+        into_shard=unpriced.into_shard,
+        from_partial=unpriced.from_partial,
+        sums=unpriced.sums,
+        gathers=unpriced.gathers,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Unpriced:
+    """A network without its seconds: `steps` are changes with the numbers of layouts that they lead from and
+    to, of which the `first` are its moves."""
+
+    layouts: tuple[Layout, ...]
+    place: dict[Layout, int]
+    steps: tuple[tuple[Change, Numbers, Numbers], ...]
+    first: Numbers
+    source: Numbers
+    target: Numbers
+    axis: Numbers
+    into_shard: Flags
+    from_partial: Flags
+    sums: Flags
+    gathers: Flags
+
+
+@lru_cache(maxsize=MOST_UNPRICED)
+def paths(placements: Placements, alike: Alike, good: tuple[bool, ...]) -> Unpriced:
+    """The moves between all layouts of `placements` that are `good`; tensors of other sizes share them."""
+    return _Builder(placements, alike).build(good)
 
 
 class _Builder:
@@ -118,16 +169,15 @@ class _Builder:
         self.digits = np.indices(self.sizes).reshape(len(placements), -1)  # [axis, number]
         self.count = self.digits.shape[1]
 
-    def build(self, legal: Callable[[Layout], bool], price: Callable[[Sequence[Layout]], Price]) -> Network:
+    def build(self, legal: Sequence[bool]) -> Unpriced:
         layouts = list(itertools.product(*self.placements))
         ordered = self.ordered()
-        good = np.array([legal(layout) for layout in layouts]) & (ordered == np.arange(self.count))
+        good = np.array(legal) & (ordered == np.arange(self.count))
         kept = np.flatnonzero(good)
         number = np.full(self.count, -1)
         number[kept] = np.arange(len(kept))
         own = tuple(layouts[index] for index in kept)
-        seconds = price(own)
-        found: list[tuple[Any, ...]] = []
+        found = []
         for axis in self.axes:
             for old, new in itertools.permutations(range(self.sizes[axis]), 2):
                 change = Change(axis, self.placements[axis][old], self.placements[axis][new])
@@ -136,37 +186,34 @@ class _Builder:
                 begin = kept[self.digits[axis, kept] == old]
                 begin = begin[~self.blocked(begin, change)]
                 end = number[ordered[begin + (new - old) * self.stride(axis)]]
-                start, end = number[begin[end >= 0]], end[end >= 0]
-                flags = (
-                    isinstance(change.target, Shard),
-                    isinstance(change.source, Partial),
-                    change.effect.name == "r_to_b",
-                    change.effect.forward is MoveAction.ALL_GATHER,
-                )
-                found.append((start, end, *seconds(change, start, end), axis, *flags))
-        return self.network(own, found)
+                found.append((change, number[begin[end >= 0]], end[end >= 0]))
+        return self.unpriced(own, tuple(found))
 
-    def network(self, layouts: tuple[Layout, ...], found: Sequence[tuple[Any, ...]]) -> Network:
-        lengths = [len(start) for start, *_ in found]
-        columns = list(zip(*found, strict=True))
-        source, target, seconds, forward = map(np.concatenate, columns[:4])
-        axis, *flags = (np.repeat(column, lengths) for column in columns[4:])
+    def unpriced(
+        self, layouts: tuple[Layout, ...], steps: tuple[tuple[Change, Numbers, Numbers], ...]
+    ) -> Unpriced:
+        lengths = [len(start) for _, start, _ in steps]
+        source = np.concatenate([start for _, start, _ in steps])
+        target = np.concatenate([end for _, _, end in steps])
         first = np.arange(len(source))
         if self.alike:  # on axes alike a move has a twin on each
             _, first = np.unique(source * len(layouts) + target, return_index=True)
-        into_shard, from_partial, sums, gathers = (each[first] for each in flags)
-        return Network(
+
+        def of(ask: Callable[[Change], Any]) -> NDArray[Any]:
+            return np.repeat([ask(change) for change, _, _ in steps], lengths)[first]
+
+        return Unpriced(
             layouts,
             {layout: index for index, layout in enumerate(layouts)},
+            steps,
+            first,
             source[first],
             target[first],
-            axis[first],
-            seconds[first],
-            forward[first],
-            into_shard,
-            from_partial,
-            sums,
-            gathers,
+            of(lambda change: change.axis),
+            of(lambda change: isinstance(change.target, Shard)),
+            of(lambda change: isinstance(change.source, Partial)),
+            of(lambda change: change.effect.name == "r_to_b"),
+            of(lambda change: change.effect.forward is MoveAction.ALL_GATHER),
         )
 
     def stride(self, axis: int) -> int:

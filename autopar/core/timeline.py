@@ -90,14 +90,15 @@ class Moment:
     """A part of a step without stages on one device: its seconds, and the most bytes that are held meanwhile.
 
     It is of the operator with the number `layer` in the plan, and of conversions of what that takes; of none
-    where the device waits for copies, sums gradients or updates weights. `seconds` of sums are those that
-    nothing hides.
+    where the device waits for copies, sums gradients or updates weights. `seconds` are those that nothing
+    hides; of sums so many more are `hidden` behind the last backward pass.
     """
 
     phase: Phase
     layer: int | None
     seconds: float
     nbytes: int
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

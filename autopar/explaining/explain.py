@@ -127,7 +127,7 @@ def problem_of(asked: Asked, plan: Plan) -> MeshProblem:
     graph = asked.compiler(request).trace_step(target.model, target.args, target.kwargs).graph
     with Database.open(asked.options.get("costdb")) as database:
         model = CostModel.of(whole, database)
-    cluster, hop = whole.stage(request.stages), model.hop(whole, request.stages)
+    cluster, hop = whole.stage(request.pipeline_ranks), model.hop(whole, request.pipeline_ranks)
     return MeshProblem(graph, plan.mesh, cluster, model, request, plan.memory_cap, hop)
 
 

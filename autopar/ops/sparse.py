@@ -54,6 +54,7 @@ class _Mine:
         self.own = owned_rows(site, 3, site.coordinate)
         self.matrix = site.operands[:2]
         self.key = *self.matrix, cut_key(site, 3)
+        self.whose = "block", *self.matrix, self.rows, self.group, self.own
 
     def rows_of(self, coordinate: Sequence[int]) -> tuple[int, int]:
         """The rows of the result that the rank at a coordinate makes."""
@@ -123,7 +124,7 @@ class _Mine:
             shape = self.rows[1] - self.rows[0], self.width
             return block_of(row[kept] - self.rows[0], local, shape).forms
 
-        return remembered(self.site, ("block", *self.matrix, self.rows, self.group, self.own), cut)
+        return remembered(self.site, self.whose, cut)
 
     def places(self) -> tuple[Tensor, Tensor]:
         """The row and the column of every entry."""
@@ -166,7 +167,10 @@ class Product(Rule):
 
         def form(place: int) -> Handle:
             return site.emitter.constant(
-                (*mine.key, place), index((lengths[place],)), lambda: mine.block()[place]
+                (*mine.key, place),
+                index((lengths[place],)),
+                lambda: mine.block()[place],
+                memory=(*mine.whose, place),
             )
 
         crow, column, *transposed = map(form, range(len(lengths)))

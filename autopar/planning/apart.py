@@ -120,4 +120,4 @@ def complexity(choice: Choice | Decision) -> tuple[int, int]:
     """Stages, and micro-batches."""
     if isinstance(choice, Choice):
         return choice.ranks, choice.micro_batches
-    return choice.request.stages, choice.request.micro_batches
+    return choice.request.pipeline_ranks, choice.request.micro_batches

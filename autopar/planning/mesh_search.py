@@ -78,12 +78,12 @@ class MeshProblem:
     def __post_init__(self) -> None:
         request = self.request
         self.schedules = [
-            scheduled(kind, request.stages, stages_per_rank(kind), request.micro_batches)
+            scheduled(kind, request.pipeline_ranks, stages_per_rank(kind), request.micro_batches)
             for kind in stageable(self.graph, request)
         ]
         self.dims = dims_of(self.graph, self.mesh)
         self.groups = find_groups(self.graph) if request.compile else None
-        self.prices = self.priced_with()
+        self.prices = self.plain_prices()
         self.folding = fold(self.graph, self.dims, self.request.pins, self.roles)
 
     dims: Dims = dataclasses.field(init=False)
@@ -101,18 +101,8 @@ class MeshProblem:
         """What operators are to fused groups, where programs are compiled."""
         return self.groups.members if self.groups else None
 
-    def priced_with(
-        self,
-        *,
-        shown: float = 1.0,
-        credit: float = 0.0,
-        compute_credit: float = 0.0,
-        late_credit: float = 0.0,
-        late_shown: float = 1.0,
-    ) -> Prices:
-        """Return prices with `shown` as the part of gradient sums and of early starts that counts.
-
-        The credits are for what overlaps these."""
+    def plain_prices(self) -> Prices:
+        """The prices, without multipliers."""
         return Prices(
             self.graph,
             self.dims,
@@ -120,15 +110,10 @@ class MeshProblem:
             self.model,
             training=self.request.training,
             optimizer=self.request.optimizer,
-            step_weight=step_weight(self.request.stages, self.request.micro_batches),
+            step_weight=step_weight(self.request.pipeline_ranks, self.request.micro_batches),
             micro_batches=self.request.micro_batches,
             accumulates=self.request.training and self.request.micro_batches > 1,
-            shown=shown,
-            credit=credit,
-            early=self.request.overlap and self.request.training and self.request.stages == 1,
-            compute_credit=compute_credit,
-            late_credit=late_credit,
-            late_shown=late_shown,
+            early=self.request.overlap and self.request.training and self.request.pipeline_ranks == 1,
             reduce=self.request.reduce_dtype,
             groups=self.groups,
         )
@@ -138,8 +123,8 @@ class MeshProblem:
         than its step."""
         theta = self.prices.overlap
         if not self.prices.early:
-            return self.priced_with(shown=multiplier, credit=multiplier * theta * self.prices.step_weight)
-        return self.priced_with(
+            return self.prices.under(shown=multiplier, credit=multiplier * theta * self.prices.step_weight)
+        return self.prices.under(
             shown=multiplier,
             compute_credit=multiplier * theta,
             late_credit=late * theta,
@@ -176,7 +161,7 @@ class MeshProblem:
         """The best step; with stages under a cap, of several placements for which memory has a price."""
         if self.request.relay:
             return unstaged(self.solve(self.ask(ask.force), limits), 1)
-        if self.request.stages == 1:
+        if self.request.pipeline_ranks == 1:
             return self.whole(ask, limits)
         fastest = self.solve(ask.uncapped, limits)
         try:
@@ -212,7 +197,7 @@ class MeshProblem:
             try:
                 row = dataclasses.replace(ask, multiplier=multiplier * (1.0 - late), late=late)
                 solution = self.solve(row, limits)
-            except (CutoffError, SolverError) as error:
+            except (InfeasibleError, SolverError) as error:
                 if not found:
                     raise
                 bound = max(bound, limits.cutoff) if isinstance(error, CutoffError) else bound
@@ -335,11 +320,11 @@ class MeshProblem:
 
     def even_seconds(self, seconds: float) -> float:
         """Of a step in which all stages of a placement took the same part of `seconds`, and none waited."""
-        return self.request.micro_batches * seconds / self.request.stages
+        return self.request.micro_batches * seconds / self.request.pipeline_ranks
 
     def has_room(self, solution: Solution, cap: int | None) -> bool:
         """Whether the cap holds a rank's part of all state; no cut meets it else."""
-        return cap is None or solution.peak.state <= cap * self.request.stages
+        return cap is None or solution.peak.state <= cap * self.request.pipeline_ranks
 
     def refined(self, step: Step, deadline: float | None = None, others: float = math.inf) -> Step:
         """The step with all that makes it faster where it is, with a closer bound, as far as time goes; no
@@ -441,7 +426,7 @@ class MeshProblem:
             fastest = self.solve(free, limits)
             if fastest.peak.nbytes <= ask.cap:
                 return fastest
-        cutoff = limits.cutoff if ask.bounded and self.request.stages == 1 else math.inf
+        cutoff = limits.cutoff if ask.bounded and self.request.pipeline_ranks == 1 else math.inf
         prices = self.prices
         if ask.multiplier is not None:
             prices = self.row_prices(ask.multiplier, ask.late)
@@ -456,9 +441,10 @@ class MeshProblem:
             memory_price=ask.memory_price,
             bounded=ask.bounded,
             recompute=ask.recompute,
-            offload=self.offload if self.request.stages == 1 else Offload.NONE,
+            offload=self.offload if self.request.pipeline_ranks == 1 else Offload.NONE,
             cutoff=cutoff / self.request.micro_batches,
             work=limits.work,
+            brief=ask.multiplier is not None and ask.multiplier < 1.0,
         )
         if ask.multiplier is None:
             found = dataclasses.replace(found, bound=found.bound - self.most_hidden(found.bound))
@@ -506,9 +492,9 @@ class MeshProblem:
 def stageable(graph: Graph, request: Request) -> list[ScheduleKind]:
     """The schedules whose stages have an operator each; raises InputError if none are left."""
     kinds, most = request.kinds(), len(graph.operators)
-    found = [kind for kind in kinds if request.stages * stages_per_rank(kind) <= most]
+    found = [kind for kind in kinds if request.pipeline_ranks * stages_per_rank(kind) <= most]
     if kinds and not found:
-        least = min(request.stages * stages_per_rank(kind) for kind in kinds)
+        least = min(request.pipeline_ranks * stages_per_rank(kind) for kind in kinds)
         raise InputError(
             where="--stages",
             found=f"{least} stages for {most} operators",

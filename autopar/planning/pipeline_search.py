@@ -87,7 +87,7 @@ def decide_all(
     at_once: Graph | None = None,
 ) -> Decision:
     """The best step for a global batch of `batch` samples; `stages` (pipeline ranks), `micro_batches` and
-    `request.schedule` are chosen where they are None. `request.stages` and its micro-batches don't count.
+    `request.schedule` are chosen where they are None. The request's own numbers of both don't count.
 
     `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at, of
     `least` or more. Only a batch that is computed at once, by one stage, has `outputs` bytes beside its loss;
@@ -113,7 +113,7 @@ def decide_all(
             continue  # plans are hardly faster than their estimates
         if found and is_over(deadline):
             break
-        asked = replace(request, stages=choice.ranks, micro_batches=choice.micro_batches)
+        asked = replace(request, pipeline_ranks=choice.ranks, micro_batches=choice.micro_batches)
         if asked.mesh is None:
             asked = replace(asked, mesh=choice.mesh)
         try:
@@ -329,7 +329,7 @@ class _Screen:
     def screen(self, ranks: int) -> list[Screened]:
         request = replace(
             self.request,
-            stages=1,
+            pipeline_ranks=1,
             micro_batches=ranks * TIMES[-2],
             schedule=ScheduleKind.ONE_F_ONE_B,
             alternatives=False,
@@ -446,7 +446,7 @@ class _Screen:
     def kinds(self, ranks: int, count: int) -> list[ScheduleKind]:
         """The schedules that can be run."""
         try:
-            return replace(self.request, stages=ranks, micro_batches=count).kinds()
+            return replace(self.request, pipeline_ranks=ranks, micro_batches=count).kinds()
         except InputError:
             return []
 

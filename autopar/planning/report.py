@@ -95,7 +95,7 @@ def report(
         else solution.status,
         gap=step.gap,
         step_seconds=step.seconds,
-        compute_seconds=request.micro_batches * compute / request.stages,
+        compute_seconds=request.micro_batches * compute / request.pipeline_ranks,
         communication_seconds=_communication(step, compute, request),
         peak_bytes=step.peak_bytes,
         state_bytes=step.state_bytes,
@@ -137,13 +137,15 @@ def pipeline_of(graph: Graph, step: Step, request: Request) -> Pipeline:
     """The stages and micro-batches of a step."""
     if request.relay:
         assert request.schedule is not None and request.stages_of_uses is not None
-        stages = request.stages * stages_per_rank(request.schedule)
+        stages = request.pipeline_ranks * stages_per_rank(request.schedule)
         return Pipeline(
-            request.stages, 1, request.schedule, kept_starts(graph, request.stages_of_uses, stages)
+            request.pipeline_ranks, 1, request.schedule, kept_starts(graph, request.stages_of_uses, stages)
         )
     if step.cut is None or step.schedule is None:
         return Pipeline(micro_batches=request.micro_batches)
-    return Pipeline(request.stages, request.micro_batches, step.schedule.kind, step.cut.starts, step.filling)
+    return Pipeline(
+        request.pipeline_ranks, request.micro_batches, step.schedule.kind, step.cut.starts, step.filling
+    )
 
 
 def _communication(step: Step, compute: float, request: Request) -> float:
@@ -151,7 +153,7 @@ def _communication(step: Step, compute: float, request: Request) -> float:
     hops = sum(stage.send_output + stage.send_gradient for stage in step.cut.stages) if step.cut else 0.0
     sync = sum(stage.sync for stage in step.cut.stages) if step.cut else step.cost.exposed
     repeated = max(0.0, step.cost.micro_batch - compute) + hops
-    return (request.micro_batches * repeated + sync) / request.stages
+    return (request.micro_batches * repeated + sync) / request.pipeline_ranks
 
 
 def _bubble(step: Step, request: Request) -> float:
@@ -161,7 +163,7 @@ def _bubble(step: Step, request: Request) -> float:
     stages = step.cut.stages
     work = sum(stage.forward + stage.input_gradient + stage.weight_gradient for stage in stages)
     busy = request.micro_batches * work + sum(stage.update for stage in stages)
-    return max(0.0, 1.0 - busy / (request.stages * step.seconds))
+    return max(0.0, 1.0 - busy / (request.pipeline_ranks * step.seconds))
 
 
 def _stages(graph: Graph, step: Step) -> tuple[Stage, ...]:

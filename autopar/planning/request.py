@@ -66,7 +66,7 @@ class Request:
     local_inputs: bool = False
     outputs: Outputs = Outputs.AUTO
     user_layouts: Mapping[str, Layout] | None = None
-    stages: int = 1  # pipeline ranks
+    pipeline_ranks: int = 1  # `--stages`
     micro_batches: int = 1
     batch_dims: Mapping[str | int, int | None] | None = None  # that hold samples, where the user says so
     static: tuple[str, ...] = ()  # arguments and buffers that are structure, where the user says so
@@ -96,7 +96,7 @@ class Request:
         return replace(
             self,
             mesh=plan.mesh,
-            stages=pipeline.ranks,
+            pipeline_ranks=pipeline.ranks,
             micro_batches=pipeline.micro_batches,
             schedule=pipeline.schedule,
         )
@@ -109,14 +109,14 @@ class Request:
     def kinds(self) -> list[ScheduleKind]:
         """The schedule that is asked for, or all that can be run and timed; none without stages. Raises
         InputError, naming the rule, if there is none."""
-        if self.stages == 1 or self.relay:
+        if self.pipeline_ranks == 1 or self.relay:
             return []
         found, refused = [], []
         for kind in [self.schedule] if self.schedule else self.runnable():
             try:
                 check_schedule(
                     kind,
-                    ranks=self.stages,
+                    ranks=self.pipeline_ranks,
                     stages_per_rank=stages_per_rank(kind),
                     micro_batches=self.micro_batches,
                 )
@@ -134,7 +134,7 @@ class Request:
 
     def actions(self, kind: ScheduleKind) -> int:
         """Forwards and backwards in a step."""
-        return 2 * self.stages * stages_per_rank(kind) * self.micro_batches
+        return 2 * self.pipeline_ranks * stages_per_rank(kind) * self.micro_batches
 
 
 def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | None]:
@@ -179,15 +179,15 @@ def request_of(options: Options, cluster: ClusterSpec) -> tuple[Request, Auto | 
     if ranks != 1 and kind is not None:
         check_schedule(kind, ranks=ranks, stages_per_rank=stages_per_rank(kind), micro_batches=count)
     cluster.stage(ranks)
-    return replace(request, stages=ranks, micro_batches=count), None
+    return replace(request, pipeline_ranks=ranks, micro_batches=count), None
 
 
 def check_overlap(request: Request) -> None:
     """Raise InputError where gathers are to start early in stages."""
-    if request.overlap and request.stages > 1:
+    if request.overlap and request.pipeline_ranks > 1:
         raise InputError(
             where="--overlap",
-            found=f"a plan with {request.stages} stages",
+            found=f"a plan with {request.pipeline_ranks} stages",
             wanted="one without, in which gathers of weights start early",
             remedy="leave out --overlap, or write --stages 1",
         )

@@ -127,11 +127,11 @@ def decide(
     stageable(graph, request)
     budget = budget or Budget(request.measure_seconds)
     model = CostModel.of(cluster, database).corrected(budget)
-    whole, cluster = cluster, cluster.stage(request.stages)
+    whole, cluster = cluster, cluster.stage(request.pipeline_ranks)
     meshes = _meshes(cluster, request)
     _check_mesh(meshes, cluster)
     meshes = unlike(meshes, cluster, find_atoms(graph), request)
-    hop = model.hop(whole, request.stages)
+    hop = model.hop(whole, request.pipeline_ranks)
     cap = request.memory if request.memory is not None else cluster.memory
     deadline = after(request.time_limit) if deadline is None else deadline
 
@@ -224,20 +224,23 @@ def _check_operators(graph: Graph) -> None:
 
 
 def _meshes(cluster: ClusterSpec, request: Request) -> list[Mesh]:
-    """The mesh that is asked for, or all that have an axis for each kind that is forced."""
+    """The mesh that is asked for, or all that have an axis for each kind or factor that is forced."""
     if request.mesh:
         return [request.mesh]
-    kinds = request.force
-    fitting = [
-        mesh for mesh in cluster.meshes() if not isinstance(kinds, tuple) or len(kinds) == len(mesh.shape)
-    ]
+    kinds, pins = request.force, request.pins or {}
+    counts = {len(pin) for pin in pins.values()}
+    if isinstance(kinds, tuple):
+        counts.add(len(kinds))
+    fitting = [mesh for mesh in cluster.meshes() if counts <= {len(mesh.shape)}]
     if not fitting:
-        assert isinstance(kinds, tuple)
+        wanted = " and ".join(map(str, sorted(counts)))
         raise InfeasibleError(
-            where=f"--force {name_of(kinds)}",
-            found=f"no mesh of {len(kinds)} axes",
-            wanted=f"{len(kinds)} axes of two or more devices each",
-            remedy="use more devices, or one kind of parallelism",
+            where=f"--force {name_of(kinds)}" if isinstance(kinds, tuple) else f"force[{', '.join(pins)}]",
+            found=f"no mesh of {wanted} axes",
+            wanted=f"{wanted} axes of two or more devices each",
+            remedy="use more devices, or one kind of parallelism"
+            if isinstance(kinds, tuple)
+            else "give as many factors for each name as a mesh has axes",
         )
     return fitting
 

@@ -212,7 +212,7 @@ def check(
         static=request.static,
     )
     request = replace(request, outputs=Outputs.GLOBAL)  # ranks are compared in all outputs
-    if request.stages > 1 or request.micro_batches > 1:
+    if request.pipeline_ranks > 1 or request.micro_batches > 1:
         return _check_pipeline(
             target,
             cluster,

@@ -42,6 +42,7 @@ class GraphEmitter:
         self.meta: dict[fx.Node, torch.Tensor] = {}
         self.constants: dict[str, torch.Tensor] = {}  # of this rank, by placeholder
         self.known: dict[object, fx.Node] = {}  # their nodes, by key
+        self.memory: dict[fx.Node, object] = {}  # of constants: equal for those that are one tensor
         self.written: list[Written] = []
         self.collectives: list[tuple[str, tuple[Any, ...], TensorSpec]] = []
 
@@ -52,9 +53,11 @@ class GraphEmitter:
         )
         return node
 
-    def constant(self, key: object, spec: TensorSpec, make: Callable[[], torch.Tensor]) -> fx.Node:
+    def constant(
+        self, key: object, spec: TensorSpec, make: Callable[[], torch.Tensor], memory: object = None
+    ) -> fx.Node:
         """A placeholder for what the rank's program holds from the start; one for each key. It is made only
-        where the program is to run."""
+        where the program is to run. Those of equal `memory` share it."""
         if key not in self.known:
             places = [node for node in self.graph.nodes if node.op == "placeholder"]
             name = f"part_{len(self.constants)}"
@@ -63,6 +66,7 @@ class GraphEmitter:
                 node = self.graph.placeholder(name)
             self.meta[node] = torch.empty(spec.shape, dtype=spec.dtype, device=_META)
             self.known[key], self.constants[name] = node, make() if self.runs else self.meta[node]
+            self.memory[node] = key if memory is None else memory
         return self.known[key]
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -23,15 +23,12 @@ KINDS: Mapping[Phase, EventKind] = {
 }
 
 
-def one_stage(
-    moments: Sequence[Moment], micro_batches: int, *, names: Sequence[str], hidden: float = 0.0
-) -> Timeline:
-    """The timeline of a step on a device that holds all of the model; `names` are those of its operators, and
-    so many seconds of sums are `hidden` behind the last backward pass."""
+def one_stage(moments: Sequence[Moment], micro_batches: int, *, names: Sequence[str]) -> Timeline:
+    """The timeline of a step on a device that holds all of the model; `names` are those of its operators."""
     events, held = list[Event](), list[HeldBytes]()
     now = 0.0
     for number, moment in _in_order(moments, micro_batches):
-        early = min(hidden, now) if moment.phase is Phase.SUMS else 0.0
+        early = min(moment.hidden, now)
         stop = now + moment.seconds
         if early or moment.seconds:
             label = "" if moment.layer is None else f"{names[moment.layer]} {moment.phase.value}"

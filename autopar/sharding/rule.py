@@ -90,8 +90,11 @@ class Emitter(Protocol):
     def collective(self, target: Any, args: Sequence[Any], shape: Sequence[int]) -> Handle:
         """Append a collective whose result has `shape` on this rank."""
 
-    def constant(self, key: object, spec: TensorSpec, make: Callable[[], torch.Tensor]) -> Handle:
-        """A tensor that the rank holds from the start, which `make` gives; one for each key."""
+    def constant(
+        self, key: object, spec: TensorSpec, make: Callable[[], torch.Tensor], memory: object = None
+    ) -> Handle:
+        """A tensor that the rank holds from the start, which `make` gives; one for each key. Where `make`
+        gives the same tensor for several keys, `memory` is equal for these."""
 
     def shape(self, value: Handle) -> tuple[int, ...]:
         """The local shape of a value."""

@@ -108,7 +108,7 @@ class RowPlacer:
         placed, rows = self.placed, self.reduced()
         if placed.into is not None:  # of zeros
             if placed.reduce == "mean" and placed.includes:
-                share = self.column(self.count / (self.count + 1), "share")
+                share = self.column(self.shares * self.count, "share")
                 self.emit(aten.mul.Tensor, Ref(rows), Ref(share))
             return
         start = placed.initial
@@ -128,7 +128,7 @@ class RowPlacer:
             case "prod":
                 return rows if start == 1 else self.emit(aten.mul.Scalar, Ref(rows), start)
             case "mean":
-                share = self.column(start / self.count.clamp(min=1), "start")
+                share = self.column(start / self.count.double().clamp(min=1), "start")
                 return rows if not start else self.emit(aten.add.Tensor, Ref(rows), Ref(share))
             case reduce:
                 bound = aten.clamp.default
@@ -148,7 +148,7 @@ class RowPlacer:
             self.placed = replace(placed, reduce="sum")
             rows = self.emit(aten.add.Tensor, Ref(into), Ref(self.reduced()))
             if placed.reduce == "mean":
-                share = self.column(1 / (self.count + 1), "share")
+                share = self.column(self.shares, "share")
                 self.emit(aten.mul.Tensor, Ref(rows), Ref(share))
         elif bool((self.count == 0).any()):
             mask = Ref(self.mask(self.count > 0, "placed"))
@@ -164,6 +164,11 @@ class RowPlacer:
         if placed.reduce in ("sum", "copy"):
             return self.emit(aten.index_add.default, *args)
         return self.emit(aten.index_reduce.default, *args, placed.reduce, include_self=False)
+
+    @property
+    def shares(self) -> Tensor:
+        """Of each row: what it and those placed there, as many numbers, have of their mean."""
+        return 1 / (self.count.double() + 1)
 
     # -- constants and operators ------------------------------------------------------------------------
 

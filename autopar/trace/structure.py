@@ -355,8 +355,10 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     match tensor.layout:
         case torch.sparse_coo:
             return tensor._indices(), tensor._values()
-        case torch.sparse_csr:
+        case torch.sparse_csr | torch.sparse_bsr:
             return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
         case _:
             return (tensor,)
 

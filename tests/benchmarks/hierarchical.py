@@ -71,7 +71,7 @@ def decide_all(
 
 def cuts(joint: MeshProblem) -> Mapping[Way, tuple[int, ...]]:
     """The first operators of stages where the cut comes before the placement."""
-    stages, count = joint.request.stages, len(joint.graph.operators)
+    stages, count = joint.request.pipeline_ranks, len(joint.graph.operators)
     serial = MeshProblem(
         joint.graph,
         Mesh((1,)),

@@ -62,7 +62,7 @@ class Subject:
         request = Request(
             mesh=Mesh((self.cluster.num_devices // 2,)),
             memory=self.memory,
-            stages=2,
+            pipeline_ranks=2,
             micro_batches=self.micro_batches,
             schedule=ScheduleKind.ONE_F_ONE_B,
             optimizer=STATE,

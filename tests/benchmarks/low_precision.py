@@ -105,7 +105,7 @@ def rows(example: str, steps: int = STEPS) -> Iterator[Row]:
 
 def _compared(target: Target, request: Request, steps: int) -> LowPrecision | None:
     autocast = request.autocast(CLUSTER)
-    if request.stages == 1:
+    if request.pipeline_ranks == 1:
         traced = trace(target.model, target.args, target.kwargs, loss_fn=target.loss_fn, autocast=autocast)
         plan = search(traced.graph, CLUSTER, request).plan
         return program_in_low_precision(target, traced, plan, autocast, steps=steps)

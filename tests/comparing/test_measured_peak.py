@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.comparing.measured_peak import StorageTracker, peak_bytes
+from autopar.trace.structure import parts_of
 from tests.pool import Pool
 
 N = 4000  # bytes of a vector
@@ -85,6 +86,18 @@ def test_what_was_there_unseen_counts_from_the_start() -> None:
         weight.sum()
 
     assert peak_bytes(step, [], CPU) == 3 * N
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_sparse_matrix_counts_as_what_it_consists_of(layout: torch.layout) -> None:
+    matrix = torch.eye(1000).to_sparse(layout=layout)
+    whole = sum(part.untyped_storage().nbytes() for part in parts_of(matrix))
+    assert whole >= 16000 + N
+    with StorageTracker([matrix]) as tracker:
+        assert tracker.nbytes == whole
+        y = matrix.sum() + 1
+        assert tracker.nbytes == whole + y.nbytes
+        assert len(parts_of(matrix)) > 1 and tracker.nbytes == whole + y.nbytes
 
 
 def test_a_storage_that_grows_counts_as_it_is() -> None:

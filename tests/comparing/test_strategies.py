@@ -36,7 +36,7 @@ def test_pipelines_have_about_one_two_and_four_micro_batches_for_each_stage(
     with Database.open(tmp_path / "costs.sqlite") as database:
         comparer = Comparer(target, ClusterSpec.local(2), Request(alternatives=True), database)
         asked = [(item.micro_batches, item.schedule) for item in comparer.pipelines()]
-        assert {item.stages for item in comparer.pipelines()} == {2}
+        assert {item.pipeline_ranks for item in comparer.pipelines()} == {2}
         assert not any(item.alternatives for item in comparer.pipelines())
     assert {count for count, _ in asked} == counts
     assert len(set(asked)) == len(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import networkx as nx
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec, Link
 from autopar.convert.moves import effect, gathers, moves
-from autopar.convert.network import Alike, network, unnamed
+from autopar.convert.network import Alike, Network, Price, network, unnamed
 from autopar.convert.path import interesting
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
@@ -138,3 +139,18 @@ def test_a_move_that_no_naming_allows_is_not_there() -> None:
     assert ((split, R, R), (R, R, R)) in ways
     assert ((split, split, R), (split, R, R)) in ways
     assert ((split, split, R), (R, split, R)) not in ways
+
+
+def test_tensors_that_are_cut_alike_share_their_moves() -> None:
+    """The moves are found once, whatever a tensor's size; its seconds are its own."""
+    placements = ((R, P, B, Shard(0)), (R, P, B, Shard(1)))
+
+    def of(seconds: float) -> Network:
+        def price(layouts: Sequence[Layout]) -> Price:
+            return lambda change, source, target: (np.full(len(source), seconds), np.zeros(len(source)))
+
+        return network(placements, legal=lambda layout: True, price=price)
+
+    one, other = of(1.0), of(2.0)
+    assert one.source is other.source and one.place is other.place
+    assert set(one.seconds) == {1.0} and set(other.seconds) == {2.0}

@@ -63,7 +63,7 @@ def test_an_estimate_is_near_to_what_planning_comes_to() -> None:
     choices = screen.choices(2)
     assert choices
     for choice in choices:
-        asked = replace(OPEN, stages=2, micro_batches=choice.micro_batches, mesh=choice.mesh)
+        asked = replace(OPEN, pipeline_ranks=2, micro_batches=choice.micro_batches, mesh=choice.mesh)
         found = decide(graph_of(choice.micro_batches), CLUSTER, asked).step
         assert choice.seconds == pytest.approx(found.seconds, rel=0.15)
 

@@ -31,7 +31,7 @@ def test_a_placement_is_cut_once_whatever_prices_of_memory_lead_to_it(
 
     monkeypatch.setattr(mesh_search, "staged", counted)
     asked = Request(
-        measure=False, alternatives=False, mesh=Mesh((1,)), stages=4, micro_batches=8, memory=memory
+        measure=False, alternatives=False, mesh=Mesh((1,)), pipeline_ranks=4, micro_batches=8, memory=memory
     )
     found: Any = None
     try:

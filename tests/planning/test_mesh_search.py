@@ -66,8 +66,8 @@ def found_for(**asked: Any) -> FoundPlan:
 STEPS: tuple[dict[str, Any], ...] = (
     {},
     {"micro_batches": 4},
-    {"stages": 2, "micro_batches": 4},
-    {"stages": 2, "micro_batches": 4, "schedule": None},
+    {"pipeline_ranks": 2, "micro_batches": 4},
+    {"pipeline_ranks": 2, "micro_batches": 4, "schedule": None},
     {"memory": 20_000_000},
 )
 
@@ -136,7 +136,7 @@ def test_the_bound_over_several_meshes_is_the_least_of_theirs() -> None:
 def forced_plans(stages: int, kinds: Sequence[ScheduleKind]) -> Iterator[float]:
     """Seconds of every pure strategy on every mesh under every schedule, where there is such a plan."""
     for force, mesh, kind in itertools.product(Parallelism, CLUSTER.stage(stages).meshes(), kinds):
-        asked = {"force": force, "mesh": mesh, "schedule": kind, "stages": stages, "micro_batches": 4}
+        asked = {"force": force, "mesh": mesh, "schedule": kind, "pipeline_ranks": stages, "micro_batches": 4}
         with contextlib.suppress(AutoparError):
             yield found_for(**asked).plan.step_seconds
 
@@ -149,7 +149,7 @@ def forced_plans(stages: int, kinds: Sequence[ScheduleKind]) -> Iterator[float]:
 def test_no_forced_plan_of_unequal_blocks_beats_the_bound(
     stages: int, kinds: tuple[ScheduleKind, ...]
 ) -> None:
-    plan = found_for(stages=stages, micro_batches=4, schedule=None).plan
+    plan = found_for(pipeline_ranks=stages, micro_batches=4, schedule=None).plan
     others = list(forced_plans(stages, kinds))
     assert len(others) >= 4
     assert plan.step_seconds * (1 - plan.gap) <= min(others) * (1 + CLOSE)
@@ -160,7 +160,7 @@ def small_problem(seed: int, kinds: tuple[ScheduleKind, ...]) -> tuple[MeshProbl
     """Two stages of two devices, and every program of a small space."""
     graph, random = unequal(), Random(seed)
     known = random_prices(graph, Mesh((2,)), random)
-    request = Request(stages=2, micro_batches=4, schedule=kinds[0], gap=1e-9, **PLAIN)
+    request = Request(pipeline_ranks=2, micro_batches=4, schedule=kinds[0], gap=1e-9, **PLAIN)
     problem = MeshProblem(graph, Mesh((2,)), known.cluster, known.model, request, None, HOP)
     problem.folding = unfolded(graph)
     problem.schedules = [scheduled(kind, 2, stages_per_rank(kind), 4) for kind in kinds]

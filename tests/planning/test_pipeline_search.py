@@ -54,7 +54,9 @@ def test_what_is_chosen_is_no_slower_than_what_could_have_been_asked_for() -> No
     chosen = finish(decide_all(graph_of, BATCH, CLUSTER, OPEN)).plan
     assert chosen.pipeline.is_staged
     for stages, count, kind in ((1, 1, None), (2, 4, ScheduleKind.ONE_F_ONE_B), (4, 8, ScheduleKind.GPIPE)):
-        asked = Request(measure=False, alternatives=False, stages=stages, micro_batches=count, schedule=kind)
+        asked = Request(
+            measure=False, alternatives=False, pipeline_ranks=stages, micro_batches=count, schedule=kind
+        )
         assert chosen.step_seconds <= search(graph_of(count), CLUSTER, asked).plan.step_seconds
 
 
@@ -81,8 +83,8 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
         return [Choice(ranks, Mesh((4 // ranks,)), 4, estimates[ranks], 0.0) for ranks in estimates]
 
     def decided(graph: Graph, cluster: ClusterSpec, request: Request, **_: Any) -> Decision:
-        asked.append(request.stages)
-        step: Any = SimpleNamespace(seconds=seconds[request.stages])
+        asked.append(request.pipeline_ranks)
+        step: Any = SimpleNamespace(seconds=seconds[request.pipeline_ranks])
         nothing: Any = None
         return Decision(nothing, step, cluster, request, None)
 
@@ -95,7 +97,7 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
 def decision_of(stages: int, count: int, seconds: float) -> Decision:
     nothing: Any = None
     step: Any = SimpleNamespace(seconds=seconds, schedule=None, peak_bytes=0)
-    return Decision(nothing, step, CLUSTER, Request(stages=stages, micro_batches=count), None)
+    return Decision(nothing, step, CLUSTER, Request(pipeline_ranks=stages, micro_batches=count), None)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_between_plans_that_can_not_be_told_apart_the_simpler_stands(
     apart = Apart(measured=measured)
     for order in (plans, plans[::-1]):
         best = apart.simplest([decision_of(*each) for each in order])
-        assert (best.request.stages, best.request.micro_batches) == taken
+        assert (best.request.pipeline_ranks, best.request.micro_batches) == taken
 
 
 def test_what_a_more_complicated_plan_would_promise_is_told() -> None:
@@ -162,7 +164,7 @@ def test_micro_batches_without_stages_are_sought_only_where_memory_is_scarce(
 
 
 def test_a_plan_that_cannot_beat_a_known_one_is_not_sought() -> None:
-    for request in (Request(**AUTO), Request(**AUTO, stages=2, micro_batches=4)):
+    for request in (Request(**AUTO), Request(**AUTO, pipeline_ranks=2, micro_batches=4)):
         graph = graph_of(request.micro_batches)
         known = decide(graph, CLUSTER, request).step
         assert decide(graph, CLUSTER, request, cutoff=2 * known.seconds).step.seconds == known.seconds
@@ -210,7 +212,7 @@ def test_a_mesh_of_fewer_axes_stands_where_more_promise_hardly_anything() -> Non
 
 
 def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, stages=2, micro_batches=4)
+    request = Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, pipeline_ranks=2, micro_batches=4)
     best = decide(graph_of(4), CLUSTER, request).step
     monkeypatch.setattr(step, "MOST_PLACES", 3)
     decision = decide(graph_of(4), CLUSTER, request)
@@ -246,7 +248,7 @@ def test_numbers_that_do_not_fit_are_refused_by_name() -> None:
         search(
             graph_of(2),
             CLUSTER,
-            Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, stages=4, micro_batches=2),
+            Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, pipeline_ranks=4, micro_batches=2),
         )
     with pytest.raises(InputError, match="equal parts"):
         decide_all(graph_of, BATCH, CLUSTER, OPEN, stages=3)

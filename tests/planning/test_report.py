@@ -32,13 +32,13 @@ def test_without_stages_what_is_not_computed_is_communicated_and_gradients_are_s
 
 
 def test_with_stages_hops_and_sums_of_all_are_shared_by_the_ranks() -> None:
-    request = Request(stages=2, micro_batches=4)
+    request = Request(pipeline_ranks=2, micro_batches=4)
     hops, sums = 0.25 + 0.5, 2 + 3
     assert _communication(step(*STAGES), 11.0, request) == (4 * ((4 + 9 - 11) + hops) + sums) / 2
 
 
 def test_the_bubble_is_what_stages_and_updates_leave_of_the_step() -> None:
-    request = Request(stages=2, micro_batches=4)
+    request = Request(pipeline_ranks=2, micro_batches=4)
     work = 4 * ((1 + 2 + 1.5) + (3 + 2.5 + 2)) + (0.5 + 0.25)
     assert _bubble(step(*STAGES, seconds=40.0), request) == pytest.approx(1 - work / (2 * 40))
     assert _bubble(step(*STAGES, seconds=1.0), request) == 0

@@ -141,7 +141,7 @@ def test_what_is_made_of_numbers_has_the_digits_of_the_proof(micro_batches: int,
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
-    request = Request(measure=False, stages=2, micro_batches=2)
+    request = Request(measure=False, pipeline_ranks=2, micro_batches=2)
     report = check(target("remembering"), ClusterSpec.local(2), request, steps=2, processes=processes)
     assert report.passed, report
 
@@ -149,7 +149,7 @@ def test_a_buffer_that_is_only_written_has_a_stage(processes: bool) -> None:
 @pytest.mark.parametrize(("stages", "force"), [(2, None), (3, None), (2, "filter")])
 def test_a_buffer_is_read_and_written_in_one_stage(stages: int, force: str | None) -> None:
     request = Request(
-        force=Parallelism(force) if force else None, measure=False, stages=stages, micro_batches=3
+        force=Parallelism(force) if force else None, measure=False, pipeline_ranks=stages, micro_batches=3
     )
     cluster = ClusterSpec.local(2 * stages if force else stages)
     report = check(target("lagging"), cluster, request, steps=2)

@@ -106,7 +106,7 @@ def test_losses_of_stages_and_micro_batches_are_compared_too(stages: int, micro_
         dtype=Precision.BF16,
         measure=False,
         schedule=ScheduleKind.GPIPE,
-        stages=stages,
+        pipeline_ranks=stages,
         micro_batches=micro_batches,
     )
     report = check(target(), ClusterSpec.local(2), request, steps=2)

@@ -85,12 +85,12 @@ class ForcedCompiler(compiler.Compiler):
         if request.stages_of_uses is not None:
             starts = kept_starts(graph, request.stages_of_uses, len(starts))
         if self.offload:
-            prices = Prices(graph, dims, self.cluster.stage(request.stages), ROUGH)
+            prices = Prices(graph, dims, self.cluster.stage(request.pipeline_ranks), ROUGH)
             items = movable(PricedProgram(prices, program))[:-1]
             own = (item for item in items if bisect(starts, item.maker) == bisect(starts, item.needed - 1))
             program = replace(program, offload=tuple(item.tensor for item in own))
         pipeline = replace(self.pipeline, starts=starts)
-        if request.stages == 1:
+        if request.pipeline_ranks == 1:
             pipeline = Pipeline(micro_batches=request.micro_batches)
         plan = plan_of(program, pipeline)
         return replace(plan, graph=fingerprint_of(graph)) if self.keeps else plan
@@ -109,7 +109,9 @@ def forced_compiler(
 ) -> ForcedCompiler:
     """The compiler of one plan for the kinds of parallelism that are `wanted`."""
     pipeline = pipeline or Pipeline()
-    request = Request(stages=pipeline.ranks, micro_batches=pipeline.micro_batches, schedule=pipeline.schedule)
+    request = Request(
+        pipeline_ranks=pipeline.ranks, micro_batches=pipeline.micro_batches, schedule=pipeline.schedule
+    )
     cluster = ClusterSpec.local(mesh.num_devices * pipeline.ranks)
     return ForcedCompiler(
         cluster,

@@ -16,13 +16,13 @@ MOMENTS = (
     Moment(Phase.BACKWARD, 1, 2.0, 40),
     Moment(Phase.BACKWARD, 0, 2.0, 20),
     Moment(Phase.COPIES, None, 0.5, 20),
-    Moment(Phase.SUMS, None, 1.5, 25),
+    Moment(Phase.SUMS, None, 1.5, 25, hidden=0.5),
     Moment(Phase.OPTIMIZER, None, 1.0, 15),
 )
 
 
-def made(micro_batches: int = 2, hidden: float = 0.5) -> Timeline:
-    return one_stage(MOMENTS, micro_batches, names=["low", "high"], hidden=hidden)
+def made(micro_batches: int = 2) -> Timeline:
+    return one_stage(MOMENTS, micro_batches, names=["low", "high"])
 
 
 def test_micro_batches_follow_each_other_and_hidden_sums_begin_before_the_last_ends() -> None:

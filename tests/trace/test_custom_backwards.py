@@ -83,7 +83,7 @@ def test_two_axes_and_two_kinds(name: str) -> None:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_stages_and_micro_batches(stages: int) -> None:
-    request = Request(stages=stages, micro_batches=2, measure=False)
+    request = Request(pipeline_ranks=stages, micro_batches=2, measure=False)
     report = check(load_target(f"{MODELS}:hooked"), ClusterSpec.local(2), request, steps=2)
     assert report.passed, report
 

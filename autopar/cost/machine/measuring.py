@@ -26,13 +26,15 @@ from autopar.core.graph import Call, TensorSpec
 from autopar.cost.machine.flops import training_flops
 from autopar.cost.machine.neighbours import Ratio
 from autopar.cost.machine.threads import using_threads
+from autopar.errors import CostMissingError
 from autopar.runtime.compiled.fused_kernel import COMPILE_SECONDS, FUSED
 from costdb import operands
+from costdb.footprint import footprint
 from costdb.measurement import Measurement
 from costdb.profiler import TOGETHER_BYTES, measure_together
 
 OPERATOR_BUDGET = 0.05  # seconds for one operator call, beside its warm-up
-LEAST_SECONDS = 0.15  # that one takes with it, about
+LEAST_SECONDS = 0.05  # that one takes with it, about
 LONG_RUNS = 3  # of an operator that takes longer than its budget
 PORTION_SECONDS = 4.0  # of calls that are measured together, about
 PART = 0.5  # of what is left, that one round may take: the next may find other operators
@@ -116,10 +118,7 @@ class Measuring:
         portion, rest, nbytes = list[Call](), list[tuple[Call, float]](), 0
         thought = len(yardsticks(self.device)) * LEAST_SECONDS
         for call, estimated in waiting:
-            own, seconds = (
-                sum(spec.nbytes for spec in operands.specs(call)),
-                seconds_to_measure(call, estimated),
-            )
+            own, seconds = held_bytes(call, self.device), seconds_to_measure(call, estimated)
             alone = not portion and seconds + thought <= allowed / self.budget.pace
             if alone or (thought + seconds <= room and nbytes + own <= TOGETHER_BYTES):
                 portion.append(call)
@@ -132,6 +131,21 @@ class Measuring:
     def _tell(self, done: int, portion: Sequence[Call]) -> None:
         if self.progress:
             self.progress(done, len(self.calls), _named(portion) if portion else "measured")
+
+
+def held_bytes(call: Call, device: str) -> int:
+    """What a call that is measured holds: operands, and on a CPU what its forward pass gives and keeps, until
+    all have gone forward."""
+    given = sum(spec.nbytes for spec in operands.specs(call))
+    if device != "cpu" or call.target is FUSED:
+        return given
+    try:
+        found = footprint(call, device)
+    except CostMissingError:  # it won't run
+        return given
+    new = zip(found.results, found.aliases, strict=True)
+    made = sum(result.nbytes for result, alias in new if result is not None and alias is None)
+    return given + made + found.saved.extra_bytes
 
 
 def seconds_to_measure(call: Call, estimated: float) -> float:

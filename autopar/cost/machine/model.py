@@ -215,11 +215,11 @@ def co_running(cluster: ClusterSpec) -> int:
 
 
 def busy_setting(cluster: ClusterSpec) -> Setting:
-    """Where operators are measured: beside as many processes as a node has, which share caches and memory."""
+    """Where and how operators of CPUs are measured: in rounds, beside as many processes as a node has, which
+    share caches and memory. Of what calls took over and over by themselves, nothing is compared to it."""
     setting, count = setting_of(cluster), co_running(cluster)
-    if count == 1:
-        return setting
-    return replace(setting, fingerprint=f"{setting.fingerprint}; {count} busy")
+    beside = f"; {count} busy" if count > 1 else ""
+    return replace(setting, fingerprint=f"{setting.fingerprint}; in rounds{beside}")
 
 
 def network_of(cluster: ClusterSpec) -> Setting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,8 @@ class Price:
     `missing_seconds` the part of `compute` that isn't measured, `interpolated_seconds` what of it follows
     from other sizes; `saved` what stays in memory for backward.
     `recompute` are the forward seconds that recomputing in backward repeats: what ranks exchanged is kept.
-    Sums of gradients may hide `behind` so many seconds; `credit` is taken off for what hides.
+    Sums of gradients may hide `behind` so many seconds, of which `late` ones may end late; `credit` is taken
+    off for what hides.
     """
 
     compute: float
@@ -86,6 +87,7 @@ class Price:
     weights: float = 0.0
     recompute: float = 0.0
     behind: float = 0.0
+    late: float = 0.0
     credit: float = 0.0
     interpolated_seconds: float = 0.0
     launches: int = 0  # each way, about
@@ -127,11 +129,13 @@ class Prices:
     _operators: dict[Any, Price] = field(default_factory=dict)
     _priced: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
     _places: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # fullest ranks, by identity
+    _parts: dict[Any, dict[object, int]] = field(default_factory=dict)
     _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
     _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
     _groups: dict[Any, Group | None] = field(default_factory=dict)
     _known: Known | None = None
+    _networks: dict[Any, Network] = field(default_factory=dict)  # under multipliers
     _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
@@ -168,14 +172,33 @@ class Prices:
 
     @property
     def known(self) -> Known:
-        """What equal operators and tensors of other graphs cost on this mesh."""
+        """What equal operators and tensors of other graphs cost on this mesh, but for multipliers."""
         if self._known is None:
-            usual = self.shown == self.late_shown == 1.0 and not (
-                self.credit or self.compute_credit or self.late_credit
-            )
-            found = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
-            self._known = found if usual else Known()
+            self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
         return self._known
+
+    def under(
+        self,
+        *,
+        shown: float = 1.0,
+        credit: float = 0.0,
+        compute_credit: float = 0.0,
+        late_credit: float = 0.0,
+        late_shown: float = 1.0,
+    ) -> Prices:
+        """The prices under other multipliers; what doesn't depend on them is found once for all."""
+        return replace(
+            self,
+            shown=shown,
+            credit=credit,
+            compute_credit=compute_credit,
+            late_credit=late_credit,
+            late_shown=late_shown,
+            _known=self.known,
+            _priced={},
+            _moves={},
+            _networks={},
+        )
 
     # -- operators ----------------------------------------------------------------------------------
 
@@ -198,8 +221,16 @@ class Prices:
             found = self._operators[key]
             if is_general:
                 self.known.operators[sign] = found
+        found = self._credited(found)
         self._priced[same] = strategy, found
         return found
+
+    def _credited(self, price: Price) -> Price:
+        """The price less what hides behind the operator."""
+        credit = (
+            self.credit * price.behind + self.compute_credit * price.compute + self.late_credit * price.late
+        )
+        return replace(price, credit=credit) if credit else price
 
     def _sign(self, operation: Operator, strategy: Strategy) -> Any:
         """Equal for operators of all graphs, and strategies, that have one price on this mesh."""
@@ -288,6 +319,18 @@ class Prices:
                 )
             self._calls[key] = found
         return self._calls[key]
+
+    def parts(self, operation: Operator, strategy: Strategy) -> Mapping[object, int]:
+        """Bytes of each tensor that the largest rank's program holds for the operator from the start: its
+        block of a sparse matrix, say. Operators may share them."""
+        if not rule_of(operation).reads_values:
+            return {}
+        key = operation.name, strategy
+        if key not in self._parts:
+            emitter, *_ = self._lower(operation, strategy)
+            held = emitter.memory.items()
+            self._parts[key] = {memory: emitter.meta[node].nbytes for node, memory in held}
+        return self._parts[key]
 
     def _lower(self, operation: Operator, strategy: Strategy) -> tuple[GraphEmitter, list[Any], list[Any]]:
         """What the operator's rule writes for the rank that is priced, its operands and results."""
@@ -381,7 +424,7 @@ class Prices:
             weights=weights,
             recompute=recompute,
             behind=behind,
-            credit=self.credit * behind + self.compute_credit * compute + self.late_credit * late,
+            late=late,
             interpolated_seconds=between,
             launches=launches,
         )
@@ -612,14 +655,19 @@ class Prices:
         """The tensor's moves between all layouts of `placements` that are legal, or `fixed`, with seconds;
         a weight's as of every micro-batch. Made once for all tensors that are cut alike."""
         key = self.kind(name), placements, alike, fixed
-        if key not in self.known.networks:
-            self.known.networks[key] = network(
+        weight = name in self._parameters
+        usual = self.shown == self.late_shown == 1.0 or not (weight or self.early)
+        networks = self.known.networks if usual else self._networks
+        if key not in networks and not usual and not self.early and key in self.known.networks:
+            networks[key] = self.known.networks[key].scaled(self.shown)
+        if key not in networks:
+            networks[key] = network(
                 placements,
                 legal=lambda layout: layout in fixed or self.dims.legal(name, layout),
                 price=lambda layouts: self._changes(name, layouts),
                 alike=alike,
             )
-        return self.known.networks[key]
+        return networks[key]
 
     def kind(self, name: str) -> Any:
         """Equal for tensors whose layouts have the same parts and whose moves cost the same."""

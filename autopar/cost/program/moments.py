@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from autopar.core.graph import InputKind
 from autopar.core.timeline import Moment, Phase
+from autopar.cost.program.early import hidden_seconds
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.heap import Heap
 from autopar.cost.program.offload import wait_seconds
@@ -47,13 +48,15 @@ def moments(priced: PricedProgram) -> tuple[Moment, ...]:
         if key in held or seconds[key]:
             found.append(Moment(phase, place, seconds[key], nbytes))
     if priced.prices.training:
-        found.append(Moment(Phase.SUMS, None, priced.cost.exposed, watched.heap.lately))
+        cost = priced.cost
+        found.append(Moment(Phase.SUMS, None, cost.exposed, watched.heap.lately, hidden=cost.hidden))
         found.append(Moment(Phase.OPTIMIZER, None, priced.cost.update, watched.heap.now))
     return tuple(found)
 
 
 def seconds_by_moment(priced: PricedProgram) -> dict[Key, float]:
-    """Seconds of a micro-batch by phase and operator; conversions are those of the first that takes them."""
+    """Seconds of a micro-batch by phase and operator, without those that hide; conversions are those of the
+    first operator that takes them."""
     prices, found = priced.prices, defaultdict[Key, float](float)
     weights = {item.name for item in priced.graph.inputs if item.kind is InputKind.PARAMETER}
     for place, price in enumerate(priced.operator_prices):
@@ -63,13 +66,15 @@ def seconds_by_moment(priced: PricedProgram) -> dict[Key, float]:
         if value.move is None or value.leads:
             continue
         before, after = move_seconds(prices, value, name_is_weight=value.name in weights)
-        place = value.uses[0] if value.uses else len(priced.graph.operators) - 1
+        place = priced.place_of(value)
         found[Phase.FORWARD, place] += before
         found[Phase.BACKWARD, place] += after
     for each in regathers(priced):
         found[Phase.BACKWARD, each.place] += each.seconds
     for place, _, again in repeated(priced):
         found[Phase.RECOMPUTE, place] += again
+    for key, hidden in hidden_seconds(priced).items():
+        found[key] = max(0.0, found[key] - hidden)
     return found
 
 

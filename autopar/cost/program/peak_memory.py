@@ -1,6 +1,6 @@
 """Peak memory of a plan, by replaying one step: what is alive at every moment, in bytes.
 
-    state       weights, the optimizer's state, and copies that are gathered once: all step long
+    state       weights, the optimizer's state, copies that are gathered once, a rank's blocks: all step long
     saved       storages and scratch that backward reads: from forward to there; of a weight that is gathered
                 again, and of what is offloaded, nothing
     working     what calls take and give, and gradients, while somebody still needs them
@@ -200,6 +200,7 @@ class Replay:
         state_bytes = self.tape.copies + sum(
             self.prices.state_bytes(item.name, self.program.inputs[item.name]) for item in state
         )
+        state_bytes += self.part_bytes()
         if not self.staged:
             lasts = self.prices.step_weight < 1.0  # of full gradients, those that add up
             gradients = sum(weight.nbytes + lasts * weight.full for weight in self.tape.weights)
@@ -215,6 +216,13 @@ class Replay:
         names = [item.name for item in self.graph.operators]
         by_operator = dict(zip(names, self.by_operator, strict=False))
         return Peak(self.heap.most, state_bytes, kept, by_operator)
+
+    def part_bytes(self) -> int:
+        """What the rank's program holds beside the graph's inputs: its parts of a structure."""
+        parts: dict[object, int] = {}
+        for item in self.graph.operators:
+            parts |= self.prices.parts(item, self.program.strategies[item.name])
+        return sum(parts.values())
 
     def batch_bytes(self) -> int:
         """The user's batch, of which every rank holds the whole."""

@@ -17,7 +17,7 @@ from autopar.cost.operators.prices import Price, Prices
 from autopar.cost.program.peak_memory import Peak, peak_memory
 from autopar.cost.program.step import StepCost, step_cost
 from autopar.cost.program.tape import Tape, record
-from autopar.cost.program.values import Values, find_values
+from autopar.cost.program.values import Value, Values, find_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,10 @@ class PricedProgram:
         if self.base:
             return self.base.values
         return find_values(self.graph, self.program, training=self.prices.training)
+
+    def place_of(self, value: Value) -> int:
+        """The operator at which a conversion is made: the first that takes it, else the last of the graph."""
+        return value.uses[0] if value.uses else len(self.graph.operators) - 1
 
     @cached_property
     def tape(self) -> Tape:

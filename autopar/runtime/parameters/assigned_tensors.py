@@ -38,7 +38,7 @@ def assign(name: str, owner: DTensor, value: Tensor) -> None:
             where=calling_line(),
             found=f"{value.dtype} of shape {tuple(value.shape)} as .{name} of a parameter",
             wanted=f"{owner.dtype} of shape {tuple(owner.shape)}, which the plan is for",
-            remedy="assign a tensor like the parameter, or change the model before parallelize",
+            remedy="pass a tensor like the parameter, or change the model before parallelize",
         )
     alike = _laid_as(owner, value)
     _PROPERTIES[name].__set__(owner, alike)

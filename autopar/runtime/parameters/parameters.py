@@ -336,7 +336,7 @@ def _exchanged(name: str) -> InputError:
         where=f"parameter {name}",
         found="another tensor in its place for this call alone, as by torch.func.functional_call",
         wanted="the module's own parameter from forward to backward: gradients come into its .grad",
-        remedy="assign values by parameter.data = ..., compute with the tensors inside forward, or call "
+        remedy="set values by parameter.data = ..., compute with the tensors inside forward, or call "
         "under no_grad",
     )
 

@@ -37,7 +37,8 @@ MODERATE = 0.12  # the limit of parts for an estimate
 REFINED = 3  # of the fastest candidates that fit
 CHANGES = 240  # of single parts that are tried in the end
 EFFORT = 6000  # operators that are replayed for that
-TRIALS = 24  # single parts that each of them tries to give up
+TRIALS = 24  # single parts that each of the fastest tries to give up
+TRIAL_EFFORT = 12_000  # operators that are replayed for that
 SLACK = 0.02  # of the cap, by which tables and replays may differ
 FALLBACKS = 8
 
@@ -115,6 +116,16 @@ class _Fitting:
     priced: PricedProgram
     known: dict[tuple[Segment, ...], Fitted] = field(default_factory=dict)
 
+    @property
+    def trials(self) -> int:
+        """How many single parts a candidate tries to give up: fewer in deep programs, which replay slowly."""
+        return min(TRIALS, TRIAL_EFFORT // len(self.priced.graph.operators))
+
+    @property
+    def refined(self) -> int:
+        """How many of the fastest candidates that fit do so."""
+        return max(1, REFINED * self.trials // TRIALS)
+
     def under(self, cap: int) -> Fitted:
         plain = self.fitted((), 0.0)
         if plain.peak.nbytes <= cap:
@@ -126,7 +137,7 @@ class _Fitting:
             least = min(least, found, key=lambda each: _size(each.peak))
             if found.peak.nbytes <= cap:
                 good.append(self.without_idle(found, table, cap))
-                if len(good) == REFINED:
+                if len(good) >= self.refined:
                     break
         if not good:
             least = self.descend(least, table, cap)
@@ -191,7 +202,7 @@ class _Fitting:
                 low, found = middle, trial
             else:
                 high = middle
-        for part in sorted(parts[low:], key=lambda part: -_totals(table, [part])[0])[:TRIALS]:
+        for part in sorted(parts[low:], key=lambda part: -_totals(table, [part])[0])[: self.trials]:
             trial = left([each for each in found.program.recompute if each != part])
             if trial.peak.nbytes <= cap:
                 found = trial

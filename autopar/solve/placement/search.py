@@ -33,11 +33,14 @@ from autopar.solve.placement.space import Space
 from autopar.units import show_bytes
 
 MEMORY_ROUNDS = 8
+ROUNDS = 24_000  # operators that are placed, in all, to find a plan that fits
+FEWEST_ROUNDS = 4  # of the deepest programs
 # Work of branching, in all, where memory is scarce and no time limit given; then answers are rounded.
 BRANCHING = 12 * SECOND
 PRICED_BRANCHING = 6 * SECOND  # of it for one price of memory
 MEMORY_PRICES = (1e-3, 30.0)  # of all memory that the fastest placement takes, in its own seconds
 PRICE_STEPS = 5  # of the bisection between them
+MOST_ROUNDS = 2 * MEMORY_ROUNDS + PRICE_STEPS  # what there is to be tried, in programs that aren't deep
 LEAN_WORK = 30 * SECOND  # in all, for the least memory that would do
 UNSOLVED = SolverAnswer(None, math.inf, -math.inf, "time_limit")
 
@@ -82,6 +85,7 @@ def choose(
     offload: Offload = Offload.NONE,
     cutoff: float = math.inf,
     work: float = math.inf,
+    brief: bool = False,
 ) -> Solution:
     """The cheapest plan whose predicted peak is at most `cap` bytes per device.
 
@@ -93,11 +97,15 @@ def choose(
     memory rows leave out short-lived tensors and know parts that are recomputed but roughly, so answers
     are completed and replayed exactly: those of the rows, tightened until one fits, and those in which memory
     has a price. Where branching takes too long, or more than `work`, the relaxation is rounded: what is found
-    is replayed all the same. Only the first bound, under the cap itself, holds for all plans.
+    is replayed all the same. Only the first bound, under the cap itself, holds for all plans. The deeper the
+    program, the fewer rounds of this it gets, and fewest in a `brief` search.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
+    rounds = ROUNDS // max(1, len(graph.operators))
+    brief = brief and rounds < MOST_ROUNDS
+    rounds = FEWEST_ROUNDS if brief else max(FEWEST_ROUNDS, rounds)
     search = _PlacementSearch(
-        graph, prices, space, folding, cap, gap, deadline, recompute, offload, work=work
+        graph, prices, space, folding, cap, gap, deadline, recompute, offload, rounds, brief, work=work
     )
     if cap is None:
         return search.solved(memory_price=memory_price, bounded=bounded, cutoff=cutoff)
@@ -115,6 +123,8 @@ class _PlacementSearch:
     deadline: float | None
     recompute: Recompute
     offload: Offload
+    rounds: int  # left, of solving for a plan that fits
+    brief: bool  # whether those of few rounds will do, or none
     leanest: Solution | None = None  # of all that were found
     branching: float = BRANCHING  # left
     work: float = math.inf  # for a relaxation, and for branching, at most
@@ -127,6 +137,8 @@ class _PlacementSearch:
                 found += self.priced(cap)
             with contextlib.suppress(SolverError):
                 found += self.without_regather(cap)
+        if not found and self.brief:
+            raise self.infeasible(cap)
         best = min(found, key=lambda each: each.seconds) if found else self.least()
         if best is not None and (not found or best.seconds > first.bound * (1 + self.gap)):
             best = self.best_neighbor([best, first, *found], cap)
@@ -157,6 +169,8 @@ class _PlacementSearch:
         for _ in range(MEMORY_ROUNDS):
             if solution.peak.nbytes <= cap:
                 return [solution]
+            if not self.has_round():
+                break
             rows -= max(solution.peak.nbytes - cap, cap // 200)
             try:
                 solution = self.solved(rows=rows, bounded=False)
@@ -167,11 +181,15 @@ class _PlacementSearch:
     def priced(self, cap: int) -> list[Solution]:
         """Placements that fit, of those that are cheapest where memory has a price: the price is bisected
         to where they just do."""
+        if not self.rounds:
+            return []
         fastest = self.solved(bounded=False)
         unit = fastest.seconds / max(1, fastest.peak.nbytes)
         low, high = map(math.log, MEMORY_PRICES)
         found = []
         for _ in range(PRICE_STEPS):
+            if not self.has_round():
+                break
             middle = (low + high) / 2
             price = math.exp(middle) * unit
             solution = self.solved(memory_price=MemoryPrice(price, price), bounded=False)
@@ -182,10 +200,16 @@ class _PlacementSearch:
             low, high = (low, middle) if plain else (middle, high)
         return found
 
+    def has_round(self) -> bool:
+        """Take another round, if there is one."""
+        before = self.rounds
+        self.rounds = max(0, before - 1)
+        return before > 0
+
     def without_regather(self, cap: int) -> list[Solution]:
         """Those that fit and regather no weight: rows don't see what doing so holds for a moment."""
         other = replace(self, space=self.space.without_regather())
-        if other.space is self.space:
+        if other.space is self.space or not self.rounds:
             return []
         try:
             return other.tightened(other.solved(rows=cap, bounded=False), cap)

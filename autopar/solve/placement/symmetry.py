@@ -63,6 +63,7 @@ def choose_named(
     offload: Offload = Offload.NONE,
     cutoff: float = math.inf,
     work: float = math.inf,
+    brief: bool = False,
 ) -> Solution:
     """`choose`, by way of the relaxation where axes are alike; the same plans, the same errors.
 
@@ -82,6 +83,7 @@ def choose_named(
         recompute=recompute,
         offload=offload,
         work=work,
+        brief=brief,
     )
     if not alike:
         return ask(space, bounded=bounded, cutoff=cutoff)

@@ -105,8 +105,11 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
             "mended" if row["mended"] else "not mended",
             str(row["runs"]),
             str(row["groups"]),
-            f"{row['rank']:.3f}",
-            *(f"{row[name]:.1%}" for name in ("regret", "median_error", "high_error", "right", "missed")),
+            "-" if row["rank"] is None else f"{row['rank']:.3f}",
+            *(
+                "-" if row[name] is None else f"{row[name]:.1%}"
+                for name in ("regret", "median_error", "high_error", "right", "missed")
+            ),
         )
     return shown
 

@@ -19,6 +19,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.errors import InputError
 from tests.benchmarks.published.runs import Run
 
 PEAK, FRACTION = 989e12, 0.7  # of an H100 in bfloat16, and what is taken to be reached
@@ -89,6 +90,13 @@ def terms(run: Run) -> list[float]:
 def fitted(runs: Sequence[Run], learn: Callable[[Run], bool] | None = None) -> Callable[[Run], float]:
     """The fitted model; it learns from a random fifth of runs with a throughput, or those that `learn`."""
     known = [run for run in runs if run.seconds is not None]
+    if not known:
+        raise InputError(
+            where="published runs",
+            found="none with a throughput",
+            wanted="a file in which some runs have one",
+            remedy="give a file with the column tok/s/gpu filled in",
+        )
     if learn is None:
         known = Random(SEED).sample(known, max(1, round(SHARE * len(known))))
     else:

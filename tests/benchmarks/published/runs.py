@@ -1,7 +1,8 @@
 """Published runs: a table with a row for each, as the Ultra-Scale Playbook's raw one has them.
 
 dp tp pp mbs batch_accum zero_stage     the split
-tok/s/gpu                               the throughput; none where memory ran out
+tok/s/gpu                               the throughput; none where memory ran out, which `status` (OOM) or
+                                        `oom_error` (True) say too, where there are such columns
 AllReduce, AllGather, ReduceScatter     GB/s of bus bandwidth, measured in the row's own job
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,10 @@ NEEDED = (
     *("dp", "tp", "pp", "mbs", "batch_accum", "tok/s/gpu"),
 )
 MOST_DEVICES = 1 << 20
+EMPTY = ("", "nan", "none", "null", "n/a", "-")  # what tables write where there is nothing
+DENSE = ("cp", "ep", "num_experts", "num_local_experts")  # what stands in other tables, and isn't predicted
+OUT_OF_MEMORY = ("oom", "out of memory", "outofmemory", "cuda oom", "fail_oom")
+PRECISIONS = ("torch.bfloat16", "bfloat16", "bf16")  # of what the stack's constants are fitted to
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ def read(path: Path) -> list[Run]:
     """The file's runs; raises InputError for a file without the columns, and names the line and the column of
     a cell that can't be. Columns of other names are passed over."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             columns = reader.fieldnames or ()
             rows = [Row(path, reader.line_num, cells) for cells in reader]
@@ -105,6 +111,8 @@ def read(path: Path) -> list[Run]:
         raise _wrong(str(path), str(cause)) from cause
     if missing := [name for name in NEEDED if name not in columns]:
         raise _wrong(str(path), f"no column {', '.join(missing)}")
+    if twice := sorted({name for name in columns if columns.count(name) > 1}):
+        raise _wrong(str(path), f"several columns {', '.join(twice)}")
     if not rows:
         raise _wrong(str(path), "no run")
     return list(_runs(rows))
@@ -120,7 +128,8 @@ class Row:
 
     def text(self, name: str) -> str:
         """A cell, empty where there is none."""
-        return (self.cells.get(name) or "").strip()
+        text = (self.cells.get(name) or "").strip()
+        return "" if text.lower() in EMPTY else text
 
     def count(self, name: str, least: int = 1) -> int:
         """A whole number, of `least` at least."""
@@ -145,9 +154,10 @@ class Row:
     def one_of(self, name: str, known: Sequence[str]) -> str:
         """One of the `known` texts, the first for an empty cell."""
         text = self.text(name) or known[0]
-        if text not in known:
+        found = next((each for each in known if each.lower() == text.lower()), None)
+        if found is None:
             raise self.refused(name, " or ".join(known))
-        return text
+        return found
 
     def flag(self, name: str) -> bool:
         """Whether a cell says True."""
@@ -163,20 +173,26 @@ class Row:
         where = f"{self.path}, line {self.line}, column {name}"
         return InputError(
             where=where,
-            found=repr(self.text(name)),
+            found=repr((self.cells.get(name) or "").strip()),
             wanted=wanted,
             remedy="correct the cell, or leave out the line",
         )
 
 
 def _runs(rows: Sequence[Row]) -> Iterator[Run]:
-    known = {_model(row): row for row in rows if row.text("num_kv_heads")}  # left empty where memory ran out
+    known = defaultdict[tuple[str, ...], dict[tuple[int, bool], Row]](dict)
+    for row in rows:
+        if row.text("num_kv_heads"):  # left empty where memory ran out
+            known[_model(row)][row.count("num_kv_heads"), row.flag("tie_word_embeddings")] = row
     for row in rows:
         row.one_of("tp_mode", ("REDUCE_SCATTER",))
-        shape, split = _shape(row, known.get(_model(row), row)), _split(row)
-        speed = row.number("tok/s/gpu")
-        if speed == 0:
-            raise row.refused("tok/s/gpu", "a throughput above 0, or nothing")
+        row.one_of("dtype", PRECISIONS)
+        row.one_of("accumulate_grad_in_fp32", ("True",))
+        for name in DENSE:
+            if (row.number(name) or 0) > 1:
+                raise row.refused(name, "at most 1: dense models, split by dp, tp and pp")
+        shape, split = _shape(row, _whole(row, known[_model(row)])), _split(row)
+        speed = _speed(row, split)
         tokens = split.dp * split.samples * split.micro_batches * shape.sequence
         yield Run(
             shape=shape,
@@ -188,6 +204,32 @@ def _runs(rows: Sequence[Row]) -> Iterator[Run]:
             all_gather=row.rate("AllGather (GB/s)"),
             inside=row.rate("AR Intra-node (GB/s)"),
         )
+
+
+def _whole(row: Row, alike: Mapping[tuple[int, bool], Row]) -> Row:
+    """The row itself if it says all of its model, else the one that does; several may not."""
+    if row.text("num_kv_heads") or not alike:
+        return row
+    if len(alike) > 1:
+        raise row.refused("num_kv_heads", "the model's, as other lines have several for one so large")
+    return next(iter(alike.values()))
+
+
+def _speed(row: Row, split: Split) -> float | None:
+    """The throughput, None where memory ran out; a run that ended otherwise is refused."""
+    status, cell = row.text("status").lower(), row.cells.get("tok/s/gpu") or ""
+    full = row.flag("oom_error") or status in OUT_OF_MEMORY or cell.strip().lower() in OUT_OF_MEMORY
+    if full and cell.strip().lower() in (*EMPTY, *OUT_OF_MEMORY):
+        return None
+    speed = row.number("tok/s/gpu")
+    if speed == 0 or (speed is None and cell.strip()):
+        raise row.refused("tok/s/gpu", "a throughput above 0, or nothing")
+    if speed is None and status:
+        raise row.refused("status", "OOM for a line without a throughput")
+    samples = split.dp * split.samples * split.micro_batches
+    if speed is not None and row.text("gbs") and row.number("gbs") != samples:
+        raise row.refused("gbs", f"dp x mbs x batch_accum, {samples}")
+    return speed
 
 
 def _shape(row: Row, whole: Row) -> Shape:
@@ -217,11 +259,20 @@ def _split(row: Row) -> Split:
         pp=row.count("pp"),
         samples=row.count("mbs"),
         micro_batches=row.count("batch_accum"),
-        zero=int(row.one_of("zero_stage", ("0", "1"))),
+        zero=_zero(row),
     )
+    if row.count("num_heads") % split.tp:
+        raise row.refused("tp", f"a divisor of {row.text('num_heads')} heads")
     if split.devices > MOST_DEVICES:
         raise row.refused("dp", f"at most {MOST_DEVICES} devices: dp x tp x pp is {split.devices}")
     return split
+
+
+def _zero(row: Row) -> int:
+    stage = row.number("zero_stage") or 0.0
+    if stage not in (0, 1):
+        raise row.refused("zero_stage", "0 or 1")
+    return int(stage)
 
 
 def _model(row: Row) -> tuple[str, ...]:

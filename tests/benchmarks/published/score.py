@@ -2,7 +2,7 @@
 
 group         runs of one model on as many devices, with the stack in one state
 rank          Spearman's correlation of predicted and published seconds a sample, mean over groups; what is
-              said not to fit comes last
+              said not to fit comes last; groups are of three runs or more
 regret        1 - (best published speed / that of the split that is predicted best), mean over groups; a split
               that is said not to fit isn't chosen where another fits
 error         |predicted / published - 1|, median and ninth decile of runs
@@ -30,8 +30,8 @@ class Score:
 
     runs: int
     groups: int
-    rank: float
-    regret: float
+    rank: float | None  # None without groups of so many runs
+    regret: float | None
     median_error: float
     high_error: float
 
@@ -57,8 +57,8 @@ def score(runs: Sequence[Run], seconds: Sequence[float], fits: Sequence[bool]) -
     return Score(
         runs=len(runs),
         groups=len(large),
-        rank=fmean(spearman(*zip(*group, strict=True)) for group in large),
-        regret=fmean(map(regret, large)),
+        rank=fmean(spearman(*zip(*group, strict=True)) for group in large) if large else None,
+        regret=fmean(map(regret, large)) if large else None,
         median_error=median(errors),
         high_error=float(np.quantile(errors, 0.9)),
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autopar.cluster import ClusterSpec, Link
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
+from autopar.core.placement import B, P, R, Shard
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.known_prices import MOST, Known, known_prices
 from autopar.cost.operators.prices import Prices
@@ -71,6 +72,35 @@ def test_equal_operators_are_priced_once_for_all_graphs(monkeypatch: pytest.Monk
     again = prices_of(graph_of(1, 20), Mesh((4,)))
     assert [prices.operator(second, each) for each in other] == found
     assert [again.operator(again.graph.operators[2], each) for each in one] == found
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_under_multipliers_prices_are_as_if_made_for_them(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = graph_of(1, 16)
+    plain = replace(prices_of(graph, Mesh((2, 2))), early=early)
+    under = {"shown": 0.5, "credit": 0.0 if early else 0.25}
+    under |= {"compute_credit": 0.25, "late_credit": 0.125, "late_shown": 0.75} if early else {}
+    fresh = replace(prices_of(graph, Mesh((2, 2))), early=early, _known=Known(), **under)
+    offered = [(item, each) for item in graph.operators for each in strategies_of(item, plain.dims)]
+    choices = ((R, P, B, Shard(0)),) * 2
+    nets = [name for name, spec in graph.specs.items() if len(spec.shape) == 4]
+    base = [plain.operator(*each) for each in offered], [plain.network(name, choices) for name in nets]
+    wanted = [fresh.operator(*each) for each in offered], [fresh.network(name, choices) for name in nets]
+    monkeypatch.setattr(Prices, "_price", None)
+    found = plain.under(**under)
+    operators = [found.operator(*each) for each in offered]
+    assert operators == wanted[0] != base[0]
+    differ = False
+    for name, other, before in zip(nets, wanted[1], base[1], strict=True):
+        network = found.network(name, choices)
+        assert network.layouts == other.layouts
+        assert network.seconds.tolist() == other.seconds.tolist()
+        assert network.forward.tolist() == other.forward.tolist()
+        differ |= network.seconds.tolist() != before.seconds.tolist()
+    assert differ
+    assert [plain.operator(*each) for each in offered] == base[0]
 
 
 def test_prices_are_known_by_all_that_they_depend_on() -> None:

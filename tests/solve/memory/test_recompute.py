@@ -179,7 +179,7 @@ def test_placement_and_cut_together_are_about_the_best(make: Callable[[], Graph]
 
 def two_stages(graph: Graph, kind: ScheduleKind, random: Random) -> MeshProblem:
     """Each of two devices, with four micro-batches."""
-    request = Request(stages=2, micro_batches=4, schedule=kind, gap=1e-9)
+    request = Request(pipeline_ranks=2, micro_batches=4, schedule=kind, gap=1e-9)
     known = random_prices(graph, Mesh((2,)), random)
     problem = MeshProblem(graph, Mesh((2,)), known.cluster, known.model, request, None, HOP)
     problem.folding = unfolded(graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ def target(name: str = "net") -> Target:
     return load_target(f"{TARGETS}:{name}")
 
 
-def planned(force: api.Force | str, mesh: str | None = None, name: str = "net") -> Plan:
+def planned(
+    force: api.Force | str | Mapping[str, Sequence[str]], mesh: str | None = None, name: str = "net"
+) -> Plan:
     made = target(name)
     return autopar.plan(
         made.model, FOUR, made.args, loss_fn=made.loss_fn, force=force, mesh=mesh, measure=False
@@ -87,6 +90,13 @@ def test_kinds_that_a_mesh_or_a_model_lacks_are_named() -> None:
         planned((BATCH, FILTER, Parallelism.DOMAIN))
     with pytest.raises(InputError, match=r"'batch\+everything', wanted batch, domain"):
         planned("batch+everything")
+
+
+def test_pins_choose_a_mesh_with_as_many_axes_as_they_have_factors() -> None:
+    assert planned({"hidden": ["o"]}).mesh.shape == (4,)
+    assert planned({"hidden": ["n0", "o"]}).mesh.shape == (2, 2)
+    with pytest.raises(InfeasibleError, match="found no mesh of 1 and 2 axes"):
+        planned({"hidden": ["o"], "conv": ["n", "n"]})
 
 
 def test_names_are_read_as_they_are_written() -> None:

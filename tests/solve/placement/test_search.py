@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from random import Random
 
 import pytest
@@ -10,10 +11,13 @@ from autopar.core.mesh import Mesh
 from autopar.core.program import Program
 from autopar.cost.program.peak_memory import Peak
 from autopar.cost.program.priced_program import PricedProgram
+from autopar.errors import InfeasibleError
+from autopar.solve.highs import solve
+from autopar.solve.placement import search
 from autopar.solve.placement.fold import fold
 from autopar.solve.placement.search import CutoffError, Solution, choose
 from autopar.solve.placement.space import build_space
-from tests.solve.brute_force import blocks, chain, random_prices, small_space, unfolded
+from tests.solve.brute_force import blocks, chain, random_prices, scores, small_space, unfolded
 
 CLOSE = 1e-6
 
@@ -58,3 +62,28 @@ def test_no_plan_is_sought_that_cannot_beat_a_known_one() -> None:
     for cutoff in (best.bound * (1 - CLOSE), best.bound / 2):
         with pytest.raises(CutoffError, match=f"wanted less than {cutoff:.4g} s"):
             choose(graph, prices, space, unfolded(graph), gap=1e-9, cutoff=cutoff)
+
+
+def test_deep_programs_get_fewer_rounds_and_brief_searches_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is found under a cap all the same, with a bound as true; a brief search may find none."""
+    graph = scores()
+    prices = random_prices(graph, Mesh((2,)), Random(0))
+    space = build_space(graph, prices, unfolded(graph))
+    cap = choose(graph, prices, space, unfolded(graph), gap=1e-9).peak.nbytes - 1
+    solved: list[object] = []
+    monkeypatch.setattr(search, "solve", lambda *given, **how: solved.append(given) or solve(*given, **how))
+
+    def solves(rounds: int, *, brief: bool) -> tuple[int, Solution | None]:
+        solved.clear()
+        monkeypatch.setattr(search, "ROUNDS", rounds)
+        found = None
+        with contextlib.suppress(InfeasibleError):
+            found = choose(graph, prices, space, unfolded(graph), cap=cap, gap=1e-9, brief=brief)
+        return len(solved), found
+
+    many, best = solves(search.MOST_ROUNDS * len(graph.operators), brief=True)  # it isn't deep
+    few, deep = solves(1, brief=False)
+    fewest, quick = solves(1, brief=True)
+    assert many > few > fewest
+    assert best and deep and deep.peak.nbytes <= cap and deep.bound == pytest.approx(best.bound)
+    assert all(each is None or best.seconds <= each.seconds * (1 + CLOSE) for each in (deep, quick))
