@@ -9,7 +9,7 @@ registered, the scalar is made whole first. That is a collective: all ranks read
 
 A stage of a pipeline holds parameters of its own, and a number of theirs is not the model's. So it is refused
 there, as torch's clipping is, and so are scalars of several parameters put together, and vectors of them:
-torch.nn.utils.parameters_to_vector would give those of one stage, and vector_to_parameters begin anew in each.
+torch.nn.utils.parameters_to_vector would give one stage's, and vector_to_parameters begin anew at each.
 
 A block of rows (every head of q, k and v) doesn't lie in the order that the DTensor says. Sums, norms,
 extremes and comparisons of equally laid tensors don't care.
