@@ -127,5 +127,5 @@ def _require_finite(optimizer: torch.optim.Optimizer, gradients: dict[str, DTens
         where=f"step of {type(optimizer).__name__}",
         found=f"a gradient of {name} that isn't finite, in a model that computes in float16 without a scaler",
         wanted="finite gradients, or a scaler, which leaves out such steps",
-        remedy='train with torch.amp.GradScaler, or in bfloat16 (dtype="bf16")',
+        remedy='use torch.amp.GradScaler, or compute in bfloat16 (dtype="bf16")',
     )

@@ -1,4 +1,4 @@
-"""float16 with a scaler: the program scales, unscales, clips and skips as the serial model does; and without."""
+"""float16: a program scales, unscales, clips and skips as the serial model; an overflow is refused."""
 
 from __future__ import annotations
 
