@@ -15,6 +15,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.core.graph import Graph, InputKind, refs
 from autopar.core.operator_facts import facts_of
@@ -30,6 +30,7 @@ from autopar.core.structure import Structure
 from autopar.errors import InputError, TraceError
 from autopar.trace.call_signature import Arguments
 from autopar.trace.decided_numbers import DecidedNumbers
+from autopar.trace.exact_matrices import ExactMatrices, outside
 from autopar.trace.sparse_products import PRODUCT, Entries, entries_of, product_call
 
 _MAKERS = {"arange", "zeros", "ones", "full", "tensor", "eye"}
@@ -172,6 +173,7 @@ class Evaluating(TorchFunctionMode):
         self._matrices: dict[int, tuple[Tensor, Entries]] = {}  # sparse ones, with what keeps the identity
         self._ordered: dict[int, Entries] = {}  # by the identity of a matrix's entries, which are kept
         self._kept: list[Entries] = []
+        self._exact = ExactMatrices()
         self.asked: set[str] = set()
         self._numbers = DecidedNumbers(self._sources, self._evaluated)
 
@@ -206,6 +208,7 @@ class Evaluating(TorchFunctionMode):
             sources = frozenset().union(*(self._known[id(item)][1] for item in tensors))
             done, results = self._evaluate(function, name, args, kwargs, tensors)
             if done:
+                results = self._exact.follow(function, args, kwargs, results, moves=name in _MOVING)
                 masked = name == "__getitem__" and any(item.dtype is torch.bool for item in tensors[1:])
                 return self._keep(results, "masked_select" if masked else name, sources)
         if name in ("__getitem__", "__setitem__"):
@@ -226,7 +229,7 @@ class Evaluating(TorchFunctionMode):
             isinstance(leaf, torch.SymInt) for leaf in pytree.tree_leaves((args, kwargs))
         ):
             return function(*args, **kwargs)
-        with _outside():
+        with outside():
             result = function(*args, **kwargs)
         if isinstance(result, Tensor) and not _rounds(result):
             return self._keep(result, name, frozenset())
@@ -238,7 +241,7 @@ class Evaluating(TorchFunctionMode):
         """Whether the call is one of structure, and what it gives."""
         if name.endswith("_") and not name.endswith("__") and any(map(_rounds, tensors)):
             return False, None
-        with _outside():
+        with outside():
             results = function(*args, **kwargs)
         given = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
         moves = name in _MOVING and all(item.dtype in {each.dtype for each in tensors} for item in given)
@@ -247,7 +250,7 @@ class Evaluating(TorchFunctionMode):
     def _keep(self, results: Any, name: str, sources: frozenset[str]) -> Any:
         leaves = pytree.tree_leaves(results)
         for leaf in leaves:
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not _is_traced(leaf):
                 self._known[id(leaf)] = (leaf, sources)
         if not all(isinstance(leaf, Tensor) for leaf in leaves) or name in _SIZED:
             self.asked |= sources
@@ -260,15 +263,16 @@ class Evaluating(TorchFunctionMode):
         if not isinstance(matrix, Tensor):
             return None
         if id(matrix) not in self._matrices and matrix.layout is not torch.strided and self._is_known(matrix):
-            with _outside():
-                self._matrices[id(matrix)] = (matrix, entries_of(matrix))
+            with outside():
+                entries = replace(entries_of(self._exact.of(matrix)), dtype=matrix.dtype)
+                self._matrices[id(matrix)] = (matrix, entries)
         found = self._matrices.get(id(matrix))
         return None if found is None else found[1]
 
     def _multiply(self, entries: Entries, x: Tensor) -> Tensor:
         known = not _is_traced(entries.values)
         if id(entries) not in self._ordered:
-            with _outside():
+            with outside():
                 order = torch.argsort(entries.rows, stable=True)
                 is_ordered = torch.equal(order, torch.arange(len(order), device=order.device))
                 rows, columns = entries.rows[order].clone(), entries.columns[order].clone()
@@ -277,6 +281,8 @@ class Evaluating(TorchFunctionMode):
                 self._known[id(made)] = (made, frozenset())
             if not known and not is_ordered:
                 values = values.index_select(0, order)
+            if known and entries.dtype not in (None, values.dtype):
+                values = values.to(entries.dtype)  # traced, so that a proof has the digits
             self._ordered[id(entries)] = Entries(rows, columns, values, entries.shape)
             self._kept.append(entries)
         ready = self._ordered[id(entries)]
@@ -303,7 +309,7 @@ class Evaluating(TorchFunctionMode):
 
     @staticmethod
     def _evaluated(call: Callable[[], Any]) -> Any:
-        with _outside():
+        with outside():
             return call()
 
     def _rows_of_masks(self, index: Any) -> Any:
@@ -312,7 +318,7 @@ class Evaluating(TorchFunctionMode):
         found: list[Any] = []
         for item in items:
             if isinstance(item, Tensor) and item.dtype is torch.bool and self._is_known(item):
-                with _outside():
+                with outside():
                     rows = item.nonzero(as_tuple=True)
                 found += self._keep(rows, "nonzero", self._known[id(item)][1])
             else:
@@ -361,13 +367,6 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
             return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
         case _:
             return (tensor,)
-
-
-@contextmanager
-def _outside() -> Iterator[None]:
-    """Within, nothing is recorded, and tensors have values."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        yield
 
 
 @contextmanager
