@@ -40,7 +40,7 @@ class ExactMatrices:
         *,
         moves: bool,
     ) -> Any:
-        """The results of a call; computed matrices are known exactly from here on, dense numbers are casts."""
+        """The results of a call: matrices are known exactly from here on, and dense numbers are casts."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         follows = any(id(tensor) in self._raised for tensor in tensors)
         leaves, form = pytree.tree_flatten(results)

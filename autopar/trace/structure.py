@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,10 +28,11 @@ from torch.utils import _pytree as pytree
 from autopar.core.graph import Graph, InputKind, refs
 from autopar.core.operator_facts import facts_of
 from autopar.core.structure import Structure
-from autopar.errors import InputError, TraceError
-from autopar.trace.call_signature import Arguments
+from autopar.errors import InputError
+from autopar.trace.call_signature import Arguments, LossFunction, split_for_loss
 from autopar.trace.decided_numbers import DecidedNumbers
 from autopar.trace.exact_matrices import ExactMatrices, outside
+from autopar.trace.refusals import sparse_refusal
 from autopar.trace.sparse_products import PRODUCT, Entries, entries_of, product_call
 
 _MAKERS = {"arange", "zeros", "ones", "full", "tensor", "eye"}
@@ -45,14 +47,14 @@ _MOVING = frozenset(_MOVED.split())  # give elements of their operands, unrounde
 _ABOUT = {"size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous", "get_device"}
 
 
-def said_structure(said: Sequence[str], model: nn.Module, arguments: Arguments) -> Structure:
+def said_structure(said: Sequence[str], model: nn.Module, arguments: Arguments, own: OwnNames) -> Structure:
     """The tensors that the user calls static: arguments of forward by their name or path, buffers by theirs.
 
     Raises InputError for a name that nothing has.
     """
     paths = {path: place for place, path in enumerate(arguments.paths)}
     for path, place in [*paths.items()]:
-        paths.setdefault(argument_name(path, model), place)
+        paths.setdefault(own.get(path, path), place)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     unknown = [name for name in said if name not in paths and name not in buffers]
     if unknown:
@@ -83,11 +85,24 @@ def sparse_structure(model: nn.Module, arguments: Arguments) -> Structure:
     return Structure(frozenset(sparse), frozenset(held))
 
 
-def argument_name(path: str, model: nn.Module) -> str:
-    """What forward calls the argument at a path."""
-    names = list(inspect.signature(model.forward).parameters)
-    number = path.removeprefix("input_")
-    return names[int(number)] if path != number and number.isdecimal() and int(number) < len(names) else path
+OwnNames = Mapping[str, str]
+
+
+def own_names(model: nn.Module, loss_fn: LossFunction | None, arguments: Arguments) -> OwnNames:
+    """What forward calls the arguments at its own paths; of a loss's there is no name."""
+    args, kwargs = arguments.rebuild(arguments.tensors)
+    args, kwargs, *_ = split_for_loss(model, loss_fn, args, kwargs)
+    taken = inspect.signature(model.forward).parameters.values()
+    names = [item.name for item in taken if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]
+    found: dict[str, str] = {}
+    for path in arguments.paths:
+        number = re.fullmatch(r"input_(\d+)(_.*)?", path)
+        if number is None:
+            if any(path == key or path.startswith(f"{key}_") for key in kwargs):
+                found[path] = path
+        elif (place := int(number[1])) < len(args):
+            found[path] = path if number[2] or place >= len(names) else names[place]
+    return found
 
 
 def edge_lists(graph: Graph, arguments: Arguments) -> Structure:
@@ -127,12 +142,8 @@ def refuse_sparse_operators(graph: Graph) -> None:
     for operation in graph.operators:
         names = (*operation.operands, *(name for name in operation.results if name))
         if any(graph.specs[name].layout is not torch.strided for name in names):
-            raise TraceError(
-                where=operation.source or f"module {operation.module or 'of the whole model'}",
-                found=f"{operation.target} on a sparse tensor",
-                wanted="products of a sparse matrix that is a graph's structure, and a dense one",
-                remedy="multiply by A @ x, torch.sparse.mm or addmm, or do the rest before the call",
-            )
+            where = operation.source or f"module {operation.module or 'of the whole model'}"
+            raise sparse_refusal(where, f"{operation.target} on a sparse tensor")
 
 
 def _has_inputs(name: str, graph: Graph) -> bool:
