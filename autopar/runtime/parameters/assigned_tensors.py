@@ -40,6 +40,9 @@ def assign(name: str, owner: DTensor, value: Tensor) -> None:
             wanted=f"{owner.dtype} of shape {tuple(owner.shape)}, which the plan is for",
             remedy="pass a tensor like the parameter, or change the model before parallelize",
         )
+    if name == "grad" and isinstance(value, DTensor) and value.placements == owner.placements:
+        _PROPERTIES[name].__set__(owner, value)
+        return
     alike = _laid_as(owner, value)
     _PROPERTIES[name].__set__(owner, alike)
     if name == "data":

@@ -180,14 +180,15 @@ def add_gradient(outer: Any, total: Tensor) -> None:
     What a penalty outside the program left there may be laid otherwise: an expanded number, the same on all
     ranks, or shares of a sum; collective then.
     """
-    if outer.grad is not None and outer.grad.placements != outer.placements:
-        outer.grad = outer.grad.redistribute(placements=outer.placements)
-    if outer.grad is None:
-        outer.grad = DTensor(total, outer._spec, requires_grad=False)
-    elif local(outer.grad).is_contiguous():
-        local(outer.grad).add_(total)
-    else:  # elements that share memory
-        outer.grad = DTensor(local(outer.grad) + total, outer._spec, requires_grad=False)
+    with plainly():  # what a user assigns gets memory of its own, a total stays where its bucket has it
+        if outer.grad is not None and outer.grad.placements != outer.placements:
+            outer.grad = outer.grad.redistribute(placements=outer.placements)
+        if outer.grad is None:
+            outer.grad = DTensor(total, outer._spec, requires_grad=False)
+        elif local(outer.grad).is_contiguous():
+            local(outer.grad).add_(total)
+        else:  # elements that share memory
+            outer.grad = DTensor(local(outer.grad) + total, outer._spec, requires_grad=False)
 
 
 # -- leaves -------------------------------------------------------------------------------------

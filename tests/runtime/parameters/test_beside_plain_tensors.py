@@ -121,7 +121,9 @@ def _assigned(kinds: list[str]) -> None:
         losses[-1].backward()
         net.inner.weight.data.add_(1.0)
         net.head.bias.grad = torch.arange(4, dtype=torch.float64)
-        net.head.weight.grad = net.head.weight.grad.sign()
+        sign = net.head.weight.grad.sign()
+        net.head.weight.grad = sign
+        assert net.head.weight.grad is sign
         torch.optim.SGD(net.parameters(), lr=0.1).step()
         with pytest.raises((InputError, RuntimeError), match="shape|size"):
             net.head.bias.grad = torch.ones(3, dtype=torch.float64)
