@@ -66,7 +66,7 @@ def test_a_credit_is_a_part_of_the_seconds_that_it_is_named_for(credits: dict[st
     problem = problem_of(graph)
     program = force_factors(graph, problem.dims, {made: "o"})
     assert problem.prices.operator(graph.operators[1], program.strategies[graph.operators[1].name]).weights
-    credited = problem.priced_with(**credits)
+    credited = problem.prices.under(**credits)
     for operation in graph.operators:
         strategy = program.strategies[operation.name]
         usual, found = (prices.operator(operation, strategy) for prices in (problem.prices, credited))
@@ -88,7 +88,7 @@ def test_only_exchanges_of_activations_gradients_are_shown_late(
     graph, made = layer(16)
     problem = problem_of(graph)
     weight = next(item.name for item in graph.inputs if item.name != graph.inputs[0].name)
-    late = problem.priced_with(late_shown=0.25)
+    late = problem.prices.under(late_shown=0.25)
     move = Move(0, (source,), (target,))
     before, after = problem.prices.move_parts(graph.operators[0].results[0] or "", move)
     found = late.move_parts(graph.operators[0].results[0] or "", move)
