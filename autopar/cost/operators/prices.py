@@ -1,65 +1,41 @@
-"""Seconds of every strategy of every operator, and of every move, on one mesh of one cluster.
+"""Seconds of every strategy of every operator on one mesh of one cluster.
 
 An operator's cost is that of the calls that its rule writes for one rank: measured at that local
-shape where the database has it, else estimated and marked. Collectives are priced by kind, size and
-the slowest link of their group. Nothing is the serial time divided by n.
+shape where the database has it, else estimated and marked. Nothing is the serial time divided by n.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
-
-import numpy as np
 
 import autopar.runtime.collectives.placement_moves
 import autopar.runtime.collectives.random  # noqa: F401  (registers the operators that rules write)
-from autopar.cluster import ClusterSpec, Link
-from autopar.convert.moves import MoveAction, effect
-from autopar.convert.network import Alike, Change, Network, Numbers, Placements, Seconds, network
-from autopar.convert.network import Price as PriceOfChange
-from autopar.core.costs import ADAM, Collective, DeviceModel, OperatorCost, OptimizerState
-from autopar.core.graph import Call, Graph, InputKind, Operator, TensorSpec
+from autopar.core.costs import Collective, OperatorCost
+from autopar.core.graph import Call, Operator, TensorSpec
 from autopar.core.mesh import parse_key
-from autopar.core.move import Move
-from autopar.core.placement import Layout
-from autopar.core.precision import Precision
 from autopar.core.strategy import Option, Strategy
-from autopar.cost.machine import nccl
 from autopar.cost.machine.flops import flops
-from autopar.cost.machine.model import CostModel
 from autopar.cost.machine.neighbours import ratio
 from autopar.cost.operators.calls import OperatorCalls, read_calls
-from autopar.cost.operators.fused_groups import FusedGroups, Member
+from autopar.cost.operators.fused_groups import Member
 from autopar.cost.operators.fused_memory import fused_calls, fused_saved
 from autopar.cost.operators.fused_prices import Traffic, fused_cost, traffic
 from autopar.cost.operators.group_calls import Group, Lowered, companions, joined
 from autopar.cost.operators.halo_convolution import foreign, strip_calls
-from autopar.cost.operators.known_prices import Known, known_prices
 from autopar.cost.operators.saved import SavedTensors, find_saved, stand_ins
+from autopar.cost.operators.tensor_prices import TensorPrices
 from autopar.errors import AutoparError
 from autopar.rewrite.emit import GraphEmitter, Written
 from autopar.runtime.collectives.late_gradients import PRODUCTS
-from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
-from autopar.sharding.atoms import Dims
 from autopar.sharding.rule import GATHER, Site, rule_of
 from autopar.sharding.strategies import sign_of, text_of
 from autopar.trace.custom_operator import CUSTOM, call_at
 from costdb.footprint import footprint
 
-_COLLECTIVE = {
-    MoveAction.ALL_REDUCE: Collective.ALL_REDUCE,
-    MoveAction.ALL_GATHER: Collective.ALL_GATHER,
-    MoveAction.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
-    MoveAction.ALL_TO_ALL: Collective.ALL_TO_ALL,
-}
 TIE = 1e-3  # of the time to write what is saved: too little to change which plan is fastest
-# Of an optimizer's step on each parameter, plain or a DTensor, as launches: Adam on CPUs took 29 and 50 us
-# beside the bytes, of 55 and 92 small parameters, where a launch took 1.9 us. A GPU's host runs ahead.
-UPDATE_LAUNCHES = {False: 15, True: 26}
 INNER_LAUNCHES = {"cpu": 100, "cuda": 6}  # of an operator that exchanges within, each way
 
 
@@ -102,80 +78,17 @@ class Price:
 
 
 @dataclass(slots=True)
-class Prices:
-    """The cost table of one graph on one mesh; filled on demand and remembered.
+class Prices(TensorPrices):
+    """The cost table of one graph on one mesh: operators beside tensors."""
 
-    The graph is that of one micro-batch. `step_weight` is what a second that is spent once a step counts
-    against one that every micro-batch spends: 1 without micro-batches. `training` counts backward passes.
-    """
-
-    graph: Graph
-    dims: Dims
-    cluster: ClusterSpec
-    model: CostModel
-    training: bool = True
-    optimizer: OptimizerState = ADAM
-    step_weight: float = 1.0
-    micro_batches: int = 1
-    accumulates: bool = False  # whether gradients of several micro-batches add up
-    shown: float = 1.0  # of gradient sums in buckets, a multiplier
-    credit: float = 0.0  # of the backward seconds of operators, behind which such sums hide
-    early: bool = False  # whether gathers and sums of activations start early, too
-    compute_credit: float = 0.0  # then of all seconds of operators; `shown` is of gathers, too
-    late_credit: float = 0.0  # and of those of gradients of weights, which may be late
-    late_shown: float = 1.0  # of exchanges of activations' gradients
-    reduce: Precision = Precision.FP32  # what gradients of cast weights are summed in
-    groups: FusedGroups | None = None  # of a compiled program
     _operators: dict[Any, Price] = field(default_factory=dict)
     _priced: dict[Any, tuple[Strategy, Price]] = field(default_factory=dict)  # by identity
     _places: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # fullest ranks, by identity
     _parts: dict[Any, dict[object, int]] = field(default_factory=dict)
-    _bytes: dict[tuple[str, Layout], int] = field(default_factory=dict)
     _calls: dict[Any, OperatorCalls] = field(default_factory=dict)
-    _moves: dict[Any, tuple[float, float]] = field(default_factory=dict)
     _groups: dict[Any, Group | None] = field(default_factory=dict)
-    _known: Known | None = None
-    _networks: dict[Any, Network] = field(default_factory=dict)  # under multipliers
-    _links: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)  # and nodes spanned
     _texts: dict[str, str] = field(default_factory=dict)
     _equal_axes: bool | None = None
-    _parameters: frozenset[str] = frozenset()
-    _constants: frozenset[str] = frozenset()
-    _reduced: frozenset[str] = frozenset()  # tensors whose gradients are summed in `reduce`
-    _weights: frozenset[str] = frozenset()  # the parameters and what is made of them alone
-
-    def __post_init__(self) -> None:
-        parameters = (item.name for item in self.graph.inputs if item.kind is InputKind.PARAMETER)
-        self._parameters = frozenset(parameters)
-        constants = (item.name for item in self.graph.inputs if item.kind is InputKind.CONSTANT)
-        self._constants = frozenset(constants)
-        weights = set(self._parameters)
-        for item in self.graph.operators:
-            if item.operands and weights.issuperset(item.operands):
-                weights.update(name for name in item.results if name)
-        self._weights = frozenset(weights)
-        self._reduced = self.graph.cast_weights
-        if self.reduce is not Precision.FP32:
-            self._reduced |= self.graph.cast_alone
-
-    @property
-    def device(self) -> DeviceModel:
-        return self.model.device
-
-    @property
-    def overlap(self) -> float:
-        """The part of a backward pass that sums of gradients may hide behind. A compiled one gives all
-        gradients when it ends."""
-        if self.groups:
-            return 0.0
-        return self.device.kernels.overlap if self.device.kernels and self.training else 0.0
-
-    @property
-    def known(self) -> Known:
-        """What equal operators and tensors of other graphs cost on this mesh, but for multipliers."""
-        if self._known is None:
-            self._known = known_prices(self.cluster, self.dims.mesh, self.model, training=self.training)
-        return self._known
 
     def under(
         self,
@@ -580,224 +493,6 @@ class Prices:
         row = spec.nbytes // max(1, spec.shape[dim])
         worst = max(foreign(owned, starts, stops))
         return self._collective(Collective.SEND_RECV, worst * row, axes) if worst else 0.0
-
-    # -- moves --------------------------------------------------------------------------------------
-
-    def move(self, name: str, move: Move) -> float:
-        """Seconds of a conversion, forward and backward."""
-        return sum(self.move_parts(name, move))
-
-    def move_parts(self, name: str, move: Move) -> tuple[float, float]:
-        """Seconds of a conversion in the forward and in the backward pass."""
-        nbytes = max(self.local_bytes(name, move.source), self.local_bytes(name, move.target))
-        change, weight = Change(move.axis, *move.placements), name in self._parameters
-        return self._change(
-            change,
-            nbytes,
-            requires_grad=self._requires_grad(name),
-            weight=weight,
-            wide=self.widening(name),
-            parts=self._parts_group(name),
-        )
-
-    def widening(self, name: str) -> float:
-        """How many times the bytes of a tensor its gradient has where it is summed over ranks."""
-        return self.reduce.nbytes / self.graph.specs[name].dtype.itemsize if name in self._reduced else 1.0
-
-    def summed_bytes(self, name: str, layout: Layout) -> int:
-        """Bytes of the largest rank's part of a gradient, in the dtype in which it is summed over ranks."""
-        return round(self.widening(name) * self.local_bytes(name, layout))
-
-    def _change(
-        self, change: Change, nbytes: int, *, requires_grad: bool, weight: bool, wide: float, parts: bool
-    ) -> tuple[float, float]:
-        """Seconds of a change of placement of a tensor whose larger part, before or after, has `nbytes`; sums
-        of its gradient have `wide` times as many. One that `parts` a fused group writes and reads it."""
-        what = change.effect
-        wide = wide if what.name in ("r_to_b", "s_to_b") else 1.0
-        key = what.name, change.axis, nbytes, requires_grad, weight, wide, parts
-        if key not in self._moves:
-            full = nbytes * (self.dims.mesh.shape[change.axis] if what.name == "s_to_s" else 1)
-            fresh = self._fresh(full) if weight and what.forward is MoveAction.ALL_GATHER else 0.0
-            back = (
-                fresh + self._action(what.backward, round(wide * full), change.axis) if requires_grad else 0.0
-            )
-            back += 2 * self._copy(full) if requires_grad and wide != 1 else 0.0  # to another dtype and back
-            ahead = fresh + self._action(what.forward, full, change.axis)
-            if parts:
-                ahead += self._apart(what.forward, nbytes)
-                back += self._apart(what.backward, nbytes) if requires_grad else 0.0
-            self._moves[key] = self._shown(what.name, ahead, back, weight=weight)
-        return self._moves[key]
-
-    def _apart(self, action: MoveAction, nbytes: int) -> float:
-        """What kernels write and read around a move between members of a group."""
-        return 0.0 if action is MoveAction.NOTHING else self._copy(nbytes)
-
-    def _parts_group(self, name: str) -> bool:
-        return self.groups is not None and name in self.groups.inside
-
-    def _shown(self, move: str, ahead: float, back: float, *, weight: bool) -> tuple[float, float]:
-        """Seconds of a move, of what may start early as much as is shown: of weights gathers and scatters, of
-        activations the exchange in backward."""
-        if not self.early:
-            return ahead, back
-        if weight and move in ("s_to_b", "s_to_r"):
-            return self.shown * ahead, self.shown * back
-        return ahead, (1.0 if weight or move not in ("r_to_b", "s_to_b") else self.late_shown) * back
-
-    def _requires_grad(self, name: str) -> bool:
-        return self.training and self.graph.specs[name].requires_grad
-
-    def network(
-        self, name: str, placements: Placements, *, alike: Alike = (), fixed: Set[Layout] = frozenset()
-    ) -> Network:
-        """The tensor's moves between all layouts of `placements` that are legal, or `fixed`, with seconds;
-        a weight's as of every micro-batch. Made once for all tensors that are cut alike."""
-        key = self.kind(name), placements, alike, fixed
-        weight = name in self._parameters
-        usual = self.shown == self.late_shown == 1.0 or not (weight or self.early)
-        networks = self.known.networks if usual else self._networks
-        if key not in networks and not usual and not self.early and key in self.known.networks:
-            networks[key] = self.known.networks[key].scaled(self.shown)
-        if key not in networks:
-            networks[key] = network(
-                placements,
-                legal=lambda layout: layout in fixed or self.dims.legal(name, layout),
-                price=lambda layouts: self._changes(name, layouts),
-                alike=alike,
-            )
-        return networks[key]
-
-    def kind(self, name: str) -> Any:
-        """Equal for tensors whose layouts have the same parts and whose moves cost the same."""
-        spec, atoms = self.graph.specs[name], self.dims.atoms
-        cuts = tuple(
-            self.dims.way_of_cutting(atoms.components[name, dim, atom])
-            for dim, lengths in enumerate(atoms.of[name])
-            for atom in range(len(lengths))
-        )
-        own = name in self._parameters, self.widening(name), self._parts_group(name)
-        return spec, atoms.of[name], cuts, *own
-
-    def _changes(self, name: str, layouts: Sequence[Layout]) -> PriceOfChange:
-        """Seconds of changes between numbers of `layouts`."""
-        sizes = np.array([self.local_bytes(name, layout) for layout in layouts])
-        requires_grad, weight = self._requires_grad(name), name in self._parameters
-
-        def seconds(change: Change, source: Numbers, target: Numbers) -> tuple[Seconds, Seconds]:
-            different, back = np.unique(np.maximum(sizes[source], sizes[target]), return_inverse=True)
-            price = partial(
-                self._change,
-                change,
-                requires_grad=requires_grad,
-                weight=weight,
-                wide=self.widening(name),
-                parts=self._parts_group(name),
-            )
-            parts = [price(nbytes) for nbytes in different.tolist()]
-            whole = [sum(each) for each in parts]
-            if weight and change.effect.name == "r_to_b":
-                pairs = zip(whole, different.tolist(), strict=True)
-                wide = self.widening(name)
-                whole = [self._in_buckets(each, nbytes, change.axis, wide) for each, nbytes in pairs]
-            ahead = np.array([forward for forward, _ in parts])
-            return np.array(whole, dtype=np.float64)[back], ahead.astype(np.float64)[back]
-
-        return seconds
-
-    def _action(self, action: MoveAction, nbytes: int, axis: int) -> float:
-        match action:
-            case MoveAction.NOTHING:
-                return 0.0
-            case MoveAction.COPY:
-                return self._copy(nbytes)
-            case MoveAction.ALL_REDUCE:  # of a copy: others may read the terms
-                return self._copy(nbytes) + self._collective(Collective.ALL_REDUCE, nbytes, (axis,))
-            case _:
-                return self._collective(_COLLECTIVE[action], nbytes, (axis,))
-
-    def _fresh(self, nbytes: int) -> float:
-        """What a weight costs that has no memory of its own, beside one that stays: its pages, each time.
-
-        With glibc's default settings fresh pages for 16.8 MB took 12 ms, and none with raised thresholds;
-        a copy takes 3. A GPU's memory is torch's, which keeps it.
-        """
-        return self._copy(nbytes) if self.device.kind == "cpu" else 0.0
-
-    def _copy(self, nbytes: int) -> float:
-        return self.device.launch_seconds + 2 * nbytes / self.device.bandwidth
-
-    def _collective(self, kind: Collective, nbytes: int, axes: Sequence[int]) -> float:
-        size = 1
-        for axis in axes:
-            size *= self.dims.mesh.shape[axis]
-        key = tuple(axes)
-        if key not in self._links:
-            mesh = self.dims.mesh
-            self._links[key] = self.cluster.link(mesh, axes[0]), self.cluster.nodes_of(mesh, key)
-        link, nodes = self._links[key]
-        # A GPU copies much faster than its links send.
-        copy_rate = self.device.bandwidth if self.device.kind == "cpu" else math.inf
-        estimate = None
-        if self.device.kernels:
-            group = nccl.Group(size, nodes, self.cluster.intra, self.cluster.inter)
-            estimate = nccl.seconds(kind, nbytes, group)
-        found = self.model.collectives.cost(
-            kind, nbytes, size, link, nodes=nodes, copy_rate=copy_rate, estimate=estimate
-        )
-        return found.seconds
-
-    def weight_move(self, name: str, move: Move, *, leads: bool) -> float:
-        """A weight's conversion as it counts beside what each micro-batch does; those that lead from where
-        the weight is stored are made once a step."""
-        seconds = self.gradient_sync(name, move)
-        return self.step_weight * seconds if leads else seconds
-
-    def gradient_sync(self, name: str, move: Move) -> float:
-        """A weight's conversion: its all-reduce is that of a bucket, or of a gradient where it lies."""
-        seconds = self.move(name, move)
-        if effect(move).name != "r_to_b":
-            return seconds
-        return self._in_buckets(seconds, self.local_bytes(name, move.source), move.axis, self.widening(name))
-
-    def _in_buckets(self, seconds: float, nbytes: int, axis: int, wide: float) -> float:
-        """Seconds of a gradient's all-reduce, of which one by itself would take `seconds`; summed are `wide`
-        times its bytes."""
-        if seconds == 0.0:
-            return 0.0
-        sent, copies = round(wide * nbytes), self._copy(nbytes) if wide != 1 else 0.0
-        if sent >= ALONE_BYTES:
-            return self.shown * (self._collective(Collective.ALL_REDUCE, sent, (axis,)) + 2 * copies)
-        share = sent / BUCKET_BYTES
-        shared = self._collective(Collective.ALL_REDUCE, BUCKET_BYTES, (axis,)) * share + self._copy(nbytes)
-        return self.shown * min(seconds, shared + copies)
-
-    # -- state ----------------------------------------------------------------------------------------
-
-    def local_bytes(self, name: str, layout: Layout) -> int:
-        """Bytes of the largest rank's part of a tensor."""
-        key = name, layout
-        if key not in self._bytes:
-            shape = self.dims.local_shape(name, layout, self.dims.largest(name, layout))
-            self._bytes[key] = math.prod(shape) * self.graph.specs[name].dtype.itemsize
-        return self._bytes[key]
-
-    def state_bytes(self, name: str, layout: Layout) -> int:
-        """A parameter with its gradient and optimizer state; frozen ones have neither."""
-        nbytes = self.local_bytes(name, layout)
-        if not self._requires_grad(name):
-            return nbytes
-        return round(nbytes * (2 + self.optimizer.ratio)) + self.optimizer.fixed
-
-    def update(self, name: str, layout: Layout) -> float:
-        """Seconds of the optimizer's step on a parameter: each of its tensors is read and written, and the
-        host gets at it."""
-        if not self._requires_grad(name):
-            return 0.0
-        launches = UPDATE_LAUNCHES[self.dims.mesh.num_devices > 1] if self.device.kind == "cpu" else 0
-        moved = 2 * self.state_bytes(name, layout) / self.device.bandwidth
-        return moved + launches * self.device.launch_seconds
 
     def is_gathered(self, operation: Operator) -> bool:
         """Whether no rule shards the operator, which has tensors that could have been sharded."""

@@ -26,7 +26,8 @@ from autopar.core.strategy import Strategy
 from autopar.cost.machine.collectives import CollectiveTable
 from autopar.cost.machine.model import CostModel
 from autopar.cost.operators.halo_convolution import foreign
-from autopar.cost.operators.prices import UPDATE_LAUNCHES, Price, Prices
+from autopar.cost.operators.prices import Price, Prices
+from autopar.cost.operators.tensor_prices import UPDATE_LAUNCHES
 from autopar.runtime.parameters.gradient_buckets import ALONE_BYTES, BUCKET_BYTES
 from autopar.sharding.atoms import Atoms, Dims
 from autopar.sharding.strategies import find_atoms, options_of, strategies_of
