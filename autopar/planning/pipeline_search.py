@@ -5,12 +5,12 @@
     plan        the first few in that order, each on its own graph              -> the best
 
 Tracing a model and solving a mesh take seconds, there are hundreds of choices, and the seconds of a
-micro-batch of another size follow closely from those of M0: what launches cost stays, and gradients as large as
-an embedding, the rest shrinks with its samples. M0 is about 16, or fewer where a micro-batch has fewer samples
-than a stage has devices, which no batch parallelism could share. So the choice of K and M rests on estimates;
-the plan says so. K is sought from stages of one node up and down, for as long as that is faster, up to the
-number of equal blocks; K = 1 is always among the choices; the simplest that fits is planned whatever its
-estimate is.
+micro-batch of another size follow closely from those of M0: what launches cost stays, and gradients as large
+as an embedding, the rest shrinks with its samples. M0 is about 16, or fewer where a micro-batch has fewer
+samples than a stage has devices, which no batch parallelism could share. So the choice of K and M rests on
+estimates; the plan says so. K is sought from stages of one node up and down, for as long as that is faster,
+up to the number of equal blocks; K = 1 is always among the choices; the simplest that fits is planned
+whatever its estimate is.
 """
 
 from __future__ import annotations

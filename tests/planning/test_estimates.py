@@ -85,7 +85,8 @@ def test_gradients_as_large_as_an_embedding_do_not_shrink_with_the_samples() -> 
             self.layer = nn.Linear(64, 64)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(self.rows(x)).sum()
+            total: Tensor = self.layer(self.rows(x)).sum()
+            return total
 
     @lru_cache
     def graph_of(micro_batches: int) -> Graph:
