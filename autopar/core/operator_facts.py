@@ -57,6 +57,7 @@ class Facts:
 
     # -- what it computes
     has_gradient: bool = True
+    has_linear_backward: bool = True  # of parts of a gradient it gives parts of the operands' gradients
     is_identity: bool = False  # gives its operands' elements, where shapes and dtypes stay
     changes: Callable[[Sequence[Any]], bool] | None = None  # such a one's elements, by its arguments
     expands_each: bool = False  # gives each of its operands, alike in shape

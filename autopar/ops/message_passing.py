@@ -262,4 +262,4 @@ def _length(rows: tuple[int, int]) -> int:
 
 declare(aten.index_add, aten.index_reduce, aten.index_copy, indexed=True, places_by=2)
 declare(aten.index_put, places_by=1)
-declare(aten.segment_reduce, indexed=True)
+declare(aten.segment_reduce, indexed=True, has_linear_backward=False)

@@ -23,6 +23,7 @@ import networkx as nx
 import torch
 
 from autopar.core.graph import Operator, Ref, TensorSpec, map_refs
+from autopar.core.operator_facts import facts_of
 from autopar.core.placement import Layout, R, Shard
 from autopar.core.strategy import UNSUMMED, Option, Strategy
 from autopar.errors import RuleError
@@ -423,7 +424,8 @@ def register(rule: type[Rule]) -> type[Rule]:
 def has_linear_backward(target: Any) -> bool:
     """Whether parts of a gradient may go through an operator's backward one by one, and be added up then;
     of Python's own functions, such as `getitem`, they may."""
-    return getattr(target, "namespace", LIBRARIES[0]) in LIBRARIES
+    is_derivative = getattr(target, "namespace", LIBRARIES[0]) in LIBRARIES
+    return is_derivative and facts_of(target).has_linear_backward
 
 
 def rule_of(operator: Operator) -> Rule:

@@ -8,6 +8,7 @@ casts                what autocast casts, as operators
 call_forms           calls in functional form, with devices by name
 devices              one device for what lies on several
 structure            evaluates what follows from a graph's edges alone
+exact_matrices       sparse matrices that follow from others, in a proof's digits
 decided_numbers      what Python asks of numbers that follow from it
 row_placements       whatever places rows by constants, read as one
 placed_rows          and told as rows that are placed among zeros

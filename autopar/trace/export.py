@@ -49,11 +49,12 @@ from autopar.trace.shared_memory import ByName, Known, held_by_name, stale
 from autopar.trace.simplify import without_dead_code
 from autopar.trace.structure import (
     Evaluating,
-    argument_name,
+    OwnNames,
     asked_of,
     edge_lists,
     holding,
     may_be_edges,
+    own_names,
     refuse_sparse_operators,
     said_structure,
     sparse_structure,
@@ -182,8 +183,9 @@ def trace(
     _check_loss(model, loss_fn, known)
     autocast = autocast or Autocast.now("cpu")
     trace_as = partial(_trace, model, arguments, loss_fn, known=known, autocast=autocast, loss_only=loss_only)
-    said = said_structure(static, model, arguments) | sparse_structure(model, arguments)
-    traced = _with_structure(trace_as, model, arguments, said)
+    own = own_names(model, loss_fn, arguments)
+    said = said_structure(static, model, arguments, own) | sparse_structure(model, arguments)
+    traced = _with_structure(trace_as, model, arguments, said, own)
     if known.met_in(traced.graph):
         traced = trace_as(structure=traced.structure, evaluates=traced.evaluates, by_name=True)
         if (met := known.met_in(traced.graph)) is not None:
@@ -192,18 +194,22 @@ def trace(
 
 
 def _with_structure(
-    trace_as: Callable[..., Traced], model: nn.Module, arguments: Arguments, said: Structure
+    trace_as: Callable[..., Traced], model: nn.Module, arguments: Arguments, said: Structure, own: OwnNames
 ) -> Traced:
-    """Trace with what is said to be structure and what is seen to be: edge lists."""
+    """Trace with what is said to be structure and what is seen to be: edge lists.
+
+    What is refused with these is what is in the way; without any it is what was refused before."""
     try:
         traced = trace_as(structure=said, evaluates=bool(said))
     except ValuesAskedError as error:
         seen = may_be_edges(arguments, model)
         try:
             traced = trace_as(structure=said | seen, evaluates=True)
-        except TraceError:
-            _name_way_out(error, model, arguments)
-            raise error from error.__cause__
+        except TraceError as second:
+            refused = second if seen else error
+            if isinstance(refused, ValuesAskedError):
+                _name_way_out(refused, arguments, said | seen, own)
+            raise refused from refused.__cause__
         if not seen <= traced.asked | said:
             traced = trace_as(structure=said | traced.asked, evaluates=True)
     more = edge_lists(traced.graph, arguments)
@@ -214,12 +220,17 @@ def _with_structure(
     return traced
 
 
-def _name_way_out(error: ValuesAskedError, model: nn.Module, arguments: Arguments) -> None:
-    """Tell how inputs of integers or flags become structure, if there are any."""
-    paths = zip(arguments.paths, arguments.tensors, strict=True)
-    whole = [path for path, tensor in paths if not may_learn(tensor.dtype) and tensor.dim()]
+def _name_way_out(error: ValuesAskedError, arguments: Arguments, tried: Structure, own: OwnNames) -> None:
+    """Tell how inputs of integers or flags become structure, if there are any beside what was tried."""
+    given = enumerate(zip(arguments.paths, arguments.tensors, strict=True))
+    whole = [
+        own.get(path, path)
+        for place, (path, tensor) in given
+        if not may_learn(tensor.dtype) and tensor.dim() and place not in tried.users
+        if path in own or error.where.startswith("the loss")
+    ]
     if whole:
-        names = ", ".join(f'"{argument_name(path, model)}"' for path in whole[:2])
+        names = ", ".join(f'"{name}"' for name in whole[:2])
         error.add_remedy(f"say static=({names},) if that is a graph's structure, the same at each call")
 
 

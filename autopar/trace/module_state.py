@@ -222,6 +222,6 @@ def check_cached(graph: Graph, names: Sequence[str], paths: Sequence[str]) -> No
                     found="a tensor that forward reads and replaces",
                     wanted="a buffer, whose values are kept from call to call",
                     remedy=f"keep it by register_buffer({path.rpartition('.')[2]!r}, ...), or let forward "
-                    "return it",
+                    "return it, or cache nothing",
                 )
             todo += makers[value].operands

@@ -6,7 +6,7 @@
     index_fill(x, i, 2.0)                  masked_fill(x, placed, 2.0)
     index_add(x, i, rows)                  x + index_add(zeros, i, rows)
     index_reduce(x, i, rows, "prod")       x * masked_fill(index_reduce(zeros, ...), not placed, 1)
-    segment_reduce(rows, "max", lengths)   index_reduce(zeros, i, rows, "amax"), i = 0 0 0 1 2 2 ...
+    segment_reduce(rows, "mean", lengths)  index_reduce(zeros, i, rows, "mean"), i = 0 0 0 1 2 2 ...
 
 `placed` is a constant: which rows the indices name. What takes them among zeros has rules by which vertices
 and edges are split. Maxima that count what is there, too, and copies to one row twice stay as they are.

@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.errors import TraceError, ValuesAskedError, cut_text
@@ -40,6 +44,8 @@ def refusal(cause: Exception, part: str) -> TraceError:
             remedy="choose by torch.where(condition, a, b), or decide before the call and pass a flag",
         )
     said = cut_text(f"{type(cause).__name__}: {first_line(cause)}", _TEXT_LENGTH)
+    if _is_of_sparse(cause):
+        return sparse_refusal(where, said)
     if not type(cause).__module__.startswith("torch."):
         return TraceError(
             where=where,
@@ -52,6 +58,26 @@ def refusal(cause: Exception, part: str) -> TraceError:
         found=said,
         wanted=f"a call of {part} that torch.export can trace",
         remedy="rewrite that line with plain tensor operators, or move it out of the model",
+    )
+
+
+def sparse_refusal(where: str, found: str) -> TraceError:
+    """The error of an operator on a sparse tensor that isn't one of the products."""
+    return TraceError(
+        where=where,
+        found=found,
+        wanted="products of a sparse matrix and a dense one",
+        remedy="multiply by A @ x, torch.sparse.mm or addmm, make A by "
+        "torch.sparse_coo_tensor(edges, values, size), pass layers of PyTorch Geometric edge_index, or do it "
+        "before the call",
+    )
+
+
+def _is_of_sparse(cause: Exception) -> bool:
+    """Whether torch's own words are of a sparse tensor; "meta converter" is all that it says of COO's."""
+    words = str(cause)[:2000].lower()
+    return isinstance(cause, (RuntimeError, UnsupportedFakeTensorException)) and any(
+        each in words for each in ("sparse", "compressed tensor", "meta converter nyi")
     )
 
 

@@ -1,7 +1,7 @@
 """Which rows an operator places where, if constants say so: many forms, read as one.
 
 scatter_add(x, 0, i.view(-1, 1).expand(E, F), rows)     Placed(0, i, rows, "sum", x, includes=True)
-segment_reduce(rows, "max", lengths=[3, 1, 2])          Placed(0, 0 0 0 1 2 2, rows, "amax", length=3)
+segment_reduce(rows, "mean", lengths=[3, 1, 2])         Placed(0, 0 0 0 1 2 2, rows, "mean", length=3)
 """
 
 from __future__ import annotations
@@ -123,6 +123,9 @@ class PlacementReader:
         """Of runs of rows, one after the other, whose lengths or bounds are constants."""
         (source, reduce), said = item.args, item.kwargs
         ends = said.get("lengths") or said.get("offsets")
+        learns = self._specs[source.name].requires_grad
+        if reduce in ("max", "min") and learns:
+            return None  # torch gives each of several largest rows the whole of a negative gradient
         if ends is None or ends.name not in self._fixed or len(self._specs[ends.name].shape) != 1:
             return None
         lengths = self._value(ends.name)

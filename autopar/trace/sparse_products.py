@@ -64,11 +64,13 @@ class Entries:
     columns: Tensor
     values: Tensor
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None  # of the matrix, where `values` are known in more digits
 
     @property
     def transposed(self) -> Entries:
         """Rows for columns."""
-        return Entries(self.columns, self.rows, self.values, (self.shape[1], self.shape[0]))
+        shape = (self.shape[1], self.shape[0])
+        return Entries(self.columns, self.rows, self.values, shape, self.dtype)
 
 
 def entries_of(matrix: Tensor) -> Entries:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,14 +24,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.core.graph import Graph, InputKind, refs
 from autopar.core.operator_facts import facts_of
 from autopar.core.structure import Structure
-from autopar.errors import InputError, TraceError
-from autopar.trace.call_signature import Arguments
+from autopar.errors import InputError
+from autopar.trace.call_signature import Arguments, LossFunction, split_for_loss
 from autopar.trace.decided_numbers import DecidedNumbers
+from autopar.trace.exact_matrices import ExactMatrices, outside
+from autopar.trace.refusals import sparse_refusal
 from autopar.trace.sparse_products import PRODUCT, Entries, entries_of, product_call
 
 _MAKERS = {"arange", "zeros", "ones", "full", "tensor", "eye"}
@@ -44,14 +47,14 @@ _MOVING = frozenset(_MOVED.split())  # give elements of their operands, unrounde
 _ABOUT = {"size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous", "get_device"}
 
 
-def said_structure(said: Sequence[str], model: nn.Module, arguments: Arguments) -> Structure:
+def said_structure(said: Sequence[str], model: nn.Module, arguments: Arguments, own: OwnNames) -> Structure:
     """The tensors that the user calls static: arguments of forward by their name or path, buffers by theirs.
 
     Raises InputError for a name that nothing has.
     """
     paths = {path: place for place, path in enumerate(arguments.paths)}
     for path, place in [*paths.items()]:
-        paths.setdefault(argument_name(path, model), place)
+        paths.setdefault(own.get(path, path), place)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     unknown = [name for name in said if name not in paths and name not in buffers]
     if unknown:
@@ -82,11 +85,24 @@ def sparse_structure(model: nn.Module, arguments: Arguments) -> Structure:
     return Structure(frozenset(sparse), frozenset(held))
 
 
-def argument_name(path: str, model: nn.Module) -> str:
-    """What forward calls the argument at a path."""
-    names = list(inspect.signature(model.forward).parameters)
-    number = path.removeprefix("input_")
-    return names[int(number)] if path != number and number.isdecimal() and int(number) < len(names) else path
+OwnNames = Mapping[str, str]
+
+
+def own_names(model: nn.Module, loss_fn: LossFunction | None, arguments: Arguments) -> OwnNames:
+    """What forward calls the arguments at its own paths; of a loss's there is no name."""
+    args, kwargs = arguments.rebuild(arguments.tensors)
+    args, kwargs, *_ = split_for_loss(model, loss_fn, args, kwargs)
+    taken = inspect.signature(model.forward).parameters.values()
+    names = [item.name for item in taken if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]
+    found: dict[str, str] = {}
+    for path in arguments.paths:
+        number = re.fullmatch(r"input_(\d+)(_.*)?", path)
+        if number is None:
+            if any(path == key or path.startswith(f"{key}_") for key in kwargs):
+                found[path] = path
+        elif (place := int(number[1])) < len(args):
+            found[path] = path if number[2] or place >= len(names) else names[place]
+    return found
 
 
 def edge_lists(graph: Graph, arguments: Arguments) -> Structure:
@@ -126,12 +142,8 @@ def refuse_sparse_operators(graph: Graph) -> None:
     for operation in graph.operators:
         names = (*operation.operands, *(name for name in operation.results if name))
         if any(graph.specs[name].layout is not torch.strided for name in names):
-            raise TraceError(
-                where=operation.source or f"module {operation.module or 'of the whole model'}",
-                found=f"{operation.target} on a sparse tensor",
-                wanted="products of a sparse matrix that is a graph's structure, and a dense one",
-                remedy="multiply by A @ x, torch.sparse.mm or addmm, or do the rest before the call",
-            )
+            where = operation.source or f"module {operation.module or 'of the whole model'}"
+            raise sparse_refusal(where, f"{operation.target} on a sparse tensor")
 
 
 def _has_inputs(name: str, graph: Graph) -> bool:
@@ -172,6 +184,7 @@ class Evaluating(TorchFunctionMode):
         self._matrices: dict[int, tuple[Tensor, Entries]] = {}  # sparse ones, with what keeps the identity
         self._ordered: dict[int, Entries] = {}  # by the identity of a matrix's entries, which are kept
         self._kept: list[Entries] = []
+        self._exact = ExactMatrices()
         self.asked: set[str] = set()
         self._numbers = DecidedNumbers(self._sources, self._evaluated)
 
@@ -206,6 +219,7 @@ class Evaluating(TorchFunctionMode):
             sources = frozenset().union(*(self._known[id(item)][1] for item in tensors))
             done, results = self._evaluate(function, name, args, kwargs, tensors)
             if done:
+                results = self._exact.follow(function, args, kwargs, results, moves=name in _MOVING)
                 masked = name == "__getitem__" and any(item.dtype is torch.bool for item in tensors[1:])
                 return self._keep(results, "masked_select" if masked else name, sources)
         if name in ("__getitem__", "__setitem__"):
@@ -226,7 +240,7 @@ class Evaluating(TorchFunctionMode):
             isinstance(leaf, torch.SymInt) for leaf in pytree.tree_leaves((args, kwargs))
         ):
             return function(*args, **kwargs)
-        with _outside():
+        with outside():
             result = function(*args, **kwargs)
         if isinstance(result, Tensor) and not _rounds(result):
             return self._keep(result, name, frozenset())
@@ -238,7 +252,7 @@ class Evaluating(TorchFunctionMode):
         """Whether the call is one of structure, and what it gives."""
         if name.endswith("_") and not name.endswith("__") and any(map(_rounds, tensors)):
             return False, None
-        with _outside():
+        with outside():
             results = function(*args, **kwargs)
         given = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
         moves = name in _MOVING and all(item.dtype in {each.dtype for each in tensors} for item in given)
@@ -247,7 +261,7 @@ class Evaluating(TorchFunctionMode):
     def _keep(self, results: Any, name: str, sources: frozenset[str]) -> Any:
         leaves = pytree.tree_leaves(results)
         for leaf in leaves:
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not _is_traced(leaf):
                 self._known[id(leaf)] = (leaf, sources)
         if not all(isinstance(leaf, Tensor) for leaf in leaves) or name in _SIZED:
             self.asked |= sources
@@ -260,15 +274,16 @@ class Evaluating(TorchFunctionMode):
         if not isinstance(matrix, Tensor):
             return None
         if id(matrix) not in self._matrices and matrix.layout is not torch.strided and self._is_known(matrix):
-            with _outside():
-                self._matrices[id(matrix)] = (matrix, entries_of(matrix))
+            with outside():
+                entries = replace(entries_of(self._exact.of(matrix)), dtype=matrix.dtype)
+                self._matrices[id(matrix)] = (matrix, entries)
         found = self._matrices.get(id(matrix))
         return None if found is None else found[1]
 
     def _multiply(self, entries: Entries, x: Tensor) -> Tensor:
         known = not _is_traced(entries.values)
         if id(entries) not in self._ordered:
-            with _outside():
+            with outside():
                 order = torch.argsort(entries.rows, stable=True)
                 is_ordered = torch.equal(order, torch.arange(len(order), device=order.device))
                 rows, columns = entries.rows[order].clone(), entries.columns[order].clone()
@@ -277,6 +292,8 @@ class Evaluating(TorchFunctionMode):
                 self._known[id(made)] = (made, frozenset())
             if not known and not is_ordered:
                 values = values.index_select(0, order)
+            if known and entries.dtype not in (None, values.dtype):
+                values = values.to(entries.dtype)  # traced, so that a proof has the digits
             self._ordered[id(entries)] = Entries(rows, columns, values, entries.shape)
             self._kept.append(entries)
         ready = self._ordered[id(entries)]
@@ -303,7 +320,7 @@ class Evaluating(TorchFunctionMode):
 
     @staticmethod
     def _evaluated(call: Callable[[], Any]) -> Any:
-        with _outside():
+        with outside():
             return call()
 
     def _rows_of_masks(self, index: Any) -> Any:
@@ -312,7 +329,7 @@ class Evaluating(TorchFunctionMode):
         found: list[Any] = []
         for item in items:
             if isinstance(item, Tensor) and item.dtype is torch.bool and self._is_known(item):
-                with _outside():
+                with outside():
                     rows = item.nonzero(as_tuple=True)
                 found += self._keep(rows, "nonzero", self._known[id(item)][1])
             else:
@@ -361,13 +378,6 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
             return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
         case _:
             return (tensor,)
-
-
-@contextmanager
-def _outside() -> Iterator[None]:
-    """Within, nothing is recorded, and tensors have values."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        yield
 
 
 @contextmanager

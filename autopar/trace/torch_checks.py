@@ -6,7 +6,8 @@
     1 / float(num_batches_tracked)      a batch norm's cumulative average: computed by tensors
     x.normal_(), x.fill_diagonal_(v)    by torch.randn and torch.where
 
-Generators that a forward passes to a draw are refused: their state would be that of the trace.
+What writes to weights (max_norm) and what has shapes by values (packed sequences, CTC loss) is refused by
+name. Generators that a forward passes to a draw are refused: their state would be that of the trace.
 """
 
 from __future__ import annotations
@@ -144,6 +145,9 @@ _IN_PLACE: dict[Any, Callable[..., Tensor]] = {
 }
 _LEAVING = (Tensor.numpy, Tensor.__array__, Tensor.tolist)  # which work for what is constant
 
+_CTC = (F.ctc_loss, torch.ctc_loss)
+_LOOKUPS = (F.embedding, F.embedding_bag)
+
 
 class _Rewriting(TorchFunctionMode):
     """Reads of `tensor.data` are traced as `tensor.detach()`, and `tensor.data = x` is refused: torch.export
@@ -170,6 +174,13 @@ class _Rewriting(TorchFunctionMode):
         try:
             return function(*args, **kwargs)
         except RuntimeError as cause:
+            if function in _CTC:
+                raise ForwardError(
+                    "CTC loss, whose sizes depend on the values of the lengths",
+                    "shapes that depend on shapes alone",
+                    "return the log-probabilities, and call ctc_loss on what the parallel model returns, "
+                    "without loss_fn and stages",
+                ) from cause
             if function not in _LEAVING:
                 raise
             raise ForwardError(
@@ -186,9 +197,27 @@ def _refuse(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
             "writes that can be traced",
             "write buffer.copy_(...) under torch.no_grad(), and to parameters outside of forward",
         )
+    if getattr(function, "__name__", "") == "_pack_padded_sequence":
+        raise ForwardError(
+            "packed sequences: their lengths are values that shapes depend on",
+            "padded sequences, of one shape for all lengths",
+            "run a recurrent layer of one direction on the padded tensor, and leave out what is past the "
+            "lengths by torch.where(step < lengths[:, None, None], output, 0)",
+        )
+    if function in _LOOKUPS and _max_norm(args, kwargs) is not None:
+        raise ForwardError(
+            f"{function.__name__} with max_norm, which writes to its weight at each call",
+            "parameters that forward only reads",
+            "build it without max_norm, and scale in forward the rows that it gives",
+        )
     if isinstance(kwargs.get("generator"), torch.Generator):
         raise ForwardError(
             "a torch.Generator, whose state would always be that of the trace",
             "draws from torch's own generator",
             "leave out generator=, or draw outside of forward and pass the tensor",
         )
+
+
+def _max_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Of F.embedding or F.embedding_bag, whose fourth argument it is."""
+    return args[3] if len(args) > 3 else kwargs.get("max_norm")

@@ -72,8 +72,8 @@ def evaluate(
     if by rounding."""
     values, generator = dict(inputs), torch.Generator().manual_seed(len(operators))
     for item in operators:
-        args = map_refs(item.args, lambda ref: values[ref.name])
-        results = eager_target(item)(*args, **item.kwargs)
+        args, kwargs = map_refs((item.args, item.kwargs), lambda ref: values[ref.name])
+        results = eager_target(item)(*args, **kwargs)
         results = [results] if isinstance(results, Tensor) else results
         for name, value in zip(item.results, results, strict=True):
             if name and noise and value.is_floating_point():

@@ -114,6 +114,39 @@ def test_every_variant_of_sparse_products_is_right(name: str, variant: tuple[str
     prove_variant(name, *variant)
 
 
+class TwoSteps(SparseLayer):
+    """By a matrix that is computed of the one that is passed."""
+
+    def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
+        twice = matrix @ matrix
+        return (twice * 0.3) @ self.linear(x) + twice.to_dense().t() @ self.linear(x)
+
+
+class MeanWithItself(SumOfNeighbours):
+    """Means of what comes in and of what is there."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x, (source, target) = self.linear(x), edge_index
+        index = target.view(-1, 1).expand(-1, x.shape[1])
+        return x.scatter_reduce(0, index, x[source], "mean", include_self=True)
+
+
+class LargestOfSegments(SumOfNeighbours):
+    """Of messages many of which are zero, so that several are the largest."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        order = torch.argsort(edge_index[1], stable=True)
+        lengths = torch.bincount(edge_index[1], minlength=len(x))
+        messages = F.relu(self.linear(x))[edge_index[0][order]]
+        return torch.segment_reduce(messages, "max", lengths=lengths, axis=0, initial=0.0)
+
+
+@pytest.mark.parametrize("force", ["batch", pytest.param("filter", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layer", [TwoSteps, MeanWithItself, LargestOfSegments])
+def test_what_rounding_and_ties_decide_is_that_of_the_serial_model(layer: Layer, force: str) -> None:
+    prove(layer, 2, force, structure=adjacency("coo") if layer is TwoSteps else None)
+
+
 class Attention(nn.Module):
     """Messages weighed by a softmax over each vertex's edges, as GATConv's, with dropout of weights."""
 

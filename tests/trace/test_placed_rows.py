@@ -10,6 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.core.graph import Graph
+from autopar.core.mesh import Mesh
+from autopar.core.placement import B, P
+from autopar.sharding.atoms import Dims
+from autopar.sharding.strategies import find_atoms, options_of
 from autopar.trace.edge_operators import PICK, PLACE
 from autopar.trace.export import trace
 from autopar.trace.sparse_products import PRODUCT
@@ -80,8 +84,15 @@ FORMS: dict[str, Forward] = {
     "amax, alone": reduced("amax", self_too=False),
     "prod of ones": reduced("prod", self_too=True, ones=True),
     "prod, too": reduced("prod", self_too=True),
-    **{f"segments {reduce}": segments(reduce) for reduce in ("sum", "mean", "max", "min", "prod")},
-    **{f"segments {reduce} from 0.5": segments(reduce, 0.5) for reduce in ("sum", "mean", "max", "min")},
+    **{f"segments {reduce}": segments(reduce) for reduce in ("sum", "mean", "prod")},
+    **{f"segments {reduce} from 0.5": segments(reduce, 0.5) for reduce in ("sum", "mean")},
+    **{
+        f"segments {reduce} {initial}, no gradient": lambda x, e, how=reduce, initial=initial: (  # type: ignore[misc]
+            x.index_add(0, e[1], x[e[0]])[:4] + segments(how, initial)(x.detach(), e)
+        )
+        for reduce in ("max", "min")
+        for initial in (None, 0.5)
+    },
     "segments prod from 2": segments("prod", 2.0),
 }
 
@@ -125,6 +136,18 @@ def test_rows_are_placed_among_zeros(form: str) -> None:
 def test_maxima_that_count_what_is_there_stay_as_they_are() -> None:
     targets = {item.target for item in prove(reduced("amax", self_too=True)).operators}
     assert aten.index_reduce.default in targets
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("initial", [None, 0.0])
+def test_extremes_of_segments_have_torchs_own_gradients_where_rows_are_alike(
+    reduce: str, initial: float | None
+) -> None:
+    """It gives each of them the whole of a negative gradient, but shares of a positive one."""
+    graph = prove(lambda x, e: segments(reduce, initial)(x.sign() + x.index_add(0, e[1], x[e[0]]) * 0, e))
+    (kept,) = (item for item in graph.operators if item.target is aten.segment_reduce.default)
+    options = options_of(kept, Dims(graph, find_atoms(graph), Mesh((2,))))
+    assert options and {B, P}.isdisjoint(place for option in options for place in option.results)
 
 
 def test_rows_that_are_copied_to_one_place_stay_as_they_are() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -110,8 +112,9 @@ def test_values_that_are_no_structure_decide_nothing() -> None:
         y = torch.zeros_like(x).index_add(0, target, x[source])
         return y[y[:, 0] > 0]
 
-    with pytest.raises(ValuesAskedError, match=r'test_structure.*static=\("input_1",\)'):
+    with pytest.raises(ValuesAskedError, match=r"test_structure.*torch\.where") as refusal:
         traced(chosen, torch.randn(VERTICES, FEATURES), edges())
+    assert "static" not in str(refusal.value), "edges are structure already"
 
 
 def test_random_numbers_like_edges_are_drawn_at_each_call() -> None:
@@ -244,3 +247,70 @@ def test_other_operators_on_sparse_matrices_are_refused_with_the_line() -> None:
     square = torch.randn(VERTICES, VERTICES)
     with pytest.raises(TraceError, match=r"test_structure\.py:\d+.*on a sparse tensor.*torch\.sparse\.mm"):
         traced(scaled, square, adjacency())
+
+
+SPARSE_CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a product at entries": lambda x, matrix: torch.sparse.sampled_addmm(matrix, x, x.t()) @ x,
+    "CSR of values": lambda x, matrix: (
+        torch.sparse_csr_tensor(
+            matrix.crow_indices(), matrix.col_indices(), x.mean() * torch.ones(70), (23, 23)
+        )
+        @ x
+    ),
+    "entries that are kept apart": lambda x, matrix: (matrix * x[:, :1]) @ x,
+}
+
+
+@pytest.mark.parametrize("name", SPARSE_CALLS)
+def test_sparse_calls_that_torch_cannot_trace_are_refused_by_what_can_be(name: str) -> None:
+    with pytest.raises(TraceError, match=r"test_structure\.py:\d+.*A @ x.*sparse_coo_tensor") as refusal:
+        traced(SPARSE_CALLS[name], torch.randn(VERTICES, FEATURES), adjacency("csr"))
+    assert "eagerly" not in str(refusal.value) and len(str(refusal.value)) <= 400
+
+
+@pytest.mark.parametrize("layer", ["GCNConv", "SAGEConv", "GATConv"])
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_layers_that_are_passed_a_sparse_matrix_want_edges(layer: str, layout: str) -> None:
+    nets = pytest.importorskip("torch_geometric.nn")
+    model = getattr(nets, layer)(FEATURES, 3)
+    with pytest.raises(TraceError, match="PyTorch Geometric edge_index"):
+        trace(model, (torch.randn(VERTICES, FEATURES), adjacency(layout)))
+
+
+class Kinds(nn.Module):
+    """Sizes follow from the kinds of edges; forward takes more than a call passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached: Tensor | None = None
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, kind: Tensor, batch: Tensor | None = None, *, keeps: bool = False
+    ) -> Tensor:
+        source, target = edge_index[:, edge_index[0] != edge_index[1]]
+        out = torch.zeros_like(x).index_add(0, target, x[source])
+        if keeps:
+            self.cached = out if self.cached is None else self.cached + out
+            return self.cached
+        return out[torch.unique(kind)]
+
+
+def test_what_could_be_static_is_named_as_forward_does_and_labels_are_none_of_it() -> None:
+    x, labels = torch.randn(VERTICES, FEATURES), torch.zeros(5, dtype=torch.int64)
+    inputs = (x, edges(), torch.arange(70) % 5, labels)
+    with pytest.raises(ValuesAskedError) as refusal:
+        trace(Kinds(), inputs, loss_fn=nn.functional.cross_entropy)
+    assert 'static=("kind",)' in refusal.value.remedy
+    found = trace(Kinds(), inputs, loss_fn=nn.functional.cross_entropy, static=("kind",))
+    assert found.structure.users == {1, 2}
+    with pytest.raises(InputError, match="found 'batch'"):
+        trace(Kinds(), inputs, loss_fn=nn.functional.cross_entropy, static=("batch",))
+
+
+def test_of_edges_that_are_seen_what_is_in_the_way_then_is_told() -> None:
+    x = torch.randn(VERTICES, FEATURES)
+    with pytest.raises(
+        TraceError, match=r"cached: found a tensor that forward reads and replaces"
+    ) as refusal:
+        trace(Kinds(), (x, edges(), torch.arange(70) % 5), {"keeps": True})
+    assert "static" not in str(refusal.value)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from autopar.api import verify
 from autopar.cluster import ClusterSpec
@@ -150,3 +151,32 @@ def test_a_key_that_torch_adds_beside_a_mask_that_may_be_causal_is_refused() -> 
 def test_a_key_that_torch_adds_is_seen_as_the_call_says(is_causal: bool) -> None:
     target = Target(WithZeros(is_causal), (SEQUENCE, CAUSAL), {}, None, "")
     assert verify(target, TWO, steps=2, force="batch", changes=0).passed
+
+
+# -- what is refused by name ----------------------------------------------------------------------------
+
+
+def packed(x: Tensor) -> Any:
+    return pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)[0].sum()
+
+
+def by_ctc(x: Tensor) -> Tensor:
+    lengths = torch.tensor([5, 4]), torch.tensor([2, 1])
+    return F.ctc_loss(x.transpose(0, 1).log_softmax(-1), torch.ones(2, 2, dtype=torch.int64), *lengths)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "words"),
+    [
+        (Net(lambda h, _: packed(h)), torch.randn(2, 5, 6), "packed sequences.*lengths.*padded tensor"),
+        (Net(lambda h, _: by_ctc(h)), torch.randn(2, 5, 6), "CTC loss.*lengths.*log-probabilities"),
+        (nn.Embedding(5, 4, max_norm=1.0), torch.arange(3), "embedding with max_norm.*without max_norm"),
+        (nn.EmbeddingBag(5, 4, max_norm=1.0), torch.ones(3, 2).long(), "embedding_bag with max_norm"),
+    ],
+)
+def test_what_has_shapes_by_values_or_writes_to_weights_is_refused_by_name(
+    model: nn.Module, x: Tensor, words: str
+) -> None:
+    with pytest.raises(TraceError, match=words) as refusal:
+        trace(model, (x,))
+    assert len(str(refusal.value)) <= 400

@@ -23,7 +23,7 @@ optimizer_values   one value of an optimizer's state, between how it lies and se
 optimizer_states   state dicts of optimizers in serial order
 named_states       torch's state dicts by names, full or in shards
 clipping           gradient clipping over stages
-loss_scaling       loss scaling for float16 over stages
+loss_scaling       loss scaling for float16 over stages; steps without it that overflow
 sampler            which samples each rank loads
 agreement          what ranks must have in common
 local_inputs       calls where every rank passes its own samples

@@ -175,6 +175,8 @@ class CallPrograms:
         groups.setup(made.mesh, group_keys(made), timeout=self._running.timeout, copies=copies)
         mesh = self._tensors.check(made) if self._tensors.is_placed else self._place(made)
         self._tensors.update_states()
+        if torch.is_grad_enabled():
+            self._tensors.note(made)
         program, structure = self._bind(made, mesh, step=step), self._structure(made, call)
         if self.compiles:
             program.compile(tells=self._running.tells)

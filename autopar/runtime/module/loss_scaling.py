@@ -4,6 +4,9 @@
 
 torch's GradScaler checks the gradients of one optimizer, which are those of one stage; of what is sharded
 DTensors ask the whole mesh. So for parameters of a pipeline its answer is the largest over all ranks.
+
+Without a scaler torch steps along whatever gradients there are: then all weights are NaN, and no message
+says why. Here such a step is refused, before it changes a weight.
 """
 
 from __future__ import annotations
@@ -15,14 +18,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autopar.errors import InputError
 from autopar.runtime.collectives import transport
 from autopar.runtime.collectives.roll_call import collective
+from autopar.runtime.execute.executable import Executable, StagedExecutable
+from autopar.runtime.module.optimizers import at_steps
+from autopar.runtime.module.user_tree import UserTree
+from autopar.runtime.parameters.parameters import local
 
 _staged: list[weakref.ref[DeviceMesh]] = []
+_scaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose gradients a scaler has looked at
+_FOUND = "found_inf"  # of an optimizer that is told by a scaler whether to step
 _CHECKS = "_unscale_grads_"  # a method of torch's scaler: it says which gradients are infinite
 
 
@@ -34,6 +45,10 @@ def factor_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor | No
 def share_infinities(mesh: DeviceMesh) -> None:
     """From now on GradScaler's checks of gradients on `mesh`, one stage's, are those of all ranks."""
     _staged[:] = [each for each in _staged if each() is not None] + [weakref.ref(mesh)]
+    _watch_scalers()
+
+
+def _watch_scalers() -> None:
     check = getattr(torch.amp.GradScaler, _CHECKS)
     if not hasattr(check, "_shared"):
         setattr(torch.amp.GradScaler, _CHECKS, _sharing(check))
@@ -43,6 +58,7 @@ def _sharing(check: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(check)
     def shared(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         found = check(scaler, optimizer, *args, **kwargs)
+        _scaled.add(optimizer)
         device = _staged_device(optimizer)
         if device is None:
             return found
@@ -64,3 +80,52 @@ def _staged_device(optimizer: torch.optim.Optimizer) -> torch.device | None:
             if isinstance(item, DTensor) and any(item.device_mesh is mesh for mesh in meshes):
                 return item.device
     return None
+
+
+# -- without a scaler ---------------------------------------------------------------------------
+
+
+def computes_in_half(made: Executable | StagedExecutable) -> bool:
+    """Whether a program casts something to float16."""
+    stages = (made,) if isinstance(made, Executable) else made.stages
+    parts = [part for stage in stages for part in stage.module.modules() if isinstance(part, fx.GraphModule)]
+    nodes = [node for part in parts for node in part.graph.nodes]
+    return any(torch.float16 in (*node.args, *node.kwargs.values()) for node in nodes)
+
+
+def refuse_infinite(tree: UserTree, is_half: Callable[[], bool]) -> None:
+    """While `tree` lives, a step of its parameters along gradients that aren't finite raises InputError.
+
+    Where it `is_half`, and no scaler has looked at them. Each rank looks at its own parts.
+    """
+    _watch_scalers()
+    owner = weakref.ref(tree)
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        known = owner()
+        if optimizer in _scaled or hasattr(optimizer, _FOUND):
+            _scaled.discard(optimizer)
+        elif known is not None and is_half():
+            stepped = {id(item) for group in optimizer.param_groups for item in group["params"]}
+            gradients = {
+                name: item.grad
+                for name, item in known.root.named_parameters()
+                if id(item) in stepped and isinstance(item.grad, DTensor)
+            }
+            _require_finite(optimizer, gradients)
+
+    at_steps(register_optimizer_step_pre_hook, tree, check)
+
+
+def _require_finite(optimizer: torch.optim.Optimizer, gradients: dict[str, DTensor]) -> None:
+    """Raise InputError where one isn't finite; where all are, the device is waited for once."""
+    finite = [local(item).isfinite().all() for item in gradients.values()]
+    if not finite or torch.stack(finite).all():
+        return
+    name = next(name for name, fine in zip(gradients, finite, strict=True) if not fine)
+    raise InputError(
+        where=f"step of {type(optimizer).__name__}",
+        found=f"a gradient of {name} that isn't finite, in a model that computes in float16 without a scaler",
+        wanted="finite gradients, or a scaler, which leaves out such steps",
+        remedy='use torch.amp.GradScaler, or compute in bfloat16 (dtype="bf16")',
+    )

@@ -30,7 +30,7 @@ from autopar.runtime.execute.bound_program import gradient_key
 from autopar.runtime.execute.executable import Executable, InputPart, Pinned, StagedExecutable
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.clipping import refuse_torch_clipping
-from autopar.runtime.module.loss_scaling import share_infinities
+from autopar.runtime.module.loss_scaling import computes_in_half, refuse_infinite, share_infinities
 from autopar.runtime.module.named_states import speak_by_names
 from autopar.runtime.module.optimizer_states import speak_serial_order
 from autopar.runtime.module.optimizers import refuse_together, step_fast, take_over
@@ -71,6 +71,7 @@ class PlacedTensors:
         self.pipeline = Pipeline()
         self._held: RankStates | None = None  # with stages
         self.nothing: tuple[nn.Parameter, ...] = ()  # with stages
+        self._is_half = [False]  # whether a program that learns computes in float16; shared with hooks
 
     @property
     def is_placed(self) -> bool:
@@ -113,9 +114,15 @@ class PlacedTensors:
         speak_by_names()
         return mesh
 
+    def note(self, made: Executable | StagedExecutable) -> None:
+        """Look at gradients from now on if this program, which learns, computes in float16."""
+        self._is_half[0] = self._is_half[0] or computes_in_half(made)
+
     def _look_at_steps(self, mesh: DeviceMesh) -> None:
         """Let optimizers step these parameters in the way that is right and fast, or be refused."""
         refuse_together(self, mesh, staged=self.pipeline.is_staged)
+        is_half = self._is_half
+        refuse_infinite(self.tree, lambda: is_half[0])
         step_whole(self, mesh, staged=self.pipeline.is_staged)
         step_fast(self, mesh)
 

@@ -9,7 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import (
     SpectralNorm,
     SpectralNormLoadStateDictPreHook,
@@ -74,12 +76,37 @@ def check(model: nn.Module) -> None:
         _refuse(wrapped, "a plain model", "pass the model as it was before it was wrapped")
     check_plain(model)
     forget_made_weights(model)
+    _check_made_parameters(model)
     hooks = [*_module_hooks(model), *_parameter_hooks(model)]
     if hooks:
         _refuse(
             hooks,
             "no hooks inside the model, which is traced into one graph",
             "remove them, or register forward hooks on the parallel module itself",
+        )
+
+
+def _check_made_parameters(model: nn.Module) -> None:
+    """Refuse what torch's own pre-hooks make before calls: lazy modules' parameters, pruned weights."""
+    lazy = [
+        f"{_name(path)}, a {type(module).__name__} without parameters yet"
+        for path, module in model.named_modules()
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()  # type: ignore[misc]
+    ]
+    if lazy:
+        _refuse(lazy, "parameters of known shapes", "call the model once on an example first")
+    pruned = [
+        f"{hook._tensor_name} of {_name(path)} pruned by torch.nn.utils.prune"
+        for path, module in model.named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, BasePruningMethod)
+    ]
+    if pruned:
+        _refuse(
+            pruned,
+            "weights that are parameters",
+            "call torch.nn.utils.prune.remove(module, name) first, which leaves zeros that learn; to keep "
+            "them zero, multiply by a mask that is a buffer in forward",
         )
 
 

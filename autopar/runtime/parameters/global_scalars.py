@@ -8,7 +8,8 @@ another skips. Its dispatcher keeps a table of handlers by operator, the door us
 registered, the scalar is made whole first. That is a collective: all ranks read a number, or none.
 
 A stage of a pipeline holds parameters of its own, and a number of theirs is not the model's. So it is refused
-there, as torch's clipping is, and so are scalars of several parameters put together.
+there, as torch's clipping is, and so are scalars of several parameters put together, and vectors of them:
+torch.nn.utils.parameters_to_vector would give one stage's, and vector_to_parameters begin anew at each.
 
 A block of rows (every head of q, k and v) doesn't lie in the order that the DTensor says. Sums, norms,
 extremes and comparisons of equally laid tensors don't care.
@@ -30,6 +31,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, TupleStrategy
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn.utils import convert_parameters
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import InputError, cut_text
@@ -69,6 +71,7 @@ _LINEAR = (  # in which torch 2.13 takes shares of norms for shares of sums
     aten.addmm.default,
     aten.bmm.default,
 )
+_OF_VECTORS = "_check_param_device"  # which torch calls for each parameter of a vector
 _PROPAGATE = (
     "_propagate_op_sharding_dispatch_slow_path"  # called for operators and placements not seen before
 )
@@ -113,6 +116,9 @@ def _install() -> None:
             strategies[operator] = _on_whole(strategies[operator])
     if not hasattr(propagate, "_guarded"):
         setattr(dispatcher, _PROPAGATE, _guard(propagate))
+    of_vectors = getattr(convert_parameters, _OF_VECTORS, None)
+    if of_vectors is not None and not hasattr(of_vectors, "_guarded"):
+        setattr(convert_parameters, _OF_VECTORS, _of_whole_models(of_vectors))
 
 
 def _try_out(mesh: DeviceMesh) -> None:
@@ -213,6 +219,21 @@ def _refuse_together(operator: Any, specs: list[Any]) -> None:
     refused = _JOINING if any(_is_among(spec.mesh, _with_numbers) for spec in numbers) else _JOINING + _ADDING
     if operator in refused and len(numbers) > 1:
         raise _of_one_stage("a norm or sum of several parameters")
+    if operator in _JOINING and any(len(spec.shape) == 1 for spec in specs):
+        raise _of_one_stage("a vector of the parameters")
+
+
+def _of_whole_models(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses parameters of a stage where torch makes a vector of a model's, or cuts one."""
+
+    @functools.wraps(check)
+    def guarded(parameter: Tensor, *args: Any) -> Any:
+        if isinstance(parameter, DTensor) and _is_among(parameter.device_mesh, _staged):
+            raise _of_one_stage("a vector of the parameters")
+        return check(parameter, *args)
+
+    guarded._guarded = True  # type: ignore[attr-defined]
+    return guarded
 
 
 def _on_whole(strategy: Callable[..., Any]) -> Callable[..., Any]:

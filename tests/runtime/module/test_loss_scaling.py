@@ -1,7 +1,8 @@
-"""float16 with a scaler: the parallel program scales, unscales, clips and skips as the serial model does."""
+"""float16: a program scales, unscales, clips and skips as the serial model; an overflow is refused."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.core.mesh import Mesh
 from autopar.core.pipeline import Pipeline
+from autopar.errors import InputError
 from autopar.rewrite.render import describe
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.pool import Pool
@@ -32,13 +34,13 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def parallel(way: str, x: Tensor, y: Tensor) -> ParallelModule:
+def parallel(way: str, x: Tensor, y: Tensor, *, half: bool = True) -> ParallelModule:
     pipeline = WAYS[way]
     shape, wanted = ((1,), ["batch"]) if pipeline.ranks > 1 else ((2,), ["filter"])
     compiler = forced_compiler(Mesh(shape), wanted, pipeline=pipeline, loss_fn=F.mse_loss)
     by_steps = pipeline.micro_batches > 1
     ours = ParallelModule(net(), compiler, describe=describe, device=CPU, by_steps=by_steps)
-    with torch.autocast("cpu", torch.float16):
+    with torch.autocast("cpu", torch.float16, enabled=half):
         ours.prepare(x, y)
     return ours
 
@@ -125,3 +127,38 @@ def spoil(way: str) -> None:
 @pytest.mark.parametrize("way", ["filter", "stages"])
 def test_infinity_on_one_rank_is_a_step_less_on_all(pools: Pools, way: str) -> None:
     pools(2).run(spoil, way)
+
+
+def overflow(way: str) -> None:
+    x, y = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 4)
+    ours = parallel(way, x, y)
+    optimizer = torch.optim.Adam(ours.parameters(), lr=0.1)
+    for factor in (1, 1e5):
+        ours.zero_grad()
+        before = {name: value.clone() for name, value in ours.state_dict().items()}
+        with torch.autocast("cpu", torch.float16):
+            loss = ours(x * factor, y) if way == "filter" else ours.train_step(x * factor, y)
+        if loss.requires_grad:
+            loss.backward()
+        if factor == 1:
+            optimizer.step()
+            continue
+        with pytest.raises(InputError, match=r"gradient of \d.weight that isn't finite.*GradScaler"):
+            optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("way", ["filter", "stages"])
+def test_a_step_that_overflows_without_a_scaler_is_refused(pools: Pools, way: str) -> None:
+    pools(2).run(overflow, way)
+
+
+def overflow_wide() -> None:
+    ours = parallel("filter", x := torch.ones(8, 8), y := torch.zeros(8, 4), half=False)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    ours(x * math.inf, y).backward()  # in float32 throughout, the step is as it is with torch
+    optimizer.step()
+
+
+def test_steps_of_a_model_that_never_computes_in_float16_are_not_refused(pools: Pools) -> None:
+    pools(2).run(overflow_wide)

@@ -269,6 +269,11 @@ BY_HAND: dict[str, Callable[[list[Any]], Any]] = {
     "stack": lambda items: torch.stack([item.grad.norm() for item in items]).norm(),
     "sum": lambda items: sum((item.grad**2).sum() for item in items),
     "comparison": lambda items: torch.equal(items[0], items[0].clone()),
+    "vector": nn.utils.parameters_to_vector,
+    "vector by hand": lambda items: torch.cat([item.flatten() for item in items]),
+    "of a vector": lambda items: nn.utils.vector_to_parameters(
+        torch.zeros(sum(item.numel() for item in items)), items
+    ),
 }
 
 
@@ -284,7 +289,7 @@ def _by_hand(name: str, number: bool) -> None:
     items = [item for item in ours.parameters() if item.grad is not None]
     assert len(items) > 1
     with pytest.raises(
-        InputError, match=r"test_global_scalars.py:\d+: .* found a (norm|number|comp).*clip_grad_norm_"
+        InputError, match=r"test_global_scalars.py:\d+: .* found a (norm|number|comp|vector).*clip_grad_norm_"
     ) as told:
         BY_HAND[name](items)
     assert len(str(told.value).partition(": found")[2]) < 400

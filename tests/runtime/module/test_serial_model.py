@@ -1,0 +1,31 @@
+"""What of a model can't be run in parallel is named, and how the user makes it a plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from autopar.errors import InputError
+from autopar.runtime.module import serial_model
+
+
+def test_a_lazy_module_is_refused_by_name_until_it_was_called() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.LazyLinear(3))
+    with pytest.raises(InputError, match="module 1, a LazyLinear.*call the model once"):
+        serial_model.check(model)
+    model(torch.randn(2, 6))
+    serial_model.check(model)
+
+
+def test_pruned_weights_are_refused_by_name_until_the_pruning_is_made_permanent() -> None:
+    model = nn.Sequential(nn.Linear(6, 4))
+    for name in ("weight", "bias"):
+        prune.l1_unstructured(model[0], name, 0.5)
+    prune.random_unstructured(model[0], "weight", 0.5)  # a container of two
+    with pytest.raises(InputError, match=r"bias of module 0 pruned.*weight of module 0.*prune\.remove"):
+        serial_model.check(model)
+    for name in ("weight", "bias"):
+        prune.remove(model[0], name)
+    serial_model.check(model)
