@@ -1,7 +1,7 @@
 """What a step with K stages and M micro-batches would take, told from one placement of another micro-batch.
 
-    t(M)     seconds of a micro-batch: what its launches cost stays, the rest shrinks with its samples, as
-             far as the devices that share them get equally many
+    t(M)     seconds of a micro-batch: what its launches cost stays, and gradients as large as an embedding,
+             the rest shrinks with its samples, as far as the devices that share them get equally many
     slowest  of t(M), on the slowest of K stages; t(M)/K where ranks have several stages, which even out
     bubble   (K - 1) t/K, or less where ranks have several stages or can do the weights' gradients meanwhile
 

@@ -5,11 +5,12 @@
     plan        the first few in that order, each on its own graph              -> the best
 
 Tracing a model and solving a mesh take seconds, there are hundreds of choices, and the seconds of a
-micro-batch of another size follow closely from those of M0: what launches cost stays, the rest shrinks
-with its samples. M0 is about 16, or fewer where a micro-batch has fewer samples than a stage has devices,
-which no batch parallelism could share. So the choice of K and M rests on estimates; the plan says so. K is
-sought from stages of one node up and down, for as long as that is faster, up to the number of equal blocks;
-K = 1 is always among the choices.
+micro-batch of another size follow closely from those of M0: what launches cost stays, and gradients as large
+as an embedding, the rest shrinks with its samples. M0 is about 16, or fewer where a micro-batch has fewer
+samples than a stage has devices, which no batch parallelism could share. So the choice of K and M rests on
+estimates; the plan says so. K is sought from stages of one node up and down, for as long as that is faster,
+up to the number of equal blocks; K = 1 is always among the choices; the simplest that fits is planned
+whatever its estimate is.
 """
 
 from __future__ import annotations
@@ -107,9 +108,10 @@ def decide_all(
     failures: list[AutoparError] = []
     apart = Apart(measured=request.measure and screen.model.here)
     few = _few(choices, apart, screen.cap)
+    simplest = min((each for each in few if each.nbytes <= screen.cap), key=complexity, default=None)
     for choice in few:
         fastest = min((apart.limit(choice, each) for each in found), default=math.inf)
-        if choice.seconds >= room * fastest:
+        if choice is not simplest and choice.seconds >= room * fastest:
             continue  # plans are hardly faster than their estimates
         if found and is_over(deadline):
             break
@@ -397,7 +399,7 @@ class _Screen:
             recompute, spared = sparing(priced)
         if scarce and ranks == 1 and problem.offload is Offload.AUTO:
             hidden = max(0, solution.peak.saved - overlapped(priced).peak.saved)
-        launches = 2 * sum(price.launches for price in prices)
+        launches, launch = 2 * sum(price.launches for price in prices), self.model.device.launch_seconds
         seconds, samples = [price.seconds for price in prices], self.batch // sample.count
         cost = priced.cost
         evenness = bottleneck(seconds, ranks) / sum(seconds) if sum(seconds) else 1 / ranks
@@ -411,7 +413,7 @@ class _Screen:
             weights=sum(price.weights for price in prices),
             shards=_shards(priced.graph, priced.program, samples, seconds),
             free=self.request.force is None,
-            fixed=launches * self.model.device.launch_seconds,
+            fixed=launches * launch + _weight_seconds(priced, launch),
             hop_bytes=self.least_crossing(priced),
             hop=self.model.hop(self.cluster, ranks),
             state_bytes=solution.peak.state,
@@ -449,6 +451,30 @@ class _Screen:
             return replace(self.request, pipeline_ranks=ranks, micro_batches=count).kinds()
         except InputError:
             return []
+
+
+def _weight_seconds(priced: PricedProgram, launch: float) -> float:
+    """Seconds, but for launches, of gradients as large as an embedding, whatever the samples are.
+
+    Of what an operator without products writes and reads for them, its weights are one part and its results
+    the other."""
+    seconds, nbytes, specs = 0.0, priced.prices.local_bytes, priced.graph.specs
+    for item, price in zip(priced.graph.operators, priced.operator_prices, strict=True):
+        if price.weights and not price.flops:
+            strategy = priced.program.strategies[item.name]
+            weights = sum(
+                nbytes(name, tuple(option.operands[place] for option in strategy))
+                for place, name in enumerate(item.operands)
+                if specs[name].requires_grad
+            )
+            results = sum(
+                nbytes(name, tuple(option.results[place] for option in strategy))
+                for place, name in enumerate(item.results)
+                if name
+            )
+            moved = max(0.0, price.weights - price.launches * launch)
+            seconds += moved * weights / max(1, weights + results)
+    return seconds
 
 
 def _shards(graph: Graph, program: Program, samples: int, seconds: Sequence[float]) -> dict[int, float]:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import lru_cache
 from itertools import combinations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from autopar.cluster import ClusterSpec
+from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.program.step import StepCost
 from autopar.planning.estimates import OTHERWISE, Screened, bottleneck
 from autopar.planning.pipeline_search import _Screen
 from autopar.planning.search import decide
+from autopar.trace.export import trace
+from autopar.trace.simplify import only_loss
 from tests.planning.test_pipeline_search import BATCH, CLUSTER, OPEN, graph_of
 
 EVEN = Screened(
@@ -65,6 +72,35 @@ def test_an_estimate_is_near_to_what_planning_comes_to() -> None:
     for choice in choices:
         asked = replace(OPEN, pipeline_ranks=2, micro_batches=choice.micro_batches, mesh=choice.mesh)
         found = decide(graph_of(choice.micro_batches), CLUSTER, asked).step
+        assert choice.seconds == pytest.approx(found.seconds, rel=0.15)
+
+
+def test_gradients_as_large_as_an_embedding_do_not_shrink_with_the_samples() -> None:
+    """A dense gradient of 1 GiB is written for every micro-batch, however few samples it has."""
+
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(1 << 22, 64)
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            total: Tensor = self.layer(self.rows(x)).sum()
+            return total
+
+    @lru_cache
+    def graph_of(micro_batches: int) -> Graph:
+        with torch.device("meta"):
+            model, x = Looked(), torch.zeros(4096 // micro_batches, dtype=torch.long)
+        return only_loss(trace(model, (x,), {}).graph)
+
+    device = ClusterSpec(devices_per_node=1, device="h200")
+    screen = _Screen(graph_of, [1, 4, 16], 4096, device, OPEN, None)
+    choices = screen.choices(1)
+    assert [each.micro_batches for each in choices] == [1, 4]
+    for choice in choices:
+        asked = replace(OPEN, micro_batches=choice.micro_batches, mesh=choice.mesh)
+        found = decide(graph_of(choice.micro_batches), device, asked).step
         assert choice.seconds == pytest.approx(found.seconds, rel=0.15)
 
 

@@ -69,14 +69,14 @@ def test_without_stages_no_micro_batch_has_fewer_samples_than_there_are_devices(
     assert found.step_seconds <= alone.step_seconds * (1 + ROUGH)  # meshes are compared by estimates
 
 
-@pytest.mark.parametrize(("measure", "planned"), [(True, [4, 2, 1]), (False, [4, 2])])
+@pytest.mark.parametrize(("measure", "planned"), [(True, [4, 1, 2]), (False, [4, 1])])
 def test_measured_plans_may_be_faster_than_estimates_of_others(
     monkeypatch: pytest.MonkeyPatch, measure: bool, planned: list[int]
 ) -> None:
     """So what an estimate puts a little behind them is planned, too."""
     local, asked = ClusterSpec.local(4), list[int]()
-    seconds = {4: 1.0, 2: 0.8, 1: 0.7}  # of plans
-    estimates = {4: 0.6, 2: 0.7, 1: 1.1}
+    seconds = {4: 1.0, 1: 0.8, 2: 0.7}  # of plans
+    estimates = {4: 0.6, 1: 0.7, 2: 1.1}
 
     def choices(self: _Screen, ranks: int | None) -> list[Choice]:
         self.model = CostModel.of(local, None)
@@ -92,6 +92,29 @@ def test_measured_plans_may_be_faster_than_estimates_of_others(
     monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
     found = decide_all(graph_of, BATCH, local, replace(OPEN, measure=measure))
     assert asked == planned and found.step.seconds == min(seconds[ranks] for ranks in planned)
+
+
+@pytest.mark.parametrize(("nbytes", "planned"), [(0.0, [4, 2, 1]), (math.inf, [4, 2])])
+def test_the_simplest_choice_that_fits_is_planned_whatever_its_estimate(
+    monkeypatch: pytest.MonkeyPatch, nbytes: float, planned: list[int]
+) -> None:
+    """An estimate may be wrong by more than any margin; a plan that can't be faster is left at its bound."""
+    cutoffs: dict[int, float] = {}
+
+    def choices(self: _Screen, ranks: int | None) -> list[Choice]:
+        self.cap = 1.0
+        sizes = {4: (1.0, 0.0), 2: (1.0, 0.0), 1: (9.0, nbytes)}
+        return [Choice(each, Mesh((4 // each,)), 4, *size) for each, size in sizes.items()]
+
+    def decided(graph: Graph, cluster: ClusterSpec, request: Request, *, cutoff: float, **_: Any) -> Decision:
+        cutoffs[request.pipeline_ranks] = cutoff
+        return decision_of(request.pipeline_ranks, 4, {4: 2.0, 2: 2.0, 1: 1.0}[request.pipeline_ranks])
+
+    monkeypatch.setattr(_Screen, "choices", choices)
+    monkeypatch.setattr("autopar.planning.pipeline_search.decide", decided)
+    found = decide_all(graph_of, BATCH, CLUSTER, OPEN)
+    assert list(cutoffs) == planned and found.request.pipeline_ranks == planned[-1]
+    assert cutoffs.get(1, 2.2) == pytest.approx(2.2)
 
 
 def decision_of(stages: int, count: int, seconds: float) -> Decision:
