@@ -15,7 +15,6 @@ tensor whose rows are permuted: right for optimizers and norms, which don't care
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -268,11 +267,11 @@ class Leaves:
     def _listen(self, index: int, leaf: Tensor, outer: nn.Parameter) -> None:
         if leaf.requires_grad:
             is_read_by_a_program(leaf)
-            read = weakref.ref(outer)
-            leaf.register_post_accumulate_grad_hook(lambda leaf: self._accumulated(index, leaf, read))
+            # No weak reference: torch moves no parameter that has one.
+            leaf.register_post_accumulate_grad_hook(lambda leaf: self._accumulated(index, leaf, outer))
 
-    def _accumulated(self, index: int, leaf: Tensor, read: weakref.ref[nn.Parameter]) -> None:
-        if self._find[index]() is not read():
+    def _accumulated(self, index: int, leaf: Tensor, read: nn.Parameter) -> None:
+        if self._find[index]() is not read:
             raise _exchanged(self._parts[index].target)
         if index not in self.heard:
             return
