@@ -128,7 +128,7 @@ def test_checkpoints_are_priced_and_not_made_where_that_is_impossible_or_unwante
     every = plan(model, args, recompute=Recompute.ALL)
     assert every.program.recompute and "the planner chose" in every.notes[0]
     for kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB1P):
-        cut = plan(model, args, stages=2, micro_batches=2, schedule=kind)
+        cut = plan(model, args, pipeline_ranks=2, micro_batches=2, schedule=kind)
         assert sum(stop - first for first, stop in cut.program.recompute) == 12
         assert "2 regions that the model checkpoints" in cut.notes[0]
     silent = plan(model, args, training=False)
