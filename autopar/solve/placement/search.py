@@ -408,14 +408,14 @@ def _judged(solution: Solution, bound: float, gap: float) -> Solution:
 
 
 def _optimism(problem: Problem, priced: PricedProgram) -> float:
-    """Seconds by which the program is dearer than the solver knew: where several uses of a weight part
-    before its gradient is summed, it is summed for every micro-batch."""
+    """Seconds by which the program may be dearer than the solver knew: where several uses of a weight part
+    before its gradient is summed, it is summed for every micro-batch, on a way that no use had alone."""
     prices = problem.prices
     if prices.step_weight == 1.0:
         return 0.0
     uses = problem.graph.consumers()
     return sum(
-        (1.0 - prices.step_weight) * prices.gradient_sync(value.name, value.move)
+        prices.gradient_sync(value.name, value.move)
         for value in priced.values.of.values()
         if value.move is not None
         and not value.leads
