@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopar.cluster import ClusterSpec
 from autopar.comparing.measured import TIMEOUT, Contest, ContestJob
@@ -26,7 +26,7 @@ from autopar.trace.target import Target, load_target
 from costdb.database import Database
 from tests.benchmarks.contest import Contestant, Timed, compete
 from tests.benchmarks.hierarchical import Way, decide_all
-from tests.benchmarks.host_contest import MOMENTUM, STEPS, check_losses
+from tests.benchmarks.host_contest import STEPS, check_losses, trained
 
 RATE = 0.02  # losses fall by more than they may differ
 OPTIMIZER = "sgd-momentum"
@@ -106,19 +106,7 @@ def _step(contest: Contest, plan: Plan) -> Callable[[], Tensor]:
     parallel = contest.parallel(copy.deepcopy(contest.target.model), plan)
     args, kwargs = contest.inputs()
     parallel.prepare(*args, **kwargs)
-    return _trained(parallel, partial(parallel.train_step, *args, **kwargs))
-
-
-def _trained(model: nn.Module, learn: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss = learn()
-        optimizer.step()
-        return loss
-
-    return step
+    return trained(parallel, partial(parallel.train_step, *args, **kwargs), rate=RATE)
 
 
 def _serial_losses(target: Target) -> list[float]:
@@ -134,7 +122,7 @@ def _serial_losses(target: Target) -> list[float]:
             loss.backward()
             return loss.detach()
 
-        step = _trained(model, learn)
+        step = trained(model, learn, rate=RATE)
         losses = torch.tensor([float(step()) for _ in range(STEPS)], dtype=torch.float64)
     dist.broadcast(losses, src=0)
     return list(losses.tolist())

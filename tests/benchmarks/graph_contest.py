@@ -28,7 +28,7 @@ from autopar.runtime.launch import worker
 from autopar.runtime.sparse_kernel import SPMM
 from autopar.sharding.sparse_blocks import block_of
 from tests.benchmarks.contest import Contestant, Timed, compete
-from tests.benchmarks.host_contest import say
+from tests.benchmarks.host_contest import say, trained
 
 PLAN, GATHER, NEEDED, HALF = "plan", "gather", "needed", "half"
 FORCED = {GATHER: "i", NEEDED: "r"}
@@ -214,7 +214,7 @@ def _planned(
         loss.backward()
         return loss.detach()
 
-    return _trained(parallel, learn), parallel.plan
+    return trained(parallel, learn, rate=RATE, momentum=0.0), parallel.plan
 
 
 def _half(shape: Shape) -> tuple[Callable[[], Tensor], None]:
@@ -226,19 +226,7 @@ def _half(shape: Shape) -> tuple[Callable[[], Tensor], None]:
         loss.backward()
         return loss.detach()
 
-    return _trained(net, learn), None
-
-
-def _trained(model: nn.Module, learn: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss = learn()
-        optimizer.step()
-        return loss
-
-    return step
+    return trained(net, learn, rate=RATE, momentum=0.0), None
 
 
 def _check(name: str, losses: list[float], wanted: list[float]) -> None:

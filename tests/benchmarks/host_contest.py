@@ -164,8 +164,11 @@ def _data_parallel(bucket: int) -> Callable[[], Tensor]:
     return trained(model, learn)
 
 
-def trained(model: torch.nn.Module, learn: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+def trained(
+    model: torch.nn.Module, learn: Callable[[], Tensor], *, rate: float = RATE, momentum: float = MOMENTUM
+) -> Callable[[], Tensor]:
+    """A step of SGD along the gradients that `learn` leaves; it returns the loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
 
     def step() -> Tensor:
         optimizer.zero_grad()

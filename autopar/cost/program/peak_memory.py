@@ -143,9 +143,7 @@ class Replay:
             self.marks.setdefault(item.call, []).append(item.root)
         self.departing: list[int] = []
         self.readers: Counter[int] = Counter()  # of each that is offloaded, calls whose backward is to come
-        self.offloaded_from: dict[
-            int, list[int]
-        ] = {}  # of each that is offloaded, who would keep it, by place
+        self.offloaded_from: dict[int, list[int]] = {}  # of each, the places of who would save it
         self.back: set[int] = set()  # those that were fetched
         self.begun: set[int] = set()  # stages that have begun to fetch
         self.heap = self.new_heap()

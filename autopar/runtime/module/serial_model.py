@@ -105,8 +105,8 @@ def _check_made_parameters(model: nn.Module) -> None:
         _refuse(
             pruned,
             "weights that are parameters",
-            "call torch.nn.utils.prune.remove(module, name) first, which leaves zeros that learn; to keep "
-            "them zero, multiply by a mask that is a buffer in forward",
+            "call torch.nn.utils.prune.remove(module, name) first, which leaves zeros that are trained; to "
+            "keep them zero, multiply by a mask that is a buffer in forward",
         )
 
 

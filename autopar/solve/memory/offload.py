@@ -1,7 +1,7 @@
 """What of a placed program waits for backward in the host's memory, so that it needs less on the device.
 
-    overlapped copies that forward and backward never wait for: of such a set every subset is one, too
-    all        every copy that is more than its latency
+    overlapped  copies that forward and backward never wait for: of such a set every subset is one, too
+    all         every copy that is more than its latency
 
 Under a cap no more is taken of the overlapped ones than it takes to fit; the larger come first. If all of
 them don't do, parts are recomputed (recompute.py), with what is overlapped of the rest offloaded, or without:
