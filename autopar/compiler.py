@@ -195,7 +195,7 @@ class Compiler:
             return self.parts(model, args, kwargs).traced(count, place)
         split_batch(None, flatten_arguments(args, kwargs).tensors, count)
         traced = self.trace_whole(model, args, kwargs)
-        return replace(traced, graph=only_loss(traced.graph)) if staged else traced
+        return traced.loss_alone() if staged else traced
 
     def trace_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of a call as it is."""

@@ -109,11 +109,11 @@ class Parts:
         cutting = self.cutting()
         micro = split_batch(cutting, self.call.tensors, count, weigh=False)[place]
         try:
-            traced = self.trace(*self.call.rebuild(micro.tensors))
+            traced = self.trace(*self.call.rebuild(micro.tensors)).loss_alone()
         except TraceError as error:
             error.add_remedy(f"choose fewer than {count} micro-batches, if the whole batch can be traced")
             raise
-        plain = only_loss(traced.graph)
+        plain = traced.graph
         assert self.flow is not None
         graph, difference = alike(plain, self.whole, self.flow)
         own, scale = None, self.flow.loss.scale if cutting.count is not None else None

@@ -43,7 +43,6 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.trace.autocast import Autocast
 from autopar.trace.call_signature import find_loss, flatten_arguments, flatten_results
 from autopar.trace.export import Traced, trace
-from autopar.trace.simplify import only_loss
 from autopar.trace.target import Target, load_target
 
 Disagreement = dict[str, tuple[float, str]]  # kind -> the largest error, and which tensor on which rank
@@ -129,8 +128,7 @@ def trace_lengths(
         return trace(target.model, args, kwargs, loss_fn=target.loss_fn, static=static, autocast=autocast)
 
     if count == 1:
-        traced = whole(target.args, target.kwargs)
-        return replace(traced, graph=only_loss(traced.graph)), None
+        return whole(target.args, target.kwargs).loss_alone(), None
     parts = parts_of(whole, target.args, target.kwargs, said)
     return parts.traced(count), parts.traced(count, -1) if parts.size % count else None
 

@@ -235,6 +235,9 @@ class Results:
         return pytree.tree_unflatten(leaves, self.structure)
 
 
+LOSS_ALONE = Results((Leaf(0),), pytree.tree_structure(0), ())  # of a step: one tensor
+
+
 def flatten_results(output: Any) -> tuple[tuple[torch.Tensor, ...], Results]:
     """The tensors of an output, and its structure, with dataclasses (so are Hugging Face's) at any depth."""
     paths, structure = pytree.tree_flatten_with_path(_opened(output))

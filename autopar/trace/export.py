@@ -25,6 +25,7 @@ from autopar.errors import AutoparError, InputError, TraceError, ValuesAskedErro
 from autopar.trace.attribute_reads import reading
 from autopar.trace.autocast import KERNELS, OFF, Autocast, autocast_set, tracing_under
 from autopar.trace.call_signature import (
+    LOSS_ALONE,
     Arguments,
     LossFunction,
     Results,
@@ -46,7 +47,7 @@ from autopar.trace.module_state import attributes_of, buffers_of, check_cached, 
 from autopar.trace.numbers import require_none
 from autopar.trace.refusals import FORWARD, refusal, without_torchs_words
 from autopar.trace.shared_memory import ByName, Known, held_by_name, stale
-from autopar.trace.simplify import without_dead_code
+from autopar.trace.simplify import only_loss, without_dead_code
 from autopar.trace.structure import (
     Evaluating,
     OwnNames,
@@ -80,6 +81,11 @@ class Traced:
     structure: Structure = Structure()
     evaluates: bool = False  # whether integers of constants were evaluated
     asked: Structure = Structure()  # the part of it on whose values Python numbers or sizes depend
+
+    def loss_alone(self) -> Traced:
+        """The same with the loss for its output, as a step by `train_step` has it; raises InputError if there
+        is none."""
+        return replace(self, graph=only_loss(self.graph), results=LOSS_ALONE)
 
 
 class _Seen(NamedTuple):

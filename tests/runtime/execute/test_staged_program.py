@@ -8,7 +8,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
@@ -75,6 +75,19 @@ class Net(nn.Module):
         h = torch.tanh(self.middle(self.norm(skip)))
         h = torch.tanh(self.deep(self.dropout(h)))
         return F.mse_loss(self.last(h + skip), y)
+
+
+@dataclass
+class Shown:
+    """What a model gives that computes its own loss, beside others: predictions first."""
+
+    prediction: Tensor
+    loss: Tensor
+
+
+class Showing(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Shown:  # type: ignore[override]
+        return Shown(torch.tanh(self.first(x)), super().forward(x, y))
 
 
 STARTS = {1: (0,), 2: (0, 6), 4: (0, 3, 6, 9)}  # of its twelve operators; the tied ones are 4 and 10
@@ -604,6 +617,20 @@ def _unequal() -> None:
 
 def test_unequal_micro_batches_without_stages(pools: Pools) -> None:
     pools(2).run(_unequal)
+
+
+def _showing() -> None:
+    serial, shows = make_net(), Showing().double()
+    shows.load_state_dict(serial.state_dict())
+    ours = parallel("no stages", shows)
+    for seed in range(2):
+        mine, theirs = step(ours, *batch(), seed=seed), accumulate(serial, *batch(), seed=seed)
+        assert gap(mine, theirs) < EXACT
+        check_gradients(ours, serial)
+
+
+def test_a_loss_beside_other_outputs_is_all_that_a_step_wants(pools: Pools) -> None:
+    pools(2).run(_showing)
 
 
 def _uneven(case: str) -> None:
