@@ -161,8 +161,12 @@ class PlacedTensors:
             return mine, stored
         mine = mine.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
         if isinstance(full, nn.Parameter):
-            outer = distribute(part, mine, self._mesh[1])
-            return nn.Parameter(outer, requires_grad=full.requires_grad), stored
+            outer = nn.Parameter(distribute(part, mine, self._mesh[1]), requires_grad=full.requires_grad)
+            if full.grad is not None and not full.is_meta:  # of steps before parallelize
+                gradient = part.part.take(full.grad.detach()).to(self._device)
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+                outer.grad = distribute(part, gradient, self._mesh[1])
+            return outer, stored
         return (mine if key is None else distribute(part, mine, self._mesh[1])), stored
 
     def _values(self, full: Tensor) -> Tensor:
