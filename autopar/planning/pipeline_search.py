@@ -8,9 +8,10 @@ Tracing a model and solving a mesh take seconds, there are hundreds of choices, 
 micro-batch of another size follow closely from those of M0: what launches cost stays, and gradients as large
 as an embedding, the rest shrinks with its samples. M0 is about 16, or fewer where a micro-batch has fewer
 samples than a stage has devices, which no batch parallelism could share. So the choice of K and M rests on
-estimates; the plan says so. K is sought from stages of one node up and down, for as long as that is faster,
-up to the number of equal blocks; K = 1 is always among the choices; the simplest that fits is planned
-whatever its estimate is.
+estimates; the plan says so. K = 1 is looked at first, on one axis of all devices first: what neither
+communicates nor leaves to every device more than can't be told from nothing (apart.py) ends the search. Else
+K is sought from stages of one node up and down, for as long as that is faster, up to the number of equal
+blocks; the simplest that fits is planned whatever its estimate is.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.apart import MEASURED as NOISE
-from autopar.planning.apart import Apart, complexity, margin
+from autopar.planning.apart import Apart, complexity, error_of, margin
 from autopar.planning.ask import Limits
 from autopar.planning.estimates import Choice, Screened, bottleneck
 from autopar.planning.mesh_search import MeshProblem
@@ -55,7 +56,7 @@ from costdb.database import Database
 SAMPLE = 16  # micro-batches of the graph that is screened, about
 TIMES = (1, 2, 4, 8)  # micro-batches per pipeline rank, about
 MOST_TIMES = 16  # with stages, where all between are looked at
-MESHES = 2  # screened for each K
+MESHES = 2  # of two axes, screened for each K; within a node one
 PLANNED = 3  # pairs of K and M that are planned
 PER_RANKS = 2  # of them with one K
 # So many times as fast as its estimate a plan may turn out where operators are measured: estimates rest on
@@ -223,7 +224,6 @@ class _Screen:
 
     def choices(self, ranks: int | None) -> list[Choice]:
         """What fits by its estimate, the fastest first, then what doesn't, the smallest first."""
-        self.about_sample()
         found = [choice for each in self.climb(ranks) for choice in self.rated(each)]
         if not found:
             raise InputError(
@@ -238,7 +238,10 @@ class _Screen:
         return list(best.values())
 
     def sample(self, ranks: int) -> _Sample:
-        """What is screened for stages on as many devices as `ranks` pipeline ranks leave to each."""
+        """What is screened: without stages the largest micro-batch, with stages one of about SAMPLE, which
+        as many devices as `ranks` pipeline ranks leave to each can share."""
+        if ranks == 1:
+            return self.traced(self.counts[0])
         return self.about_sample(self.cluster.stage(ranks).num_devices)
 
     def about_sample(self, samples: int = 1) -> _Sample:
@@ -271,30 +274,31 @@ class _Screen:
 
     def climb(self, ranks: int | None) -> Iterator[list[Screened]]:
         """The screened meshes of `ranks` pipeline ranks, or of as many as pay."""
-        if ranks:
+        if ranks and ranks > 1:
             yield self.screen(ranks)
+            return
+        is_simple = self.is_simple()
+        alone = self.screen(1)
+        if not self.fits_at_once(alone):
+            self.about_sample()  # which of the other counts can be had
+        yield alone
+        if ranks or is_simple or self.is_even(alone):
             return
         most = self.blocks()
         options = [each for each in self.cluster.stage_counts() if each <= most]
-        if self.is_simple():
-            yield self.screen(1)
-            return
         middle = options.index(_nearest(options, self.cluster.nodes))
-        seen = set[int]()
         best: tuple[float, float] | None = None
         for order in (options[middle:], options[:middle][::-1]):
             for each in order:
-                if seen and is_over(self.deadline):
+                if is_over(self.deadline):
                     return
-                screened = self.screen(each)
-                seen.add(each)
-                yield screened
+                screened = alone if each == 1 else self.screen(each)
+                if each > 1:
+                    yield screened
                 mine = self.best(screened)
                 if mine is None or (best is not None and mine > best):
                     break
                 best = mine
-        if 1 not in seen:
-            yield self.screen(1)
 
     def is_simple(self) -> bool:
         """Whether a node has fast links and each of its devices room for twice the model: there no estimate
@@ -303,7 +307,7 @@ class _Screen:
             return False
         if self.cluster.device_type == "cpu" or self.cluster.intra.bandwidth < FAST_LINK:
             return False
-        sample = self.traced(_nearest(self.counts, SAMPLE))
+        sample = self.sample(1)
         state = sum(
             item.spec.nbytes * (2 + self.request.optimizer.ratio if item.spec.requires_grad else 1)
             for item in sample.graph.inputs
@@ -314,6 +318,25 @@ class _Screen:
         self.notes = ("the model fits on one device of a node with fast links: no stages on an estimate",)
         return True
 
+    def fits_at_once(self, alone: Sequence[Screened]) -> bool:
+        """Whether a step without stages meets the cap with the fewest micro-batches."""
+        return any(each.choice(self.counts[0], (), self.cap).nbytes <= self.cap for each in alone)
+
+    def is_even(self, alone: Sequence[Screened]) -> bool:
+        """Whether the best step without stages, by estimates, is hardly longer than what each device
+        computes of it: what stages could spare can't be told from nothing."""
+        if self.request.measure and self.model.here:
+            return False
+        fitting = [each.seconds for each in self.rated(alone) if each.nbytes <= self.cap]
+        least = min(each.work_seconds for each in alone)
+        if min(fitting, default=math.inf) > least * (1 + error_of(0.0)):
+            return False
+        self.notes += (
+            "no stages: without them devices do little beside computing what they share, less than predictions "
+            "are off by",
+        )
+        return True
+
     def blocks(self) -> int:
         """No more stages are sought than equal blocks, if the graph is made of such, or operators."""
         sample = self.traced(_nearest(self.counts, SAMPLE))
@@ -321,31 +344,35 @@ class _Screen:
         return blocks if blocks > 1 else len(sample.graph.operators)
 
     def meshes(self, ranks: int) -> list[Mesh]:
-        """Few meshes: those of one or two axes whose minor axis comes closest to filling a node."""
+        """Few meshes: that of one axis, and those of two whose minor axis comes closest to filling a node."""
         if self.request.mesh is not None:
             return [self.request.mesh]
         stage = self.cluster.stage(ranks)
-        few = [mesh for mesh in stage.meshes() if len(mesh.shape) <= MESHES]
-        return sorted(few, key=lambda mesh: abs(math.log(mesh.shape[-1] / stage.devices_per_node)))[:MESHES]
+        flat = [mesh for mesh in stage.meshes() if len(mesh.shape) == 1]
+        few = [mesh for mesh in stage.meshes() if len(mesh.shape) == 2]
+        few.sort(key=lambda mesh: abs(math.log(mesh.shape[-1] / stage.devices_per_node)))
+        return [*flat, *few[: MESHES if stage.nodes > 1 else MESHES - 1]]
 
     def screen(self, ranks: int) -> list[Screened]:
+        sample = self.sample(ranks)
         request = replace(
             self.request,
             pipeline_ranks=1,
-            micro_batches=ranks * TIMES[-2],
+            micro_batches=sample.count if ranks == 1 else ranks * TIMES[-2],
             schedule=ScheduleKind.ONE_F_ONE_B,
             alternatives=False,
             gap=max(self.request.gap, ROUGH),
         )
         stage, hop = self.cluster.stage(ranks), self.model.hop(self.cluster, ranks)
-        sample = self.sample(ranks)
         found: list[Placed] = []
         for mesh in self.meshes(ranks):
-            if found and is_over(self.deadline):
+            if found and (is_over(self.deadline) or self.is_flat_enough(found[0][0])):
                 break
             problem = MeshProblem(sample.graph, mesh, stage, self.model, request, None, hop)
             try:
                 solution = self.placed(problem, FREE, waits=not found)
+                if ranks == 1:
+                    solution = self.hiding(problem, solution)
             except SolverError:
                 self.notes += (f"mesh {mesh} was left out with {ranks} stages: its program takes too long",)
                 continue
@@ -357,6 +384,14 @@ class _Screen:
             solution = self.placed(problem, MemoryPrice(state=price, saved=price))
             return [*(each for each, _, _ in found), self.screened(problem, solution, ranks, sample)]
         return [each for each, _, _ in found]
+
+    def is_flat_enough(self, screened: Screened) -> bool:
+        """Whether on one axis devices do so little beside computing what they share that no mesh of more can
+        be told from it."""
+        if len(screened.mesh.shape) > 1 or self.request.measure and self.model.here:
+            return False
+        count = screened.count
+        return screened.seconds(None, count) <= count * screened.work * (1 + NOISE)
 
     def place(self, placed: Placed) -> tuple[float, float]:
         """Where the best choice on a mesh is in the order."""
@@ -389,6 +424,19 @@ class _Screen:
             return problem.solve(ask, Limits(self.deadline, work=SCREEN_WORK))
         return problem.solve(ask, Limits(self.deadline))
 
+    def hiding(self, problem: MeshProblem, solution: Solution) -> Solution:
+        """The placement, or if its sums of gradients hide the one that takes them for free, if its step is
+        faster."""
+        if not problem.prices.overlap or solution.priced.cost.exposed_sums:
+            return solution
+        ask = replace(problem.ask(self.request.force, bounded=False), multiplier=0.0)
+        with contextlib.suppress(SolverError):
+            found = problem.solve(ask, Limits(self.deadline, work=SCREEN_WORK))
+            priced, count = PricedProgram(problem.prices, found.program), problem.request.micro_batches
+            if priced.cost.of(count) < solution.priced.cost.of(count):
+                return replace(found, priced=priced, seconds=priced.seconds)
+        return solution
+
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
         """What a placement costs, and what it costs and keeps if all is recomputed where memory asks."""
         priced, recompute, spared, hidden = solution.priced, 0.0, 0, 0
@@ -409,8 +457,10 @@ class _Screen:
             count=sample.count,
             samples=samples,
             cost=cost,
+            work=_work(priced),
             slowest=evenness * cost.micro_batch,
             weights=sum(price.weights for price in prices),
+            hiding=priced.prices.overlap * sum(price.behind for price in prices),
             shards=_shards(priced.graph, priced.program, samples, seconds),
             free=self.request.force is None,
             fixed=launches * launch + _weight_seconds(priced, launch),
@@ -451,6 +501,15 @@ class _Screen:
             return replace(self.request, pipeline_ranks=ranks, micro_batches=count).kinds()
         except InputError:
             return []
+
+
+def _work(priced: PricedProgram) -> float:
+    """Seconds of operators, of each its part that all devices would have if they shared it evenly."""
+    devices, found = priced.program.mesh.num_devices, 0.0
+    for item, price in zip(priced.graph.operators, priced.operator_prices, strict=True):
+        options = zip(priced.program.strategies[item.name], priced.program.mesh.shape, strict=True)
+        found += price.compute * math.prod(size for option, size in options if option.shards) / devices
+    return found
 
 
 def _weight_seconds(priced: PricedProgram, launch: float) -> float:

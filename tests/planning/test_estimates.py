@@ -29,8 +29,10 @@ EVEN = Screened(
     count=4,
     samples=8,
     cost=StepCost(forward=1.0, backward=2.0, sync=0.0, update=0.0),
+    work=3.0,
     slowest=1.5,
     weights=1.0,
+    hiding=0.5,
     fixed=0.0,
     shards={4: 1.0},
     free=True,
@@ -63,6 +65,13 @@ def test_what_hides_comes_before_what_is_computed_again_and_of_one_stage_alone()
         assert (found.seconds, found.nbytes) == (pytest.approx(seconds), pytest.approx(nbytes))
     staged = replace(EVEN, hidden_bytes=10)
     assert staged.under(ScheduleKind.GPIPE, 4, 1) == EVEN.under(ScheduleKind.GPIPE, 4, 1)
+
+
+def test_sums_of_gradients_hide_behind_the_last_backward_pass_of_larger_micro_batches_sooner() -> None:
+    """Of 2 seconds of sums 0.5 hide behind one of 4 micro-batches, 1 behind one of 2, and all behind one."""
+    cost = StepCost(forward=1.0, backward=2.0, sync=2.0, update=0.0, hidden=0.5, summed=2.0)
+    one = replace(EVEN, ranks=1, slowest=3.0, cost=cost)
+    assert [one.seconds(None, count) for count in (4, 2, 1)] == pytest.approx([13.5, 13.0, 12.0])
 
 
 def test_an_estimate_is_near_to_what_planning_comes_to() -> None:

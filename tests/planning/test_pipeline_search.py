@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autopar.api import plan
 from autopar.cluster import ClusterSpec, Link
+from autopar.core.costs import OptimizerState
 from autopar.core.force import Parallelism
 from autopar.core.graph import Graph
 from autopar.core.mesh import Mesh
@@ -164,6 +165,39 @@ def test_models_that_fit_on_one_device_of_a_node_with_fast_links_have_no_stages(
     """Its weights and their state take 0.81 GB: at 1 GB there is no room beside them."""
     screen = _Screen(graph_of, [1, 2, 4, 8, 16], BATCH, cluster, OPEN, None)
     assert screen.is_simple() == simple
+
+
+def nodes(inter: float) -> ClusterSpec:
+    """Two nodes of two devices, whose links to each other make so many bytes/s."""
+    return ClusterSpec(
+        nodes=2, devices_per_node=2, device="h200", intra=Link(2e-6, 450e9), inter=Link(5e-6, inter)
+    )
+
+
+@pytest.mark.parametrize(("inter", "ranks"), [(400e9, {1}), (5e9, {1, 2, 4})])
+def test_over_several_nodes_stages_are_looked_at_only_where_they_could_spare_more_than_predictions_are_off_by(
+    inter: float, ranks: set[int]
+) -> None:
+    screen = _Screen(graph_of, [1, 2, 4, 8, 16], BATCH, nodes(inter), OPEN, None)
+    assert {choice.ranks for choice in screen.choices(None)} == ranks
+    assert any("no stages" in note for note in screen.notes) == (ranks == {1})
+
+
+@pytest.mark.parametrize(("inter", "shapes"), [(400e9, [(4,)]), (5e9, [(4,), (2, 2)])])
+def test_meshes_of_more_axes_are_looked_at_only_where_one_axis_leaves_something_to_spare(
+    monkeypatch: pytest.MonkeyPatch, inter: float, shapes: list[tuple[int, ...]]
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    screened = _Screen.screened
+
+    def spy(self: _Screen, problem: Any, solution: Any, ranks: int, sample: Any) -> Any:
+        seen.append(problem.mesh.shape)
+        return screened(self, problem, solution, ranks, sample)
+
+    monkeypatch.setattr(_Screen, "screened", spy)
+    plain = replace(OPEN, optimizer=OptimizerState(0.0))  # no update in shards to be gained
+    _Screen(graph_of, [1], BATCH, nodes(inter), plain, None).screen(1)
+    assert list(dict.fromkeys(seen)) == shapes
 
 
 class SoughtError(Exception):
