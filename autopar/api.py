@@ -40,6 +40,7 @@ from autopar.explaining.frontier import SECONDS, frontier
 from autopar.integrations import stock
 from autopar.planning.busy_neighbours import busy_neighbours
 from autopar.planning.given_plan import agree_on_plan, plan_to_run
+from autopar.planning.option_environment import settle, settle_beside_plan
 from autopar.planning.options import (
     COMPARE,
     PARALLELIZE,
@@ -55,8 +56,6 @@ from autopar.planning.options import (
     documented,
     is_local,
     read_outputs,
-    settle,
-    settle_beside_plan,
 )
 from autopar.planning.request import check_cluster, check_overlap, check_timeout, request_of
 from autopar.proof.changes import MOST

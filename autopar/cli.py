@@ -36,18 +36,8 @@ from autopar.errors import (
     WorkerError,
     cut_text,
 )
-from autopar.planning.options import (
-    COMPARE,
-    OPTIONS,
-    PARALLELIZE,
-    PLAN,
-    PROFILE,
-    VERIFY,
-    Door,
-    Options,
-    settle,
-    write,
-)
+from autopar.planning.option_environment import settle, write
+from autopar.planning.options import COMPARE, OPTIONS, PARALLELIZE, PLAN, PROFILE, VERIFY, Door, Options
 
 if TYPE_CHECKING:
     from autopar.results.plan import Plan

@@ -20,7 +20,8 @@ import autopar
 from autopar.cli import finite, main
 from autopar.core.costs import Collective
 from autopar.errors import InputError
-from autopar.planning.options import VARIABLE, Options, read, settle, write
+from autopar.planning.option_environment import VARIABLE, read, settle, write
+from autopar.planning.options import Options
 from autopar.runtime.launch import launch
 
 ROOT = Path(__file__).parents[1]
