@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.cli import finite, main
+from autopar.cli import main
+from autopar.cli.streams import finite
 from autopar.core.costs import Collective
 from autopar.errors import InputError
 from autopar.planning.option_environment import VARIABLE, read, settle, write

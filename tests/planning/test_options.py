@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from autopar import api
-from autopar.cli import app
+from autopar.cli.commands import app
 from autopar.cluster import ClusterSpec
 from autopar.core.costs import OPTIMIZERS, OptimizerState
 from autopar.core.force import Parallelism
