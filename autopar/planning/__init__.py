@@ -10,6 +10,7 @@ ask               what is asked of the search on one mesh, and how long it may g
 mesh_search       the best step on one mesh
 known_cuts        cuts into stages of placements that were cut before
 pipeline_search   how many stages and micro-batches
+screening         what numbers of these, and meshes, would take, told from a few that are solved
 micro_batch_graphs   the graphs of a batch's parts, whose losses add up
 apart             which plans predictions can't tell apart; of those the simplest stands
 estimates         what other numbers of stages and micro-batches would take

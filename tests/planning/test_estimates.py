@@ -17,7 +17,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.schedule import ScheduleKind
 from autopar.cost.program.step import StepCost
 from autopar.planning.estimates import OTHERWISE, Screened, bottleneck
-from autopar.planning.pipeline_search import _Screen
+from autopar.planning.screening import Screen
 from autopar.planning.search import decide
 from autopar.trace.export import trace
 from autopar.trace.simplify import only_loss
@@ -75,7 +75,7 @@ def test_sums_of_gradients_hide_behind_the_last_backward_pass_of_larger_micro_ba
 
 
 def test_an_estimate_is_near_to_what_planning_comes_to() -> None:
-    screen = _Screen(graph_of, [1, 2, 4, 8, 16], BATCH, CLUSTER, OPEN, None)
+    screen = Screen(graph_of, [1, 2, 4, 8, 16], BATCH, CLUSTER, OPEN, None)
     choices = screen.choices(2)
     assert choices
     for choice in choices:
@@ -104,7 +104,7 @@ def test_gradients_as_large_as_an_embedding_do_not_shrink_with_the_samples() -> 
         return only_loss(trace(model, (x,), {}).graph)
 
     device = ClusterSpec(devices_per_node=1, device="h200")
-    screen = _Screen(graph_of, [1, 4, 16], 4096, device, OPEN, None)
+    screen = Screen(graph_of, [1, 4, 16], 4096, device, OPEN, None)
     choices = screen.choices(1)
     assert [each.micro_batches for each in choices] == [1, 4]
     for choice in choices:
