@@ -27,15 +27,8 @@ from autopar.core.mesh import Mesh
 from autopar.core.operator_facts import facts_of
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.sharding.made_constants import made_constants
-from autopar.sharding.sample_independence import (
-    SUM_REDUCTION,
-    Role,
-    SampleFlow,
-    Scale,
-    ancestors,
-    find_batch,
-    said_batch,
-)
+from autopar.sharding.sample_dims import find_batch, said_batch
+from autopar.sharding.sample_independence import SUM_REDUCTION, Role, SampleFlow, Scale, ancestors
 from autopar.sharding.strategies import dims_of
 from autopar.trace.call_signature import Arguments, flatten_arguments
 from autopar.trace.export import Traced

@@ -24,7 +24,8 @@ from autopar.planning.known_plans import kept, resized
 from autopar.planning.request import Request
 from autopar.planning.search import search
 from autopar.proof.precision import copy_model, raise_model, written_constants
-from autopar.proof.verify import Record, compare, train_eagerly, verify_simulated
+from autopar.proof.verdict import Record, compare
+from autopar.proof.verify import train_eagerly, verify_simulated
 from autopar.results.plan import Plan
 from autopar.runtime.module import serial_model
 from autopar.runtime.module.guards import Guard, Slot

@@ -44,13 +44,10 @@ from autopar.proof.precision import (
     written_constants,
 )
 from autopar.proof.processes import Disagreement, TrainingJob, trace_lengths, train_on_processes
+from autopar.proof.verdict import TOLERANCE, Record, Verdict, judge
 from autopar.proof.verify import (
-    TOLERANCE,
-    Record,
-    Verdict,
     accumulate_eagerly,
     eager_call,
-    judge,
     run_eagerly,
     seed,
     train_eagerly,

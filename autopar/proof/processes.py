@@ -23,18 +23,8 @@ from autopar.errors import CheckError
 from autopar.planning.micro_batch_graphs import Said, parts_of
 from autopar.planning.request import Request
 from autopar.proof.precision import float64_by_default, raise_graph, raise_model, raise_tensor
-from autopar.proof.verify import (
-    KINDS,
-    MOMENTUM,
-    RATE,
-    Record,
-    Tensors,
-    backward,
-    difference,
-    floor_of,
-    note_outputs,
-    seed,
-)
+from autopar.proof.verdict import KINDS, Record, Tensors, difference, floor_of
+from autopar.proof.verify import MOMENTUM, RATE, backward, note_outputs, seed
 from autopar.results.plan import Plan
 from autopar.rewrite.render import describe
 from autopar.runtime.launch import worker

@@ -2,6 +2,7 @@
 
 step               a placement as a whole training step
 cut_costs          what cuts cost, in tables over pairs of places
+memory_levels      the same with less memory for more seconds
 cut_search         the best cut
 rank_bounds        lower bounds on the seconds of cuts
 joint_bound        a lower bound over all placements and cuts

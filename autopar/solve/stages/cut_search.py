@@ -31,7 +31,8 @@ from autopar.cost.interval_table import Table
 from autopar.cost.program.recompute import Shares
 from autopar.cost.stages.intervals import Intervals
 from autopar.errors import InfeasibleError, InputError
-from autopar.solve.stages.cut_costs import CutProblem, Mix, Path, Paths, bottleneck
+from autopar.solve.stages.cut_costs import CutProblem, Path, Paths, bottleneck
+from autopar.solve.stages.memory_levels import Mix
 from autopar.solve.stages.rank_bounds import Scarcity, pair_bound
 from autopar.units import show_bytes
 

@@ -27,7 +27,6 @@ from autopar.errors import InfeasibleError
 from autopar.solve.memory.offload import moving_in_stages, overlapped_of_stages
 from autopar.solve.memory.recompute import ladder
 from autopar.solve.placement.search import Solution, check_cutoff
-from autopar.solve.stages.cut_costs import Mix
 from autopar.solve.stages.cut_search import (
     MOST_PLACES,
     Cut,
@@ -37,6 +36,7 @@ from autopar.solve.stages.cut_search import (
     cuts,
     recomputing_bound,
 )
+from autopar.solve.stages.memory_levels import Mix
 from autopar.solve.stages.mixture import Mixture, is_placed_alike
 from autopar.units import show_bytes
 
