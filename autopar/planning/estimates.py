@@ -1,4 +1,4 @@
-"""What a step with K stages and M micro-batches would take, told from one placement of another micro-batch.
+"""What a step with K stages and M micro-batches would take, told from one assignment of another micro-batch.
 
     t(M)     seconds of a micro-batch: what its launches cost stays, and gradients as large as an embedding,
              the rest shrinks with its samples, as far as the devices that share them get equally many
@@ -45,7 +45,7 @@ class Screened:
     """What one of `count` micro-batches costs on one mesh, all `ranks` stages together; `slowest` are the
     seconds of the slowest stage of the most even cut, `weights` those that gradients of weights alone take,
     `fixed` those that don't shrink with the samples. `shards` says for which part of the seconds the
-    `samples` are shared by how many devices; only where placements are free can uneven ones be split
+    `samples` are shared by how many devices; only where assignments are free can uneven ones be split
     otherwise. Of `hop_bytes` are the values that cross a good cut. If everything is recomputed, that
     takes `recompute_seconds` and `lean_bytes` are saved. Without stages copies of `hidden_bytes` of what is
     saved are overlapped, to the host and back."""

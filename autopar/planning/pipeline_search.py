@@ -63,9 +63,9 @@ PER_RANKS = 2  # of them with one K
 MEASURED = 1.5
 FAST_LINK = 100e9  # bytes/s: NVLink since V100, no PCIe
 SCREENED = 0.4  # of the time limit, at most, in which choices are compared
-ROUGH = 0.02  # gap of the placements that are screened
+ROUGH = 0.02  # gap of the assignments that are screened
 SCREEN_WORK = 6 * SECOND  # of branching for one of them
-SCARCE = 0.5  # of the cap: more state than that, and a leaner placement is screened too
+SCARCE = 0.5  # of the cap: more state than that, and a leaner assignment is screened too
 GraphOf = Callable[[int], Graph]  # micro-batches -> the graph of one
 Placed: TypeAlias = tuple[Screened, MeshProblem, Solution]
 
@@ -383,14 +383,14 @@ class _Screen:
         return min(map(self.rank, self.rated(screened)), default=None)
 
     def placed(self, problem: MeshProblem, memory_price: MemoryPrice, *, waits: bool = True) -> Solution:
-        """A placement of about the least seconds; much work is waited for, or raises SolverError."""
+        """An assignment of about the least seconds; much work is waited for, or raises SolverError."""
         ask = replace(problem.ask(self.request.force, bounded=False), memory_price=memory_price)
         with contextlib.suppress(*([SolverError] if waits else [])):
             return problem.solve(ask, Limits(self.deadline, work=SCREEN_WORK))
         return problem.solve(ask, Limits(self.deadline))
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: _Sample) -> Screened:
-        """What a placement costs, and what it costs and keeps if all is recomputed where memory asks."""
+        """What an assignment costs, and what it costs and keeps if all is recomputed where memory asks."""
         priced, recompute, spared, hidden = solution.priced, 0.0, 0, 0
         prices = priced.operator_prices
         largest = solution.peak.saved * sample.count / ranks  # of the fewest micro-batches

@@ -218,11 +218,11 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
     everywhere = step.cut.places == len(graph.operators)
     places = "" if everywhere else f" at {step.cut.places} of {len(graph.operators)} places"
     if len(graph.operators) <= MOST_OPERATORS:
-        return (*counted, "the gap is to all placements and all their cuts")
+        return (*counted, "the gap is to all assignments and all their cuts")
     return (
         *counted,
-        f"the gap is to all cuts of this placement{places}, and to all placements by the sum of their "
-        "stages' seconds",
+        f"the gap is to all cuts of this assignment{places}, and to all assignments by the sum of "
+        "their stages' seconds",
     )
 
 

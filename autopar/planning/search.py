@@ -70,7 +70,7 @@ class Decision:
 
     @property
     def unhindered(self) -> bool:
-        """Whether memory made nothing slower: the fastest placement fits as it is, or by what hides."""
+        """Whether memory made nothing slower: the fastest assignment fits as it is, or by what hides."""
         problem, cap = self.problem, self.problem.cap
         fastest = problem.solve(problem.ask(self.request.force), Limits(self.deadline))
         fits = cap is None or fastest.peak.nbytes <= cap

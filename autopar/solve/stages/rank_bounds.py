@@ -23,7 +23,7 @@ so for each price, seconds per byte,
     L  >=  h + M t + updates + price (state + c kept) - price cap
 
 with c the micro-batches that a stage keeps at the moment when the rank keeps most. What a stage takes with
-its bytes at these prices is at least its part of what all operators together take so on any placement
+its bytes at these prices is at least its part of what all operators together take so on any assignment
 (memory_frontier.py): that is more than its part of their seconds alone.
 
 **Stages in a loop**, K ranks, backward whole. Let x_r and y_r be the seconds of a micro-batch in the first
@@ -65,7 +65,7 @@ KNOTS = (
 @dataclass(frozen=True, slots=True)
 class Scarcity:
     """What makes stages dearer under a `cap` of bytes per device: `least` are seconds of a micro-batch and
-    priced bytes that no placement takes less than, `free` where bytes cost nothing; `prices` of a byte, in
+    priced bytes that no assignment takes less than, `free` where bytes cost nothing; `prices` of a byte, in
     seconds of a step, are those that are tried."""
 
     cap: float

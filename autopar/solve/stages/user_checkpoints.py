@@ -1,7 +1,7 @@
 """What the model itself computes again in backward: done unless the planner knows better.
 
 Where a memory cap asks for parts to be computed again, or the user does, those are chosen by recompute.py
-and take the place of the model's own; so does what is offloaded. Else the fastest placement recomputes what
+and take the place of the model's own; so does what is offloaded. Else the fastest assignment recomputes what
 the model checkpoints, as its author asked for, and is priced with it.
 """
 
