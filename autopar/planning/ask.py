@@ -28,7 +28,7 @@ class Ask:
 
     @property
     def uncapped(self) -> Ask:
-        """The same where memory has no end."""
+        """A copy without a cap."""
         return replace(self, cap=None)
 
 

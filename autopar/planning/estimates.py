@@ -69,7 +69,7 @@ class Screened:
     hidden_bytes: int = 0
 
     def choice(self, micro_batches: int, kinds: Sequence[ScheduleKind], cap: float) -> Choice:
-        """That of the best schedule; without stages there are no `kinds`."""
+        """The choice of the best schedule; without stages there are no `kinds`."""
         found = [self.under(kind, micro_batches, cap) for kind in kinds or (None,)]
         return min(found, key=lambda each: (each.nbytes > cap, each.seconds))
 

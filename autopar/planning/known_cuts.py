@@ -23,7 +23,7 @@ class KnownCut:
     outcome: Step | InfeasibleError
 
     def repeated(self, cutoff: float, limit: float) -> Step:
-        """The same step or error; CutoffError where `staged` would raise it."""
+        """Repeat the step or error that is known; raises CutoffError where `staged` would."""
         if isinstance(self.outcome, InfeasibleError):
             raise self.outcome
         check_cutoff(self.outcome.bound, cutoff)

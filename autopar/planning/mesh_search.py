@@ -136,8 +136,10 @@ class MeshProblem:
         return Ask(force, cap, recompute=self.request.recompute, bounded=bounded)
 
     def plan(self, ask: Ask, limits: Limits = UNLIMITED) -> Step:
-        """The best step; in it the model's own checkpoints, if no others are asked for. Its bound is none if
-        it need not be `bounded`."""
+        """Find the best step; in it the model's own checkpoints, if no others are asked for.
+
+        Its bound is none if it need not be `bounded`.
+        """
         found = self.fastest(ask, limits)
         if self.request.training and self.request.recompute is Recompute.AUTO:
             count = self.request.micro_batches
@@ -158,7 +160,8 @@ class MeshProblem:
         )
 
     def fastest(self, ask: Ask, limits: Limits) -> Step:
-        """The best step; with stages under a cap, of several assignments for which memory has a price."""
+        """Find the best step; with stages under a cap, of several assignments for which memory has a
+        price."""
         if self.request.relay:
             return unstaged(self.solve(self.ask(ask.force), limits), 1)
         if self.request.pipeline_ranks == 1:
@@ -252,8 +255,11 @@ class MeshProblem:
         return improved_step(problem, solution.program, found, step_of, deadline=limits.deadline)
 
     def leaner(self, fastest: Solution, ask: Ask, limits: Limits, *, known: Step | None = None) -> list[Step]:
-        """Assignments that meet the cap; fewer if one that meets it is `known`. If they compute parts again
-        for that, also those that are chosen with a view to it, which may promise more than parts hold."""
+        """Steps of assignments that meet the cap; fewer if one that meets it is `known`.
+
+        If they recompute parts for that, also those of assignments that are chosen with a view to it, which
+        may promise more than parts hold.
+        """
         kept = min(map(mean_flight, self.schedules))
         unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.saved)
 
@@ -277,8 +283,10 @@ class MeshProblem:
         *,
         known: Step | None,
     ) -> list[Step]:
-        """Those that meet the cap of the assignments `at` some prices of memory: bisected to where they just
-        do without computing anything again."""
+        """The steps of assignments `at` prices of memory that meet the cap.
+
+        The price is bisected to where they just do without recomputing anything.
+        """
         low, high = map(math.log, PRICES)
         found: dict[float, Step] = {}
         failed: list[Program] = []
@@ -319,7 +327,8 @@ class MeshProblem:
         return list(found.values())
 
     def even_seconds(self, seconds: float) -> float:
-        """Of a step in which all stages of an assignment took the same part of `seconds`, and none waited."""
+        """Seconds of a step if all stages of an assignment took the same part of `seconds`, and none
+        waited."""
         return self.request.micro_batches * seconds / self.request.pipeline_ranks
 
     def has_room(self, solution: Solution, cap: int | None) -> bool:
@@ -358,8 +367,10 @@ class MeshProblem:
         return dataclasses.replace(found, bound=min(found.bound, others))
 
     def others_than(self, step: Step, fastest: Solution) -> tuple[list[Program], Scarcity | None]:
-        """Of a step that memory made slower: assignments that are faster and take more, and what memory makes
-        all assignments take, by prices around what a byte has cost."""
+        """For a step that memory made slower, assignments that are faster and take more.
+
+        With them, what memory makes all assignments take, by prices around what a byte has cost.
+        """
         force, kept, solution = self.request.force, min(map(mean_flight, self.schedules)), step.solution
         ask = partial(Priced, self.graph, self.prices, self.spaces[force], self.folding)
         corners = list(ask().corners(kept, solution.seconds * (1 - SAME)))
@@ -452,8 +463,11 @@ class MeshProblem:
         return found
 
     def most_hidden(self, bound: float) -> float:
-        """Of the seconds that assignments are compared by what sums of gradients may hide, at most: those of
-        all weights that learn over all axes, or the overlap's part of the least that an assignment takes."""
+        """Seconds of an assignment that sums of gradients may overlap, at most.
+
+        They are those of all weights that require gradients over all axes, or the overlap's part of the least
+        that an assignment takes.
+        """
         prices, mesh = self.prices, self.mesh
         if not prices.overlap:
             return 0.0

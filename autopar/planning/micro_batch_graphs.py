@@ -198,7 +198,8 @@ def _rows_of(flow: SampleFlow, name: str) -> Rows | None:
 
 
 def _said_rows(flow: SampleFlow, call: Arguments, said: Mapping[str, int | None]) -> tuple[Rows | None, ...]:
-    """The same where the user says some: the others' as they flow. All must be equally many."""
+    """The rows of every input where the user says some; the others' are as they flow. All must be equally
+    many."""
     size = _length(call, said)
     found = []
     for path, tensor, rows in zip(call.paths, call.tensors, _rows(flow, call), strict=True):

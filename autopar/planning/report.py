@@ -227,7 +227,7 @@ def _notes(graph: Graph, step: Step, request: Request) -> tuple[str, ...]:
 
 
 def _parameter_bytes(graph: Graph, dims: Dims, step: Step, values: Values) -> tuple[int, ...]:
-    """Of each rank of the world: of all weights, or of those of its stages."""
+    """Bytes of weights on each rank of the world: of all weights, or of those of its stages."""
     mesh, layouts = dims.mesh, step.solution.program.inputs
     found = [[0] * mesh.num_devices for _ in range(step.schedule.ranks if step.cut and step.schedule else 1)]
     for item in graph.inputs:

@@ -121,7 +121,7 @@ class _Trial:
         )
 
     def changes(self) -> tuple[list[_Change], ...]:
-        """Of what is read, of other attributes of modules, of modes and hooks."""
+        """Changes of what is read, of other attributes of modules, of modes and hooks."""
         read = [_of_slot(name, slot) for name, slot in self.guard.places() if _other(slot.read()) is not None]
         known = {change.slot.name for change in read if change.slot is not None}
         unread = [
@@ -221,7 +221,7 @@ def _are_alike(before: Record, after: Record) -> bool:
 
 
 def _spread(changes: Sequence[_Change], most: int) -> list[_Change]:
-    """As many of them, from everywhere."""
+    """At most `most` of the changes, from everywhere."""
     if len(changes) <= most:
         return list(changes)
     return [changes[place * len(changes) // most] for place in range(most)]
@@ -262,7 +262,7 @@ def _of_slot(name: str, slot: Slot, *, is_read: bool = True) -> _Change:
 
 
 def _modes(model: nn.Module) -> Iterator[_Change]:
-    """Of the whole model, and of every module alone whose forward is torch's."""
+    """Changes of the mode of the whole model, and of every module alone whose forward is torch's."""
     modes = [(module, module.training) for module in model.modules()]
 
     def undo() -> None:

@@ -259,7 +259,7 @@ def _check_pipeline(
     plan: Plan | None,
     asked: bool,
 ) -> Report:
-    """The same for stages and micro-batches, against the serial model that takes the batch at once."""
+    """Check stages and micro-batches against the serial model that takes the batch at once."""
     arguments = flatten_arguments(target.args, target.kwargs)
     count = request.micro_batches
     autocast = request.autocast(cluster)

@@ -1,4 +1,4 @@
-"""The same training on real processes: every rank loads the target again and runs its own program.
+"""Trains on real processes: every rank loads the target again and runs its own program.
 
 Rank 0 returns what it computed, gathered to full tensors. All ranks must have computed the same, so
 each compares with rank 0's and tells by how much it differs: a replica that drifts on its own can

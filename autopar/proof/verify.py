@@ -270,8 +270,11 @@ def simulate_training(
     lift: Callable[[Tensor], Tensor] = raise_tensor,
     room: float = 0.0,
 ) -> Record:
-    """The same steps by all ranks' programs; `model` gives the first parameters and is not changed. `lift`
-    makes the tensors of the start; gathers that fit into `room` bytes start early."""
+    """Train by all ranks' programs, step by step as the serial side does.
+
+    `model` gives the first parameters and is not changed. `lift` makes the tensors of the start; gathers that
+    fit into `room` bytes start early.
+    """
     written = [rewrite(graph, program, dims, rank=rank) for rank in range(dims.mesh.num_devices)]
     weights = {item.name: item.spec for item in graph.inputs if item.kind is InputKind.PARAMETER}
 

@@ -207,7 +207,7 @@ class _PlacementSearch:
         return before > 0
 
     def without_regather(self, cap: int) -> list[Solution]:
-        """Those that fit and regather no weight: rows don't see what doing so holds for a moment."""
+        """Solutions that fit and regather no weight: rows don't see what doing so holds for a moment."""
         other = replace(self, space=self.space.without_regather())
         if other.space is self.space or not self.rounds:
             return []
@@ -290,7 +290,7 @@ class _PlacementSearch:
         bounded: bool = True,
         cutoff: float = math.inf,
     ) -> Solution:
-        """The best plan by the linear rows, under `rows` bytes of memory."""
+        """Solve for the best plan by the linear rows, under `rows` bytes of memory."""
         problem = self.problem(rows=rows, memory_price=memory_price)
         answer = relaxed = solve(problem.lp, relaxed=True, time_limit=self.left(), work=self.work)
         bound, proves = answer.bound, bounded and memory_price == FREE

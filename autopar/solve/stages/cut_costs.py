@@ -150,13 +150,13 @@ class CutProblem:
         return busy
 
     def holds_of(self, level: Intervals) -> Holds:
-        """Those of every stage at one level."""
+        """What every stage holds at one level."""
         halves = level.halves
         kept = self.with_output(level.saved)
         return Holds(kept, halves.held, level.working, level.early, halves.working, halves.early)
 
     def at_least(self, stage: int, shares: Shares, cap: int) -> Table:
-        """Of a stage the seconds for gradients of inputs with the least that has to be recomputed."""
+        """Seconds of a stage for gradients of inputs, with the least that has to be recomputed."""
         places, worth = np.asarray(self.table.places), shares.spared > 0
         always = self.lasting[stage] - self.table.gradients
         excess = self.with_output(self.table.saved) + (always - cap) / flight(self.schedule, stage)
@@ -182,7 +182,7 @@ class CutProblem:
         return self.late or self.schedule.kind is ScheduleKind.INTERLEAVED
 
     def undercut(self) -> list[Table]:
-        """Q of every stage."""
+        """The bound Q of every stage."""
         table, count = self.table, self.schedule.micro_batches
         hop = np.zeros_like(table.forward)
         forwards = _each(lambda each: each.forward, self.tables)
@@ -211,7 +211,7 @@ class CutProblem:
         return found
 
     def way_back(self, table: Intervals, back: Table) -> Table:
-        """Of a stage the seconds until it sends a gradient back."""
+        """Seconds until a stage sends a gradient back."""
         return back + table.weight_gradient if self.whole else back
 
     def hops(self, row: Row) -> Row:
@@ -269,8 +269,11 @@ class CutProblem:
     # -- memory ---------------------------------------------------------------------------------------
 
     def always_there(self, stage: int, table: Intervals) -> Table:
-        """Of a stage with these tables: its state, on the first of a rank's stages the batch, and outputs
-        that it sent where no gradient comes back to prove their arrival."""
+        """Bytes of a stage that are there all step.
+
+        They are its state, on the first of a rank's stages the batch, and outputs that it sent where no
+        gradient comes back to prove their arrival.
+        """
         schedule, received_back = self.schedule, self.table.received_back
         batch = schedule.micro_batches * table.batch if stage < schedule.ranks else 0.0
         unproved = np.where(received_back == 0, self.table.received, 0.0) * self.is_sent_late(stage)
@@ -292,7 +295,7 @@ class CutProblem:
         return self.bytes_of(stage, self.tables[stage], self.holds[stage])
 
     def bytes_of(self, stage: int, table: Intervals, holds: Holds) -> Table:
-        """The same, had the stage these tables."""
+        """The peak of a rank with one stage alone, had the stage these tables."""
         rank, received_back = self.schedule.rank_of(stage), self.table.received_back
         place = stages_of(self.schedule, rank).index(stage)
         peak = np.full_like(holds.saved, -np.inf)
@@ -315,7 +318,7 @@ class CutProblem:
         return holds.early - missing, holds.half_early - missing, holds.working, holds.half
 
     def part(self, stage: int) -> float:
-        """Of what its rank holds when that is most, if all stages were alike."""
+        """A stage's share of what its rank holds when that is most, if all stages were alike."""
         own = stages_of(self.schedule, self.schedule.rank_of(stage))
         each = flights(self.schedule)[self.schedule.rank_of(stage)]
         most = max(map(in_flight, each.all()), key=sum)
@@ -323,7 +326,7 @@ class CutProblem:
         return float(held[own.index(stage)] / sum(held)) if sum(held) else 1 / len(own)
 
     def rank_bytes(self, paths: Paths) -> NDArray[np.float64]:
-        """Peaks [cut, rank], all stages of a rank together."""
+        """Peak bytes [cut, rank], all stages of a rank together."""
         starts = paths[:, :-1]
         lasting = self.pick(self.lasting, paths)
         missing, summing = (
@@ -353,7 +356,7 @@ class CutProblem:
         return np.stack(found, axis=1)
 
     def pick(self, tables: Sequence[Table], paths: Paths) -> NDArray[np.float64]:
-        """Of each stage's own table its entry [cut, stage]."""
+        """Read each stage's entry [cut, stage] from its own table."""
         starts, stops = paths[:, :-1], paths[:, 1:]
         if all(table is tables[0] for table in tables):
             return tables[0][starts, stops]

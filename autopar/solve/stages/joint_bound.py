@@ -108,7 +108,7 @@ class ExchangeTables:
         return min(self.bound_of(schedule) for schedule in schedules)
 
     def bound_of(self, schedule: Schedule) -> float:
-        """The same for one schedule."""
+        """Seconds that no step under one schedule takes less than."""
         count, stages = schedule.micro_batches, schedule.stages
         calls = 3 if schedule.kind in SPLIT_BACKWARD else 2
         calling = calls * float(np.max(self.table.calling))
@@ -173,7 +173,8 @@ class ExchangeTables:
         return found
 
     def dearest(self, name: str) -> float:
-        """As `farthest`; infinite where the space has no conversion."""
+        """Seconds of the dearest conversion, as `farthest` has them; infinite where the space has no
+        conversion."""
         item = self.given.get(name)
         fixed = item is not None and (
             item.mutated or item.kind is InputKind.PARAMETER and not self.space.gatherings

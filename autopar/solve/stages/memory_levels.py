@@ -32,7 +32,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class MixTables:
-    """Of one stage what `Mix` holds, in tables [p, q]."""
+    """The levels and shares of `Mix` for one stage, in tables [p, q]."""
 
     lean: NDArray[np.intp]
     rich: NDArray[np.intp]
@@ -40,7 +40,8 @@ class MixTables:
 
     @staticmethod
     def under(cap: float, nbytes: NDArray[np.float64], seconds: NDArray[np.float64]) -> MixTables:
-        """From bytes and seconds [level, p, q]; the smallest level where none fits."""
+        """Mix levels of `nbytes` and `seconds` [level, p, q] under a cap; the smallest level where none
+        fits."""
         fits = nbytes <= cap
         fastest = np.where(fits, seconds, np.inf).argmin(axis=0)
         lean = np.where(fits.any(axis=0), fastest, nbytes.argmin(axis=0))
@@ -57,7 +58,7 @@ class MixTables:
         return lean + self.share * (_at(tables, self.rich) - lean)
 
     def at(self, p: int, q: int) -> Mix:
-        """That of one stage."""
+        """The mix of the stage [p, q)."""
         return Mix(int(self.lean[p, q]), int(self.rich[p, q]), float(self.share[p, q]))
 
 
@@ -81,7 +82,7 @@ class LevelTables:
 
 
 def _differing(levels: Sequence[Intervals] | Sequence[Halves]) -> dict[str, NDArray[np.float64]]:
-    """Of the tables with equal names those that are not the same on all levels, each as one."""
+    """The tables that are not the same on all levels, by name, each as one."""
     named = {each.name: [getattr(level, each.name) for level in levels] for each in fields(levels[0])}
     return {
         name: np.stack(tables)

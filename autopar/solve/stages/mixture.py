@@ -90,8 +90,10 @@ class Mixture:
         )
 
     def seams(self, places: Sequence[int]) -> tuple[int, ...]:
-        """Those of `places` at which operators may go over from any assignment to any other. The ends of the
-        graph are among them."""
+        """The places, of `places`, at which operators may turn from any assignment to any other.
+
+        The ends of the graph are among them.
+        """
         crossing = self.crossing(places)
         ways = [each for each in product(range(len(self.programs)), repeat=2) if each[0] != each[1]]
 
@@ -105,11 +107,11 @@ class Mixture:
         return tuple(place for place in places if is_seam(place))
 
     def turning(self, place: int, before: int, behind: int) -> list[int]:
-        """The levels if operators turn from one to another at a place."""
+        """The levels if operators turn from one assignment to another at a place."""
         return [before] * place + [behind] * (len(self.graph.operators) - place)
 
     def settle(self, levels: Levels) -> Levels:
-        """The levels but for operators that follow the first assignment anyhow."""
+        """Copy the levels with 0, the first assignment, where operators follow that anyhow."""
         if not self.settled:
             return levels
         return [0 if place in self.settled else level for place, level in enumerate(levels)]
@@ -208,7 +210,7 @@ class Mixture:
     def known_moves(
         self, name: str, source: Layout, maker: int, needs: Iterable[Need]
     ) -> tuple[Move, ...] | None:
-        """Those that assignments have, the users' or the maker's."""
+        """Conversions that assignments have, the users' or the maker's."""
         chosen: dict[Layout, Move] = {}
         for level, need in needs:
             ways = (self.way(name, source, need, each) for each in (level, maker))
@@ -221,7 +223,7 @@ class Mixture:
         return tuple(chosen.values())
 
     def new_moves(self, name: str, source: Layout, needs: Sequence[Layout]) -> tuple[Move, ...] | None:
-        """The cheapest ones."""
+        """Find the cheapest conversions from `source` to the needs."""
         try:
             return tree(
                 source,

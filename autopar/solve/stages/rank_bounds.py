@@ -152,7 +152,7 @@ class _Rank:
 
 
 def _ranks(problem: CutProblem, scarcity: Scarcity | None) -> list[list[_Rank]]:
-    """Of each rank what holds without a price, and for each price."""
+    """What holds for each rank without a price, and for each price."""
     schedule, update = problem.schedule, problem.table.update
     pairs = [stages_of(schedule, rank) for rank in range(schedule.ranks)]
     saved = [_saved_counts(schedule, rank) for rank in range(schedule.ranks)]
@@ -180,7 +180,7 @@ def _alone(problem: CutProblem, scarcity: Scarcity) -> float:
 
 
 def _priced(problem: CutProblem, scarcity: Scarcity | None) -> Iterator[tuple[float, dict[int, float]]]:
-    """For no price and for each one: what all bytes of the cap are worth, and how much dearer stages are."""
+    """What all bytes of the cap are worth, and how much dearer stages are, without a price and for each."""
     schedule = problem.schedule
     counts = sorted({count for rank in range(schedule.ranks) for count in _saved_counts(schedule, rank)})
     yield 0.0, dict.fromkeys(counts, 1.0)

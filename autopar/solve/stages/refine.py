@@ -239,7 +239,7 @@ def _at_edge(starts: Sequence[int], before: Sequence[int], places: Sequence[int]
 
 
 def _around(starts: Sequence[int], operators: int) -> tuple[int, ...]:
-    """As many places as may be, next to those where stages start."""
+    """The most places that may be, next to those where stages start."""
     inner = starts[1:]
     reach = max(1, (MOST_NEIGHBORS // max(1, len(inner)) - 1) // 2)
     around = {start + by for start in inner for by in range(-reach, reach + 1)}

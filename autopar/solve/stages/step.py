@@ -81,7 +81,7 @@ def step_weight(ranks: int, micro_batches: int) -> float:
 
 
 def unstaged(solution: Solution, micro_batches: int) -> Step:
-    """The step without stages."""
+    """Make the step without stages."""
     cost = solution.priced.cost
     return Step(
         solution=solution,
@@ -373,7 +373,7 @@ class Parting:
     def fewest(
         self, cut: Cut, turns: Sequence[int], found: Cut, priced: PricedProgram
     ) -> tuple[PricedProgram, Cut]:
-        """The same with as few tensors moved, the largest, as still fit."""
+        """Offload as few tensors, the largest, as still fit."""
         low, high = -1, len(priced.program.offload)
         while high - low > 1:
             middle = (low + high) // 2

@@ -32,7 +32,7 @@ def respect(step: Step, *, micro_batches: int, hop: LinkLike, cap: int | None) -
 
 
 def notes(graph: Graph, step: Step, recompute: Recompute) -> tuple[str, ...]:
-    """What became of the model's checkpoints, for the plan."""
+    """Tell in the plan what became of the model's checkpoints."""
     regions, done = graph.checkpoints, step.solution.program.recompute
     if not regions:
         return ()
