@@ -41,7 +41,7 @@ from autopar.runtime.execute.executable import Executable, Pinned, StagedExecuta
 from autopar.sharding.sample_independence import samples_elsewhere
 from autopar.sharding.strategies import dims_of, is_legal, options_of
 from autopar.solve.deadline import after, left
-from autopar.trace.call_signature import LossFunction, flatten_arguments
+from autopar.trace.call_signature import LossFunction, flatten_arguments, leaves_out_loss
 from autopar.trace.export import Traced, trace
 from autopar.trace.micro_batches import split_batch
 from autopar.trace.numbers import require_known
@@ -104,7 +104,7 @@ class Compiler:
             count, staged = request.micro_batches, request.pipeline_ranks > 1 or request.micro_batches > 1
             traced = self.trace_part(model, args, kwargs, count, staged=staged, place=place)
         else:
-            traced = self.trace_whole(model, args, kwargs)
+            traced = self.trace_call(model, args, kwargs, first=pinned is None)
         if self.traced is not None:
             traced = replace(traced, graph=with_masks_by_dims(traced.graph))
         if request.local_inputs:
@@ -196,6 +196,14 @@ class Compiler:
         split_batch(None, flatten_arguments(args, kwargs).tensors, count)
         traced = self.trace_whole(model, args, kwargs)
         return traced.loss_alone() if staged else traced
+
+    def trace_call(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool
+    ) -> Traced:
+        """The graph of a call that is no step; one after the first that leaves out what `loss_fn` requires is
+        of the model alone."""
+        alone = not first and leaves_out_loss(model, self.loss_fn, args, kwargs)
+        return (replace(self, loss_fn=None) if alone else self).trace_whole(model, args, kwargs)
 
     def trace_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph of a call as it is."""
