@@ -40,6 +40,7 @@ from autopar.explaining.frontier import SECONDS, frontier
 from autopar.integrations import stock
 from autopar.planning.busy_neighbours import busy_neighbours
 from autopar.planning.given_plan import agree_on_plan, plan_to_run
+from autopar.planning.option_environment import settle, settle_beside_plan
 from autopar.planning.options import (
     COMPARE,
     PARALLELIZE,
@@ -55,9 +56,8 @@ from autopar.planning.options import (
     documented,
     is_local,
     read_outputs,
-    settle,
-    settle_beside_plan,
 )
+from autopar.planning.planner import Planner
 from autopar.planning.request import check_cluster, check_overlap, check_timeout, request_of
 from autopar.proof.changes import MOST
 from autopar.proof.check import Report, check, check_compiled, check_input
@@ -111,8 +111,8 @@ def plan(
     request, auto = request_of(asked, cluster)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     with notebook_bar(progress) as shown:
-        compiler = Compiler(cluster, request, loss_fn, costdb=asked.costdb, progress=shown)
-        found = compiler.find_plan(model, args, kwargs, auto)
+        planner = Planner(cluster, request, loss_fn, costdb=asked.costdb, progress=shown)
+        found = planner.find_plan(model, args, kwargs, auto)
         if not frontier_seconds:
             return found
         said = {name: value for name, value in options.items() if value is not None}
@@ -301,10 +301,10 @@ def verify(
             batch_dims=request.batch_dims,
             static=request.static,
         )
-        compiler = Compiler(
+        planner = Planner(
             cluster, replace(request, outputs=Outputs.GLOBAL), target.loss_fn, costdb=asked.costdb
         )
-        decided = compiler.find_pipeline(target.model, target.args, target.kwargs, auto)
+        decided = planner.find_pipeline(target.model, target.args, target.kwargs, auto)
         request = request.settled(decided)
     check_overlap(request)
     with Database.open(asked.costdb) as database:

@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.cli import finite, main
+from autopar.cli import main
+from autopar.cli.streams import finite
 from autopar.core.costs import Collective
 from autopar.errors import InputError
-from autopar.planning.options import VARIABLE, Options, read, settle, write
+from autopar.planning.option_environment import VARIABLE, read, settle, write
+from autopar.planning.options import Options
 from autopar.runtime.launch import launch
 
 ROOT = Path(__file__).parents[1]

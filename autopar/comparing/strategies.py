@@ -24,13 +24,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import ClusterSpec
-from autopar.compiler import Compiler
 from autopar.core.force import Force, Parallelism
 from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.cost.machine.measuring import CoRunners, Progress
 from autopar.cost.machine.model import setting_of
 from autopar.cost.machine.threads import using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
+from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.planning.search import FoundPlan, search
 from autopar.results.comparison import Comparison, Row
@@ -108,9 +108,9 @@ class Comparer:
         """The graph of one micro-batch; with stages its loss is the only output."""
         key = request.pipeline_ranks > 1, request.micro_batches
         if key not in self._graphs:
-            compiler = Compiler(self.cluster, request, self.target.loss_fn)
+            planner = Planner(self.cluster, request, self.target.loss_fn)
             target = self.target
-            self._graphs[key] = compiler.trace_step(target.model, target.args, target.kwargs)
+            self._graphs[key] = planner.trace_step(target.model, target.args, target.kwargs)
         return self._graphs[key]
 
     # -- one strategy -----------------------------------------------------------------------------
@@ -155,9 +155,9 @@ class Comparer:
 
     def samples(self) -> int:
         """How many samples the batch has, 1 if it can't be told which dim holds them."""
-        target, compiler = self.target, Compiler(self.cluster, self.request, self.target.loss_fn)
+        target, planner = self.target, Planner(self.cluster, self.request, self.target.loss_fn)
         try:
-            return compiler.parts(target.model, target.args, target.kwargs).size
+            return planner.parts(target.model, target.args, target.kwargs).size
         except InputError:  # there is no loss, or no such dim: the rows of stages and micro-batches say so
             return 1
 

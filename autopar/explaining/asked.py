@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cluster import ClusterSpec
-from autopar.compiler import Compiler
 from autopar.cost.machine.measuring import Progress
 from autopar.errors import InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.options import PLAN, Options
+from autopar.planning.planner import Planner
 from autopar.planning.request import Auto, Request, request_of
 from autopar.results.explanation import Change, Outcome
 from autopar.results.plan import Plan
@@ -38,16 +38,16 @@ class Asked:
         """What the search takes."""
         return request_of(Options(PLAN, **self.options), self.cluster)
 
-    def compiler(self, request: Request) -> Compiler:
-        """The compiler for a request."""
+    def planner(self, request: Request) -> Planner:
+        """What plans the target by a request."""
         costdb = self.options.get("costdb")
-        return Compiler(self.cluster, request, self.target.loss_fn, costdb=costdb, progress=self.progress)
+        return Planner(self.cluster, request, self.target.loss_fn, costdb=costdb, progress=self.progress)
 
     def plan(self, *, alternatives: bool = False) -> Plan:
         """The best plan; raises what `autopar.plan` does."""
         request, auto = self.request()
-        compiler = self.compiler(replace(request, alternatives=alternatives))
-        return compiler.find_plan(self.target.model, self.target.args, self.target.kwargs, auto)
+        planner = self.planner(replace(request, alternatives=alternatives))
+        return planner.find_plan(self.target.model, self.target.args, self.target.kwargs, auto)
 
     def saying(self, **options: Any) -> Asked:
         """The same with options said otherwise; None says nothing."""

@@ -1,7 +1,10 @@
 """Finds the best plan for a graph on a cluster, over all meshes and numbers of stages.
 
 request           what the user asks of the search
-options           where each option comes from: arguments, environment, defaults
+options           each option, declared once: its name, type, default and help; who takes which
+option_values     what values mean, from Python, JSON or the command line
+option_environment   options that the environment says
+planner           plans the calls of one model: what is traced for the search, and what is sought
 search            the passes, from a traced graph to the best plan over all meshes
 ask               what is asked of the search on one mesh, and how long it may go on
 mesh_search       the best step on one mesh

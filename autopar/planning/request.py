@@ -25,7 +25,8 @@ from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
 from autopar.cost.machine.devices import GPUS
 from autopar.errors import InputError, show_value
 from autopar.planning.optimizer_state import state_of
-from autopar.planning.options import DEFAULT_GAP, MEASURE_SECONDS, PIPELINE, Options
+from autopar.planning.option_values import PIPELINE
+from autopar.planning.options import DEFAULT_GAP, MEASURE_SECONDS, Options
 from autopar.results.plan import Plan
 from autopar.trace.autocast import Autocast
 

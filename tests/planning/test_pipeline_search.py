@@ -176,7 +176,7 @@ def test_micro_batches_without_stages_are_sought_only_where_memory_is_scarce(
     def seek(*args: Any, **kwargs: Any) -> Any:
         raise SoughtError
 
-    monkeypatch.setattr("autopar.compiler.decide_all", seek)
+    monkeypatch.setattr("autopar.planning.planner.decide_all", seek)
     tokens = torch.zeros(8, 32, dtype=torch.long)
     model, cluster = gpt(1, 32, 2, 32, 32), ClusterSpec(devices_per_node=2, device="h200")
     options: dict[str, Any] = {"mesh": "2", "measure": False}
@@ -337,7 +337,7 @@ def test_a_model_far_beyond_the_cap_is_not_sought_again_without_its_outputs(
             where="cap", found="2 MB", wanted="more", remedy="raise it", least=memory + known
         )
 
-    monkeypatch.setattr("autopar.compiler.decide_all", refused)
+    monkeypatch.setattr("autopar.planning.planner.decide_all", refused)
     with pytest.raises(InfeasibleError):
         plan(
             Scores(),

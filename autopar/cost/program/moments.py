@@ -20,8 +20,9 @@ from autopar.cost.program.early import hidden_seconds
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.heap import Heap
 from autopar.cost.program.offload import wait_seconds
-from autopar.cost.program.peak_memory import Part, Replay
+from autopar.cost.program.peak_memory import Replay
 from autopar.cost.program.recompute import repeated
+from autopar.cost.program.recomputed_parts import Part
 from autopar.cost.program.step import move_seconds
 
 if TYPE_CHECKING:

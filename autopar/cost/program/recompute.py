@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.cost.interval_table import Rectangles, Row, Table
-from autopar.cost.program.peak_memory import lives
+from autopar.cost.program.storages import lives
 
 if TYPE_CHECKING:
     from autopar.cost.program.priced_program import PricedProgram

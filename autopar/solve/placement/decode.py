@@ -53,7 +53,7 @@ def read(problem: Problem, answer: SolverAnswer) -> Program:
     values = answer.values
     strategies = {
         name: problem.space.strategies[name][max(range(len(x)), key=lambda index: values[x[index]])]
-        for name, x in problem.x.items()
+        for name, x in problem.operators.x.items()
     }
     stored = {
         name: max(choices, key=lambda item: values[choices[item]]) for name, choices in problem.inputs.items()
@@ -77,7 +77,7 @@ def choices_of(problem: Problem, program: Program) -> Choices:
         exact = layout, program.gatherings.get(name, Gathering.KEEP)
         stored[name] = exact if exact in choices else next(each for each in choices if each[0] == layout)
     return Choices(
-        {name: program.strategies[members[0]] for name, members in problem.members.items()},
+        {name: program.strategies[members[0]] for name, members in problem.operators.members.items()},
         stored,
         {name: program.outputs[name] for name in problem.output_layouts},
         {

@@ -70,9 +70,9 @@ class Priced:
             copies_last=True,
         )
         count = len(problem.lp.costs)
-        self.lasting = _summed(problem.lasting, count)
-        self.saved = _summed(problem.memory, count) - self.lasting
-        self.seconds = np.asarray(problem.lp.costs) - _summed(problem.paid, count)
+        self.lasting = _summed(problem.memory.lasting, count)
+        self.saved = _summed(problem.memory.held, count) - self.lasting
+        self.seconds = np.asarray(problem.lp.costs) - _summed(problem.memory.paid, count)
         self.relaxation = Relaxation(problem.lp)
 
     def least(self, memory_price: MemoryPrice) -> float:

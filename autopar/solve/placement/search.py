@@ -357,7 +357,9 @@ class _PlacementSearch:
         """Raises CheckError if what the solver promised is not what the program costs."""
         assert answer.values is not None
         seconds = priced.seconds
-        promised = answer.cost - problem.memory_cost(answer.values) - problem.recompute_cost(answer.values)
+        promised = (
+            answer.cost - problem.memory.cost(answer.values) - problem.operators.recompute_cost(answer.values)
+        )
         if seconds > promised * (1 + 1e-6):
             promised += _optimism(problem, priced)
         if seconds > promised * (1 + 1e-6) + 1e-12:
@@ -445,7 +447,7 @@ def least(
     problem = Problem(graph, prices, space, folding, cap=math.inf, recomputes=recomputes)
     problem.lp.ties = problem.lp.costs
     problem.lp.costs = [0.0] * len(problem.lp.ties)
-    for nbytes, variable in problem.memory:
+    for nbytes, variable in problem.memory.held:
         problem.lp.costs[variable] += nbytes / 2**30
     answer = solve(problem.lp, gap=1e-3, time_limit=time_limit, work=work)
     if answer.values is None:

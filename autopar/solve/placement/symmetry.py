@@ -149,7 +149,7 @@ def named(space: Space, problem: Problem, answer: SolverAnswer, alike: Alike) ->
     values = answer.values
     strategies = {}
     for name, offered in space.strategies.items():
-        pairs = zip(problem.space.strategies[name], problem.x[name], strict=True)
+        pairs = zip(problem.space.strategies[name], problem.operators.x[name], strict=True)
         chosen = {
             _strategy_key(strategy, alike) for strategy, variable in pairs if values[variable] > SUPPORT
         }

@@ -68,7 +68,7 @@ class _StagedDescent:
     tried: set[object] = field(init=False)
 
     def __post_init__(self) -> None:
-        operators = sum(map(len, self.problem.members.values()))
+        operators = sum(map(len, self.problem.operators.members.values()))
         self.left, self.tried = cuts_left(operators), {_key(self.choices)}
 
     def steps_down(self, *, twice: bool = False) -> bool:
