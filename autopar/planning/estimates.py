@@ -1,4 +1,4 @@
-"""What a step with K stages and M micro-batches would take, told from one placement of another micro-batch.
+"""What a step with K stages and M micro-batches would take, told from one assignment of another micro-batch.
 
     t(M)     seconds of a micro-batch: what its launches cost stays, and gradients as large as an embedding,
              the rest shrinks with its samples, as far as the devices that share them get equally many
@@ -47,7 +47,7 @@ class Screened:
     those of the slowest stage of the most even cut, `weights` those that gradients of weights alone take,
     `hiding` those behind which sums of gradients can hide,
     `fixed` those that don't shrink with the samples. `shards` says for which part of the seconds the
-    `samples` are shared by how many devices; only where placements are free can uneven ones be split
+    `samples` are shared by how many devices; only where assignments are free can uneven ones be split
     otherwise. Of `hop_bytes` are the values that cross a good cut. If everything is recomputed, that
     takes `recompute_seconds` and `lean_bytes` are saved. Without stages copies of `hidden_bytes` of what is
     saved are overlapped, to the host and back."""
@@ -73,7 +73,7 @@ class Screened:
     hidden_bytes: int = 0
 
     def choice(self, micro_batches: int, kinds: Sequence[ScheduleKind], cap: float) -> Choice:
-        """That of the best schedule; without stages there are no `kinds`."""
+        """The choice of the best schedule; without stages there are no `kinds`."""
         found = [self.under(kind, micro_batches, cap) for kind in kinds or (None,)]
         return min(found, key=lambda each: (each.nbytes > cap, each.seconds))
 

@@ -42,7 +42,7 @@ def decide_all(
     cluster: ClusterSpec,
     request: Request,
     *,
-    stages: int | None = None,
+    ranks: int | None = None,
     micro_batches: int | None = None,
     database: Database | None = None,
     progress: Progress | None = None,
@@ -53,8 +53,10 @@ def decide_all(
     least: int = 1,
     at_once: Graph | None = None,
 ) -> Decision:
-    """The best step for a global batch of `batch` samples; `stages` (pipeline ranks), `micro_batches` and
-    `request.schedule` are chosen where they are None. The request's own numbers of both don't count.
+    """Find the best step for a global batch of `batch` samples over numbers of pipeline ranks.
+
+    `ranks`, `micro_batches` and `request.schedule` are chosen where they are None. The request's own numbers
+    of both don't count.
 
     `graph_of(m)` is the graph of one of m micro-batches; it is called once for each m that is looked at, of
     `least` or more. Only a batch that is computed at once, by one stage, has `outputs` bytes beside its loss;
@@ -68,7 +70,7 @@ def decide_all(
     counts = [micro_batches] if micro_batches else [each for each in _divisors(batch) if each >= least]
     screening = None if deadline is None else after(SCREENED * max(0.0, left(deadline)))
     screen = Screen(graph_of, counts, batch, cluster, request, database, screening, outputs)
-    choices = screen.choices(stages)
+    choices = screen.choices(ranks)
     room = MEASURED if request.measure and screen.model.here else 1.0
     found: list[Decision] = []
     failures: list[AutoparError] = []

@@ -57,9 +57,9 @@ TIMES = (1, 2, 4, 8)  # micro-batches per pipeline rank, about
 MOST_TIMES = 16  # with stages, where all between are looked at
 MESHES = 2  # of two axes, screened for each K; within a node one
 FAST_LINK = 100e9  # bytes/s: NVLink since V100, no PCIe
-ROUGH = 0.02  # gap of the placements that are screened
+ROUGH = 0.02  # gap of the assignments that are screened
 SCREEN_WORK = 6 * SECOND  # of branching for one of them
-SCARCE = 0.5  # of the cap: more state than that, and a leaner placement is screened too
+SCARCE = 0.5  # of the cap: more state than that, and a leaner assignment is screened too
 GraphOf = Callable[[int], Graph]  # micro-batches -> the graph of one
 Placed: TypeAlias = tuple[Screened, MeshProblem, Solution]
 
@@ -294,14 +294,14 @@ class Screen:
         return min(map(self.rank, self.rated(screened)), default=None)
 
     def placed(self, problem: MeshProblem, memory_price: MemoryPrice, *, waits: bool = True) -> Solution:
-        """A placement of about the least seconds; much work is waited for, or raises SolverError."""
+        """An assignment of about the least seconds; much work is waited for, or raises SolverError."""
         ask = replace(problem.ask(self.request.force, bounded=False), memory_price=memory_price)
         with contextlib.suppress(*([SolverError] if waits else [])):
             return problem.solve(ask, Limits(self.deadline, work=SCREEN_WORK))
         return problem.solve(ask, Limits(self.deadline))
 
     def hiding(self, problem: MeshProblem, solution: Solution) -> Solution:
-        """The placement, or if its sums of gradients hide the one that takes them for free, if its step is
+        """The assignment, or if its sums of gradients hide the one that takes them for free, if its step is
         faster."""
         if not problem.prices.overlap or solution.priced.cost.exposed_sums:
             return solution
@@ -314,7 +314,7 @@ class Screen:
         return solution
 
     def screened(self, problem: MeshProblem, solution: Solution, ranks: int, sample: Sample) -> Screened:
-        """What a placement costs, and what it costs and keeps if all is recomputed where memory asks."""
+        """What an assignment costs, and what it costs and keeps if all is recomputed where memory asks."""
         priced, recompute, spared, hidden = solution.priced, 0.0, 0, 0
         prices = priced.operator_prices
         largest = solution.peak.saved * sample.count / ranks  # of the fewest micro-batches

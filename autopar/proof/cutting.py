@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Graph
 from autopar.core.operator_facts import is_random
-from autopar.proof.verify import Record, Verdict, judge
+from autopar.proof.verdict import Record, Verdict, judge
 from autopar.sharding.rule import Instance
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, number_of

@@ -282,7 +282,7 @@ def test_a_cut_is_refined_around_where_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_asked_for_is_kept() -> None:
     request = Request(measure=False, alternatives=False, schedule=ScheduleKind.GPIPE)
-    plan = finish(decide_all(graph_of, BATCH, CLUSTER, request, stages=2)).plan
+    plan = finish(decide_all(graph_of, BATCH, CLUSTER, request, ranks=2)).plan
     assert (plan.pipeline.ranks, plan.pipeline.schedule) == (2, ScheduleKind.GPIPE)
     plan = finish(decide_all(graph_of, BATCH, CLUSTER, OPEN, micro_batches=4)).plan
     assert plan.pipeline.micro_batches == 4
@@ -309,7 +309,7 @@ def test_numbers_that_do_not_fit_are_refused_by_name() -> None:
             Request(**AUTO | {"schedule": ScheduleKind.ONE_F_ONE_B}, pipeline_ranks=4, micro_batches=2),
         )
     with pytest.raises(InputError, match="equal parts"):
-        decide_all(graph_of, BATCH, CLUSTER, OPEN, stages=3)
+        decide_all(graph_of, BATCH, CLUSTER, OPEN, ranks=3)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -354,7 +354,7 @@ def test_a_mesh_whose_program_takes_too_long_is_left_out_and_told(monkeypatch: p
     monkeypatch.setattr("autopar.planning.screening.SCREEN_WORK", 1e-9)
     monkeypatch.setattr("autopar.solve.highs.LEAST_ITERATIONS", 1)
     cluster = ClusterSpec(devices_per_node=4, device="h100", intra=Link(2e-6, 450e9))
-    found = decide_all(graph_of, BATCH, cluster, OPEN, stages=1)
+    found = decide_all(graph_of, BATCH, cluster, OPEN, ranks=1)
     left = [note for note in found.notes if "takes too long" in note]
     assert left and found.problem.mesh.shape == (4,) and "mesh 2x2" in left[0]
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from autopar.core.graph import InputKind
 from autopar.core.mesh import Mesh
 from autopar.sharding.atoms import Dims
-from autopar.sharding.sample_independence import Role, SampleFlow, find_batch, samples_elsewhere
+from autopar.sharding.sample_dims import find_batch, samples_elsewhere
+from autopar.sharding.sample_independence import Role, SampleFlow
 from autopar.sharding.strategies import find_atoms
 from autopar.trace.export import trace
 from autopar.trace.simplify import only_loss

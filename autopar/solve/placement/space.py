@@ -309,7 +309,7 @@ def idle(offered: Sequence[Strategy], dims: Dims) -> Sequence[Strategy]:
 
 
 def undominated(operation: Operator, offered: Sequence[Strategy], prices: Prices) -> list[Strategy]:
-    """Of strategies with equal placements the cheapest, the only ones that are priced here; partial sums of
+    """The cheapest of strategies with equal placements, the only ones that are priced here; partial sums of
     integers are not offered."""
     specs, training = prices.graph.specs, prices.training
     equal: dict[object, list[Strategy]] = {}
@@ -473,7 +473,7 @@ def _in_parts(needs: Iterable[Layout], dims: Dims, extra: Set[Shard] = frozenset
 
 
 def _whole_dims(item: GraphInput, dims: Iterable[int]) -> set[Shard]:
-    """Of `dims` those along which a weight can be kept in shards whatever its operators do."""
+    """The dims, of `dims`, along which a weight can be stored in shards whatever its operators do."""
     return {Shard(dim) for dim in dims if dim < len(item.spec.shape)}
 
 
