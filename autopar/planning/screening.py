@@ -262,8 +262,9 @@ class Screen:
         return [each for each, _, _ in found]
 
     def is_flat_enough(self, screened: Screened) -> bool:
-        """Whether on one axis devices do so little beside computing what they share that no mesh of more can
-        be told from it."""
+        """Whether devices on one axis hardly do more than compute what they share.
+
+        No mesh of more axes can be told from that one then."""
         if len(screened.mesh.shape) > 1 or self.request.measure and self.model.here:
             return False
         count = screened.count
@@ -301,8 +302,7 @@ class Screen:
         return problem.solve(ask, Limits(self.deadline))
 
     def hiding(self, problem: MeshProblem, solution: Solution) -> Solution:
-        """The assignment, or if its sums of gradients hide the one that takes them for free, if its step is
-        faster."""
+        """The assignment, or one that takes sums of gradients for free, if they hide and it is faster."""
         if not problem.prices.overlap or solution.priced.cost.exposed_sums:
             return solution
         ask = replace(problem.ask(self.request.force, bounded=False), multiplier=0.0)
