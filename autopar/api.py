@@ -173,7 +173,8 @@ def parallelize(
 
     With examples it plans at once, otherwise at the first call; until then its parameters cannot be
     read. Rank 0 plans (and measures what is missing), the others receive the plan, and all continue
-    with rank 0's parameters and random state. With `loss_fn` calling the module returns the loss.
+    with rank 0's parameters and random state. With `loss_fn` calling the module returns the loss; once
+    planned, calling it without what the loss takes returns the model's output.
     `exact_random` draws the serial dropout masks, whole, on every rank: for proofs. What a plan notes, rank 0
     prints once to stderr, unless `quiet`.
 

@@ -123,6 +123,15 @@ def test_show_tells_the_schema_of_plans(capsys: pytest.CaptureFixture[str]) -> N
     assert code == 2 and "PLAN.json" in found["error"]["wanted"]
 
 
+@pytest.mark.parametrize("words", [("plan", "net.py:net"), ("explain", "net.py:net"), ("run", "train.py")])
+def test_a_command_without_a_cluster_is_answered_with_one(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, document = command(capsys, *words)
+    assert code == 2
+    assert document["error"]["remedy"].startswith("add --cluster local:2, two processes of this machine")
+
+
 def test_plan_prints_every_key_that_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = command(
         capsys, "plan", f"{TARGETS}:net", "--cluster", "local:4", "--mesh", "2x2", "--no-measure"

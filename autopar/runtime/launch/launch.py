@@ -39,6 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from autopar.core.user_text import is_file
 from autopar.errors import INTERRUPTED, InputError, WorkerError, show_value
 from autopar.runtime.launch import call_main, worker
 from autopar.runtime.launch.processes import STOPPED_SECONDS, RankProcess, is_stopped, process_of
@@ -82,7 +83,7 @@ def start_script(
     `variables` are added to its environment. Raises InputError if there is no such script, WorkerError if
     a rank failed or `timeout` seconds passed, KeyboardInterrupt. Call it from the main thread.
     """
-    if not Path(script).is_file():
+    if not is_file(script):
         raise InputError(
             where="script", found=show_value(script), wanted="a Python file", remedy="check the path"
         )
