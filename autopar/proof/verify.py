@@ -89,28 +89,22 @@ def train_eagerly(
     steps: int,
     constants: Sequence[Tensor] = (),
 ) -> Record:
-    """SGD on the eager model, in place; `constants` are those of its graph.
+    """Train the eager model by SGD, in place; `constants` are those of its graph.
 
     Raises InputError for a loss or gradients that are not finite, which prove nothing.
     """
     record = Record()
     call = eager_call(model, arguments, arguments.tensors, loss_fn)
-    learned = [item for item in model.parameters() if item.requires_grad]
-    optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
-    for step in range(steps):
+
+    def backward_of(step: int) -> None:
         torch.manual_seed(seed(step))
-        model.zero_grad()
         with _running_in_float64():
             output, loss = run_eagerly(model, call, loss_fn, record.casts, constants)
         leaves, _ = flatten_results(output)
         note_outputs(record, leaves, loss, step)
         backward(loss, leaves)
-        note_gradients(record, model, step)
-        _check_finite(record, step)
-        if optimizer:
-            optimizer.step()
-    note_state(record, model)
-    return record
+
+    return _train(model, record, steps, backward_of)
 
 
 def accumulate_eagerly(
@@ -122,14 +116,14 @@ def accumulate_eagerly(
     steps: int,
     constants: Sequence[Tensor] = (),
 ) -> Record:
-    """SGD on the eager model, in place, each step's gradients added up over weighted micro-batches; raises as
-    `train_eagerly` does."""
+    """Train the eager model by SGD, in place, each step's gradients added up over weighted micro-batches.
+
+    Raises InputError as `train_eagerly` does.
+    """
     record = Record()
     calls = [eager_call(model, arguments, micro.tensors, loss_fn) for micro in batch]
-    learned = [item for item in model.parameters() if item.requires_grad]
-    optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
-    for step in range(steps):
-        model.zero_grad()
+
+    def backward_of(step: int) -> None:
         total = torch.zeros((), dtype=torch.float64)
         for number, call in enumerate(calls):
             torch.manual_seed(seed(step, number))
@@ -141,6 +135,17 @@ def accumulate_eagerly(
                 backward(loss * weight, ())
                 total += weight * loss.detach()
         record.loss[f"{step}:loss"] = total
+
+    return _train(model, record, steps, backward_of)
+
+
+def _train(model: nn.Module, record: Record, steps: int, backward_of: Callable[[int], None]) -> Record:
+    """Take steps of SGD after `backward_of` each, and note gradients and state."""
+    learned = [item for item in model.parameters() if item.requires_grad]
+    optimizer = torch.optim.SGD(learned, lr=RATE, momentum=MOMENTUM) if learned else None
+    for step in range(steps):
+        model.zero_grad()
+        backward_of(step)
         note_gradients(record, model, step)
         _check_finite(record, step)
         if optimizer:
