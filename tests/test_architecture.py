@@ -228,7 +228,7 @@ def test_the_docstring_of_a_room_lists_its_files(package: str) -> None:
 
 def test_no_file_lies_loose() -> None:
     loose = {path.stem for path in (ROOT / "autopar").glob("*.py")}
-    assert loose == {"__init__", "__main__", "api", "cli", "cluster", "compiler", "errors", "units"}
+    assert loose == {"__init__", "__main__", "api", "cluster", "compiler", "errors", "units"}
 
 
 # A process of its own for each module, in which nothing of ours is imported yet. They are forked off one that
