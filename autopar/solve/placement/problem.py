@@ -368,11 +368,11 @@ class Problem:
     def stored(self, name: str, layout: Layout) -> list[Stored]:
         """An input in a layout, with each way of gathering it that could serve: regathered where memory is
         scarce, once only where something else is repeated."""
-        kept = [(layout, Gathering.KEEP)]
+        plain = [(layout, Gathering.KEEP)]
         if not self.wiring.is_parameter(name) or not self.prices.training:
-            return kept
+            return plain
         if not self.space.gatherings or not any(isinstance(place, Shard) for place in layout):
-            return kept
+            return plain
         if len(self.space.gatherings) == 1:
             return [(layout, self.space.gatherings[0])]
         serve = {
