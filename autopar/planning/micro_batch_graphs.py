@@ -295,7 +295,8 @@ def alike(part: Graph, whole: Graph, flow: SampleFlow) -> tuple[Graph, str | Non
             return part, _differs(item, "is computed for the whole batch alone")
     made = made_constants(part)
     for name, spec in part.specs.items():
-        if name in whole.specs and not (name in made and name in flow.made) and not _fits(name, spec, flow):
+        compared = name in whole.specs and not (name in made and name in flow.made)
+        if compared and name not in flow.unfilled and not _fits(name, spec, flow):
             return part, f"{name} of shape {list(spec.shape)} is no part of {list(whole.specs[name].shape)}"
     other = next(_other_constants(part, made, flow), None)
     if other is not None:

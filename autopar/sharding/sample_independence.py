@@ -103,6 +103,9 @@ class SampleFlow:
         self.unknown: list[Operator] = []
         self.values: dict[str, Value] = {}
         self.made = made_constants(graph) if made is None else made
+        self.unfilled = {
+            name for item in graph.operators if facts_of(item.target).is_undefined for name in item.results
+        }
         self._join_own_rows()
         written = {buffer for buffer, _ in graph.writes}
         for item in graph.inputs:
@@ -198,6 +201,8 @@ class SampleFlow:
             return [Value(Role.ROWS)]
         if item.target in EMPTY:
             return [self._empty(item, given[0])]
+        if facts_of(item.target).draws_each:
+            return [self._drawn(item, given)]
         in_order = self._sorted(item, given)
         if in_order is not None:
             return in_order
@@ -215,6 +220,29 @@ class SampleFlow:
         if not rows:
             return [Value(Role.WHOLE)] * count
         return self._of_rows(item, given, rows)
+
+    def _drawn(self, item: Operator, given: Sequence[Value]) -> Value:
+        """Random numbers, each drawn for itself: rows where all samples draw alike, or each by its own row."""
+        (name,) = item.results
+        assert name is not None
+        if all(self._is_alike(operand) for operand in item.operands):
+            return Value(Role.ROWS if any(True for _ in self.places(name)) else Role.WHOLE)
+        if {value.role for value in given} != {Role.ROWS} or any(value.scale for value in given):
+            return Value(Role.WHOLE if {value.role for value in given} == {Role.WHOLE} else Role.MIXED, item)
+        shapes = {self.graph.specs[operand].shape for operand in (*item.operands, name)}
+        places = {place for operand in item.operands for place in self.places(operand)}
+        if len(shapes) > 1 or len(places) > 1:
+            return Value(Role.MIXED, item)
+        (place,) = places
+        self.batch.add(self.dims.atoms.components[(name, place.dim, place.atom)])
+        return Value(Role.ROWS)
+
+    def _is_alike(self, name: str) -> bool:
+        """Whether a tensor has one number throughout, or none yet."""
+        made = self.made.get(name)
+        if made is None:
+            return name in self.unfilled
+        return made.numel() == 0 or bool((made == made.flatten()[0]).all())
 
     def _sorted(self, item: Operator, given: Sequence[Value]) -> list[Value] | None:
         """What becomes of rows that are sorted here, or were; None where there are none."""
