@@ -2,7 +2,7 @@
 
 trace       nn.Module -> graph of ATen operators          trace/
 annotate    measured costs of every strategy               cost/
-solve       integer program over all placements            solve/, planning/
+solve       integer program over all assignments           solve/, planning/
 rewrite     local operators and collectives of a rank      rewrite/
 run         DTensor parameters outside, local ones inside  runtime/
 
@@ -40,6 +40,7 @@ from autopar.explaining.frontier import SECONDS, frontier
 from autopar.integrations import stock
 from autopar.planning.busy_neighbours import busy_neighbours
 from autopar.planning.given_plan import agree_on_plan, plan_to_run
+from autopar.planning.option_environment import settle, settle_beside_plan
 from autopar.planning.options import (
     COMPARE,
     PARALLELIZE,
@@ -55,9 +56,8 @@ from autopar.planning.options import (
     documented,
     is_local,
     read_outputs,
-    settle,
-    settle_beside_plan,
 )
+from autopar.planning.planner import Planner
 from autopar.planning.request import check_cluster, check_overlap, check_timeout, request_of
 from autopar.proof.changes import MOST
 from autopar.proof.check import Report, check, check_compiled, check_input
@@ -97,7 +97,7 @@ def plan(
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Find the best placement of `model` on `cluster`; no process group is needed.
+    """Find the best plan for `model` on `cluster`; no process group is needed.
 
     `example_inputs` is the global batch: a tuple of positional arguments, a dict of keyword
     arguments, or one tensor; with `loss_fn` the arguments that it takes after the output come last.
@@ -111,8 +111,8 @@ def plan(
     request, auto = request_of(asked, cluster)
     args, kwargs = split_inputs(example_inputs, example_kwargs)
     with notebook_bar(progress) as shown:
-        compiler = Compiler(cluster, request, loss_fn, costdb=asked.costdb, progress=shown)
-        found = compiler.find_plan(model, args, kwargs, auto)
+        planner = Planner(cluster, request, loss_fn, costdb=asked.costdb, progress=shown)
+        found = planner.find_plan(model, args, kwargs, auto)
         if not frontier_seconds:
             return found
         said = {name: value for name, value in options.items() if value is not None}
@@ -173,7 +173,8 @@ def parallelize(
 
     With examples it plans at once, otherwise at the first call; until then its parameters cannot be
     read. Rank 0 plans (and measures what is missing), the others receive the plan, and all continue
-    with rank 0's parameters and random state. With `loss_fn` calling the module returns the loss.
+    with rank 0's parameters and random state. With `loss_fn` calling the module returns the loss; once
+    planned, calling it without what the loss takes returns the model's output.
     `exact_random` draws the serial dropout masks, whole, on every rank: for proofs. What a plan notes, rank 0
     prints once to stderr, unless `quiet`.
 
@@ -300,10 +301,10 @@ def verify(
             batch_dims=request.batch_dims,
             static=request.static,
         )
-        compiler = Compiler(
+        planner = Planner(
             cluster, replace(request, outputs=Outputs.GLOBAL), target.loss_fn, costdb=asked.costdb
         )
-        decided = compiler.find_pipeline(target.model, target.args, target.kwargs, auto)
+        decided = planner.find_pipeline(target.model, target.args, target.kwargs, auto)
         request = request.settled(decided)
     check_overlap(request)
     with Database.open(asked.costdb) as database:

@@ -15,7 +15,7 @@ import typer.main
 from typer.cli import get_docs_for_click
 
 import autopar
-from autopar.cli import app as command_line
+from autopar.cli.commands import app as command_line
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = {  # of the site, each with its pages in the order of reading

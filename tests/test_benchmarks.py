@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autopar.compiler import Compiler
 from autopar.core.mesh import Mesh
 from autopar.errors import CheckError
+from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.planning.search import FoundPlan as Planned
 from tests.benchmarks import low_precision
@@ -82,7 +82,7 @@ def deciding(memory: int | None = None) -> dict[Way, Planned]:
         model = vgg([[64] * 2, [64] * 2, [64] * 5], side=112, hidden=16)
         inputs = torch.zeros(8, 3, 112, 112), torch.zeros(8, dtype=torch.long)
     request = Request(mesh=Mesh((4,)), memory=memory, pipeline_ranks=2, micro_batches=2, alternatives=False)
-    graph = Compiler(gpus(2, 4), request, F.cross_entropy).trace_step(model, inputs, {}).graph
+    graph = Planner(gpus(2, 4), request, F.cross_entropy).trace_step(model, inputs, {}).graph
     found = decide_all(graph, gpus(2, 4), request)
     return {way: each for way, each in found.items() if isinstance(each, Planned)}
 

@@ -20,7 +20,7 @@ import pytest
 import typer
 
 import autopar
-from autopar.cli import app
+from autopar.cli.commands import app
 from autopar.cluster import ClusterSpec
 from autopar.errors import LONGEST
 from autopar.explaining.what_if import WORDS

@@ -24,13 +24,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import ClusterSpec
-from autopar.compiler import Compiler
 from autopar.core.force import Force, Parallelism
 from autopar.core.schedule import ScheduleKind, check_schedule
 from autopar.cost.machine.measuring import CoRunners, Progress
 from autopar.cost.machine.model import setting_of
 from autopar.cost.machine.threads import using_threads
 from autopar.errors import AutoparError, InfeasibleError, InputError, SolverError
+from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.planning.search import FoundPlan, search
 from autopar.results.comparison import Comparison, Row
@@ -108,9 +108,9 @@ class Comparer:
         """The graph of one micro-batch; with stages its loss is the only output."""
         key = request.pipeline_ranks > 1, request.micro_batches
         if key not in self._graphs:
-            compiler = Compiler(self.cluster, request, self.target.loss_fn)
+            planner = Planner(self.cluster, request, self.target.loss_fn)
             target = self.target
-            self._graphs[key] = compiler.trace_step(target.model, target.args, target.kwargs)
+            self._graphs[key] = planner.trace_step(target.model, target.args, target.kwargs)
         return self._graphs[key]
 
     # -- one strategy -----------------------------------------------------------------------------
@@ -135,19 +135,19 @@ class Comparer:
 
     def pipelines(self) -> Iterator[Request]:
         """One device for each stage: a few numbers of micro-batches, in every schedule that takes them."""
-        stages = self.cluster.num_devices
+        ranks = self.cluster.num_devices
         batch = self.samples()
         divisors = [count for count in range(1, batch + 1) if batch % count == 0] or [1]
-        counts = {max(each for each in divisors if each <= times * stages) for times in TIMES}
+        counts = {max(each for each in divisors if each <= times * ranks) for times in TIMES}
         for count in sorted(counts):
             for schedule in SCHEDULES:
                 try:
-                    check_schedule(schedule, ranks=stages, stages_per_rank=1, micro_batches=count)
+                    check_schedule(schedule, ranks=ranks, stages_per_rank=1, micro_batches=count)
                 except InputError:
                     continue  # gpipe takes any number
                 yield replace(
                     self.request,
-                    pipeline_ranks=stages,
+                    pipeline_ranks=ranks,
                     micro_batches=count,
                     schedule=schedule,
                     alternatives=False,
@@ -155,9 +155,9 @@ class Comparer:
 
     def samples(self) -> int:
         """How many samples the batch has, 1 if it can't be told which dim holds them."""
-        target, compiler = self.target, Compiler(self.cluster, self.request, self.target.loss_fn)
+        target, planner = self.target, Planner(self.cluster, self.request, self.target.loss_fn)
         try:
-            return compiler.parts(target.model, target.args, target.kwargs).size
+            return planner.parts(target.model, target.args, target.kwargs).size
         except InputError:  # there is no loss, or no such dim: the rows of stages and micro-batches say so
             return 1
 

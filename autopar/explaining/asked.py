@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cluster import ClusterSpec
-from autopar.compiler import Compiler
 from autopar.cost.machine.measuring import Progress
 from autopar.errors import InfeasibleError, InputError, OverCapError, SolverError, TraceError
 from autopar.planning.options import PLAN, Options
+from autopar.planning.planner import Planner
 from autopar.planning.request import Auto, Request, request_of
 from autopar.results.explanation import Change, Outcome
 from autopar.results.plan import Plan
@@ -38,19 +38,19 @@ class Asked:
         """What the search takes."""
         return request_of(Options(PLAN, **self.options), self.cluster)
 
-    def compiler(self, request: Request) -> Compiler:
-        """The compiler for a request."""
+    def planner(self, request: Request) -> Planner:
+        """What plans the target by a request."""
         costdb = self.options.get("costdb")
-        return Compiler(self.cluster, request, self.target.loss_fn, costdb=costdb, progress=self.progress)
+        return Planner(self.cluster, request, self.target.loss_fn, costdb=costdb, progress=self.progress)
 
     def plan(self, *, alternatives: bool = False) -> Plan:
         """The best plan; raises what `autopar.plan` does."""
         request, auto = self.request()
-        compiler = self.compiler(replace(request, alternatives=alternatives))
-        return compiler.find_plan(self.target.model, self.target.args, self.target.kwargs, auto)
+        planner = self.planner(replace(request, alternatives=alternatives))
+        return planner.find_plan(self.target.model, self.target.args, self.target.kwargs, auto)
 
     def saying(self, **options: Any) -> Asked:
-        """The same with options said otherwise; None says nothing."""
+        """Copy the question with options said otherwise; None says nothing."""
         return replace(self, options={**self.options, **options})
 
     @property
@@ -67,7 +67,7 @@ class Asked:
         return share if said is None else min(said, share)
 
     def hurried(self) -> Asked:
-        """The same with a limit for one more plan."""
+        """Copy the question with a limit for one more plan."""
         return self.saying(time_limit=self.seconds())
 
     def change(self, what: str) -> Change:

@@ -124,7 +124,7 @@ def problem_of(asked: Asked, plan: Plan) -> MeshProblem:
     """The problem that the plan is an answer to, with what is known of operators' seconds by now."""
     request = replace(asked.request()[0].settled(plan), alternatives=False)
     target, whole = asked.target, asked.cluster
-    graph = asked.compiler(request).trace_step(target.model, target.args, target.kwargs).graph
+    graph = asked.planner(request).trace_step(target.model, target.args, target.kwargs).graph
     with Database.open(asked.options.get("costdb")) as database:
         model = CostModel.of(whole, database)
     cluster, hop = whole.stage(request.pipeline_ranks), model.hop(whole, request.pipeline_ranks)

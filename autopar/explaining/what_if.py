@@ -76,17 +76,17 @@ def resized(cluster: ClusterSpec, count: int) -> ClusterSpec:
 
 def batch_of(asked: Asked) -> int:
     """Samples in the example; raises InputError where it can't be told which dims hold them."""
-    compiler, target = asked.compiler(asked.request()[0]), asked.target
-    return compiler.parts(target.model, target.args, target.kwargs).cutting().size
+    planner, target = asked.planner(asked.request()[0]), asked.target
+    return planner.parts(target.model, target.args, target.kwargs).cutting().size
 
 
 def with_batch(asked: Asked, size: int) -> Asked:
-    """The same with so many samples, repeated or left out: their values decide nothing.
+    """Copy the question for `size` samples, repeated or left out: their values decide nothing.
 
     Raises InputError where it can't be told which dims hold the samples.
     """
-    compiler, target = asked.compiler(asked.request()[0]), asked.target
-    parts = compiler.parts(target.model, target.args, target.kwargs)
+    planner, target = asked.planner(asked.request()[0]), asked.target
+    parts = planner.parts(target.model, target.args, target.kwargs)
     cutting = parts.cutting()
     tensors = tuple(
         tensor if rows is None else _repeated(tensor, rows, cutting.size, size)

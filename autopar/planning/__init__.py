@@ -1,12 +1,16 @@
 """Finds the best plan for a graph on a cluster, over all meshes and numbers of stages.
 
 request           what the user asks of the search
-options           where each option comes from: arguments, environment, defaults
+options           each option, declared once: its name, type, default and help; who takes which
+option_values     what values mean, from Python, JSON or the command line
+option_environment   options that the environment says
+planner           plans the calls of one model: what is traced for the search, and what is sought
 search            the passes, from a traced graph to the best plan over all meshes
 ask               what is asked of the search on one mesh, and how long it may go on
 mesh_search       the best step on one mesh
-known_cuts        cuts into stages of placements that were cut before
+known_cuts        cuts into stages of assignments that were cut before
 pipeline_search   how many stages and micro-batches
+screening         what numbers of these, and meshes, would take, told from a few that are solved
 micro_batch_graphs   the graphs of a batch's parts, whose losses add up
 apart             which plans predictions can't tell apart; of those the simplest stands
 estimates         what other numbers of stages and micro-batches would take

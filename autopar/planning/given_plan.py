@@ -10,24 +10,17 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from autopar.cluster import ClusterSpec
+from autopar.core.graph import Graph
+from autopar.core.program import Program
 from autopar.errors import InputError
 from autopar.planning.agree import agree
+from autopar.planning.options import NARROWING
 from autopar.results.plan import Plan
+from autopar.sharding.strategies import dims_of, is_legal, options_of
 from autopar.units import show_bytes
 
 VARIABLE = "AUTOPAR_PLAN"  # of the environment: the file of a plan
-# Options that a plan has decided.
-DECIDED = (
-    "mesh",
-    "force",
-    "stages",
-    "micro_batches",
-    "schedule",
-    "recompute",
-    "offload",
-    "shard_state",
-    "reduce_dtype",
-)
+DECIDED = (*NARROWING, "reduce_dtype")  # options that a plan has decided
 
 
 def plan_to_run(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -84,3 +77,18 @@ def _refuse_beside(options: Collection[str]) -> None:
             wanted="a plan, which has decided that, or options by which to plan",
             remedy="leave out one of them",
         )
+
+
+def check_program(program: Program, graph: Graph) -> None:
+    """Raise InputError for a program of `graph` that no rule of this version offers."""
+    dims = dims_of(graph, program.mesh)
+    for operator in graph.operators:
+        strategy = program.strategies.get(operator.name, ())
+        offered = set(strategy) <= set(options_of(operator, dims))
+        if len(strategy) != len(program.mesh.shape) or not offered or not is_legal(operator, strategy, dims):
+            raise InputError(
+                where=f"plan: {operator.module or operator.name} ({operator.target})",
+                found=f"strategy {'+'.join(map(str, strategy)) or 'none'}",
+                wanted=f"one that the operator's rule offers on mesh {program.mesh}",
+                remedy="plan anew, and change no plan files by hand",
+            )

@@ -9,20 +9,14 @@ or a solver, so that wrong words are told at once; planning/request.py makes a R
 """
 
 import inspect
-import json
-import math
-import os
-import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args
 
-from autopar.core.costs import named_optimizer
 from autopar.core.force import Force, Parallelism, Pins
 from autopar.core.gathering import ShardState
 from autopar.core.mesh import Mesh
@@ -31,209 +25,30 @@ from autopar.core.outputs import Outputs
 from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
-from autopar.core.user_text import parse_json
-from autopar.errors import SHOWN, InputError, cut_text, show_value
-from autopar.units import parse_bytes
+from autopar.errors import InputError, show_value
+from autopar.planning.option_values import (
+    AUTO,
+    as_said,
+    read_batch_dims,
+    read_choice,
+    read_count,
+    read_force,
+    read_gap,
+    read_measure_seconds,
+    read_memory,
+    read_mesh,
+    read_optimizer,
+    read_schedule,
+    read_static,
+    read_time_limit,
+)
 
 if TYPE_CHECKING:
     from autopar.planning.optimizer_state import OptimizerLike
 
-VARIABLE = "AUTOPAR_OPTIONS"  # of the environment: a JSON object of options by name
-AUTO = "auto"
-MOST = 1_000_000  # pipeline ranks or micro-batches
-MOST_BYTES = 1 << 63
-MOST_SECONDS = 366 * 24 * 3600  # a year: solvers and clocks take no more
 DEFAULT_GAP = 1e-3  # relative
 MEASURE_SECONDS = 60.0
-PIPELINE = "pipeline"  # the kind of parallelism that no operator has
-_DIM = re.compile(r"-?\d{1,9}")
-Choice = TypeVar("Choice", bound=Enum)
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-# -- what each option is read as ------------------------------------------------------------------------
-
-
-def _as_said(value: Any) -> Any:
-    return value
-
-
-def _mesh(mesh: Mesh | Sequence[int] | str | None) -> Mesh | None:
-    if isinstance(mesh, str):
-        return Mesh.parse(mesh)
-    if mesh is None or isinstance(mesh, Mesh):
-        return mesh
-    try:
-        text = "x".join(map(str, mesh))
-    except ValueError:  # of a number that Python doesn't write
-        text = "x".join(map(show_value, mesh))
-    return Mesh.parse(text)
-
-
-def _force(force: Any) -> Force | Pins | None:
-    """The kinds that a text names; none for pipelining, which no operator does."""
-    if isinstance(force, (tuple, list)) and all(isinstance(kind, str) for kind in force):
-        force = "+".join(force)
-    if isinstance(force, (tuple, list)) and not all(isinstance(kind, Parallelism) for kind in force):
-        raise _no_force(force)
-    if not isinstance(force, str):
-        kind: Force | Pins | None = tuple(force) if isinstance(force, list) else force
-        return kind
-    if force == PIPELINE:
-        return None
-    kinds = {kind.value: kind for kind in Parallelism}
-    names = force.split("+")
-    if not kinds.keys() >= set(names):
-        raise _no_force(force)
-    return kinds[force] if len(names) == 1 else tuple(kinds[name] for name in names)
-
-
-def _no_force(found: object) -> InputError:
-    return InputError(
-        where="force",
-        found=show_value(found),
-        wanted=", ".join((*(kind.value for kind in Parallelism), PIPELINE)),
-        remedy="choose one kind of parallelism, or join one for each axis by +",
-    )
-
-
-def _memory(memory: float | str | None) -> int | None:
-    if isinstance(memory, str):
-        memory = parse_bytes(memory, where="memory")
-    if memory is None or 1 <= memory < MOST_BYTES:
-        return None if memory is None else int(memory)
-    raise InputError(
-        where="memory",
-        found=f"{show_value(memory)} bytes",
-        wanted="a size such as 2GiB",
-        remedy='write memory="2GiB"',
-    )
-
-
-def _time_limit(seconds: float | None) -> float | None:
-    if seconds is None or 0 < seconds < MOST_SECONDS:
-        return seconds
-    raise InputError(
-        where="--time-limit",
-        found=f"{show_value(seconds)} s",
-        wanted="more than 0 s, and less than a year",
-        remedy="write --time-limit 60, or leave it out for no limit",
-    )
-
-
-def _measure_seconds(seconds: float) -> float:
-    if 0 <= seconds < MOST_SECONDS or seconds == math.inf:
-        return float(seconds)
-    raise InputError(
-        where="--measure-seconds",
-        found=f"{show_value(seconds)} s",
-        wanted="at least 0 s, and less than a year",
-        remedy="write --measure-seconds 60",
-    )
-
-
-def _gap(gap: float) -> float:
-    if 0 <= gap < 1:
-        return gap
-    raise InputError(
-        where="gap", found=show_value(gap), wanted="at least 0 and less than 1", remedy="write 0.01 for 1 %"
-    )
-
-
-def _optimizer(optimizer: "OptimizerLike") -> "OptimizerLike":
-    if isinstance(optimizer, str):
-        named_optimizer(optimizer)
-    return optimizer
-
-
-def _count(flag: str, value: int | str | None) -> int | None:
-    """A count of at least 1, None where it is to be chosen."""
-    if value is None or value == AUTO:
-        return None
-    if isinstance(value, str) and value.isdecimal() and len(value) <= len(str(MOST)):
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST:
-        return value
-    raise InputError(
-        where=flag,
-        found=show_value(value),
-        wanted=f"at least 1 and at most {MOST:,}, or auto",
-        remedy=f"write {flag} 2",
-    )
-
-
-def _choice(flag: str, choices: type[Choice], value: str) -> Choice:
-    names = {str(choice.value): choice for choice in choices}
-    if not isinstance(value, str) or value not in names:
-        raise InputError(
-            where=flag, found=show_value(value), wanted=", ".join(names), remedy="choose one of these"
-        )
-    return names[value]
-
-
-def _schedule(value: str) -> ScheduleKind | None:
-    """None for the fastest of all that can be run."""
-    kinds = {kind.value: kind for kind in ScheduleKind}
-    if value not in (*kinds, AUTO):
-        raise InputError(
-            where="--schedule",
-            found=show_value(value),
-            wanted=", ".join((*kinds, AUTO)),
-            remedy="choose one of these",
-        )
-    return kinds.get(value)
-
-
-def _static(said: Sequence[str] | str | None) -> tuple[str, ...]:
-    """The names of tensors; of a text, `edge_index,batch`."""
-    if isinstance(said, str):
-        said = [name.strip() for name in said.split(",")]
-    names = tuple(said or ()) if said is None or isinstance(said, Iterable) else (said,)
-    if not all(isinstance(name, str) and name for name in names):
-        raise InputError(
-            where="--static",
-            found=show_value(said),
-            wanted="names of arguments of forward or of buffers",
-            remedy='write --static edge_index,batch, in Python static=("edge_index", "batch")',
-        )
-    return names
-
-
-def _batch_dims(said: Mapping[str | int, int | None] | str | None) -> Mapping[str | int, int | None] | None:
-    """The dims by input; of a text, `input_0=1,labels=none`."""
-    if isinstance(said, str):
-        said = dict(map(_batch_dim, said.split(",")))
-    if said is None:
-        return None
-    if not isinstance(said, Mapping):
-        raise _wrong_dims(show_value(said))
-    wrong = [
-        f"{show_value(key)}: {show_value(dim)}"
-        for key, dim in said.items()
-        if not isinstance(key, str | int) or isinstance(dim, bool) or not isinstance(dim, int | None)
-    ]
-    if wrong or not said:
-        raise _wrong_dims(", ".join(wrong) or "no input")
-    return said
-
-
-def _batch_dim(word: str) -> tuple[str | int, int | None]:
-    name, _, text = (part.strip() for part in word.partition("="))
-    if not name or not (_DIM.fullmatch(text) or text.lower() == "none"):
-        raise _wrong_dims(show_value(word))
-    return int(name) if _DIM.fullmatch(name) else name, None if text.lower() == "none" else int(text)
-
-
-def _wrong_dims(found: str) -> InputError:
-    return InputError(
-        where="--batch-dims",
-        found=found,
-        wanted="for each input, by path or number, the dim that holds samples, or none",
-        remedy="write --batch-dims input_0=1,input_1=none, in Python batch_dims={0: 1, 1: None}",
-    )
-
-
-# -- the table ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +68,7 @@ class Option:
     words: tuple[type, ...] = (str,)
     types: tuple[type, ...] = ()
     example: str = ""
-    read: Callable[[Any], Any] = _as_said
+    read: Callable[[Any], Any] = as_said
 
     def fits(self, word: Any) -> bool:
         """Whether `word` of a JSON object is of the option's type."""
@@ -275,7 +90,7 @@ _OPTIMIZER = Option(
     metavar="NAME",
     default="adam",
     types=(object,),  # whatever has a state to measure
-    read=_optimizer,
+    read=read_optimizer,
     help="Whose state counts: sgd, sgd-momentum, adam or adamw.",
     more="In Python also a class, a function of the parameters, or an optimizer: the size of its state is "
     "measured.",
@@ -290,7 +105,7 @@ _MEASURE_SECONDS = Option(
     metavar="S",
     default=MEASURE_SECONDS,
     words=(int, float),
-    read=_measure_seconds,
+    read=read_measure_seconds,
     help="Seconds of measuring, at most.",
     more="Operators that decide between the best plans come first; others follow from measured ones of other "
     "sizes, or are estimated, and the plan says how much is which. What was measured stays in the database, "
@@ -308,7 +123,7 @@ class SearchOptions(TypedDict, total=False):
             words=(int, str),
             types=(float,),
             example='"2GiB"',
-            read=_memory,
+            read=read_memory,
             help="Cap per device.",
             more="In bytes, or a text with a unit; None is the cap of the cluster, if it has one.",
         ),
@@ -316,7 +131,11 @@ class SearchOptions(TypedDict, total=False):
     time_limit: Annotated[
         float | None,
         Option(
-            metavar="S", words=(int, float), example="60", read=_time_limit, help="Seconds for the search."
+            metavar="S",
+            words=(int, float),
+            example="60",
+            read=read_time_limit,
+            help="Seconds for the search.",
         ),
     ]
     gap: Annotated[
@@ -325,7 +144,7 @@ class SearchOptions(TypedDict, total=False):
             metavar="G",
             default=DEFAULT_GAP,
             words=(int, float),
-            read=_gap,
+            read=read_gap,
             help="Relative gap at which the solver may stop.",
         ),
     ]
@@ -335,7 +154,7 @@ class SearchOptions(TypedDict, total=False):
             metavar="LEVEL",
             default=AUTO,
             types=(object,),
-            read=partial(_choice, "--shard-state", ShardState),
+            read=partial(read_choice, "--shard-state", ShardState),
             help="What of the weights' state lies in shards: none, optimizer, gradients, weights; "
             "auto: as is best.",
             more="As far as dims of trainable weights are long enough. Of the levels, optimizer leaves full "
@@ -349,7 +168,7 @@ class SearchOptions(TypedDict, total=False):
             metavar="fp32|bf16|fp16",
             default=Precision.FP32.value,
             types=(object,),
-            read=partial(_choice, "--dtype", Precision),
+            read=partial(read_choice, "--dtype", Precision),
             help="What autocast computes in; weights stay as they are.",
             more="As torch.autocast around every call: with fp32 nothing is cast. Where the caller is under "
             "torch.autocast itself, that holds.",
@@ -361,7 +180,7 @@ class SearchOptions(TypedDict, total=False):
             metavar="fp32|bf16|fp16",
             default=Precision.FP32.value,
             types=(object,),
-            read=partial(_choice, "--reduce-dtype", Precision),
+            read=partial(read_choice, "--reduce-dtype", Precision),
             help="What gradients of weights that are cast are summed in over ranks.",
             more="bf16 halves the bytes of these sums, which lose what bfloat16 does not tell apart; "
             "gradients and the optimizer's state stay as they are. Weights that are not cast, or are used in "
@@ -383,7 +202,7 @@ class PlacementOptions(TypedDict, total=False):
             metavar="2x2",
             types=(Mesh, tuple, list),
             example='"2x2"',
-            read=_mesh,
+            read=read_mesh,
             help="One mesh instead of all that fit.",
             more="It leaves as many stages as it goes into the devices, unless their number is given.",
         ),
@@ -394,7 +213,7 @@ class PlacementOptions(TypedDict, total=False):
             metavar="KIND[+KIND...]",
             types=(Parallelism, tuple, list, Mapping),
             example='"batch"',
-            read=_force,
+            read=read_force,
             help="One kind (batch, domain, filter, channel, model, pipeline), or one for each axis: "
             "batch+filter.",
             more="Pipeline is one device for each stage. In Python also pins of single layers, by name, to "
@@ -407,7 +226,7 @@ class PlacementOptions(TypedDict, total=False):
             metavar="K|auto",
             words=(int, str),
             types=(object,),  # refused by the flag's name
-            read=partial(_count, "--stages"),
+            read=partial(read_count, "--stages"),
             help="Pipeline ranks; 1 with --force, else auto.",
             more="The devices form so many; they ask for train_step.",
         ),
@@ -418,7 +237,7 @@ class PlacementOptions(TypedDict, total=False):
             metavar="M|auto",
             words=(int, str),
             types=(object,),  # refused by the flag's name
-            read=partial(_count, "--micro-batches"),
+            read=partial(read_count, "--micro-batches"),
             help="Parts of the batch that follow each other; 1 with --force, else auto.",
             more="A step is cut in time, which asks for train_step.",
         ),
@@ -428,7 +247,7 @@ class PlacementOptions(TypedDict, total=False):
         Option(
             metavar="INPUT=DIM,...",
             types=(object,),  # refused by the flag's name
-            read=_batch_dims,
+            read=read_batch_dims,
             help="Dims of inputs that hold samples, where graphs can't tell: input_0=1,labels=none.",
             more="By the input's path or number; None for an input that micro-batches take whole. In Python "
             "also a mapping: batch_dims={0: 1, 'labels': None}.",
@@ -439,7 +258,7 @@ class PlacementOptions(TypedDict, total=False):
         Option(
             metavar="NAME,...",
             types=(object,),
-            read=_static,
+            read=read_static,
             help="Arguments and buffers whose values a program is made for: a graph's structure.",
             more="Edge lists are seen by themselves. By the argument's name in forward, or the buffer's; in "
             "Python a tuple: static=('batch',).",
@@ -451,7 +270,7 @@ class PlacementOptions(TypedDict, total=False):
             metavar="NAME",
             default=AUTO,
             types=(object,),
-            read=_schedule,
+            read=read_schedule,
             help=", ".join([*(kind.value for kind in ScheduleKind), AUTO]) + ".",
             more="The order of the micro-batches in the stages; auto: the fastest.",
         ),
@@ -462,7 +281,7 @@ class PlacementOptions(TypedDict, total=False):
             metavar="none|all|auto",
             default=AUTO,
             types=(object,),
-            read=partial(_choice, "--recompute", Recompute),
+            read=partial(read_choice, "--recompute", Recompute),
             help="What to compute again in backward; auto: what a memory cap asks.",
             more="With all, little is kept for backward and the rest is computed again; with auto as much "
             "as it takes to meet the cap, where that is faster than other ways to meet it.",
@@ -474,7 +293,7 @@ class PlacementOptions(TypedDict, total=False):
             metavar="none|all|auto",
             default=AUTO,
             types=(object,),
-            read=partial(_choice, "--offload", Offload),
+            read=partial(read_choice, "--offload", Offload),
             help="What waits for backward in host memory; auto: under a memory cap what hides behind "
             "compute.",
             more="Where the cluster has a link to the host. All, with one stage only, are the tensors that "
@@ -578,6 +397,16 @@ class Door:
 
 _WHOLE_STEP = {"stages": 1, "micro_batches": 1}  # a loop that calls backward needs both
 _NO_PIPELINE = {**_WHOLE_STEP, "schedule": ScheduleKind.ONE_F_ONE_B.value}
+NARROWING = (
+    "mesh",
+    "force",
+    "stages",
+    "micro_batches",
+    "schedule",
+    "recompute",
+    "offload",
+    "shard_state",
+)  # leave the search less to choose
 HOW_IT_RUNS = ("compile", "overlap")  # of what plans depend on: no plan says it
 PLAN = Door("plan", tuple(PlanOptions.__annotations__))
 PARALLELIZE = Door("parallelize", tuple(PlanOptions.__annotations__), _WHOLE_STEP)
@@ -605,7 +434,7 @@ class Options:
     def __init__(self, door: Door = PARALLELIZE, /, **said: Any) -> None:
         """Raises TypeError for names that the door doesn't know."""
         door.check(said)
-        values = {name: door.default(name) for name in OPTIONS} | _said(said)
+        values = {name: door.default(name) for name in OPTIONS} | without_none(said)
         object.__setattr__(self, "values", values)
 
     def __getattr__(self, name: str) -> Any:
@@ -620,7 +449,8 @@ class Options:
         return {name: option.read(self.values[name]) for name, option in OPTIONS.items()}
 
 
-def _said(options: Mapping[str, Any]) -> dict[str, Any]:
+def without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are said."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -642,61 +472,4 @@ def is_local(value: str) -> bool:
 
 def read_outputs(value: str) -> Outputs:
     """How outputs leave the program; raises InputError for other words."""
-    return _choice("outputs", Outputs, value)
-
-
-# -- the environment ------------------------------------------------------------------------------------
-
-
-def settle(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Options:
-    """The options that are `said` to `parallelize`, else the environment's, else the defaults.
-
-    Raises InputError for an environment that holds no options.
-    """
-    return Options(PARALLELIZE, **(read(environment) | _said(said)))
-
-
-def settle_beside_plan(environment: Mapping[str, str] = os.environ, /, **said: Any) -> Options:
-    """As `settle`, where there is a plan: of the environment what a plan doesn't decide."""
-    found = {
-        name: word
-        for name, word in read(environment).items()
-        if name not in PLAN.options or name in HOW_IT_RUNS
-    }
-    return Options(PARALLELIZE, **(found | _said(said)))
-
-
-def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The options that the environment says; raises InputError for anything else in its variable."""
-    text = environment.get(VARIABLE, "")
-    if not text:
-        return {}
-    try:
-        found = parse_json(text)
-    except ValueError as cause:
-        raise _wrong(f"{show_value(text)}: {cause}") from cause
-    if not isinstance(found, dict):
-        raise _wrong(show_value(text))
-    wrong = [
-        f"{cut_text(name, SHOWN)}={show_value(word)}"
-        for name, word in found.items()
-        if name not in OPTIONS or not OPTIONS[name].fits(word)
-    ]
-    if wrong:
-        raise _wrong(", ".join(wrong))
-    return found
-
-
-def write(said: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable that says so to a script: what is `said` (not None), beside what the environment says."""
-    found = read(environment) | _said(said)
-    return {VARIABLE: json.dumps(found)} if found else {}
-
-
-def _wrong(found: str) -> InputError:
-    return InputError(
-        where=f"environment variable {VARIABLE}",
-        found=found,
-        wanted="a JSON object of options by their names in help(autopar.parallelize), each of its type",
-        remedy=f"""write {VARIABLE}='{{"stages": 2, "micro_batches": 8}}', or unset it""",
-    )
+    return read_choice("outputs", Outputs, value)

@@ -25,7 +25,8 @@ from autopar.core.schedule import SPLIT_BACKWARD, ScheduleKind, check_schedule
 from autopar.cost.machine.devices import GPUS
 from autopar.errors import InputError, show_value
 from autopar.planning.optimizer_state import state_of
-from autopar.planning.options import DEFAULT_GAP, MEASURE_SECONDS, PIPELINE, Options
+from autopar.planning.option_values import PIPELINE
+from autopar.planning.options import DEFAULT_GAP, MEASURE_SECONDS, Options
 from autopar.results.plan import Plan
 from autopar.trace.autocast import Autocast
 
@@ -36,7 +37,7 @@ class Auto(NamedTuple):
     """Pipeline ranks and micro-batches, None where the planner chooses; `exactly` if only such micro-batches
     that together compute what the batch does."""
 
-    stages: int | None
+    ranks: int | None
     micro_batches: int | None
     exactly: bool
 

@@ -28,7 +28,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from autopar.compiler import Compiler
 from autopar.convert.path import tree
 from autopar.core.graph import Graph, Operator
 from autopar.core.mesh import Mesh
@@ -37,6 +36,7 @@ from autopar.core.schedule import ScheduleKind
 from autopar.core.strategy import Strategy
 from autopar.errors import InfeasibleError
 from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.planning.search import Decision, decide
 from autopar.solve.placement.space import Space
@@ -114,7 +114,7 @@ CASES = (
 def graph_of(case: Case) -> Graph:
     with torch.device("meta"):
         model, inputs, loss_fn = case.make()
-    graph: Graph = Compiler(CLUSTER, REQUEST, loss_fn).trace_step(model, inputs, {}).graph
+    graph: Graph = Planner(CLUSTER, REQUEST, loss_fn).trace_step(model, inputs, {}).graph
     return graph
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from autopar.cluster import ClusterSpec
 from autopar.comparing.measured import TIMEOUT, Contest, ContestJob
-from autopar.compiler import Compiler
 from autopar.cost.machine.measuring import CoRunners
 from autopar.errors import InfeasibleError
 from autopar.planning.agree import agree, measure_links
+from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.results.comparison import Row
 from autopar.results.plan import Plan
@@ -79,10 +79,10 @@ def least_bytes(target: Target, cluster: ClusterSpec, costdb: str) -> int:
 
 def plan_under(cap: int | None, target: Target, cluster: ClusterSpec, costdb: str) -> Plan:
     """One plan for all ranks, measured by all; collective."""
-    compiler = Compiler(cluster, Request(memory=cap, alternatives=False), target.loss_fn, costdb=costdb)
-    graph = compiler.trace_step(target.model, target.args, target.kwargs).graph
+    planner = Planner(cluster, Request(memory=cap, alternatives=False), target.loss_fn, costdb=costdb)
+    graph = planner.trace_step(target.model, target.args, target.kwargs).graph
 
     def find(co_runners: CoRunners) -> Plan:
-        return compiler.find(graph, compiler.request, co_runners)
+        return planner.find(graph, planner.request, co_runners)
 
     return agree(find, cluster)

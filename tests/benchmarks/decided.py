@@ -14,11 +14,11 @@ from torch import Tensor
 
 from autopar.cluster import ClusterSpec
 from autopar.comparing.measured import TIMEOUT, Contest, ContestJob
-from autopar.compiler import Compiler
 from autopar.core.costs import OptimizerState
 from autopar.cost.machine.measuring import CoRunners
 from autopar.errors import InfeasibleError
 from autopar.planning.agree import agree, measure_links
+from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.results.plan import Plan
 from autopar.runtime.launch import worker
@@ -80,8 +80,8 @@ def find_plans(
     target: Target, trial: Trial, costdb: str | None, co_runners: CoRunners | None = None
 ) -> Plans:
     """What each way decides for the target's first micro-batch."""
-    compiler = Compiler(trial.cluster, trial.request, target.loss_fn)
-    graph = compiler.trace_step(target.model, target.args, target.kwargs).graph
+    planner = Planner(trial.cluster, trial.request, target.loss_fn)
+    graph = planner.trace_step(target.model, target.args, target.kwargs).graph
     with Database.open(costdb) as database:
         found = decide_all(graph, trial.cluster, trial.request, database=database, co_runners=co_runners)
     return {way: each if isinstance(each, InfeasibleError) else each.plan for way, each in found.items()}

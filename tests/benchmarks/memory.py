@@ -26,10 +26,10 @@ from rich.table import Table
 from autopar.cluster import ClusterSpec
 from autopar.comparing.measured import Contest, ContestJob
 from autopar.comparing.measured_peak import peak_bytes
-from autopar.compiler import Compiler
 from autopar.core.graph import Graph, GraphInput, InputKind
 from autopar.core.placement import Layout, R, Shard
 from autopar.planning.options import Options
+from autopar.planning.planner import Planner
 from autopar.planning.request import Request, request_of
 from autopar.results.comparison import Row
 from autopar.results.plan import Plan
@@ -74,12 +74,12 @@ class Case:
     def plan(self) -> Plan:
         """By estimates alone; raises what `autopar.plan` raises."""
         cluster, target, request = self.cluster, load_target(self.source), self.request
-        traced = Compiler(cluster, request, target.loss_fn).trace_step(
+        traced = Planner(cluster, request, target.loss_fn).trace_step(
             target.model, target.args, target.kwargs
         )
         if self.sharded:
             request = replace(request, stored=dict(_shards(traced.graph, request)))
-        return Compiler(cluster, request, target.loss_fn).find(traced.graph, request)
+        return Planner(cluster, request, target.loss_fn).find(traced.graph, request)
 
     @property
     def cluster(self) -> ClusterSpec:

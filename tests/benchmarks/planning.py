@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
-from autopar.compiler import Compiler
 from autopar.errors import CheckError, InfeasibleError
+from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.results.plan import Plan
 from autopar.rewrite.build import build_stages
@@ -38,7 +38,7 @@ from tests.benchmarks.wide_resnet import wide_resnet
 from tests.planning.weight_bytes import weight_bytes
 
 PHASES = {  # the functions in which each phase happens, as their callers name them
-    "trace": ("autopar.compiler.trace",),
+    "trace": ("autopar.planning.planner.trace",),
     "price": ("autopar.planning.mesh_search.build_space",),
     "write": ("autopar.solve.placement.problem.Problem.__init__",),
     "solve": ("autopar.solve.placement.search.solve", "autopar.solve.placement.symmetry.solve"),
@@ -209,8 +209,8 @@ def check_programs(planning: Planning, plan: Plan) -> None:
     if not pipeline.is_staged:
         return
     model, inputs, loss_fn = planning.make()
-    compiler = Compiler(planning.cluster, Request(micro_batches=pipeline.micro_batches), loss_fn)
-    traced = compiler.trace_part(model, inputs, {}, pipeline.micro_batches, staged=True)
+    planner = Planner(planning.cluster, Request(micro_batches=pipeline.micro_batches), loss_fn)
+    traced = planner.trace_part(model, inputs, {}, pipeline.micro_batches, staged=True)
     last = len(plan.parameter_bytes) - 1
     for rank in (0, last // 2, last):
         nbytes = weight_bytes(build_stages(traced, plan, rank=rank, exact_random=False).stages)

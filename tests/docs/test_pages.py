@@ -17,7 +17,7 @@ import typer.main
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
-from autopar.cli import app
+from autopar.cli.commands import app
 from autopar.convert.moves import MoveAction, effect_of
 from autopar.core.placement import B, P, Placement, R, Shard
 from autopar.planning.options import OPTIONS, PARALLELIZE, PLAN, Options

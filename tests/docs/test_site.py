@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 import autopar
-from autopar.cli import app
+from autopar.cli.commands import app
 from tests.docs.blocks import PAGES, ROOT
 
 

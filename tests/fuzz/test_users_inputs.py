@@ -27,7 +27,8 @@ from autopar.comparing.device_ranges import clusters_of, is_range
 from autopar.core.mesh import Mesh
 from autopar.errors import LONGEST, AutoparError
 from autopar.explaining import what_if
-from autopar.planning.options import OPTIONS, PARALLELIZE, VARIABLE, Options, settle
+from autopar.planning.option_environment import VARIABLE, settle
+from autopar.planning.options import OPTIONS, PARALLELIZE, Options
 from autopar.planning.request import request_of
 from autopar.results import measured_steps
 from autopar.results.difference import difference

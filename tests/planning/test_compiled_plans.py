@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
-from autopar.planning.options import VARIABLE, settle_beside_plan
+from autopar.planning.option_environment import VARIABLE, settle_beside_plan
 from autopar.results.plan import Plan
 
 # On such links a sum of the norm's gradients takes 0.16 ms. Half of the chain's operators take 0.5 ms if they

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from autopar import api
-from autopar.cli import app
+from autopar.cli.commands import app
 from autopar.cluster import ClusterSpec
 from autopar.core.costs import OPTIMIZERS, OptimizerState
 from autopar.core.force import Parallelism
@@ -20,19 +20,8 @@ from autopar.core.precision import Precision
 from autopar.core.recompute import Recompute
 from autopar.core.schedule import ScheduleKind
 from autopar.errors import InputError
-from autopar.planning.options import (
-    COMPARE,
-    OPTIONS,
-    PARALLELIZE,
-    PLAN,
-    PROFILE,
-    VARIABLE,
-    VERIFY,
-    Door,
-    Options,
-    read,
-    settle_beside_plan,
-)
+from autopar.planning.option_environment import VARIABLE, read, settle_beside_plan
+from autopar.planning.options import COMPARE, OPTIONS, PARALLELIZE, PLAN, PROFILE, VERIFY, Door, Options
 from autopar.planning.request import Auto, Request, request_of
 
 TWO = ClusterSpec.local(2)

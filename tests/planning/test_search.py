@@ -10,9 +10,9 @@ import torch
 
 import autopar
 from autopar.cluster import ClusterSpec, Link
-from autopar.compiler import Compiler
 from autopar.core.force import Parallelism
 from autopar.core.mesh import Mesh
+from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.planning.search import search, unlike
 from autopar.results.plan import Plan
@@ -92,8 +92,8 @@ def test_parameter_bytes_of_stages_are_the_plans() -> None:
     model, tokens = small_gpt(blocks=4)
     options: dict[str, Any] = {"mesh": "2", "stages": 2, "schedule": "1f1b"}
     plan = autopar.plan(model, NODE_OF_FOUR, (tokens, tokens), micro_batches=4, **options)
-    compiler = Compiler(NODE_OF_FOUR, Request(micro_batches=4))
-    traced = compiler.trace_part(model, (tokens, tokens), {}, 4, staged=True)
+    planner = Planner(NODE_OF_FOUR, Request(micro_batches=4))
+    traced = planner.trace_part(model, (tokens, tokens), {}, 4, staged=True)
     assert len(plan.parameter_bytes) == 4
     for rank in range(4):
         assert (

@@ -6,6 +6,9 @@ tape             the program as calls on numbered values, in order
 step             what every micro-batch repeats, and what is done once
 storages         when memory is made, who reads it, who keeps it
 heap             memory while a step is replayed
+saved_bytes      what backward reads, by who saves it, while a step is replayed
+host_copies      what of it waits in the host's memory
+recomputed_parts   parts that run again in backward
 peak_memory      what is alive at every moment of a step
 moments          what one device does and holds, over time
 recompute        operators that are recomputed in backward

@@ -20,8 +20,9 @@ from autopar.cost.program.early import hidden_seconds
 from autopar.cost.program.gathering import regathers
 from autopar.cost.program.heap import Heap
 from autopar.cost.program.offload import wait_seconds
-from autopar.cost.program.peak_memory import Part, Replay
+from autopar.cost.program.peak_memory import Replay
 from autopar.cost.program.recompute import repeated
+from autopar.cost.program.recomputed_parts import Part
 from autopar.cost.program.step import move_seconds
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def seconds_by_moment(priced: PricedProgram) -> dict[Key, float]:
 
 
 def _order(priced: PricedProgram) -> Iterator[tuple[Phase, int | None]]:
-    """Phases and operators as they follow each other; without an operator, where a phase waits in the end."""
+    """Go through phases and operators as they follow each other; None where a phase waits in the end."""
     count = len(priced.graph.operators)
     yield from ((Phase.FORWARD, place) for place in range(count))
     yield Phase.FORWARD, None

@@ -19,7 +19,6 @@ its storage, a gradient that is passed on too. What kernels need inside isn't co
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +26,12 @@ from typing import TYPE_CHECKING
 
 from autopar.core.graph import InputKind
 from autopar.cost.program.heap import GradientSums, Heap
+from autopar.cost.program.host_copies import HostCopies
 from autopar.cost.program.offload import clock, offloaded, overlapped_until
-from autopar.cost.program.storages import Footing, Life, SavedStorage
+from autopar.cost.program.recomputed_parts import Part, find_parts
+from autopar.cost.program.saved_bytes import SavedBytes
+from autopar.cost.program.storages import Footing, SavedStorage
 from autopar.cost.program.tape import Tape, TapeCall, Weight
-from autopar.runtime.saved.offload import AHEAD
 
 if TYPE_CHECKING:
     from autopar.cost.program.priced_program import PricedProgram
@@ -65,52 +66,6 @@ def footing(priced: PricedProgram, *, starts: Sequence[int] | None = None) -> Fo
     return replay.footing({item.root: place for item, place in zip(replay.offloads, until, strict=True)})
 
 
-def lives(priced: PricedProgram) -> tuple[Life, ...]:
-    """All memory of the largest rank that comes and goes in a step, as if nothing were recomputed."""
-    tape = priced.tape
-    makers = dict.fromkeys((tape.root[value] for value in tape.users), (-1, True))
-    uses: dict[int, list[int]] = {}
-    keepers: dict[int, list[int]] = {}
-    own, last = [], len(priced.graph.operators) - 1
-    for call in tape.calls:
-        memory, place = call.memory, min(call.place, last)  # outputs leave at the last
-        makers |= {item.value: (place, not memory.repeats) for item in memory.gives if item.alias is None}
-        for value in memory.takes:
-            uses.setdefault(tape.root[value], []).append(place)
-        for root in memory.saves:
-            keepers.setdefault(root, []).append(place)
-        if memory.own:
-            own.append(Life(memory.own, place, not memory.repeats, (), (place,)))
-    found = (
-        Life(
-            nbytes=tape.nbytes[root],
-            maker=place,
-            held=held,
-            uses=tuple(dict.fromkeys(uses.get(root, ()))),
-            keepers=tuple(dict.fromkeys(keepers.get(root, ()))),
-        )
-        for root, (place, held) in makers.items()
-        if tape.nbytes[root] and root not in tape.gathered
-    )
-    return (*found, *own)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Calls [first, stop) of the tape that are recomputed in backward: the storages that they take from
-    outside, those that they make, and of these the ones that stay for later calls."""
-
-    first: int
-    stop: int
-    taken: tuple[int, ...]
-    given: frozenset[int]
-    leaving: tuple[int, ...]
-
-    @property
-    def calls(self) -> range:
-        return range(self.first, self.stop)
-
-
 class Replay:
     """One step. Keys of storages are roots; ("recomputed", root) of those that are recomputed, ("back", root)
     of those that were fetched from the host, ("own", call) of scratch, ("gradient", number) of gradients.
@@ -128,39 +83,16 @@ class Replay:
         for number, call in enumerate(self.calls):
             for value in call.memory.takes:
                 self.firsts.setdefault(value, number)
-        self.parts = self.find_parts() if self.prices.training else []
-        self.starts = starts
-        self.offloads = items = offloaded(priced) if self.prices.training else []
-        read = [item.needed - 1 for item in items]
-        self.firsts_of = [
-            *(bisect_left(read, start) for start in starts),
-            len(items),
-        ]  # in the order, by stage
-        self.order = [item.root for item in items]
-        self.offloaded = {root: number for number, root in enumerate(self.order)}
-        self.marks: dict[int, list[int]] = {}  # what begins to leave after each call
-        for item in sorted(items, key=lambda item: item.call):
-            self.marks.setdefault(item.call, []).append(item.root)
-        self.departing: list[int] = []
-        self.readers: Counter[int] = Counter()  # of each that is offloaded, calls whose backward is to come
-        self.offloaded_from: dict[int, list[int]] = {}  # of each, the places of who would save it
-        self.back: set[int] = set()  # those that were fetched
-        self.begun: set[int] = set()  # stages that have begun to fetch
+        trains, operators = self.prices.training, len(self.graph.operators)
+        self.parts = find_parts(self.tape, self.program.recompute) if trains else []
+        self.offloads = offloaded(priced) if trains else []
         self.heap = self.new_heap()
         self.copies: set[int] = set()  # roots that are there as copies
         self.variables: set[Hashable] = set()  # storages that a later call takes
-        self.keepers: dict[int, list[int]] = {}  # of each storage that is kept, by place
-        self.for_weights: dict[int, list[int]] = {}  # those of them whose backward makes gradients of weights
-        self.own = [0] * (len(self.graph.operators) + 1)
-        self.own_for_weights = [0] * (len(self.graph.operators) + 1)
-        self.held = [0] * (len(self.graph.operators) + 1)
-        self.held_back: set[Hashable] = set()
-        self.of_weights, self.with_weights = self.weighted() if staged else (set(), set())
-        self.working = [0] * (len(self.graph.operators) + 1)
+        self.saved = SavedBytes(self.heap, self.tape, operators, staged=staged)
+        self.host = HostCopies(self.heap, self.tape, self.offloads, starts)
+        self.working = [0] * (operators + 1)
         self.forward_working = self.working
-        self.by_operator = [0] * (len(self.graph.operators) + 1)
-        self.saved: Counter[int] = Counter()
-        self.saved_bytes = 0
         self.slots: dict[int, Hashable] = {}  # the gradient of each value
         self.made = 0  # gradients
         weights = sorted(self.tape.weights, key=self.first_use)
@@ -169,29 +101,6 @@ class Replay:
     def new_heap(self) -> Heap:
         """The memory in which it is replayed."""
         return Heap()
-
-    def find_parts(self) -> list[Part]:
-        """The parts that are recomputed; calls are in the order of their operators."""
-        places = [call.place for call in self.calls]
-        last = {self.tape.root[value]: n for n, call in enumerate(self.calls) for value in call.memory.takes}
-        last |= dict.fromkeys((self.tape.root[value] for value in self.tape.outputs), len(self.calls))
-        ends = (
-            (bisect_left(places, first), bisect_left(places, stop)) for first, stop in self.program.recompute
-        )
-        return [self.part(first, stop, last) for first, stop in ends if first < stop]
-
-    def part(self, first: int, stop: int, last: Mapping[int, int]) -> Part:
-        """Calls [first, stop) as a part; `last` is the number of the last call that takes each storage."""
-        calls = [call.memory for call in self.calls[first:stop]]
-        given = frozenset(item.value for call in calls for item in call.gives if item.alias is None)
-        used = dict.fromkeys(self.tape.root[value] for call in calls for value in call.takes)
-        return Part(
-            first,
-            stop,
-            taken=tuple(root for root in used if root not in given),
-            given=given,
-            leaving=tuple(root for root in given if last.get(root, -1) >= stop),
-        )
 
     def run(self) -> Peak:
         state = [item for item in self.graph.inputs if item.kind is not InputKind.USER]
@@ -206,13 +115,13 @@ class Replay:
             self.heap.hold("batch", self.batch_bytes())
             self.sums.begin()
         self.forward()
-        kept, self.forward_working = self.saved_bytes, list(self.working)
+        kept, self.forward_working = self.saved.now, list(self.working)
         if self.prices.training:
             self.backward()
             if not self.staged:
                 self.sums.finish()
         names = [item.name for item in self.graph.operators]
-        by_operator = dict(zip(names, self.by_operator, strict=False))
+        by_operator = dict(zip(names, self.saved.by_operator, strict=False))
         return Peak(self.heap.most, state_bytes, kept, by_operator)
 
     def part_bytes(self) -> int:
@@ -239,10 +148,10 @@ class Replay:
                     self.tape.names[root],
                     self.tape.nbytes[root],
                     calls_of[root],
-                    keepers=tuple(sorted(self.keepers.get(root, ()))),
-                    for_weights=tuple(sorted(self.for_weights.get(root, ()))),
+                    keepers=tuple(sorted(self.saved.keepers.get(root, ()))),
+                    for_weights=tuple(sorted(self.saved.for_weights.get(root, ()))),
                 )
-                for root in dict.fromkeys((*self.keepers, *self.for_weights))
+                for root in dict.fromkeys((*self.saved.keepers, *self.saved.for_weights))
                 if self.tape.nbytes[root]
             )
             + tuple(
@@ -254,11 +163,11 @@ class Replay:
                     for_weights=(),
                     until=until[root],
                 )
-                for root, places in self.offloaded_from.items()
+                for root, places in self.host.savers.items()
             ),
-            own=tuple(self.own[:last]),
-            own_for_weights=tuple(self.own_for_weights[:last]),
-            held=tuple(self.held[:last]),
+            own=tuple(self.saved.own[:last]),
+            own_for_weights=tuple(self.saved.own_for_weights[:last]),
+            held=tuple(self.saved.held[:last]),
             working=self.by_place(self.working),
             forward=self.by_place(self.forward_working),
         )
@@ -268,70 +177,13 @@ class Replay:
         last = len(self.graph.operators)
         return (*amounts[: last - 1], max(amounts[last - 1 :])) if last else ()
 
-    def weighted(self) -> tuple[set[int], set[int]]:
-        """The calls that make something of a weight alone, and those that do of one and of other values."""
-        alone: set[int] = set()
-        found: set[int] = set()
-        weights = {weight.value for weight in self.tape.weights}
-        for number, call in enumerate(self.calls):
-            if weights.isdisjoint(item.value for item in call.memory.gradients):
-                continue
-            if len(call.memory.takes) == 1:  # a conversion of the weight, or a view
-                weights.update(item.value for item in call.memory.gives)
-                alone.add(number)
-            else:
-                found.add(number)
-        return alone, found
-
-    def has_weight(self, number: int) -> bool:
-        """Whether a call's backward makes gradients of weights, or what they are made of."""
-        return number in self.with_weights or number in self.of_weights
-
-    def hold_back(self, number: int, gradients: Iterable[Hashable]) -> None:
-        """A split backward keeps the gradients of what a weight made until the weight's is computed."""
-        if number in self.with_weights:
-            for key in dict.fromkeys(gradients):
-                if key not in self.held_back:
-                    self.held_back.add(key)
-                    self.held[self.calls[number].place] += self.heap.sizes[key]
-
-    # -- what is saved ----------------------------------------------------------------------------
-
-    def hold_saved(self, root: int, place: int, *, for_weight: bool = False) -> None:
-        self.heap.hold(root, self.tape.nbytes[root])
-        self.keepers.setdefault(root, []).append(place)
-        if for_weight:
-            self.for_weights.setdefault(root, []).append(place)
-        if not self.saved[root]:
-            self.saved_bytes += self.tape.nbytes[root]
-            self.by_operator[min(place, len(self.by_operator) - 1)] += self.tape.nbytes[root]
-        self.saved[root] += 1
-
-    def release(self, root: int) -> None:
-        self.heap.drop(root)
-        self.saved[root] -= 1
-        if not self.saved[root]:
-            self.saved_bytes -= self.tape.nbytes[root]
-
-    def keep_own(self, number: int) -> None:
-        call = self.calls[number]
-        self.heap.hold(("own", number), call.memory.own)
-        self.own[call.place] += call.memory.own
-        self.own_for_weights[call.place] += call.memory.own if self.has_weight(number) else 0
-        self.by_operator[call.place] += call.memory.own
-        self.saved_bytes += call.memory.own
-
-    def release_own(self, number: int) -> None:
-        self.heap.drop(("own", number))
-        self.saved_bytes -= self.calls[number].memory.own
-
     def key(self, root: int) -> Hashable:
         return ("recomputed", root) if root in self.copies else root
 
     def note(self, place: int, scratch: int = 0) -> None:
         """The working bytes of this moment, with `scratch` that is gone in the next."""
         self.heap.most = max(self.heap.most, self.heap.now + scratch)
-        self.working[place] = max(self.working[place], self.heap.now + scratch - self.saved_bytes)
+        self.working[place] = max(self.working[place], self.heap.now + scratch - self.saved.now)
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -345,19 +197,17 @@ class Replay:
         for part in (*self.parts, None):
             stop = len(self.calls) if part is None else part.first
             while number < stop:
-                self.leave_before(number)
+                self.host.begin(number)
                 self.call(number)
                 if self.prices.training:
                     self.save(number)
                 self.finish(number, left)
-                for root in self.marks.get(number, ()):
-                    self.leave(root)
+                self.host.leave(number)
                 number += 1
             if part is not None:
                 self.first_time(part, left)
                 number = part.stop
-        while self.departing:
-            self.heap.drop(self.departing.pop(0))
+        self.host.wait()
         for value in self.tape.users:
             self.heap.drop(self.tape.root[value])
         if self.prices.accumulates or self.staged:  # of a step the loss alone is left
@@ -365,43 +215,26 @@ class Replay:
                 self.use(self.tape.root[value], left)
 
     def save(self, number: int) -> None:
-        """Keep for backward what a call saves, but for what waits in the host's memory."""
+        """Save for backward what a call saves, but for what waits in the host's memory."""
         place = self.calls[number].place
         for root in self.calls[number].memory.saves - self.tape.gathered:
-            if root in self.offloaded:
-                self.readers[root] += 1
-                self.offloaded_from.setdefault(root, []).append(place)
+            if root in self.host:
+                self.host.save(root, place)
             else:
-                self.hold_saved(root, place, for_weight=self.has_weight(number))
-        self.keep_own(number)
-
-    def leave_before(self, number: int) -> None:
-        """Before a stage's first call all that the one before moves has left."""
-        if number and self.stage_of(number) != self.stage_of(number - 1):
-            while self.departing:
-                self.heap.drop(self.departing.pop(0))
-
-    def stage_of(self, number: int) -> int:
-        return bisect_right(self.starts, self.calls[number].place) - 1
-
-    def leave(self, root: int) -> None:
-        """Begin to copy to the host; the one AHEAD before has left."""
-        self.heap.hold(root, self.tape.nbytes[root])
-        self.departing.append(root)
-        if len(self.departing) > AHEAD:
-            self.heap.drop(self.departing.pop(0))
+                self.saved.hold(root, place, for_weight=self.saved.has_weight(number))
+        self.saved.hold_own(number)
 
     def first_time(self, part: Part, left: Counter[int]) -> None:
-        """A part in forward: what it takes is kept, and what it will not make again."""
+        """Run a part in forward, saving what it takes and what it will not make again."""
         for root in part.taken:
-            self.hold_saved(root, self.calls[part.first].place)
+            self.saved.hold(root, self.calls[part.first].place)
         for number in part.calls:
             call = self.calls[number]
             self.call(number)
             if not call.memory.repeats:
                 for item in call.memory.gives:
-                    self.hold_saved(item.value, call.place)
-                self.keep_own(number)
+                    self.saved.hold(item.value, call.place)
+                self.saved.hold_own(number)
             self.finish(number, left)
 
     def uses(self, calls: Iterable[TapeCall]) -> Counter[int]:
@@ -461,7 +294,7 @@ class Replay:
                 self.deliver(arrived)
             if part is not None and number == part.first:
                 for root in part.taken:
-                    self.release(root)
+                    self.saved.release(root)
                 self.copies, part = set(), None
         self.deliver(arrived)
         for key in begun:
@@ -478,7 +311,7 @@ class Replay:
         return self.firsts.get(weight.value, -1)
 
     def second_time(self, part: Part) -> None:
-        """A part is recomputed, up to the last tensor that its backward reads."""
+        """Recompute a part, up to the last tensor that its backward reads."""
         calls = [self.calls[number] for number in part.calls]
         kept = {item.value for call in calls if not call.memory.repeats for item in call.memory.gives}
         self.copies = set(part.given - kept)
@@ -500,31 +333,22 @@ class Replay:
                 self.heap.hold(("own", number), memory.own)
             for root in memory.saves:
                 self.heap.hold(self.key(root), self.tape.nbytes[root])
-            if self.has_weight(number):
-                self.stay_for_weights(number)
+            self.saved.hold_recomputed(number)
             self.finish(number, left)
         for root in part.given:
             self.forget(root)
         for root in kept:
-            self.release(root)
-
-    def stay_for_weights(self, number: int) -> None:
-        """What a call of a part keeps stays between the halves of a split backward as that of others does."""
-        memory, place = self.calls[number].memory, self.calls[number].place
-        for root in memory.saves - self.tape.gathered:
-            self.for_weights.setdefault(root, []).append(place)
-        if memory.repeats:
-            self.own_for_weights[place] += memory.own
+            self.saved.release(root)
 
     def differentiate(self, number: int, part: Part | None) -> None:
-        """A call's backward: from the gradients of what it gave to those of what it took."""
+        """Run a call's backward: from the gradients of what it gave to those of what it took."""
         call = self.calls[number]
         incoming = {
             item.value: self.slots.pop(item.value) for item in call.memory.gives if item.value in self.slots
         }
-        self.hold_back(number, incoming.values())
+        self.saved.hold_back(number, incoming.values())
         if part is None and incoming:
-            self.read(number)
+            self.host.read(number)
         gathered = call.memory.saves & self.tape.gathered if part is None and incoming else frozenset()
         for root in gathered:
             self.heap.hold(("gathered", root), self.tape.nbytes[root])
@@ -540,8 +364,8 @@ class Replay:
             self.heap.drop(("gathered", root))
         if part is None:
             for root in call.memory.saves - self.tape.gathered:
-                (self.forget_back if root in self.offloaded else self.release)(root)
-            self.release_own(number)
+                (self.host if root in self.host else self.saved).release(root)
+            self.saved.release_own(number)
         else:
             self.forget_recomputed(number)
         for key in incoming.values():
@@ -550,36 +374,15 @@ class Replay:
             self.add(value, key)
         self.note(call.place)
 
-    def read(self, number: int) -> None:
-        """Fetch what a call reads from the host, and begin to fetch what its stage reads after it."""
-        memory, stage = self.calls[number].memory, self.stage_of(number)
-        first, stop = self.firsts_of[stage : stage + 2]
-        if stage not in self.begun and (memory.own or memory.saves - self.tape.gathered):
-            self.begun.add(stage)
-            self.fetch(max(first, stop - AHEAD), stop)
-        for root in sorted(memory.saves & self.offloaded.keys(), key=lambda root: -self.offloaded[root]):
-            self.fetch(max(first, self.offloaded[root] - AHEAD), self.offloaded[root] + 1)
-
-    def fetch(self, first: int, stop: int) -> None:
-        for root in self.order[first:stop]:
-            if self.readers[root] and root not in self.back:
-                self.back.add(root)
-                self.heap.hold(("back", root), self.tape.nbytes[root])
-
-    def forget_back(self, root: int) -> None:
-        self.readers[root] -= 1
-        if not self.readers[root] and root in self.back:
-            self.heap.drop(("back", root))
-
     def forget_recomputed(self, number: int) -> None:
-        """Of a call that ran again."""
+        """Let go of what a recomputed call has saved."""
         memory = self.calls[number].memory
         for root in memory.saves:
             self.heap.drop(self.key(root))
         if memory.repeats:
             self.heap.drop(("own", number))
         else:
-            self.release_own(number)
+            self.saved.release_own(number)
 
     def arrive(self, weight: Weight, key: Hashable) -> None:
         if self.staged:  # added to what is there all step
@@ -588,7 +391,7 @@ class Replay:
             self.sums.arrive(weight, key)
 
     def gradient(self, nbytes: int) -> Hashable:
-        """A new one, held once."""
+        """Make a new gradient, held once."""
         self.made += 1
         self.heap.hold(("gradient", self.made), nbytes)
         return "gradient", self.made

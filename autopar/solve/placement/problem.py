@@ -7,7 +7,7 @@ changes of one placement on one axis (convert/moves.py).
 **Variables.** x[v,s] in {0,1}: operator v runs as s; for an input, x[t,p]: how it is kept or passed; for
 an output, x[t,p]: how it leaves the graph.
 f[t,v,a] >= 0: the flow of use (t, v) over move a. z[t,a] >= 0: move a of t is made.
-y[t,p] >= 0: t is kept for backward in layout p.
+y[t,p] >= 0: t is saved for backward in layout p.
 r[v,s] <= x[v,s]: what v makes is recomputed in backward instead, where that may be chosen.
 
 **Minimise**  sum cost[v,s] x[v,s] + sum cost[t,a] z[t,a] + sum update[t,p] x[t,p] + price * memory
@@ -55,7 +55,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +66,7 @@ from autopar.convert.path import interesting
 from autopar.core.gathering import Gathering
 from autopar.core.graph import Graph
 from autopar.core.move import Move
-from autopar.core.placement import Broadcast, Layout, R, Shard
+from autopar.core.placement import Layout, Shard
 from autopar.cost.operators.prices import Prices
 from autopar.sharding.rule import rule_of
 from autopar.solve.linear_program import LinearProgram, Terms
@@ -74,6 +74,8 @@ from autopar.solve.placement.flow_rows import ONE, FlowRows
 from autopar.solve.placement.fold import Folding
 from autopar.solve.placement.gather_phases import Phase, Place, completing, first_phase, phased
 from autopar.solve.placement.memory_price import FREE, MemoryPrice
+from autopar.solve.placement.memory_rows import MemoryRows
+from autopar.solve.placement.operator_variables import OperatorVariables, value_of
 from autopar.solve.placement.space import Space
 from autopar.solve.placement.tensor_classes import Marginal, TensorClass, Use, Wiring
 
@@ -106,137 +108,32 @@ class Problem:
         self.copies_last = copies_last
         self.spared = (Gathering.REGATHER, Gathering.ONCE) if copies_last else (Gathering.REGATHER,)
         self.lp, self.wiring = LinearProgram(), Wiring(graph)
-        self.operators = {item.name: item for item in graph.operators}
-        self.x: dict[str, list[int]] = {}
-        self.ends: dict[tuple[str, int], list[int]] = {}
         self.inputs: dict[str, dict[Stored, int]] = {}
         self.output_layouts: dict[str, dict[Layout, int]] = {}
-        self.members: dict[str, list[str]] = {}
-        for item in graph.operators:
-            self.members.setdefault(folding.class_of[item.name], []).append(item.name)
-        self.memory: Terms = []
-        self.lasting: Terms = []  # of that what is there once, however many micro-batches are on their way
-        self.resting: Terms = []  # of that what is there all step, or at its end
-        self.coming: Terms = []  # of that the gradients, which aren't there when backward begins
-        self.paid: Terms = []  # what the price of memory adds to the costs
-        self.recomputed: dict[str, list[int]] = {}  # r, by operator class
+        self.memory = MemoryRows(self.lp, memory_price)
         self.cast_weights = graph.cast_weights if Gathering.REGATHER in space.gatherings else frozenset()
         # Of weights that are cast before they are gathered: the choice to regather, None where it is
         # forced, and what it spares in every layout.
         self.regathered: dict[str, int | None] = {}
         self.unkept: dict[str, Terms] = {}
         self.paths: dict[object, tuple[Move, ...]] = {}  # those found so far between the ends of a tensor
-        self.add_operators()
+        self.operators = OperatorVariables(
+            graph,
+            prices,
+            space,
+            folding,
+            lp=self.lp,
+            memory=self.memory,
+            relaxed=relaxed,
+            alike=alike,
+        )
         if recomputes and (cap is not None or memory_price.saved):
-            self.add_recompute()
+            self.operators.add_recompute()
         self.tensors = self.wiring.classes(folding, prices.dims.atoms)
         for tensor in self.tensors:
             self.add_tensor(tensor)
         if cap is not None and cap < math.inf:
-            self.cap_memory(cap)
-
-    # -- operators ------------------------------------------------------------------------------------
-
-    def add_operators(self) -> None:
-        for name, members in self.members.items():
-            operation = self.operators[name]
-            costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
-            self.x[name] = [
-                self.lp.variable(cost.seconds * len(members), integer=True, upper=1.0) for cost in costs
-            ]
-            self.lp.equal([(1.0, variable) for variable in self.x[name]], 1.0)
-            for cost, variable in zip(costs, self.x[name], strict=True):
-                if cost.saved.extra_bytes:
-                    self.hold(cost.saved.extra_bytes * len(members), variable)
-
-    def add_recompute(self) -> None:
-        """Add r of every strategy; a view is recomputed only with what it views."""
-        for name, members in self.members.items():
-            operation = self.operators[name]
-            costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
-            self.recomputed[name] = [
-                self.lp.variable(cost.recompute * len(members), upper=1.0) for cost in costs
-            ]
-            for cost, x, r in zip(costs, self.x[name], self.recomputed[name], strict=True):
-                self.lp.at_least([(1.0, x), (-1.0, r)], 0.0)
-                if cost.saved.extra_bytes:
-                    self.hold(-cost.saved.extra_bytes * len(members), r)
-        makers = {made: item for item in self.graph.operators for made in item.results if made}
-        for name, members in self.members.items():
-            viewed = {self.viewed(member) for member in members} - {None}
-            bases = {self.folding.class_of[makers[base].name] if base in makers else None for base in viewed}
-            if len(bases) == 1:
-                (base,) = bases
-                own = [(1.0, r) for r in self.recomputed[name]]
-                others = [(-1.0, r) for r in self.recomputed[base]] if base is not None else []
-                self.lp.at_most([*own, *others], 0.0)
-
-    def viewed(self, name: str) -> str | None:
-        """The tensor whose memory the first result of an operator shares, if it is a view."""
-        operation = self.operators[name]
-        aliases = self.prices.operator(
-            operation, self.space.strategies[self.folding.class_of[name]][0]
-        ).saved.aliases
-        place = aliases[0] if aliases else None
-        return None if place is None else operation.operands[place]
-
-    def cap_memory(self, cap: float) -> None:
-        """What is there when backward begins fits, and what is there when it ends."""
-        early = [(-nbytes, variable) for nbytes, variable in self.coming]
-        self.lp.at_most([*self.memory, *early], float(cap))
-        if self.resting:
-            self.lp.at_most(self.resting, float(cap))
-
-    def hold(self, nbytes: float, variable: int, *, lasts: bool = False) -> None:
-        """Count bytes that `variable` holds, for each micro-batch or as long as a step lasts."""
-        self.memory.append((float(nbytes), variable))
-        if lasts:
-            self.lasting.append((float(nbytes), variable))
-        price = self.memory_price.state if lasts else self.memory_price.saved
-        if price:
-            self.paid.append((price * nbytes, variable))
-            self.lp.costs[variable] += price * nbytes
-
-    def memory_cost(self, values: Sequence[float]) -> float:
-        """Seconds of an answer's cost that are the price of its memory."""
-        return sum(cost * values[variable] for cost, variable in self.paid)
-
-    def recompute_cost(self, values: Sequence[float]) -> float:
-        """Seconds of an answer's cost that are spent on recomputing."""
-        return sum(self.lp.costs[r] * values[r] for each in self.recomputed.values() for r in each)
-
-    def mean(self, name: str, repetitions: frozenset[int]) -> list[Terms]:
-        """For each strategy of a class the terms of x, averaged over some of its repetitions."""
-        count = len(self.members[name])
-        everyone = frozenset(range(count))
-        if not self.relaxed or count == 1 or repetitions == everyone:
-            return [[(1.0, variable)] for variable in self.x[name]]
-        missing = everyone - repetitions
-        if len(repetitions) == 1:
-            return [[(1.0, variable)] for variable in self.end(name, min(repetitions))]
-        if not missing <= {0, count - 1}:  # not met so far: a free distribution is a valid relaxation
-            return [[(1.0, variable)] for variable in self.end(name, -1 - min(missing))]
-        absent = [self.end(name, which) for which in sorted(missing)]
-        kept = float(len(repetitions))
-        return [
-            [(count / kept, variable), *((-1.0 / kept, end[index]) for end in absent)]
-            for index, variable in enumerate(self.x[name])
-        ]
-
-    def end(self, name: str, repetition: int) -> list[int]:
-        """The x of one repetition alone, in the relaxation."""
-        key = (name, repetition)
-        if key not in self.ends:
-            self.ends[key] = [self.lp.variable(upper=1.0) for _ in self.x[name]]
-            self.lp.equal([(1.0, variable) for variable in self.ends[key]], 1.0)
-            count = float(len(self.members[name]))
-            if repetition >= 0:
-                for whole, part in zip(self.x[name], self.ends[key], strict=True):
-                    self.lp.at_least([(count, whole), (-1.0, part)], 0.0)
-        return self.ends[key]
-
-    def repetitions(self, operations: Iterable[str]) -> frozenset[int]:
-        return frozenset(self.folding.repetition.get(name, 0) for name in operations)
+            self.memory.cap(cap)
 
     # -- tensors --------------------------------------------------------------------------------------
 
@@ -333,7 +230,9 @@ class Problem:
 
     def saves(self, use: Use) -> bool:
         """Whether some strategy of the user keeps what it takes for backward."""
-        return use.consumer is not None and bool(self.keepers(use.consumer, use.position, of="operands"))
+        return use.consumer is not None and bool(
+            self.operators.savers(use.consumer, use.position, of="operands")
+        )
 
     def starts(self, tensor: TensorClass) -> dict[Place, Terms]:
         """out[t, .] in the phases in which the flow begins."""
@@ -373,7 +272,7 @@ class Problem:
             self.unkept.setdefault(tensor.name, []).extend(regathered)
             nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
             for share, variable in regathered:
-                self.hold(nbytes * share, variable)
+                self.memory.hold(nbytes * share, variable)
         return found
 
     def conserve(
@@ -425,9 +324,9 @@ class Problem:
         if layout not in copies:
             copies[layout] = self.lp.variable()
             nbytes = self.prices.local_bytes(tensor.name, layout) * len(tensor.members)
-            self.hold(2 * nbytes if self.copies_last else nbytes, copies[layout], lasts=True)
+            self.memory.hold(2 * nbytes if self.copies_last else nbytes, copies[layout], lasts=True)
             if not self.prices.accumulates:
-                self.coming.append((float(nbytes), copies[layout]))
+                self.memory.add_gradient(nbytes, copies[layout])
         self.lp.at_least([(1.0, copies[layout]), (-1.0, leaving)], 0.0)
 
     def sources(self, tensor: TensorClass) -> Marginal:
@@ -435,8 +334,10 @@ class Problem:
         found: Marginal = {}
         operation, index = self.wiring.makers[tensor.name]
         name = self.folding.class_of[operation.name]
-        repetitions = self.repetitions(self.wiring.makers[member][0].name for member in tensor.members)
-        marginals = self.mean(name, repetitions)
+        repetitions = self.operators.repetitions(
+            self.wiring.makers[member][0].name for member in tensor.members
+        )
+        marginals = self.operators.mean(name, repetitions)
         for strategy, terms in zip(self.space.strategies[name], marginals, strict=True):
             layout = tuple(option.results[index] for option in strategy)
             found.setdefault(self.canonical(tensor.name, layout), []).extend(terms)
@@ -456,11 +357,10 @@ class Problem:
             variables[stored] = self.lp.variable(cost * count, integer=True, upper=1.0)
             if self.wiring.at_rest(tensor.name):
                 nbytes = self.prices.state_bytes(tensor.name, layout) * count
-                self.hold(nbytes, variables[stored], lasts=True)
-                self.resting.append((float(nbytes), variables[stored]))
+                self.memory.rest(nbytes, variables[stored])
                 if requires_grad and not self.prices.accumulates:
                     gradient = self.prices.local_bytes(tensor.name, layout) * count
-                    self.coming.append((float(gradient), variables[stored]))
+                    self.memory.add_gradient(gradient, variables[stored])
         self.lp.equal([(1.0, variable) for variable in variables.values()], 1.0)
         self.inputs[tensor.name] = variables
         return variables
@@ -468,11 +368,11 @@ class Problem:
     def stored(self, name: str, layout: Layout) -> list[Stored]:
         """An input in a layout, with each way of gathering it that could serve: regathered where memory is
         scarce, once only where something else is repeated."""
-        kept = [(layout, Gathering.KEEP)]
+        plain = [(layout, Gathering.KEEP)]
         if not self.wiring.is_parameter(name) or not self.prices.training:
-            return kept
+            return plain
         if not self.space.gatherings or not any(isinstance(place, Shard) for place in layout):
-            return kept
+            return plain
         if len(self.space.gatherings) == 1:
             return [(layout, self.space.gatherings[0])]
         serve = {
@@ -500,10 +400,10 @@ class Problem:
         members = [self.wiring.uses[member] for member in tensor.members]
         for index, (operation, position) in enumerate(self.wiring.uses[tensor.name]):
             name = self.folding.class_of[operation.name]
-            repetitions = self.repetitions(uses[index][0].name for uses in members)
+            repetitions = self.operators.repetitions(uses[index][0].name for uses in members)
             needs: Marginal = {}
             for strategy, terms in zip(
-                self.space.strategies[name], self.mean(name, repetitions), strict=True
+                self.space.strategies[name], self.operators.mean(name, repetitions), strict=True
             ):
                 layout = self.canonical(tensor.name, tuple(option.operands[position] for option in strategy))
                 needs.setdefault(layout, []).extend(terms)
@@ -543,7 +443,7 @@ class Problem:
         """
         if use.consumer is None or self.wiring.is_parameter(name):
             return False, False
-        operation = self.operators[use.consumer]
+        operation = self.operators.by_name[use.consumer]
         rule, specs = rule_of(operation), self.graph.specs
         if len(operation.operands) != 1 or len(operation.results) != 1:
             return False, False
@@ -567,13 +467,15 @@ class Problem:
             and tensor.name in self.wiring.makers
         ):
             return
-        sums = [self.keepers(use.consumer, use.position, of="operands") for use in uses if use.consumer]
+        sums = [
+            self.operators.savers(use.consumer, use.position, of="operands") for use in uses if use.consumer
+        ]
         recomputed: Marginal = {}
         if tensor.name in self.wiring.makers:
             operation, index = self.wiring.makers[tensor.name]
             maker = self.folding.class_of[operation.name]
-            sums.append(self.keepers(maker, index, of="results"))
-            recomputed = self.recomputed_result(maker, index)
+            sums.append(self.operators.savers(maker, index, of="results"))
+            recomputed = self.operators.recomputed_result(maker, index)
         rests = self.wiring.at_rest(tensor.name) or self.copies_last
         stored = self.inputs.get(tensor.name, {}) if rests else {}
         y: dict[Layout, int] = {}
@@ -582,37 +484,12 @@ class Problem:
                 if layout not in y:
                     y[layout] = self.lp.variable()
                     nbytes = self.prices.local_bytes(tensor.name, layout) * count
-                    self.hold(nbytes, y[layout])
+                    self.memory.hold(nbytes, y[layout])
                 own = [
                     (1.0, variable)
                     for (at, gathering), variable in stored.items()
-                    if self.value(at) == layout or gathering in self.spared
+                    if value_of(at, self.alike) == layout or gathering in self.spared
                 ]
                 spared = [*recomputed.get(layout, []), *self.unkept.get(tensor.name, [])]
                 row = [(1.0, y[layout]), *own, *spared, *((-c, v) for c, v in terms)]
                 self.lp.at_least(row, 0.0)
-
-    def recomputed_result(self, name: str, index: int) -> Marginal:
-        """For each layout of a result the r of the strategies that give it; not of what recomputing holds."""
-        found: Marginal = {}
-        if name in self.recomputed:
-            for strategy, r in zip(self.space.strategies[name], self.recomputed[name], strict=True):
-                if index not in self.prices.operator(self.operators[name], strategy).saved.held:
-                    layout = self.value(tuple(option.results[index] for option in strategy))
-                    found.setdefault(layout, []).append((1.0, r))
-        return found
-
-    def keepers(self, name: str, position: int, *, of: str) -> Marginal:
-        """For each layout the strategies of a class that keep one operand, or result, in it."""
-        found: Marginal = {}
-        operation = self.operators[name]
-        for strategy, variable in zip(self.space.strategies[name], self.x[name], strict=True):
-            saved = self.prices.operator(operation, strategy).saved
-            if position in (saved.operands if of == "operands" else saved.results):
-                places = (getattr(option, of)[position] for option in strategy)
-                found.setdefault(self.value(tuple(places)), []).append((1.0, variable))
-        return found
-
-    def value(self, layout: Layout) -> Layout:
-        """R and B hold the same value: one copy serves both."""
-        return unnamed(tuple(R if isinstance(item, Broadcast) else item for item in layout), self.alike)

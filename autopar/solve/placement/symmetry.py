@@ -144,12 +144,12 @@ def forget(space: Space, alike: Alike) -> Space:
 
 
 def named(space: Space, problem: Problem, answer: SolverAnswer, alike: Alike) -> Space:
-    """All namings, within `space`, of what the relaxed `answer` chose."""
+    """Collect all namings, within `space`, of what the relaxed `answer` chose."""
     assert answer.values is not None
     values = answer.values
     strategies = {}
     for name, offered in space.strategies.items():
-        pairs = zip(problem.space.strategies[name], problem.x[name], strict=True)
+        pairs = zip(problem.space.strategies[name], problem.operators.x[name], strict=True)
         chosen = {
             _strategy_key(strategy, alike) for strategy, variable in pairs if values[variable] > SUPPORT
         }

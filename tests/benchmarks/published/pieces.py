@@ -16,7 +16,6 @@ from functools import cache
 from typing import TypeAlias
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.compiler import Compiler
 from autopar.convert.moves import MoveAction, effect, gathers
 from autopar.core.costs import Collective, OptimizerState
 from autopar.core.graph import Graph, InputKind
@@ -27,6 +26,7 @@ from autopar.cost.program.values import Value
 from autopar.cost.stages.intervals import Intervals, intervals
 from autopar.errors import InputError
 from autopar.planning.mesh_search import MeshProblem
+from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from tests.benchmarks.published.llama import BLOCK, HEAD, llama, pins
 from tests.benchmarks.published.runs import Shape
@@ -70,7 +70,7 @@ def traced(shape: Shape, samples: int) -> Graph:
     model, inputs = llama(shape, samples)
     request = Request(measure=False, alternatives=False)
     return (
-        Compiler(ClusterSpec(devices_per_node=1, device="h100"), request, None)
+        Planner(ClusterSpec(devices_per_node=1, device="h100"), request, None)
         .trace_step(model, inputs, {})
         .graph
     )

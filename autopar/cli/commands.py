@@ -1,53 +1,26 @@
-"""The command line: options to calls of the API, results and errors to streams and exit codes.
-
-    stdout   the answer: a table, or with --json exactly one object
-    stderr   everything else: progress, and with --json whatever a target or a script prints
-
-Exit codes: 0 ok, 1 a check failed, 2 bad input or infeasible, 3 no plan in time, 4 a worker failed,
-130 interrupted.
-"""
+"""The commands: each turns its words into one call of the API, and the result into what is printed."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import math
 import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group
 
 from autopar import __version__
+from autopar.cli.command import CommandOutput, taking
 from autopar.cluster import ClusterSpec
 from autopar.errors import (
-    INTERRUPTED,
-    AutoparError,
     CheckError,
     InfeasibleError,
     InputError,
-    WorkerError,
-    cut_text,
 )
-from autopar.planning.options import (
-    COMPARE,
-    OPTIONS,
-    PARALLELIZE,
-    PLAN,
-    PROFILE,
-    VERIFY,
-    Door,
-    Options,
-    settle,
-    write,
-)
+from autopar.planning.option_environment import settle, write
+from autopar.planning.options import COMPARE, OPTIONS, PARALLELIZE, PLAN, PROFILE, VERIFY
 
 if TYPE_CHECKING:
     from autopar.results.plan import Plan
@@ -69,70 +42,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 ShowProgress = Annotated[
     bool, typer.Option("--progress", help="Show progress also where stderr is no terminal.")
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class CommandOutput:
-    """What a command prints: an object, or something for a person; and how it ends."""
-
-    document: dict[str, Any]
-    text: RenderableType
-    exit_code: int = 0
-
-
-# -- flags of options -----------------------------------------------------------------------------------
-
-
-def taking(
-    door: Door, *, without: str | None = None, shown: bool = True
-) -> Callable[[Callable[..., CommandOutput]], Callable[..., CommandOutput]]:
-    """A command with a flag for each option of `door` but one in the place of its `**options`.
-
-    Values are checked before it runs. Unless defaults are `shown`, what isn't said is None.
-    """
-    names = [name for name in door.options if name != without]
-    flags = [_flag(name, door.default(name) if shown else None) for name in names]
-
-    def add(command: Callable[..., CommandOutput]) -> Callable[..., CommandOutput]:
-        @functools.wraps(command)
-        def checked(**words: Any) -> CommandOutput:
-            if words.pop("no_measure", False):
-                words["measure"] = False
-            Options(door, **{name: words[name] for name in names if name in words}).read()
-            return command(**words)
-
-        signature = inspect.signature(command, eval_str=True)
-        own = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
-        needed = [item for item in own if item.default is item.empty]
-        rest = [item for item in own if item.default is not item.empty]
-        parameters = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in (*needed, *flags, *rest)]
-        checked.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        checked.__annotations__ = {item.name: item.annotation for item in parameters}
-        return checked
-
-    return add
-
-
-def _flag(name: str, default: Any) -> inspect.Parameter:
-    """The parameter from which typer makes the flag of an option."""
-    option, text = OPTIONS[name], name.replace("_", "-")
-    kind: Any
-    if option.words == (bool,) and not option.without:
-        kind = bool
-        told = typer.Option(
-            default, f"--{text}", metavar=option.metavar, help=option.help, show_default=False
-        )
-    elif option.words == (bool,):  # is true unless the flag says that it isn't
-        name, kind = f"no_{name}", bool
-        told = typer.Option(False, f"--no-{text}", help=option.without)
-    else:
-        kind = str if str in option.words else option.words[-1]
-        told = typer.Option(default, f"--{text}", metavar=option.metavar, help=option.help)
-    annotation = kind | None if told.default is None else kind
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=told, annotation=annotation)
-
-
-# -- commands -------------------------------------------------------------------------------------------
 
 
 def _show_version(wanted: bool) -> None:
@@ -174,7 +83,7 @@ def plan(
     progress: ShowProgress = False,
     **options: Any,
 ) -> CommandOutput:
-    """Find the best placement of TARGET on a cluster, and print it.
+    """Find the best plan for TARGET on a cluster, and print it.
 
     A cluster local:1-8, or FILE.toml:8-64, is a range: the best plan on more and more devices.
     """
@@ -575,115 +484,3 @@ def doctor(
     return CommandOutput(
         found.as_dict(), render_examination(found), 0 if found.passed else CheckError.exit_code
     )
-
-
-# -- streams and exit codes -----------------------------------------------------------------------------
-
-UsageError: Any = typer.BadParameter.__bases__[0]  # of the click that this typer carries or imports
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    own = words[: words.index("--")] if "--" in words else words
-    if "--json" in own:
-        return _print_json(words)
-    try:
-        answer = _answer(words)
-    except AutoparError as error:
-        if isinstance(error, WorkerError) and error.traceback:
-            print(error.traceback, file=sys.stderr)
-        print(f"autopar: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    if answer.text:
-        from autopar.results.text import WIDTH
-
-        width = None if sys.stdout.isatty() else WIDTH
-        Console(width=width, highlight=False, markup=False).print(answer.text)
-    return answer.exit_code
-
-
-def _print_json(words: Sequence[str]) -> int:
-    with _kept_stdout() as stdout:
-        try:
-            answer = _answer(words)
-        except AutoparError as error:
-            if isinstance(error, WorkerError) and error.traceback:
-                print(error.traceback, file=sys.stderr)
-            answer = CommandOutput({"error": error.as_dict()}, "", error.exit_code)
-        except KeyboardInterrupt:
-            stopped = AutoparError(
-                where="autopar", found="an interrupt", wanted="the end of the work", remedy="start it again"
-            )
-            answer = CommandOutput({"error": stopped.as_dict() | {"kind": "Interrupted"}}, "", INTERRUPTED)
-        except Exception as fault:  # our own: whoever reads the object must not wait for one in vain
-            traceback.print_exc()
-            document = AutoparError(
-                where="autopar", found=repr(fault), wanted="no fault of its own", remedy="report this"
-            ).as_dict()
-            answer = CommandOutput({"error": document | {"kind": type(fault).__name__}}, "", 1)
-        stdout.write(json.dumps(finite(answer.document), allow_nan=False) + "\n")
-        stdout.flush()
-    return answer.exit_code
-
-
-def _answer(words: Sequence[str]) -> CommandOutput:
-    """The answer of the command that `words` call; typer's own complaints become InputErrors."""
-    try:
-        result = app(list(words), standalone_mode=False)
-    except UsageError as cause:
-        context = getattr(cause, "ctx", None)
-        name = context.command_path if context else "autopar"
-        raise InputError(
-            where=name,
-            found=cut_text(cause.format_message().rstrip("."), 160) or "no command",
-            wanted=context.get_usage().removeprefix("Usage: ") if context else "a command and its options",
-            remedy=f"see {name} --help",
-        ) from cause
-    except typer.Abort as cause:
-        raise KeyboardInterrupt from cause
-    if result == INTERRUPTED:
-        raise KeyboardInterrupt
-    return result if isinstance(result, CommandOutput) else CommandOutput({}, "")
-
-
-def finite(tree: Any) -> Any:
-    """`tree` for JSON: null where a number is NaN or infinite."""
-    match tree:
-        case dict():
-            return {key: finite(value) for key, value in tree.items()}
-        case list() | tuple():
-            return [finite(item) for item in tree]
-        case float() if not math.isfinite(tree):
-            return None
-        case _:
-            return tree
-
-
-@contextmanager
-def _kept_stdout() -> Iterator[TextIO]:
-    """The real stdout, while whatever else is written there, also by child processes, goes to stderr."""
-    stdout = sys.stdout
-    if not _is_descriptor(stdout, 1) or not _is_descriptor(sys.stderr, 2):
-        with redirect_stdout(sys.stderr):  # streams that a caller has replaced have no processes
-            yield stdout
-        return
-    stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with os.fdopen(os.dup(kept), "w", encoding="utf-8") as real:
-            yield real
-    finally:
-        stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _is_descriptor(stream: TextIO, number: int) -> bool:
-    try:
-        return stream.fileno() == number
-    except (OSError, AttributeError):  # io.UnsupportedOperation is an OSError
-        return False

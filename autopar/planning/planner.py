@@ -1,0 +1,373 @@
+"""Plans the calls of one model: traces the graphs that the search needs, and searches.
+
+    whole batch ──┬── search ──────────── stages and micro-batches are given
+                  └── decide_all ──────── they are to be chosen, over the graphs of the batch's parts
+
+Of several processes rank 0 plans, and every rank takes its plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from autopar.cluster import ClusterSpec
+from autopar.core.fingerprint import fingerprint_of
+from autopar.core.graph import Graph
+from autopar.cost.machine.measuring import Budget, CoRunners, Progress
+from autopar.errors import CheckError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
+from autopar.planning.agree import agree, measure_links
+from autopar.planning.busy_neighbours import busy_neighbours
+from autopar.planning.mesh_search import FAR
+from autopar.planning.micro_batch_graphs import Parts, parts_of
+from autopar.planning.pipeline_search import decide_all
+from autopar.planning.request import Auto, Request
+from autopar.planning.search import Decision, beside, decide, finish, search
+from autopar.results.plan import Plan
+from autopar.rewrite.unequal_micro_batches import check_plan
+from autopar.solve.deadline import after, left
+from autopar.trace.call_signature import LossFunction, flatten_arguments
+from autopar.trace.export import Traced, trace
+from autopar.trace.micro_batches import split_batch
+from autopar.trace.simplify import only_loss
+from autopar.trace.uncollected import uncollected
+from costdb.database import Database
+
+LEAST_SECONDS = 1.0  # even past the time limit, for a plan that is there already but for its outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Finds plans for the calls of a model on `cluster`.
+
+    `loss_only` says whether the model's own output leaves the program beside the loss of `loss_fn`. `timeout`
+    is that of the process groups that measure links.
+    """
+
+    cluster: ClusterSpec
+    request: Request
+    loss_fn: LossFunction | None = None
+    loss_only: bool = True
+    costdb: str | None = None
+    progress: Progress | None = None
+    timeout: timedelta = timedelta(minutes=10)
+
+    def find_plan(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], auto: Auto | None
+    ) -> Plan:
+        """The best plan of a call, whose stages and micro-batches are the request's, or to be chosen.
+
+        No ranks run here that could measure along.
+        """
+        with busy_neighbours(self.cluster, wanted=self.request.measure) as co_runners:
+            if auto:
+                found = self.find_pipeline(model, args, kwargs, auto, co_runners)
+            else:
+                found = self.find(self.trace_step(model, args, kwargs).graph, self.request, co_runners)
+        self.check_lengths(model, args, kwargs, found)
+        return found
+
+    @uncollected()
+    def find(
+        self,
+        graph: Graph,
+        request: Request,
+        co_runners: CoRunners | None = None,
+        budget: Budget | None = None,
+    ) -> Plan:
+        """Search, with the cost database open."""
+        with Database.open(self.costdb) as database:
+            try:
+                return search(
+                    graph,
+                    self.cluster,
+                    request,
+                    database=database,
+                    progress=self.progress,
+                    co_runners=co_runners,
+                    budget=budget,
+                ).plan
+            except InfeasibleError as error:
+                # What an OverCapError says is sought when it is read, which takes time: it is about memory.
+                short = isinstance(error, OverCapError) or error.least is not None
+                if short and request.training and not request.local_inputs:
+                    error.add_remedy(_more_micro_batches(graph, request))
+                raise
+
+    @uncollected()
+    def find_pipeline(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        auto: Auto,
+        co_runners: CoRunners | None = None,
+    ) -> Plan:
+        """The best plan where the number of stages, of micro-batches, or both are to be chosen.
+
+        A model that mixes samples keeps one micro-batch, unless more are asked for.
+        """
+        ranks, micro_batches, exactly = auto
+        deadline, budget = after(self.request.time_limit), Budget(self.request.measure_seconds)
+        whole = self.trace_part(model, args, kwargs, 1, staged=False).graph
+        plain = replace(self.request, pipeline_ranks=1, micro_batches=1)
+        if whole.loss is None and ranks in (None, 1) and micro_batches in (None, 1):
+            return self.find(whole, plain, co_runners, budget)
+        parts = self.parts(model, args, kwargs, whole)
+        kept, note = _kept(parts, micro_batches, exactly=exactly)
+        if ranks == 1 and (plan := self.find_unhindered(whole, plain, co_runners, budget, deadline)):
+            return _noted(plan, note)
+
+        def graph_of(count: int) -> Graph:
+            if count == 1:
+                return only_loss(whole)
+            traced = parts.traced(count)
+            if parts.is_exact and traced.cutting is not None and traced.cutting.change is not None:
+                raise TraceError(
+                    where="micro-batches",
+                    found=f"{count} of them: {traced.cutting.change}",
+                    wanted="parts of the batch that are computed as it is",
+                    remedy="choose fewer micro-batches",
+                )
+            return traced.graph
+
+        only_a_loss = whole.outputs == (whole.loss,)
+        at_once = whole if only_a_loss or plain.leaves_parts(whole) else None
+
+        def decide_from(least: int, at_once: Graph | None = None) -> Decision:
+            with Database.open(self.costdb) as database:
+                return decide_all(
+                    graph_of,
+                    parts.size,
+                    self.cluster,
+                    self.request,
+                    ranks=ranks,
+                    micro_batches=1 if kept else micro_batches,
+                    database=database,
+                    progress=self.progress,
+                    co_runners=co_runners,
+                    budget=budget,
+                    deadline=deadline,
+                    outputs=_bytes_beside_the_loss(whole),
+                    least=least,
+                    at_once=at_once,
+                )
+
+        try:
+            try:
+                decision = decide_from(1, at_once)
+            except InfeasibleError as error:
+                if at_once is None or only_a_loss or self.is_hopeless(error, whole):
+                    raise
+                decision = decide_from(1)  # the outputs beside the loss may be what doesn't fit
+        except InfeasibleError as error:
+            if kept:
+                error.add_remedy(_more_parts(parts))
+            raise
+        is_plain = decision.request.pipeline_ranks == decision.request.micro_batches == 1
+        if is_plain and decision.problem.graph is not at_once:
+            fixed = kept or micro_batches is not None or parts.size == 1
+            otherwise = None if fixed else partial(decide_from, 2)
+            plan = self.find_again(whole, decision, plain, co_runners, budget, otherwise=otherwise)
+        else:
+            plan = finish(decision).plan
+        return _noted(plan, note)
+
+    def find_again(
+        self,
+        whole: Graph,
+        decision: Decision,
+        request: Request,
+        co_runners: CoRunners | None,
+        budget: Budget,
+        *,
+        otherwise: Callable[[], Decision] | None,
+    ) -> Plan:
+        """The plan of the whole graph on the mesh of a decision on its loss alone; that decision's if there
+        is no time for another. If outputs beside the loss don't fit, which parts of the batch don't have,
+        what is decided `otherwise`."""
+        seconds = None if decision.deadline is None else max(LEAST_SECONDS, left(decision.deadline))
+        request = replace(request, mesh=decision.problem.mesh, time_limit=seconds)
+        try:
+            return beside(self.find(whole, request, co_runners, budget), decision)
+        except SolverError:
+            return finish(decision).plan
+        except InfeasibleError:
+            if otherwise is None:
+                raise
+            return finish(otherwise()).plan
+
+    def find_unhindered(
+        self,
+        graph: Graph,
+        request: Request,
+        co_runners: CoRunners | None,
+        budget: Budget,
+        deadline: float | None,
+    ) -> Plan | None:
+        """The best plan if memory makes nothing slower: several micro-batches without stages would only
+        spare some."""
+        with Database.open(self.costdb) as database:
+            try:
+                decision = decide(
+                    graph,
+                    self.cluster,
+                    request,
+                    database=database,
+                    progress=self.progress,
+                    co_runners=co_runners,
+                    budget=budget,
+                    deadline=deadline,
+                )
+            except InfeasibleError:
+                return None
+            return finish(decision).plan if decision.unhindered else None
+
+    def is_hopeless(self, error: InfeasibleError, whole: Graph) -> bool:
+        """Whether what is known to do takes far more than the cap even without outputs beside the loss."""
+        cap = self.request.memory if self.request.memory is not None else self.cluster.memory
+        return cap is not None and FAR * (cap + _bytes_beside_the_loss(whole)) < error.would_do < math.inf
+
+    def check_lengths(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan
+    ) -> None:
+        """Raise InputError for a plan with stages that doesn't hold for the shorter micro-batches."""
+        count = plan.pipeline.micro_batches
+        if plan.pipeline.is_staged and count > 1:
+            parts = self.parts(model, args, kwargs)
+            if parts.size % count:
+                shorter = parts.traced(count, -1)
+                check_plan(plan.program, parts.traced(count).graph, shorter.graph)
+
+    def agree_on_pipeline(
+        self, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], auto: Auto
+    ) -> Plan:
+        """The plan, and so the pipeline, that rank 0 chooses for all; collective."""
+        args, kwargs = call
+        if not args and not kwargs:
+            raise InputError(
+                where="parallelize",
+                found="stages or micro-batches to be chosen, and no example of the batch",
+                wanted="an example of the global batch",
+                remedy="pass example_inputs, or give both numbers",
+            )
+
+        self.measure_links()
+        return agree(
+            lambda co_runners: self.find_pipeline(model, args, kwargs, auto, co_runners), self.cluster
+        )
+
+    def agree(self, traced: Traced, request: Request) -> Plan:
+        """Rank 0's plan on every rank; its error on every rank if it has none."""
+        self.measure_links()
+
+        plan = agree(lambda co_runners: self.find(traced.graph, request, co_runners), self.cluster)
+        difference = fingerprint_of(traced.graph).difference(plan.graph)
+        if difference is not None:
+            raise CheckError(
+                where=f"rank {dist.get_rank()}: {difference.where} of the model",
+                found=difference.here,
+                wanted=f"{difference.planned}, as on rank 0",
+                remedy="build the model and the batch alike on all ranks, in the same mode",
+            )
+        return plan
+
+    def measure_links(self) -> None:
+        """Measure the collectives that nobody has measured, where plans may measure; collective."""
+        if self.request.measure:
+            measure_links(self.cluster, self.costdb, self.timeout)
+
+    def trace_step(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The graph of the first micro-batch of a global batch; of a step by `train_step` the loss alone."""
+        staged = self.request.pipeline_ranks > 1 or self.request.micro_batches > 1
+        return self.trace_part(model, args, kwargs, self.request.micro_batches, staged=staged)
+
+    def trace_part(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        count: int,
+        *,
+        staged: bool,
+        place: int = 0,
+    ) -> Traced:
+        """The graph of the first of `count` micro-batches, or that at another `place`.
+
+        Raises InputError where it can't be told which dims hold the samples.
+        """
+        if count > 1:
+            return self.parts(model, args, kwargs).traced(count, place)
+        split_batch(None, flatten_arguments(args, kwargs).tensors, count)
+        traced = self.trace_whole(model, args, kwargs)
+        return traced.loss_alone() if staged else traced
+
+    def trace_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The graph of a call as it is."""
+        return trace(
+            model,
+            args,
+            kwargs,
+            loss_fn=self.loss_fn,
+            loss_only=self.loss_only,
+            static=self.request.static,
+            autocast=self.request.autocast(self.cluster),
+        )
+
+    def parts(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        whole: Graph | None = None,
+    ) -> Parts:
+        """The micro-batches of a call, whose graph is `whole` if it is known."""
+        call = partial(self.trace_whole, model)
+        return parts_of(call, args, kwargs, self.request.batch_dims, whole=whole)
+
+
+def _more_micro_batches(graph: Graph, request: Request) -> str:
+    """How parts of the batch that follow each other would give memory."""
+    by_steps = (
+        "" if request.pipeline_ranks > 1 or request.micro_batches > 1 else ", which asks for train_step"
+    )
+    by_steps += "" if graph.loss is not None else " and a loss"
+    return f"cut the batch into micro-batches (--micro-batches {2 * request.micro_batches}{by_steps})"
+
+
+def _more_parts(parts: Parts) -> str:
+    """How micro-batches, which aren't chosen for a model that mixes samples, can be had."""
+    if parts.flow is None and not parts.can_be_said():
+        return "take a smaller batch, which can't be cut into micro-batches"
+    if parts.flow is None:
+        return "say which dims hold samples (batch_dims), and so allow micro-batches"
+    return f"allow micro-batches (--micro-batches auto), although {parts.obstacle}"
+
+
+def _bytes_beside_the_loss(graph: Graph) -> int:
+    return sum(graph.specs[name].nbytes for name in graph.outputs if name != graph.loss)
+
+
+def _noted(plan: Plan, note: str | None) -> Plan:
+    return plan if note is None else replace(plan, notes=(*plan.notes, note))
+
+
+def _kept(parts: Parts, micro_batches: int | None, *, exactly: bool) -> tuple[bool, str | None]:
+    """Whether one micro-batch is kept where their number is to be chosen, and what a plan says of it."""
+    if micro_batches is not None or parts.is_exact:
+        return False, None
+    if parts.whole.decided_by is not None:
+        return True, f"{parts.whole.decided_by}: one micro-batch, as values of the batch decide here"
+    if not exactly and parts.flow is not None:
+        return False, None
+    way = ", unless more are asked for"
+    if parts.flow is None:
+        way = ", unless batch_dims says where samples are" if parts.can_be_said() else ""
+    return True, f"{parts.obstacle}: one micro-batch{way}"

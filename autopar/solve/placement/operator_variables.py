@@ -1,0 +1,150 @@
+"""Variables of operators: x[v,s] says how each runs, r[v,s] whether it runs again in backward.
+
+Operators of one class share theirs. In the relaxation of folding x is the mean over the members, and the
+first and the last of them may have an x of their own (problem.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopar.convert.network import Alike, unnamed
+from autopar.core.graph import Graph
+from autopar.core.placement import Broadcast, Layout, R
+from autopar.cost.operators.prices import Prices
+from autopar.solve.linear_program import LinearProgram, Terms
+from autopar.solve.placement.fold import Folding
+from autopar.solve.placement.memory_rows import MemoryRows
+from autopar.solve.placement.space import Space
+from autopar.solve.placement.tensor_classes import Marginal
+
+
+def value_of(layout: Layout, alike: Alike) -> Layout:
+    """The layout of a value alone, of which one copy serves: R and B hold the same."""
+    return unnamed(tuple(R if isinstance(item, Broadcast) else item for item in layout), alike)
+
+
+class OperatorVariables:
+    """x, and where `add_recompute` was called r, for each class of operators and each of its strategies."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        prices: Prices,
+        space: Space,
+        folding: Folding,
+        *,
+        lp: LinearProgram,
+        memory: MemoryRows,
+        relaxed: bool,
+        alike: Alike,
+    ) -> None:
+        self.graph, self.prices, self.space, self.folding = graph, prices, space, folding
+        self.lp, self.memory, self.relaxed, self.alike = lp, memory, relaxed, alike
+        self.by_name = {item.name: item for item in graph.operators}
+        self.members: dict[str, list[str]] = {}
+        for item in graph.operators:
+            self.members.setdefault(folding.class_of[item.name], []).append(item.name)
+        self.x: dict[str, list[int]] = {}
+        self.r: dict[str, list[int]] = {}
+        self.ends: dict[tuple[str, int], list[int]] = {}
+        self.add_operators()
+
+    def add_operators(self) -> None:
+        for name, members in self.members.items():
+            operation = self.by_name[name]
+            costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
+            self.x[name] = [
+                self.lp.variable(cost.seconds * len(members), integer=True, upper=1.0) for cost in costs
+            ]
+            self.lp.equal([(1.0, variable) for variable in self.x[name]], 1.0)
+            for cost, variable in zip(costs, self.x[name], strict=True):
+                if cost.saved.extra_bytes:
+                    self.memory.hold(cost.saved.extra_bytes * len(members), variable)
+
+    def add_recompute(self) -> None:
+        """Add r of every strategy; a view is recomputed only with what it views."""
+        for name, members in self.members.items():
+            operation = self.by_name[name]
+            costs = [self.prices.operator(operation, item) for item in self.space.strategies[name]]
+            self.r[name] = [self.lp.variable(cost.recompute * len(members), upper=1.0) for cost in costs]
+            for cost, x, r in zip(costs, self.x[name], self.r[name], strict=True):
+                self.lp.at_least([(1.0, x), (-1.0, r)], 0.0)
+                if cost.saved.extra_bytes:
+                    self.memory.hold(-cost.saved.extra_bytes * len(members), r)
+        makers = {made: item for item in self.graph.operators for made in item.results if made}
+        for name, members in self.members.items():
+            viewed = {self.viewed(member) for member in members} - {None}
+            bases = {self.folding.class_of[makers[base].name] if base in makers else None for base in viewed}
+            if len(bases) == 1:
+                (base,) = bases
+                own = [(1.0, r) for r in self.r[name]]
+                others = [(-1.0, r) for r in self.r[base]] if base is not None else []
+                self.lp.at_most([*own, *others], 0.0)
+
+    def viewed(self, name: str) -> str | None:
+        """The tensor whose memory the first result of an operator shares, if it is a view."""
+        operation = self.by_name[name]
+        aliases = self.prices.operator(
+            operation, self.space.strategies[self.folding.class_of[name]][0]
+        ).saved.aliases
+        place = aliases[0] if aliases else None
+        return None if place is None else operation.operands[place]
+
+    def recompute_cost(self, values: Sequence[float]) -> float:
+        """Seconds of an answer's cost that are spent on recomputing."""
+        return sum(self.lp.costs[r] * values[r] for each in self.r.values() for r in each)
+
+    def mean(self, name: str, repetitions: frozenset[int]) -> list[Terms]:
+        """For each strategy of a class the terms of x, averaged over some of its repetitions."""
+        count = len(self.members[name])
+        everyone = frozenset(range(count))
+        if not self.relaxed or count == 1 or repetitions == everyone:
+            return [[(1.0, variable)] for variable in self.x[name]]
+        missing = everyone - repetitions
+        if len(repetitions) == 1:
+            return [[(1.0, variable)] for variable in self.end(name, min(repetitions))]
+        if not missing <= {0, count - 1}:  # not met so far: a free distribution is a valid relaxation
+            return [[(1.0, variable)] for variable in self.end(name, -1 - min(missing))]
+        absent = [self.end(name, which) for which in sorted(missing)]
+        taken = float(len(repetitions))
+        return [
+            [(count / taken, variable), *((-1.0 / taken, end[index]) for end in absent)]
+            for index, variable in enumerate(self.x[name])
+        ]
+
+    def end(self, name: str, repetition: int) -> list[int]:
+        """The x of one repetition alone, in the relaxation."""
+        key = (name, repetition)
+        if key not in self.ends:
+            self.ends[key] = [self.lp.variable(upper=1.0) for _ in self.x[name]]
+            self.lp.equal([(1.0, variable) for variable in self.ends[key]], 1.0)
+            count = float(len(self.members[name]))
+            if repetition >= 0:
+                for whole, part in zip(self.x[name], self.ends[key], strict=True):
+                    self.lp.at_least([(count, whole), (-1.0, part)], 0.0)
+        return self.ends[key]
+
+    def repetitions(self, operations: Iterable[str]) -> frozenset[int]:
+        return frozenset(self.folding.repetition.get(name, 0) for name in operations)
+
+    def recomputed_result(self, name: str, index: int) -> Marginal:
+        """For each layout of a result the r of the strategies that give it; not of what recomputing holds."""
+        found: Marginal = {}
+        if name in self.r:
+            for strategy, r in zip(self.space.strategies[name], self.r[name], strict=True):
+                if index not in self.prices.operator(self.by_name[name], strategy).saved.held:
+                    layout = value_of(tuple(option.results[index] for option in strategy), self.alike)
+                    found.setdefault(layout, []).append((1.0, r))
+        return found
+
+    def savers(self, name: str, position: int, *, of: str) -> Marginal:
+        """For each layout the strategies of a class that save one operand, or result, in it."""
+        found: Marginal = {}
+        operation = self.by_name[name]
+        for strategy, variable in zip(self.space.strategies[name], self.x[name], strict=True):
+            saved = self.prices.operator(operation, strategy).saved
+            if position in (saved.operands if of == "operands" else saved.results):
+                places = (getattr(option, of)[position] for option in strategy)
+                found.setdefault(value_of(tuple(places), self.alike), []).append((1.0, variable))
+        return found
