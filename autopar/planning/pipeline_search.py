@@ -35,8 +35,8 @@ from autopar.cost.machine.model import CostModel
 from autopar.cost.program.priced_program import PricedProgram
 from autopar.cost.stages.intervals import crossing_bytes
 from autopar.errors import AutoparError, InfeasibleError, InputError, OverCapError, SolverError, TraceError
+from autopar.planning.apart import IN_VAIN, Apart, complexity, margin
 from autopar.planning.apart import MEASURED as NOISE
-from autopar.planning.apart import Apart, complexity, margin
 from autopar.planning.ask import Limits
 from autopar.planning.estimates import Choice, Screened, bottleneck
 from autopar.planning.mesh_search import MeshProblem
@@ -55,6 +55,7 @@ from costdb.database import Database
 SAMPLE = 16  # micro-batches of the graph that is screened, about
 TIMES = (1, 2, 4, 8)  # micro-batches per pipeline rank, about
 MOST_TIMES = 16  # with stages, where all between are looked at
+SAME = 1e-3  # of a step: no mesh that promises less is told of
 MESHES = 2  # screened for each K
 PLANNED = 3  # pairs of K and M that are planned
 PER_RANKS = 2  # of them with one K
@@ -141,9 +142,8 @@ def decide_all(
     best = apart.simplest(found)
     note = f"stages and micro-batches are the best of {len(choices)} choices by estimates"
     others = [each for each in found if each.step.seconds < best.step.seconds]
-    return replace(
-        best, notes=(note, *screen.notes), passed=tuple(apart.passed(each, best) for each in others)
-    )
+    notes = note, *screen.notes, *screen.left_out.get(best.request.pipeline_ranks, ())
+    return replace(best, notes=notes, passed=tuple(apart.passed(each, best) for each in others))
 
 
 def _least(failures: Sequence[AutoparError], count: int) -> AutoparError:
@@ -213,6 +213,7 @@ class _Screen:
     outputs: int = 0  # bytes beside the loss of a batch that is computed at once
     samples: dict[int, _Sample] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    left_out: dict[int, tuple[str, ...]] = field(default_factory=dict)  # meshes, by the number of stages
     model: CostModel = field(init=False)
     cap: float = field(init=False)  # bytes per device, inf without a cap
 
@@ -375,6 +376,9 @@ class _Screen:
                 apart = max(apart, 1 + NOISE)
             (over, seconds), (least_over, least) = self.place(each), self.place(fastest)
             if over <= least_over and seconds <= least * apart:
+                if least < (1 - SAME) * seconds:
+                    promised = f"mesh {problem.mesh} promises {1 - least / seconds:.1%} less by estimates"
+                    self.left_out[fastest[0].ranks] = (f"{promised}, {IN_VAIN}; the gap leaves it out",)
                 return [one for one in found if len(one[1].mesh.shape) <= len(other[0].shape)]
         return found
 
