@@ -2,7 +2,7 @@
 
 trace       nn.Module -> graph of ATen operators          trace/
 annotate    measured costs of every strategy               cost/
-solve       integer program over all placements            solve/, planning/
+solve       integer program over all assignments           solve/, planning/
 rewrite     local operators and collectives of a rank      rewrite/
 run         DTensor parameters outside, local ones inside  runtime/
 
@@ -97,7 +97,7 @@ def plan(
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Find the best placement of `model` on `cluster`; no process group is needed.
+    """Find the best plan for `model` on `cluster`; no process group is needed.
 
     `example_inputs` is the global batch: a tuple of positional arguments, a dict of keyword
     arguments, or one tensor; with `loss_fn` the arguments that it takes after the output come last.

@@ -29,7 +29,7 @@ from autopar.rewrite.build import build, build_stages
 from autopar.rewrite.overlap import room_of, starts
 from autopar.rewrite.unequal_micro_batches import check_plan, check_programs
 from autopar.runtime.execute.executable import Executable, Pinned, StagedExecutable
-from autopar.sharding.sample_independence import samples_elsewhere
+from autopar.sharding.sample_dims import samples_elsewhere
 from autopar.sharding.strategies import dims_of
 from autopar.trace.call_signature import leaves_out_loss
 from autopar.trace.export import Traced

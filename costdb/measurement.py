@@ -45,7 +45,7 @@ class Measurement:
         )
 
     def scaled(self, factor: float) -> Measurement:
-        """The same with `factor` times the seconds."""
+        """Copy the measurement with `factor` times the seconds."""
         return replace(
             self,
             forward_seconds=factor * self.forward_seconds,

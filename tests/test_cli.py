@@ -254,7 +254,7 @@ def test_verify_reports_errors_by_kind(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_failed_check_exits_with_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.proof.verify.TOLERANCE", 1e-30)
+    monkeypatch.setattr("autopar.proof.verdict.TOLERANCE", 1e-30)
     code, found = command(capsys, "verify", f"{TARGETS}:net", *LOCAL, "--force", "channel", "--steps", "1")
     assert code == 1 and found["passed"] is False and found["vacuous"] is False
 

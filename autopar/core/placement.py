@@ -33,7 +33,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Replicate:
-    """The same value and the same gradient on every rank."""
+    """Every rank has the same value and the same gradient."""
 
     def __str__(self) -> str:
         return "R"
@@ -49,7 +49,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Broadcast:
-    """The same value on every rank; gradients that must be summed over the axis."""
+    """Every rank has the same value; gradients must be summed over the axis."""
 
     def __str__(self) -> str:
         return "B"

@@ -102,7 +102,7 @@ def _whole(text: str) -> int:
 
 
 def _check_whole(number: int) -> None:
-    """Of TOML, where a number may be hexadecimal."""
+    """Refuse a whole number of TOML that is too large; it may be written in hexadecimal."""
     if abs(number) >= 10**DIGITS:
         raise ValueError(show_value(number))
 

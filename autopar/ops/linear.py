@@ -101,7 +101,7 @@ class MatMul(Rule):
 
 
 def _flops(left: int, right: int) -> Callable[[SizedCall], Flops]:
-    """Those of a product of the operands at two positions."""
+    """Flops of a product of the operands at two positions."""
 
     def form(call: SizedCall) -> Flops:
         one, other = call.operands[left], call.operands[right]

@@ -11,6 +11,7 @@ keeps everything, noise is 0. The proof of the plan draws them.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.graph import Graph
 from autopar.core.operator_facts import is_random
-from autopar.proof.verify import Record, Verdict, judge
+from autopar.proof.verdict import Record, Verdict, judge
 from autopar.sharding.rule import Instance
 from autopar.trace.export import Traced
 from autopar.trace.micro_batches import MicroBatch, number_of
@@ -91,6 +92,19 @@ class _Average(TorchDispatchMode):
                 return args[0].fill_((given.get("from", 0.0) + given.get("to", 1.0)) / 2)
             case "normal_":
                 return args[0].fill_(given.get("mean", 0.0))
+            case "exponential_":
+                return args[0].fill_(1 / given.get("lambd", 1.0))
+            case "geometric_":
+                return args[0].fill_(1 / given["p"])
+            case "log_normal_":
+                return args[0].fill_(math.exp(given.get("mean", 1.0) + given.get("std", 2.0) ** 2 / 2))
+            case "cauchy_":  # which has no mean
+                return args[0].fill_(given.get("median", 0.0))
+            case "randint" | "randint_like":
+                mean = (given.get("low", 0) + given["high"] - 1) // 2
+                return torch.full_like(function(*args, **kwargs), mean)
+            case "poisson":
+                return args[0].clone()
             case "rand" | "rand_like":
                 return torch.full_like(function(*args, **kwargs), 0.5)
             case "randn" | "randn_like":

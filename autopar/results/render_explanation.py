@@ -111,7 +111,7 @@ def _why(layer: LayerChoices, base: Outcome) -> str:
 
 
 def _against(layer: LayerChoices, runner: Choice, price: float, base: Outcome) -> str:
-    """Of what a price is made: the layer with its equals, and the rest of the step."""
+    """Tell what a price is made of: the layer with its equals, and the rest of the step."""
     chosen = layer.chosen
     compute = runner.all_compute - chosen.all_compute
     communication = runner.all_communication - chosen.all_communication

@@ -108,7 +108,7 @@ def forwards_before(schedule: Schedule, rank: int) -> int:
 
 
 def in_flight(counts: Counts) -> Counts:
-    """Of each stage of a rank how many micro-batches are on their way through it, at one moment."""
+    """Count for each stage of a rank the micro-batches that are in flight at one moment."""
     stages = len(counts) // 3
     return tuple(now + half for now, half in zip(counts[:stages], counts[stages : 2 * stages], strict=True))
 

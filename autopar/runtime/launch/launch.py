@@ -55,8 +55,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 def run_script(
     script: str, num_processes: int, arguments: Sequence[str] = (), *, timeout: float | None = None
 ) -> int:
-    """As `start_script`, and return the exit code: 0 all ranks ended well, 4 a rank failed or the time
-    is up, 2 or 3 for what autopar refused there (told on stderr), 130 interrupted."""
+    """Run a script as `start_script` does, and return the exit code.
+
+    0: all ranks ended well, 4: a rank failed or the time is up, 2 or 3: autopar refused something there (told
+    on stderr), 130: interrupted.
+    """
     try:
         start_script(script, num_processes, arguments, timeout=timeout)
     except WorkerError as error:

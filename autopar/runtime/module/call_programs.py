@@ -132,7 +132,7 @@ class CallPrograms:
             program.untie()
 
     def of(self, tensors: PlacedTensors, agreement: Agreement) -> CallPrograms:
-        """Those of a copy of the module: none yet, but the plans are known."""
+        """The programs of a copy of the module: none yet, but the plans are known."""
         twin = copy.copy(self)
         twin._tensors, twin._agreement = tensors, agreement
         twin.cache, twin._growing, twin._users = ProgramCache(), GrowingCalls(), dict(self._users)

@@ -105,7 +105,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _replicated(value: Any, mesh: DeviceMesh) -> Any:
-    """Arguments with DTensors in the place of plain tensors, in the same memory."""
+    """Put DTensors in the place of plain tensors, in the same memory."""
     match value:
         case list() | tuple():
             return type(value)([_replicated(item, mesh) for item in value])

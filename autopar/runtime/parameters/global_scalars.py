@@ -152,12 +152,12 @@ def _local_scalar(operator: Any, args: tuple[Any, ...], _kwargs: Mapping[str, An
 
 
 def _allclose(_operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """As torch composes it of plain tensors; of DTensors it knows no way."""
+    """Compute allclose as torch composes it of plain tensors; of DTensors it knows no way."""
     return bool(torch.isclose(*args, **kwargs).all().item())
 
 
 def _whole(tensor: DTensor) -> DTensor:
-    """One axis after the other: torch warns of several at once."""
+    """Gather one axis after the other: torch warns of several at once."""
     placements = list(tensor.placements)
     for axis in reversed(range(len(placements))):
         placements[axis] = Replicate()
@@ -166,7 +166,8 @@ def _whole(tensor: DTensor) -> DTensor:
 
 
 def _is_among(mesh: DeviceMesh, meshes: Iterable[weakref.ref[DeviceMesh]]) -> bool:
-    """By equality: what operators return is laid on the mesh of the first like it."""
+    """Whether a mesh equals one of `meshes`: what operators return is laid on the mesh of the first like
+    it."""
     return any(known() == mesh for known in meshes)
 
 
@@ -260,7 +261,7 @@ def _made_whole(argument: Any) -> Any:
 
 
 def _has_empty_part(spec: DTensorSpec) -> bool:
-    """Of chunks of chunks the last is the least."""
+    """Whether some part is empty: of chunks of chunks the last is the least."""
     least = list(spec.shape)
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Shard):

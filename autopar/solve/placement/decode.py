@@ -48,7 +48,7 @@ def is_whole(problem: Problem, answer: SolverAnswer) -> bool:
 
 
 def read(problem: Problem, answer: SolverAnswer) -> Program:
-    """The plan that the solver's values spell."""
+    """Read the program from the solver's values."""
     assert answer.values is not None
     values = answer.values
     strategies = {
@@ -140,7 +140,7 @@ def _moves_of(
     *,
     around: bool = False,
 ) -> tuple[Move, ...]:
-    """The cheaper of: what the flows use, and paths found anew between the chosen layouts."""
+    """Choose the cheaper of what the flows use, and paths found anew between the chosen layouts."""
     prices = problem.prices
     source, needs = ends(problem, tensor.name, strategies, inputs, outputs)
     if all(need == source for need in needs):
@@ -243,7 +243,7 @@ def ends(
 
 
 def _reach(source: Layout, needs: list[Layout], used: set[Move]) -> tuple[Move, ...] | None:
-    """Of the moves that carry flow those on paths from `source` to the needs; None if some is cut off."""
+    """The moves with flow that lie on paths from `source` to the needs; None if some need is cut off."""
     via: dict[Layout, Move] = {}
     waiting, seen = [source], {source}
     while waiting:

@@ -110,7 +110,7 @@ class _PlacementDescent:
         return better
 
     def fitted_anew(self) -> bool:
-        """The same, with parts, and what is moved to the host, that are fitted to each plan."""
+        """Whether a change was better, with recomputed parts and offloaded tensors fitted to each plan."""
         if self.recompute is not Recompute.AUTO and self.offload is not Offload.AUTO:
             return False
         for plain, _ in sorted(self.changes(), key=lambda each: each[1]):
