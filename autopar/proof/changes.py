@@ -117,7 +117,13 @@ class _Trial:
         with recording() as reads:
             traced = _trace(target, request, request.autocast(cluster))
         return cls(
-            target, plan, cluster, request, Guard(reads), traced.arguments, _eagerly(target, traced.arguments)
+            target,
+            plan,
+            cluster,
+            request,
+            Guard(reads, own=target.model.modules()),
+            traced.arguments,
+            _eagerly(target, traced.arguments),
         )
 
     def changes(self) -> tuple[list[_Change], ...]:

@@ -75,6 +75,17 @@ def _eager_weight(micro: MicroBatch, part: Traced, model: nn.Module) -> float:
     return micro.weight * own
 
 
+_MEANS: dict[str, Callable[[dict[str, Any]], float]] = {  # of numbers drawn in place; a Cauchy's median
+    "bernoulli_": lambda given: 0.5,
+    "uniform_": lambda given: (given.get("from", 0.0) + given.get("to", 1.0)) / 2,
+    "normal_": lambda given: given.get("mean", 0.0),
+    "exponential_": lambda given: 1 / given.get("lambd", 1.0),
+    "geometric_": lambda given: 1 / given["p"],
+    "log_normal_": lambda given: math.exp(given.get("mean", 1.0) + given.get("std", 2.0) ** 2 / 2),
+    "cauchy_": lambda given: given.get("median", 0.0),
+}
+
+
 class _Average(TorchDispatchMode):
     """Random numbers as they are on average."""
 
@@ -84,30 +95,20 @@ class _Average(TorchDispatchMode):
         match function._schema.name.removeprefix("aten::"):
             case "native_dropout":
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-            case "bernoulli_":
-                return args[0].copy_(torch.as_tensor(given["p"])) if "p" in given else args[0].fill_(0.5)
-            case "bernoulli":
-                return args[0].clone() if "p" not in given else torch.full_like(args[0], given["p"])
-            case "uniform_":
-                return args[0].fill_((given.get("from", 0.0) + given.get("to", 1.0)) / 2)
-            case "normal_":
-                return args[0].fill_(given.get("mean", 0.0))
-            case "exponential_":
-                return args[0].fill_(1 / given.get("lambd", 1.0))
-            case "geometric_":
-                return args[0].fill_(1 / given["p"])
-            case "log_normal_":
-                return args[0].fill_(math.exp(given.get("mean", 1.0) + given.get("std", 2.0) ** 2 / 2))
-            case "cauchy_":  # which has no mean
-                return args[0].fill_(given.get("median", 0.0))
+            case "bernoulli_" if "p" in given:
+                return args[0].copy_(torch.as_tensor(given["p"]))
+            case "bernoulli" if "p" in given:
+                return torch.full_like(args[0], given["p"])
+            case "bernoulli" | "poisson":
+                return args[0].clone()
             case "randint" | "randint_like":
                 mean = (given.get("low", 0) + given["high"] - 1) // 2
                 return torch.full_like(function(*args, **kwargs), mean)
-            case "poisson":
-                return args[0].clone()
             case "rand" | "rand_like":
                 return torch.full_like(function(*args, **kwargs), 0.5)
             case "randn" | "randn_like":
                 return torch.zeros_like(function(*args, **kwargs))
+            case name if name in _MEANS:
+                return args[0].fill_(_MEANS[name](given))
             case _:
                 return function(*args, **kwargs)

@@ -222,7 +222,7 @@ class SampleFlow:
         return self._of_rows(item, given, rows)
 
     def _drawn(self, item: Operator, given: Sequence[Value]) -> Value:
-        """Random numbers, each drawn for itself: rows where all samples draw alike, or each by its own row."""
+        """Random numbers, each drawn for itself: rows where samples draw alike, or each by its own row."""
         (name,) = item.results
         assert name is not None
         if all(self._is_alike(operand) for operand in item.operands):

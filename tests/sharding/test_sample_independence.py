@@ -98,12 +98,31 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "exponential": lambda x: x + x.new_empty(len(x), 1).exponential_(),
     "uniform": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
 }
+QUERIES = torch.linspace(0.0, 1.0, 16).view(2, 8)
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "repeat": lambda x: x[:, None] * QUERIES.repeat(len(x), 1, 1),
+    "repeat into rows": lambda x: x[:, None].repeat(1, 2, 1).flatten(0, 1) * QUERIES.repeat(len(x), 1),
+    "tile": lambda x: x[:, None] * QUERIES.tile(len(x), 1, 1),
+    "repeat_interleave": lambda x: x[:, None] * QUERIES[None].repeat_interleave(len(x), 0),
+}
 TABLE = torch.linspace(0.0, 1.0, SAMPLES)[:, None]
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_samples_draw_each_for_itself(draw: Callable[[Tensor], Tensor]) -> None:
     assert mixing(lambda _, x: draw(x).mean()) is None
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_samples_have_copies_of_a_tensor(copied: Callable[[Tensor], Tensor]) -> None:
+    assert mixing(lambda _, x: copied(x).mean()) is None
+
+
+def test_rows_that_are_repeated_one_by_one_differ_with_the_place_in_the_batch() -> None:
+    def forward(_: nn.Module, x: Tensor) -> Tensor:
+        return (x.repeat_interleave(2, 0) * QUERIES.repeat_interleave(len(x), 0)).mean()
+
+    assert mixing(forward) is not None
 
 
 @pytest.mark.parametrize(

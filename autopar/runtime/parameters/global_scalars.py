@@ -110,6 +110,8 @@ def _install() -> None:
     for operator in _READING:
         handlers.setdefault(operator, _local_scalar)
     handlers.setdefault(aten.allclose.default, _allclose)
+    if aten.as_strided.default in handlers:
+        handlers[aten.as_strided.default] = _refusing(handlers[aten.as_strided.default])
     strategies: dict[Any, Any] = dispatcher.sharding_propagator.op_strategy_funcs
     for operator in (*_OF_SOMETHING, *_LINEAR):
         if operator in strategies and not hasattr(strategies[operator], "_guarded"):
@@ -196,6 +198,24 @@ def _guard(propagate: Callable[..., Any]) -> Callable[..., Any]:
             return propagate(operator, args, *rest, **named)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             if any(_is_among(spec.mesh, _meshes + _staged) for spec in specs):
+                raise _cannot_split(operator, error) from error
+            raise
+
+    guarded._guarded = True  # type: ignore[attr-defined]
+    return guarded
+
+
+def _refusing(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses by name what torch's own handler doesn't know how to do."""
+    if hasattr(handler, "_guarded"):
+        return handler
+
+    @functools.wraps(handler)
+    def guarded(operator: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return handler(operator, args, kwargs)
+        except RuntimeError as error:
+            if _is_among(args[0].device_mesh, _meshes + _staged):
                 raise _cannot_split(operator, error) from error
             raise
 
