@@ -260,11 +260,11 @@ class MeshProblem:
         If they recompute parts for that, also those of assignments that are chosen with a view to it, which
         may promise more than parts hold.
         """
-        kept = min(map(mean_flight, self.schedules))
-        unit = fastest.seconds / (fastest.peak.state + kept * fastest.peak.saved)
+        flight = min(map(mean_flight, self.schedules))
+        unit = fastest.seconds / (fastest.peak.state + flight * fastest.peak.saved)
 
         def at(price: float, recompute: Recompute) -> Solution:
-            memory_price = MemoryPrice(state=price * unit, saved=price * unit * kept)
+            memory_price = MemoryPrice(state=price * unit, saved=price * unit * flight)
             return self.solve(Ask(ask.force, None, memory_price, recompute), limits)
 
         asked, best, found = self.request.recompute, known, list[Step]()
@@ -371,10 +371,12 @@ class MeshProblem:
 
         With them, what memory makes all assignments take, by prices around what a byte has cost.
         """
-        force, kept, solution = self.request.force, min(map(mean_flight, self.schedules)), step.solution
+        force, flight, solution = self.request.force, min(map(mean_flight, self.schedules)), step.solution
         ask = partial(Priced, self.graph, self.prices, self.spaces[force], self.folding)
-        corners = list(ask().corners(kept, solution.seconds * (1 - SAME)))
-        spared = fastest.peak.state - solution.peak.state + kept * (fastest.peak.saved - solution.peak.saved)
+        corners = list(ask().corners(flight, solution.seconds * (1 - SAME)))
+        spared = (
+            fastest.peak.state - solution.peak.state + flight * (fastest.peak.saved - solution.peak.saved)
+        )
         others = [*corners[:1], *corners[1:][1 - MIXED :]]
         if spared <= 0:
             return others, None

@@ -122,8 +122,8 @@ def flight(schedule: Schedule, stage: int) -> int:
 
 def mean_flight(schedule: Schedule) -> float:
     """How many micro-batches a stage keeps whole at once, on the average stage."""
-    kept = schedule.stages_per_rank
-    most = (max(sum(counts[:kept]) for counts in each.all()) for each in flights(schedule))
+    per_rank = schedule.stages_per_rank
+    most = (max(sum(counts[:per_rank]) for counts in each.all()) for each in flights(schedule))
     return sum(most) / schedule.stages
 
 

@@ -215,7 +215,7 @@ class Replay:
                 self.use(self.tape.root[value], left)
 
     def save(self, number: int) -> None:
-        """Keep for backward what a call saves, but for what waits in the host's memory."""
+        """Save for backward what a call saves, but for what waits in the host's memory."""
         place = self.calls[number].place
         for root in self.calls[number].memory.saves - self.tape.gathered:
             if root in self.host:

@@ -44,9 +44,10 @@ class TapeCall:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter that learns: its value, the bytes of its gradient, and over which ranks that is summed
-    when backward ends, None if nowhere; in `reduce`, where that isn't its own dtype. What backward comes to
-    with a weight that is gathered once is the `full` gradient, of so many bytes, which is scattered first."""
+    """A parameter that requires gradients: its value, the bytes of its gradient, and over which ranks that is
+    summed when backward ends, None if nowhere; in `reduce`, where that isn't its own dtype. What backward
+    comes to with a weight that is gathered once is the `full` gradient, of so many bytes, which is scattered
+    first."""
 
     name: str
     value: int

@@ -49,7 +49,7 @@ class _View:
     number: int | None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Such a part of another tensor."""
+        """Take the same part of another tensor."""
         result = self.function(tensor, *self.args, **self.kwargs)
         part: Tensor = result if self.number is None else result[self.number]
         return part
@@ -112,7 +112,7 @@ def _writes(name: str) -> bool:
 
 
 def _is_apart(owner: DTensor, part: DTensor) -> bool:
-    """Whether a view of a serial model has memory of its own here, or its owner has."""
+    """Whether a serial model's view has memory of its own here, or is a part of what has."""
     pairs = zip(owner.placements, part.placements, strict=True)
     gathered = any(isinstance(was, Shard) and not isinstance(now, Shard) for was, now in pairs)
     return gathered or hasattr(owner, _VIEW)

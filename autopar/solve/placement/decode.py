@@ -253,11 +253,11 @@ def _reach(source: Layout, needs: list[Layout], used: set[Move]) -> tuple[Move, 
                 seen.add(move.target)
                 via[move.target] = move
                 waiting.append(move.target)
-    kept: dict[Layout, Move] = {}
+    taken: dict[Layout, Move] = {}
     for need in needs:
         while need != source:
             if need not in via:
                 return None
-            kept[need] = via[need]
+            taken[need] = via[need]
             need = via[need].source
-    return tuple(move for move in via.values() if move in kept.values())
+    return tuple(move for move in via.values() if move in taken.values())

@@ -193,7 +193,7 @@ def build_space(
     `stored` fixes where parameters and buffers (by target name) lie already. With `local_inputs` a user
     input may come in parts, as its operators take it; `user_layouts` (by path) fixes how, where the
     input is long enough for that. With `local_outputs` every output but the loss may leave in parts.
-    A `shard_state` that is forced leaves weights that learn the layouts in most shards.
+    A `shard_state` that is forced leaves weights that require gradients the layouts in most shards.
     """
     kinds = Kinds(graph, prices.dims)
     anchors = anchored(graph, prices.dims)

@@ -152,8 +152,8 @@ class CutProblem:
     def holds_of(self, level: Intervals) -> Holds:
         """What every stage holds at one level."""
         halves = level.halves
-        kept = self.with_output(level.saved)
-        return Holds(kept, halves.held, level.working, level.early, halves.working, halves.early)
+        saved = self.with_output(level.saved)
+        return Holds(saved, halves.held, level.working, level.early, halves.working, halves.early)
 
     def at_least(self, stage: int, shares: Shares, cap: int) -> Table:
         """Seconds of a stage for gradients of inputs, with the least that has to be recomputed."""
@@ -202,10 +202,10 @@ class CutProblem:
             rest = behind[stage][:, None] if behind is not None else 0.0
             bounds.append(begun + rest)
             if self.schedule.stages_per_rank == 1:
-                waiting, away = forwards_before(self.schedule, stage) - 1, after[stage + 1][None, :]
-                bounds.append(begun - waiting * forward + away + rest)
+                waiting, later = forwards_before(self.schedule, stage) - 1, after[stage + 1][None, :]
+                bounds.append(begun - waiting * forward + later + rest)
                 bounds.append(
-                    ahead[stage][:, None] + self.twice_away(stage, forward, backs[stage], away) + rest
+                    ahead[stage][:, None] + self.two_round_trips(stage, forward, backs[stage], later) + rest
                 )
             found.append(np.maximum.reduce(bounds) + self.allowed[stage])
         return found
@@ -219,10 +219,10 @@ class CutProblem:
         where stages may lie on one rank."""
         return np.zeros_like(row) if self.late or self.schedule.kind.is_v else row
 
-    def twice_away(self, rank: int, forward: Table, back: Table, away: Row) -> Table:
+    def two_round_trips(self, rank: int, forward: Table, back: Table, later: Row) -> Table:
         """Seconds from a rank's first action to its last backward, along two micro-batches. The first goes
         to the last stage and back; then come the rank's own actions up to its last forward, and that one's
-        way; 0 if all forwards come first. `away` is what later stages take forward and back."""
+        way; 0 if all forwards come first. `later` is what later stages take forward and back."""
         kinds = [action.kind for action in self.schedule.actions(rank)]
         first = next(index for index, kind in enumerate(kinds) if kind is not ActionKind.FORWARD)
         last = max(index for index, kind in enumerate(kinds) if kind is ActionKind.FORWARD)
@@ -232,7 +232,7 @@ class CutProblem:
         between = own[ActionKind.FORWARD] * forward + own[ActionKind.WEIGHT_GRADIENT] * weights
         between = between + own[ActionKind.INPUT_GRADIENT] * back
         between = between + own[ActionKind.BACKWARD] * (back if self.whole else back + weights)
-        found: Table = forward + away + between + away + back
+        found: Table = forward + later + between + later + back
         return found
 
     def heads(self, seconds: Sequence[Table], hop: Row) -> list[Row]:
@@ -279,9 +279,9 @@ class CutProblem:
         unproved = np.where(received_back == 0, self.table.received, 0.0) * self.is_sent_late(stage)
         return np.triu(table.state + batch + schedule.micro_batches * unproved[None, :], 1)
 
-    def with_output(self, kept: Table) -> Table:
+    def with_output(self, saved: Table) -> Table:
         """What a micro-batch in flight keeps, with what it sent."""
-        return np.triu(kept + self.table.received[None, :], 1)
+        return np.triu(saved + self.table.received[None, :], 1)
 
     def is_sent_late(self, stage: int) -> bool:
         """Whether what a stage sends to the next one leaves at some time, while the rank goes on."""
@@ -333,14 +333,14 @@ class CutProblem:
             self.pick([getattr(table, name) for table in self.tables], paths)
             for name in ("gradients", "summing")
         )
-        kept, held, working, early, half, half_early = (
+        saved, held, working, early, half, half_early = (
             self.pick([getattr(holds, each.name) for holds in self.holds], paths) for each in fields(Holds)
         )
         back = self.table.received_back[starts]
         found = []
         for rank, each in enumerate(flights(self.schedule)):
             own = stages_of(self.schedule, rank)
-            bytes_of_one = np.concatenate([kept[:, own], held[:, own], back[:, own]], axis=1)
+            bytes_of_one = np.concatenate([saved[:, own], held[:, own], back[:, own]], axis=1)
             later = missing[:, own].sum(axis=1)
             besides = (early, later), (half_early, later), (working, 0.0), (half, 0.0)
             peaks = [

@@ -221,10 +221,10 @@ def _farthest(begin: Flags, stop: Flags, source: Numbers, target: Numbers, secon
     """The most that a shortest way takes from any of `begin` to any of `stop`."""
     most = 0.0
     for start in np.flatnonzero(begin):
-        away = np.full(len(begin), np.inf)
-        away[start], before = 0.0, None
-        while before is None or (away < before).any():
-            before = away.copy()
-            np.minimum.at(away, target, away[source] + seconds)
-        most = max(most, float(away[stop].max()))
+        distances = np.full(len(begin), np.inf)
+        distances[start], before = 0.0, None
+        while before is None or (distances < before).any():
+            before = distances.copy()
+            np.minimum.at(distances, target, distances[source] + seconds)
+        most = max(most, float(distances[stop].max()))
     return most

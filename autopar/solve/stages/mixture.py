@@ -136,10 +136,10 @@ class Mixture:
             ]
             for name in dict.fromkeys((*operator.operands, *filter(None, operator.results))):
                 if not all(self.holds(name, levels) for levels in mixed):
-                    near = {user for user, _ in self.users[name]}
-                    near.update([self.made_by[name][0]] if name in self.made_by else [])
-                    waiting += sorted(near - found)
-                    found |= near
+                    neighbors = {user for user, _ in self.users[name]}
+                    neighbors.update([self.made_by[name][0]] if name in self.made_by else [])
+                    waiting += sorted(neighbors - found)
+                    found |= neighbors
         return frozenset(found)
 
     def holds(self, name: str, levels: Levels) -> bool:

@@ -1,6 +1,6 @@
-"""What the model itself computes again in backward: done unless the planner knows better.
+"""What the model itself recomputes in backward: done unless the planner knows better.
 
-Where a memory cap asks for parts to be computed again, or the user does, those are chosen by recompute.py
+Where a memory cap asks for parts to be recomputed, or the user does, those are chosen by recompute.py
 and take the place of the model's own; so does what is offloaded. Else the fastest assignment recomputes what
 the model checkpoints, as its author asked for, and is priced with it.
 """
@@ -27,7 +27,7 @@ def respect(step: Step, *, micro_batches: int, hop: LinkLike, cap: int | None) -
         return unstaged(solution, micro_batches)
     try:
         return staged(solution, schedules=[step.schedule], hop=hop, cap=cap)
-    except InfeasibleError:  # what a part needs while it is computed again does not fit
+    except InfeasibleError:  # what a part needs while it is recomputed does not fit
         return step
 
 
