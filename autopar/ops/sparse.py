@@ -16,7 +16,7 @@ block once, when its program is written. Which rows of x it reads is known then,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from autopar.sharding.needed_rows import (
     remembered,
 )
 from autopar.sharding.rule import Handle, Instance, Rule, Sample, Site, register
-from autopar.sharding.sparse_blocks import block_of
+from autopar.sharding.sparse_blocks import block_of, index_dtype
 from autopar.trace.sparse_products import PRODUCT
 
 aten = torch.ops.aten
@@ -161,41 +161,60 @@ class Product(Rule):
 
     def lower(self, site: Site) -> Sequence[Handle]:
         mine = _Mine(site)
-        index = partial(TensorSpec, dtype=torch.int64)
         count, length, width = len(mine.entries(site.coordinate)), mine.rows[1] - mine.rows[0], mine.width
-        lengths = length + 1, count, width + 1, count, count
+        short = index_dtype(count, length, width)
 
-        def form(place: int) -> Handle:
+        def form(place: int, size: int, dtype: torch.dtype = short) -> Handle:
             return site.emitter.constant(
                 (*mine.key, place),
-                index((lengths[place],)),
+                TensorSpec((size,), dtype),
                 lambda: mine.block()[place],
                 memory=(*mine.whose, place),
             )
 
-        crow, column, *transposed = map(form, range(len(lengths)))
-        values, x = self.values(site, mine.entries(site.coordinate), mine.key), site.values[3]
+        crow, column, *transposed = map(form, range(4), (length + 1, count, width + 1, count))
+        values, x = self.values(site, mine), site.values[3]
         if mine.axes:
             x = fetch_needed(site, x, mine.needed, mine.axes, mine.key)
+        last = self.known_values(site, mine, transposed=True)
+        order = form(4, count, torch.int64) if last is None else None
         target = torch.ops.autopar_graphs.spmm.default
-        return (site.call(target, crow, column, values, x, *transposed),)
+        return (site.call(target, crow, column, values, x, *transposed, order, last),)
 
     def fullest(self, site: Site) -> tuple[int, ...]:
         """The rank with the most entries and rows that it reads."""
         mine = _Mine(site)
         return max(members(site, site.mesh.axes), key=mine.work)
 
-    def values(self, site: Site, kept: Tensor, key: tuple[object, ...]) -> Handle:
+    def values(self, site: Site, mine: _Mine) -> Handle:
         """The values of the rank's entries: cut now if they are known, else picked of what they come to."""
-        known = site.value_of(2)
-        if known is not None and not site.spec(2).requires_grad:
-            spec = TensorSpec((len(kept),), known.dtype)
-            return site.emitter.constant((*key, site.operands[2]), spec, lambda: known[kept].contiguous())
+        known = self.known_values(site, mine, transposed=False)
+        if known is not None:
+            return known
         if not site.sharding_axes("i", "j", NEEDED):
             return site.values[2]
+        kept = mine.entries(site.coordinate)
         spec = TensorSpec((len(kept),), torch.int64)
-        mine = site.emitter.constant((*key, "kept"), spec, lambda: kept)
-        return site.call(aten.index_select.default, site.values[2], 0, mine)
+        places = site.emitter.constant((*mine.key, "kept"), spec, lambda: kept)
+        return site.call(aten.index_select.default, site.values[2], 0, places)
+
+    def known_values(self, site: Site, mine: _Mine, *, transposed: bool) -> Handle | None:
+        """The values of the rank's entries, by rows or by columns, if they are known and don't learn."""
+        known = site.value_of(2)
+        if known is None or site.spec(2).requires_grad:
+            return None
+        kept, name = mine.entries(site.coordinate), site.operands[2]
+        memory = *mine.whose, name, transposed
+
+        def cut() -> Tensor:
+            return known[kept[mine.block()[-1]] if transposed else kept]
+
+        return site.emitter.constant(
+            (*mine.key, name, transposed),
+            TensorSpec((len(kept),), known.dtype),
+            lambda: remembered(site, memory, cut),
+            memory=memory,
+        )
 
     def samples(self) -> Iterable[Sample]:
         rows = torch.tensor([0, 0, 1, 3, 3, 3, 4, 4, 6])

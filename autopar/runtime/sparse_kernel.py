@@ -1,7 +1,8 @@
 """The product of a sparse block and dense columns, as one rank computes it.
 
 spmm(crow, column, values, x, ...)      by rows of the block, in compressed form
-backward to x                           the transposed block, whose form is given as well
+backward to x                           the transposed block, whose form is given as well: its values are
+                                        given where they are known, else the order in which `values` are read
 backward to values                      one dot product for each entry
 """
 
@@ -37,35 +38,39 @@ def _run_spmm(
     x: Tensor,
     crow_transposed: Tensor,
     row: Tensor,
-    order: Tensor,
+    order: Tensor | None = None,
+    transposed: Tensor | None = None,
 ) -> Tensor:
     return _times(crow, column, values, x)
 
 
-def _shape(crow: Tensor, column: Tensor, values: Tensor, x: Tensor, *rest: Tensor) -> Tensor:
+def _shape(crow: Tensor, column: Tensor, values: Tensor, x: Tensor, *rest: Tensor | None) -> Tensor:
     return x.new_empty(len(crow) - 1, x.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    crow, column, values, x, crow_transposed, row, order = inputs
+    crow, column, values, x, *rest = inputs
     _, _, wants_values, *_ = ctx.needs_input_grad
     kept = x if wants_values else None
-    ctx.save_for_backward(crow, column, values, kept, crow_transposed, row, order)
+    ctx.save_for_backward(crow, column, values, kept, *rest)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    crow, column, values, x, crow_transposed, row, order = ctx.saved_tensors
+    crow, column, values, x, crow_transposed, row, order, transposed = ctx.saved_tensors
     _, _, wants_values, wants_x, *_ = ctx.needs_input_grad
-    of_x = _transposed(crow_transposed, row, values, order, gradient) if wants_x else None
+    of_x = None
+    if wants_x:
+        transposed = values[order] if transposed is None else transposed
+        of_x = _transposed(crow_transposed, row, transposed, gradient)
     of_values = _sampled(crow, column, gradient, x) if wants_values else None
-    return None, None, of_values, of_x, None, None, None
+    return None, None, of_values, of_x, None, None, None, None
 
 
-def _run_transposed(crow: Tensor, row: Tensor, values: Tensor, order: Tensor, gradient: Tensor) -> Tensor:
-    return _times(crow, row, values[order], gradient)
+def _run_transposed(crow: Tensor, row: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
+    return _times(crow, row, values, gradient)
 
 
-def _transposed_shape(crow: Tensor, row: Tensor, values: Tensor, order: Tensor, gradient: Tensor) -> Tensor:
+def _transposed_shape(crow: Tensor, row: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
     return gradient.new_empty(len(crow) - 1, gradient.shape[1])
 
 
@@ -113,5 +118,7 @@ def example(specs: tuple[Any, ...], device: torch.device) -> list[Tensor]:
     dense = [torch.rand(spec.shape, dtype=spec.dtype) + 0.5 for spec in specs[2:4]]
     for tensor, spec in zip(dense, specs[2:4], strict=True):
         tensor.requires_grad_(spec.requires_grad)
-    made = [block.crow, block.column, *dense, block.crow_transposed, block.row, block.order]
+    known = specs[6].dtype.is_floating_point
+    last = dense[0][block.order] if known else block.order
+    made = [block.crow, block.column, *dense, block.crow_transposed, block.row, last]
     return [tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in made]

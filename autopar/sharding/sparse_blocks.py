@@ -10,7 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Entries of a sparse block by rows, and the same ones by columns: `order` says which they are."""
+    """Entries of a sparse block by rows, and the same ones by columns: `order` says which they are.
+
+    Indices are short where they can be, as kernels want them; those of `order` are long, as torch's are.
+    """
 
     crow: Tensor
     column: Tensor
@@ -26,14 +29,19 @@ class Block:
 
 def block_of(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Block:
     """The forms of a block whose entries are in the order of rows."""
-    order = torch.argsort(columns, stable=True)
+    order, dtype = torch.argsort(columns, stable=True), index_dtype(len(rows), *shape)
     return Block(
-        _starts(rows, shape[0]),
-        columns.contiguous(),
-        _starts(columns, shape[1]),
-        rows[order].contiguous(),
+        _starts(rows, shape[0]).to(dtype),
+        columns.to(dtype).contiguous(),
+        _starts(columns, shape[1]).to(dtype),
+        rows.to(dtype)[order],
         order,
     )
+
+
+def index_dtype(*counts: int) -> torch.dtype:
+    """The shortest integers that number as many entries, rows or columns."""
+    return torch.int32 if max(counts) <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def _starts(rows: Tensor, length: int) -> Tensor:

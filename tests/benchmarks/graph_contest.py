@@ -133,8 +133,9 @@ class Multiplied(Net):
         n, crow = adjacency.shape[0], adjacency.crow_indices()
         rows = torch.arange(n).repeat_interleave(crow.diff())
         block = block_of(rows, adjacency.col_indices(), (n, n))
-        crow, column, *transposed = block.forms
-        self.forms = crow, column, adjacency.values(), transposed
+        crow, column, *transposed, order = block.forms
+        values = adjacency.values()
+        self.forms = crow, column, values, (*transposed, None, values[order])
 
     def mix(self, x: Tensor) -> Tensor:
         crow, column, values, transposed = self.forms

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.convert.path import tree
+from autopar.convert.path import Price, tree
 from autopar.core.graph import InputKind, Operator
 from autopar.core.mesh import Mesh
 from autopar.core.move import Move
@@ -28,13 +29,31 @@ from autopar.trace.sparse_products import PRODUCT
 from tests.forced_programs import connect
 
 N, F = 5040, 240  # vertices and features, which the numbers of ranks divide
-BACK = {"s_to_b": "p_to_s", "p_to_s": "s_to_b", "p_to_b": "p_to_b"}  # the move that a gradient makes
+RINGS = {"s_to_b": 1, "s_to_r": 1, "p_to_s": 1, "p_to_b": 2, "p_to_r": 2}  # rounds of the whole tensor
+LOCAL = {"r_to_b", "b_to_r", "b_to_s", "r_to_s", "s_to_p", "r_to_p", "b_to_p"}
+BACK = {  # the move that a gradient makes
+    "s_to_b": "p_to_s",
+    "p_to_s": "s_to_b",
+    "p_to_b": "p_to_b",
+    "s_to_s": "s_to_s",
+    "r_to_b": "p_to_r",
+    "p_to_r": "r_to_b",
+    "s_to_r": "r_to_s",
+    "r_to_s": "s_to_r",
+    "b_to_s": "s_to_p",
+    "s_to_p": "b_to_s",
+    "b_to_r": "r_to_p",
+    "r_to_p": "b_to_r",
+    "b_to_p": "b_to_p",
+}
 
 
-def sent(name: str, group: int, whole: int) -> float:
-    """Elements that one rank sends of a tensor with `whole` elements, by the ring."""
-    rounds = {"s_to_b": 1, "p_to_s": 1, "p_to_b": 2}
-    return rounds.get(name, 0) * (group - 1) / group * whole
+def sent(name: str, group: int, whole: float) -> float:
+    """Elements that one rank sends of a tensor with `whole` elements: by the ring, or to each its part."""
+    if name in LOCAL:
+        return 0.0
+    rounds = 1 / group if name == "s_to_s" else RINGS[name]
+    return rounds * (group - 1) / group * whole
 
 
 class Counting:
@@ -47,12 +66,13 @@ class Counting:
     def __call__(self, target: Any, calls: Sequence[Call]) -> list[Tensor]:
         results = simulate(target, calls)
         name = target._schema.name.removeprefix("autopar::")
-        whole = max(calls[0][0][0].numel(), results[0].numel())
         if name == "needed_rows":  # there, and their gradients back
             width = calls[0][0][0][0].numel()
             self.elements += sum(2 * len(args[2]) * width for args, _ in calls) / self.ranks
         elif calls[0][0][0].is_floating_point():
-            both = sent(name, len(calls), whole) + sent(BACK.get(name, ""), len(calls), whole)
+            whole = sum(args[0].numel() for args, _ in calls)
+            whole = whole if name[0] == "s" else whole // len(calls)  # of parts, or of a copy each
+            both = sent(name, len(calls), whole) + sent(BACK[name], len(calls), whole)
             self.elements += both * len(calls) / self.ranks  # every group calls once
         return results
 
@@ -90,7 +110,7 @@ def layer(
         name: tree(
             ends[name],
             [wanted[name]],
-            by_shards,
+            by_elements(mesh),
             legal=lambda layout, name=name: dims.legal(name, layout),  # type: ignore[misc]
             differentiable=True,
         )
@@ -143,7 +163,7 @@ def messages(mesh: Mesh, source: str, target: str, *, edges: Tensor, width: int 
         {item.name: strategy(item) for item in graph.operators},
         store=lambda item, _: split if item.kind is InputKind.USER else (R,) * len(mesh.shape),
         leave=lambda _: split,
-        price=by_shards,
+        price=by_elements(mesh),
     )
     given = {InputKind.USER: x, InputKind.BUFFER: edges}
     values = {item.name: given[item.kind] if item.value is None else item.value for item in graph.inputs}
@@ -153,6 +173,17 @@ def messages(mesh: Mesh, source: str, target: str, *, edges: Tensor, width: int 
     return count.elements
 
 
-def by_shards(move: Move) -> float:
-    """A price of moves by which tensors are split as long as they can be."""
-    return float(sum(isinstance(each, Shard) for each in move.source) + 1)
+def by_elements(mesh: Mesh) -> Price:
+    """A price of moves by the share of a tensor that a rank sends for them, and for those of gradients."""
+
+    def price(move: Move) -> float:
+        size = mesh.shape[move.axis]
+        parts = math.prod(
+            mesh.shape[axis]
+            for axis, at in enumerate(move.source)
+            if isinstance(at, Shard) and axis != move.axis
+        )
+        name = "_to_".join(type(at).__name__[0].lower() for at in move.placements)
+        return (sent(name, size, 1) + sent(BACK[name], size, 1)) / parts + 1e-6
+
+    return price

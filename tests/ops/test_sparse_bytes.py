@@ -7,8 +7,9 @@ import torch
 
 from autopar.core.mesh import Mesh
 from autopar.core.placement import B, Placement, Shard
-from tests.benchmarks.graphs import rows_of
-from tests.ops.layer_bytes import F, N, layer, messages, random_edges
+from tests.benchmarks.graphs import nets_of, rows_of, variants
+from tests.ops.layer_bytes import F, N, layer, messages, random_edges, sent
+from tests.ops.net_bytes import net, net_programs, one_axis, weights
 
 S0, S1 = Shard(0), Shard(1)
 
@@ -75,8 +76,38 @@ def test_messages_to_vertices_that_are_split_send_half_of_what_edges_do(
     assert found == pytest.approx(times * N * width * (ranks - 1) / ranks)
 
 
+@pytest.mark.parametrize("name", ["1D needed rows, r", "2D, i f", "2D, i j"])
+def test_a_net_sends_what_its_products_and_its_weights_do(name: str) -> None:
+    edges, width = random_edges(), 8
+    found = next(each for each in variants(4, edges, width) if each.name == name)
+    wanted = sum(found.elements) + weights(found.mesh, found.ways, width)
+    assert net(found.mesh, found.ways, edges, width) == pytest.approx(wanted)
+
+
+def test_blocks_on_unequal_axes_send_what_is_published_of_copies() -> None:
+    """1.5D with c copies: 2 n f / c and 2 n f c / P, each less what a rank keeps."""
+    ranks, copies, width = 8, 2, 8
+    found = next(each for each in variants(ranks, random_edges(), width) if each.name.startswith("1.5D"))
+    whole = 2 * N * width
+    wanted = whole / copies * (1 - copies / ranks) + whole * copies / ranks * (1 - 1 / copies)
+    assert sum(found.elements) / 2 == pytest.approx(wanted)
+
+
+def test_a_block_takes_sixteen_bytes_an_entry_on_its_rank() -> None:
+    """Its column, its row, and its value in both orders; and where rows and columns start; for all layers."""
+    ranks, edges = 4, random_edges()
+    programs, _ = net_programs(Mesh((ranks,)), [one_axis("i")] * 2, edges, width=8)
+    held = {each.data_ptr(): each for program in programs for each in program.constants.values()}
+    entries, starts = len((edges[0] * N + edges[1]).unique()), N + ranks + ranks * (N + 1)
+    assert sum(tensor.nbytes for tensor in held.values()) == 16 * entries + 4 * starts
+
+
+def test_an_all_to_all_sends_each_rank_its_part_of_a_part() -> None:
+    assert sent("s_to_s", 4, 160) == 30
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [3, 4, 8])
-def test_every_row_of_the_table_is_as_counted(ranks: int) -> None:
-    for row in rows_of(ranks):
+@pytest.mark.parametrize("ranks", [3, 4, 8, 9, 16])
+def test_every_row_of_the_tables_is_as_counted(ranks: int) -> None:
+    for row in (*rows_of(ranks), *nets_of(ranks)):
         assert row.counted == pytest.approx(row.formula), row
